@@ -1,0 +1,238 @@
+"""What actors say to each other: ids and descriptors, never tensors.
+
+Commands are imperative, events past tense, failures are events too. Every message carries its job and a correlation:
+a step and block, or a correlation id. The scheduler speaks blocks; workers speak chunks, directly to each other.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, CorrelationId, JobId, Span, StateKind, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Base of all messages."""
+
+    job: JobId
+    step: Step  # the step this is about: for a command, the step whose states it produces
+
+
+# --- workers to SSD servers, and back -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """One state of a chunk and where in the arena its bytes lie, or shall lie. Spans are 4096-byte aligned."""
+
+    kind: StateKind
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkIo:
+    """One chunk of a request: the parts that move; its completion is reported when all of them have."""
+
+    key: ChunkKey
+    parts: tuple[ChunkPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadChunks(Message):
+    """Read the states that `step` produced into the arena."""
+
+    correlation: CorrelationId
+    reply_to: ActorName
+    priority: tuple[int, int]  # smaller first; ties in order of arrival
+    items: tuple[ChunkIo, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteChunks(Message):
+    """Write states of `step` from the arena. They count once the step is committed."""
+
+    correlation: CorrelationId
+    reply_to: ActorName
+    priority: tuple[int, int]
+    items: tuple[ChunkIo, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkIoDone(Message):
+    """All parts of one chunk of a request have moved."""
+
+    correlation: CorrelationId
+    key: ChunkKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitStore(Message):
+    """Make `step` the state that a restart finds: sync, then append a commit record, then sync again."""
+
+    attempt: Attempt
+    trainer_state: str  # JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCommitted(Message):
+    """One SSD server has `step` safe."""
+
+    actor: ActorName
+    bytes_read: int  # since the server started
+    bytes_written: int
+
+
+# --- scheduler to GPU worker, and back ------------------------------------------------------------------------------
+
+
+class Phase(StrEnum):
+    """What a compute operation does with a block."""
+
+    FORWARD = "forward"  # without a graph; only the block's input is kept
+    HEAD = "head"  # the last block: forward, loss and backward at once, over slices of tokens
+    BACKWARD = "backward"  # recompute, then backward
+    EVALUATE = "evaluate"  # forward only, nothing kept
+    EVALUATE_HEAD = "evaluate_head"  # loss only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchParams(Message):
+    """Bring the params of `block`, as `step` left them, to the device: one buffer, held until its operation is done."""
+
+    op: int  # the compute operation they are for
+    block: BlockIndex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeBlock(Message):
+    """Run one operation of the block loop, once its params have arrived. Operations run in the order they come."""
+
+    op: int
+    phase: Phase
+    block: BlockIndex
+    blocks: tuple[BlockIndex, ...]  # whose params it needs: the block's own first, then those it shares tensors with
+    group: int  # evaluation: which group of micro-batches; 0 in training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadGrad(Message):
+    """Move the gradient of `block` from the device to grad slots in the arena."""
+
+    block: BlockIndex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockComputed(Message):
+    """An operation is done and its param buffers are free."""
+
+    op: int
+    phase: Phase
+    block: BlockIndex
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBackwardDone(Message):
+    """All gradients of `block` for this step lie on the device."""
+
+    block: BlockIndex
+    grad_sq_sum: float  # sum of squares; 0.0 where the job does not clip
+
+
+@dataclass(frozen=True, slots=True)
+class GradChunk:
+    """A chunk's gradient in the arena; its slot belongs to whoever holds this, until it is returned."""
+
+    key: ChunkKey
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradOffloaded(Message):
+    """The gradient of `block` lies in the arena."""
+
+    block: BlockIndex
+    chunks: tuple[GradChunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossComputed(Message):
+    """The loss of a step, or of one group of an evaluation."""
+
+    phase: Phase  # HEAD or EVALUATE_HEAD
+    loss_sum: float
+    num_targets: int
+    num_correct: int
+    group: int
+
+
+# --- scheduler to CPU optimizer, and back ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateBlock(Message):
+    """Update chunks of `block`: read the states of `step - 1`, apply AdamW, write those of `step`."""
+
+    block: BlockIndex
+    chunks: tuple[GradChunk, ...]
+    learning_rate: float
+    grad_scale: float  # what gradients are multiplied by: 1.0, or the clipping factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradSlotsReturned(Message):
+    """Optimizer to GPU worker: these grad slots are yours again."""
+
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUpdated(Message):
+    """This optimizer's share of `block` is written; the next forward pass may read it."""
+
+    block: BlockIndex
+    actor: ActorName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadModel(Message):
+    """Stream the initial weights into the store, as the states of step 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgressed(Message):
+    """So many parameters of the model are in the store."""
+
+    num_params: int
+    total_params: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoaded(Message):
+    """The initial states are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportModel(Message):
+    """Write the params of `step` as a Hugging Face model folder."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelExported(Message):
+    """The folder is complete: it was renamed into place."""
+
+    path: str
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorFailed(Message):
+    """Something an actor could not do. The attempt ends."""
+
+    actor: ActorName
+    error: str  # one line for people: what was wrong, with the values, and what to do
+    detail: str  # traceback
