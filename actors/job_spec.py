@@ -49,7 +49,9 @@ class JobSpec:
     attempt: Attempt
     model_dir: str  # config, tokenizer, safetensors
     initialization: Initialization
+    layout_file: str  # what `windlass.engine.check_model` wrote: the model's blocks
     dataset_dir: str  # what `windlass.engine.prepare` wrote
+    num_validation_examples: int  # 0: no validation data
     job_dir: str  # journal and logs
     output_dir: str  # the final model's folder; checkpoints go beside it as `{output_dir}-step-{n}`
     ssd_dirs: tuple[str, ...]  # one SSD server each
@@ -57,9 +59,14 @@ class JobSpec:
     hyperparameters: Hyperparameters
     total_steps: int
     checkpoint_every: int | None  # steps; None: only the final model
-    evaluate_every: int | None  # steps; None: at each epoch's end, if there is validation data
+    evaluate_every: int | None  # steps; None: only at the end. Without validation data never
     num_cpu_optimizers: int
     compute_threads: int  # of the GPU worker's process
     optimizer_threads: int  # of each optimizer
     host_memory_nbytes: int | None  # budget for the arena; None: what the machine has free
     deadline_s: float  # longest wait for any one thing within a step
+
+    @property
+    def has_validation(self) -> bool:
+        """A validation file was given."""
+        return self.num_validation_examples > 0

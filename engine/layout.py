@@ -3,8 +3,9 @@
 No torch here: the scheduler and the planner's callers read layouts too.
 """
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
 
@@ -47,6 +48,27 @@ class ModelLayout:
     # Further names of a parameter: {"lm_head.weight": "model.embed_tokens.weight"}. Stored and exported once.
     tied: dict[str, str]
     chunk_numel: int
+    # Per block, the blocks whose params its computation reads: itself first, then those it shares tied tensors with.
+    shared: tuple[tuple[BlockIndex, ...], ...] = ()
+
+    def to_json(self) -> str:
+        """All of it, for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "ModelLayout":
+        """What `to_json` wrote."""
+        raw = json.loads(text)
+        blocks = []
+        for block in raw["blocks"]:
+            params = tuple(ParamSlice(**{**param, "shape": tuple(param["shape"])}) for param in block["params"])
+            blocks.append(BlockLayout(index=BlockIndex(block["index"]), name=block["name"], params=params))
+        return cls(
+            blocks=tuple(blocks),
+            tied=raw["tied"],
+            chunk_numel=raw["chunk_numel"],
+            shared=tuple(tuple(BlockIndex(b) for b in shared) for shared in raw["shared"]),
+        )
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,100 @@
+"""Loading a model into the store and exporting it, chunk by chunk through an optimizer's slots."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from windlass.actors.context import JobContext
+from windlass.actors.job_spec import Initialization
+from windlass.engine.export import ModelExporter
+from windlass.engine.initialization import BlockInitializer
+from windlass.engine.partition import TORCH_DTYPE, build_meta_model, load_config
+from windlass.engine.weights import CheckpointReader
+from windlass.storage.arena import SlotPool
+from windlass.storage.ids import ChunkKey, Precision, Span, StateKind, Step, param_kind
+
+ChunkView = Callable[[Span, ChunkKey, StateKind], torch.Tensor]
+
+
+class ModelIo:
+    """The first optimizer's work outside of steps. Never holds more than its slots and one tensor or one block."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        slots: SlotPool,
+        view: ChunkView,
+        read: Callable[..., None],
+        write: Callable[..., None],
+    ) -> None:
+        self.context = context
+        self._slots = slots
+        self._view = view
+        self._read = read
+        self._write = write
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        """Ends a load or an export between two chunks."""
+        self._aborted.set()
+
+    def load(self) -> Iterator[dict[str, int]]:
+        """Writes every chunk's states as those of step 0. Yields {"num_params", "total_params"} as it goes."""
+        layout, precision = self.context.layout, self.context.precision
+        num_params, shown_at = 0, 0
+        with contextlib.closing(self._source()) as source:
+            for block in layout.blocks:
+                for key in layout.chunk_keys(block.index):
+                    self._check()
+                    (slot,) = self._slots.acquire(1, self.context.spec.deadline_s)
+                    master = self._view(slot, key, StateKind.MASTER)
+                    source.fill_chunk(key, master)
+                    self._view(slot, key, StateKind.EXP_AVG).zero_()
+                    self._view(slot, key, StateKind.EXP_AVG_SQ).zero_()
+                    if precision is Precision.BF16:
+                        self._view(slot, key, StateKind.PARAM).copy_(master)
+                    num_params += master.numel()
+                    self._write(slot, key, Step(0), lambda slot=slot: self._slots.release([slot]))
+                if num_params - shown_at >= layout.numel // 20:
+                    shown_at = num_params
+                    yield {"num_params": num_params, "total_params": layout.numel}
+        self._drain()
+
+    def _source(self) -> CheckpointReader | BlockInitializer:
+        spec = self.context.spec
+        model = build_meta_model(load_config(spec.model_dir), self.context.precision)
+        if spec.initialization is Initialization.WEIGHTS:
+            return CheckpointReader(spec.model_dir, self.context.layout, model)
+        return BlockInitializer(model, self.context.layout, spec.hyperparameters.seed)
+
+    def export(self, path: str, step: Step) -> None:
+        """Writes the params of `step` as a Hugging Face folder. A failure leaves nothing at `path`."""
+        spec, layout = self.context.spec, self.context.layout
+        dtype = TORCH_DTYPE[self.context.precision]
+        exporter = ModelExporter(spec.model_dir, layout, load_config(spec.model_dir), path, dtype)
+        kind = param_kind(self.context.precision)
+        try:
+            for block in layout.blocks:
+                for key in layout.chunk_keys(block.index):
+                    self._check()
+                    (slot,) = self._slots.acquire(1, spec.deadline_s)
+                    arrived = threading.Event()
+                    self._read(slot, key, (kind,), step, arrived.set)
+                    if not arrived.wait(spec.deadline_s):
+                        raise TimeoutError(f"{key} of step {step} did not arrive within {spec.deadline_s:g} s")
+                    exporter.write_chunk(key, self._view(slot, key, kind))
+                    self._slots.release([slot])
+            exporter.finish()
+        except BaseException:
+            exporter.abort()
+            raise
+
+    def _check(self) -> None:
+        if self._aborted.is_set():
+            raise InterruptedError("the job was stopped")
+
+    def _drain(self) -> None:
+        """Waits until every write is done: then all slots are free."""
+        self._slots.release(self._slots.acquire(self._slots.num_slots, self.context.spec.deadline_s))

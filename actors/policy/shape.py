@@ -1,0 +1,81 @@
+"""What the scheduler's policy knows of a job: its blocks, its program of operations, its limits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from windlass.actors.messages import Phase
+from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, JobId, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobShape:
+    """A job, as far as order matters. Block 0 is the embedding, the last one the head."""
+
+    job: JobId
+    attempt: Attempt
+    chunks: tuple[tuple[ChunkKey, ...], ...]  # of each block
+    shared: tuple[tuple[BlockIndex, ...], ...]  # per block: whose params its operation needs, its own first
+    total_steps: int
+    num_evaluation_groups: int  # 0: no validation data
+    evaluate_every: int  # steps; 0: never
+    checkpoint_every: int  # steps; 0: never
+    clip_norm: float | None
+    learning_rate: Callable[[int], float]  # of a step, from 1
+    gpu_worker: ActorName
+    optimizers: tuple[ActorName, ...]
+    ssd_servers: tuple[ActorName, ...]
+    output_dir: str
+    # How many may be outstanding at each resource: enough to keep it busy, few for a late urgent block to overtake.
+    max_prefetched: int = 3  # operations whose params have been asked for and which are not done: device buffers
+    max_offloading: int = 2  # blocks
+    max_updating: int = 2  # blocks
+    deadline_s: float = 120.0
+
+    @property
+    def num_blocks(self) -> int:
+        """Embedding, layers and head."""
+        return len(self.chunks)
+
+    def path_of_export(self, step: int) -> str:
+        """The final model takes the output folder itself; checkpoints stand beside it."""
+        return self.output_dir if step == self.total_steps else f"{self.output_dir}-step-{step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One entry of the program. A compute operation, or, with `phase` None, an export that everything waits for."""
+
+    op: int
+    step: Step
+    version: Step  # the step whose params it reads
+    phase: Phase | None
+    block: BlockIndex
+    group: int = 0
+
+
+def program(shape: JobShape, first_step: int) -> Iterator[Operation]:
+    """All operations from `first_step` on, in the order in which they run."""
+    op = 0
+    for step in range(first_step, shape.total_steps + 1):
+        for phase, block, group, version in _operations_of_step(shape, step):
+            op += 1
+            yield Operation(
+                op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group
+            )
+
+
+def _operations_of_step(shape: JobShape, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
+    head = shape.num_blocks - 1
+    for block in range(head):
+        yield Phase.FORWARD, block, 0, step - 1
+    yield Phase.HEAD, head, 0, step - 1
+    for block in reversed(range(head)):
+        yield Phase.BACKWARD, block, 0, step - 1
+    last = step == shape.total_steps
+    if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
+        for group in range(shape.num_evaluation_groups):
+            for block in range(head):
+                yield Phase.EVALUATE, block, group, step
+            yield Phase.EVALUATE_HEAD, head, group, step
+    if last or (shape.checkpoint_every and step % shape.checkpoint_every == 0):
+        yield None, 0, 0, step

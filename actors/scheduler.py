@@ -1,0 +1,274 @@
+"""The runner of a job: feeds the policy with events, carries its instructions out, keeps the journal.
+
+A thin shell: what runs when is decided in `actors/policy/pipeline.py`. It imports no torch.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.context import GPU_WORKER, JobContext, num_evaluation_groups, optimizer_name, ssd_name
+from windlass.actors.journal import Journal
+from windlass.actors.messages import (
+    ActorFailed,
+    LoadProgressed,
+    LossComputed,
+    Message,
+    ModelExported,
+    ModelLoaded,
+    Phase,
+    StoreCommitted,
+)
+from windlass.actors.policy.pipeline import DeadlineMissedError, Instruction, Pipeline, UnexpectedEventError
+from windlass.actors.policy.shape import JobShape
+from windlass.engine.learning_rate import learning_rate
+from windlass.storage.ids import ActorName, Step
+
+# How often deadlines and lost actors are looked for.
+_TICK_S = 1.0
+
+
+class JobFailedError(Exception):
+    """The attempt ended without a model; the text is for people."""
+
+
+@dataclass(slots=True)
+class _Losses:
+    """Sums over the groups of one evaluation."""
+
+    loss_sum: float = 0.0
+    num_targets: int = 0
+    num_correct: int = 0
+    num_groups: int = 0
+
+
+def job_shape(context: JobContext) -> JobShape:
+    """What the policy needs to know of a job."""
+    spec, layout, hyper = context.spec, context.layout, context.spec.hyperparameters
+
+    def rate(step: int) -> float:
+        return learning_rate(
+            step,
+            peak=hyper.learning_rate,
+            warmup_steps=hyper.warmup_steps,
+            total_steps=spec.total_steps,
+            schedule=hyper.schedule,
+        )
+
+    return JobShape(
+        job=spec.job,
+        attempt=spec.attempt,
+        chunks=tuple(tuple(layout.chunk_keys(block.index)) for block in layout.blocks),
+        shared=layout.shared,
+        total_steps=spec.total_steps,
+        num_evaluation_groups=num_evaluation_groups(spec),
+        evaluate_every=spec.evaluate_every or 0,
+        checkpoint_every=spec.checkpoint_every or 0,
+        clip_norm=hyper.clip_norm,
+        learning_rate=rate,
+        gpu_worker=GPU_WORKER,
+        optimizers=tuple(optimizer_name(i) for i in range(spec.num_cpu_optimizers)),
+        ssd_servers=tuple(ssd_name(i) for i in range(len(spec.ssd_dirs))),
+        output_dir=spec.output_dir,
+        deadline_s=spec.deadline_s,
+    )
+
+
+class Scheduler:
+    """Runs one attempt from its first instruction to its outcome."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        send: Callable[[ActorName, Message], None],
+        *,
+        initial_step: Step | None = None,
+        check_actors: Callable[[], None] | None = None,
+    ) -> None:
+        """`initial_step`: the committed step to go on from. `check_actors` raises when an actor is gone."""
+        self.context = context
+        self.spec = context.spec
+        self.pipeline = Pipeline(job_shape(context), initial_step)
+        self._send = send
+        self._check_actors = check_actors
+        self._events: queue.Queue[Message] = queue.Queue()
+        self._cancelled = threading.Event()
+        self._journal = Journal(Path(self.spec.job_dir) / "journal.jsonl", self.spec.attempt)
+        self._started_s = 0.0
+        self._step_began_s = 0.0
+        self._first_step = (initial_step or 0) + 1
+        self._trained_tokens = 0
+        self._losses: dict[int, LossComputed] = {}
+        self._evaluations: dict[int, _Losses] = {}
+        self._last_metrics: dict[str, Any] = {}
+        self._ssd_bytes: dict[ActorName, tuple[int, int]] = {}
+
+    # --- what others call -------------------------------------------------------------------------------------------
+
+    def post(self, message: Message) -> None:
+        """Takes an event; returns at once."""
+        self._events.put(message)
+
+    def cancel(self) -> None:
+        """The job ends after the step that is being computed."""
+        self._cancelled.set()
+
+    def run(self) -> dict[str, Any]:
+        """Works until the job is over, and returns its outcome, which is also the journal's last record."""
+        with contextlib.closing(self._journal):
+            try:
+                self._loop()
+            except JobFailedError as error:
+                return self._end("failed", {"code": "training_failed", "message": str(error), "param": None})
+            except (DeadlineMissedError, UnexpectedEventError) as error:
+                return self._end("failed", {"code": "training_stalled", "message": str(error), "param": None})
+            return self._end("cancelled" if self._cancelled.is_set() and not self._exported() else "succeeded", None)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        self._started_s = self._step_began_s = time.monotonic()
+        if self.pipeline.committed < 0:
+            self._journal.append("message", "Loading the model's weights into the tensor store")
+        else:
+            self._journal.append("message", f"Resuming after step {self.pipeline.committed}")
+        self._carry_out(self.pipeline.start(time.monotonic()))
+        next_tick_s = time.monotonic() + _TICK_S
+        while not self.pipeline.finished:
+            if self._cancelled.is_set():
+                if self.pipeline.committed < 0:
+                    return
+                self.pipeline.stop_after_current_step()
+                if self.pipeline.finished:
+                    return
+            with contextlib.suppress(queue.Empty):
+                self._take(self._events.get(timeout=_TICK_S))
+            if time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + _TICK_S
+                self.pipeline.check_deadlines(time.monotonic())
+                if self._check_actors is not None:
+                    self._check_actors()
+
+    def _take(self, event: Message) -> None:
+        match event:
+            case ActorFailed():
+                (Path(self.spec.job_dir) / "error.txt").write_text(f"{event.actor}\n{event.detail}")
+                raise JobFailedError(f"{event.actor}: {event.error}")
+            case LossComputed():
+                self._on_loss(event)
+            case LoadProgressed():
+                self.pipeline.heard_from(self.pipeline.shape.optimizers[0], time.monotonic())
+                share = event.num_params / event.total_params
+                self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
+            case _:
+                instructions = self.pipeline.handle(event, time.monotonic())
+                self._note(event)
+                self._carry_out(instructions)
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            self._send(instruction.to, instruction.message)
+
+    # --- journal ----------------------------------------------------------------------------------------------------
+
+    def _note(self, event: Message) -> None:
+        """Tells of milestones."""
+        match event:
+            case ModelLoaded():
+                seconds = time.monotonic() - self._started_s
+                total = self.context.layout.numel
+                self._journal.append("message", f"Loaded {total:,} parameters in {seconds:.1f} s; training begins")
+                self._step_began_s = time.monotonic()
+            case StoreCommitted():
+                self._ssd_bytes[event.actor] = (event.bytes_read, event.bytes_written)
+                if event.step > 0 and self.pipeline.committed == event.step:
+                    self._on_step_committed(event.step)
+            case ModelExported():
+                self._on_exported(event)
+
+    def _on_loss(self, event: LossComputed) -> None:
+        if event.phase is Phase.HEAD:
+            self._losses[event.step] = event
+            return
+        sums = self._evaluations.setdefault(event.step, _Losses())
+        sums.loss_sum += event.loss_sum
+        sums.num_targets += event.num_targets
+        sums.num_correct += event.num_correct
+        sums.num_groups += 1
+        if sums.num_groups < self.pipeline.shape.num_evaluation_groups:
+            return
+        del self._evaluations[event.step]
+        data: dict[str, Any] = {
+            "step": event.step,
+            "total_steps": self.spec.total_steps,
+            "valid_loss": sums.loss_sum / sums.num_targets,
+            "full_valid_loss": sums.loss_sum / sums.num_targets,
+            "valid_mean_token_accuracy": sums.num_correct / sums.num_targets,
+        }
+        self._last_metrics |= data
+        self._journal.append("metrics", f"Step {event.step}: validation loss={data['valid_loss']:.4f}", **data)
+
+    def _on_step_committed(self, step: int) -> None:
+        loss = self._losses.pop(step)
+        now_s = time.monotonic()
+        step_s, self._step_began_s = now_s - self._step_began_s, now_s
+        self._trained_tokens += loss.num_targets
+        elapsed_s = now_s - self._started_s
+        done = step - self._first_step + 1
+        data: dict[str, Any] = {
+            "step": step,
+            "total_steps": self.spec.total_steps,
+            "train_loss": loss.loss_sum / loss.num_targets,
+            "train_mean_token_accuracy": loss.num_correct / loss.num_targets,
+            "learning_rate": self.pipeline.shape.learning_rate(step),
+            "grad_norm": self.pipeline.grad_norms.pop(step, None),
+            "step_s": step_s,
+            "tokens_per_s": loss.num_targets / step_s,
+            "elapsed_s": elapsed_s,
+            "remaining_s": elapsed_s / done * (self.spec.total_steps - step),
+            "trained_tokens": self._trained_tokens,
+            "ssd_bytes_read": sum(read for read, _ in self._ssd_bytes.values()),
+            "ssd_bytes_written": sum(written for _, written in self._ssd_bytes.values()),
+        }
+        self._last_metrics |= data
+        message = f"Step {step}/{self.spec.total_steps}: training loss={data['train_loss']:.4f}"
+        self._journal.append("metrics", message, **data)
+
+    def _exported(self) -> bool:
+        return Path(self.spec.output_dir).is_dir()
+
+    def _on_exported(self, event: ModelExported) -> None:
+        names = (
+            "train_loss",
+            "train_mean_token_accuracy",
+            "valid_loss",
+            "full_valid_loss",
+            "valid_mean_token_accuracy",
+        )
+        metrics = {name: self._last_metrics[name] for name in names if name in self._last_metrics}
+        name = Path(event.path).name
+        self._journal.append(
+            "checkpoint",
+            f"Checkpoint of step {event.step} written",
+            step_number=event.step,
+            fine_tuned_model_checkpoint=name,
+            path=event.path,
+            metrics={"step": event.step, **metrics},
+        )
+
+    def _end(self, status: str, error: dict[str, Any] | None) -> dict[str, Any]:
+        message = {"succeeded": "The model is ready", "cancelled": "The job was cancelled"}.get(status)
+        outcome = {
+            "status": status,
+            "error": error,
+            "trained_tokens": self._trained_tokens,
+            "model_dir": self.spec.output_dir if status == "succeeded" else None,
+        }
+        level = "error" if error else "info"
+        self._journal.append("outcome", message or str(error and error["message"]), level=level, **outcome)
+        return outcome

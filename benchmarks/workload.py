@@ -1,0 +1,101 @@
+"""What every contender of a benchmark trains: one model folder, one list of batches, one set of hyperparameters.
+
+The parent process imports no torch: `prepare` runs in a child (`python -m benchmarks.workload FOLDER`).
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+WORKLOAD_FILE = "workload.json"
+MODEL_DIR = "model"
+BATCHES_FILE = "batches.npy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A Qwen2-shaped model with random weights and as many key/value heads as heads."""
+
+    hidden: int
+    num_layers: int
+    vocab: int
+    intermediate: int
+    num_heads: int
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, input and output embeddings counted apart."""
+        attention = 4 * self.hidden * self.hidden + 3 * self.hidden  # query, key and value have biases
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.num_layers * layer + 2 * self.vocab * self.hidden + self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One training run, the same for windlass and for its peers: bf16, every layer recomputed, AdamW, no clipping."""
+
+    shape: ModelShape
+    batch_size: int
+    sequence_length: int
+    num_warmup_steps: int  # trained and then left out of the times
+    num_timed_steps: int
+    num_threads: int
+    seed: int
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.1  # not on norms and biases
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+
+    @property
+    def num_steps(self) -> int:
+        """All steps of a run."""
+        return self.num_warmup_steps + self.num_timed_steps
+
+    def write(self, folder: Path) -> None:
+        """Make the folder hold the workload, the model's initial weights and the batches."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / WORKLOAD_FILE).write_text(json.dumps(asdict(self)))
+        subprocess.run([sys.executable, "-W", "ignore", "-m", "benchmarks.workload", str(folder)], check=True)
+
+
+def read_workload(folder: Path) -> Workload:
+    """The workload that a folder holds."""
+    fields = json.loads((folder / WORKLOAD_FILE).read_text())
+    return Workload(**{**fields, "shape": ModelShape(**fields["shape"])})
+
+
+def prepare(folder: Path) -> None:
+    """Write initial weights (bf16, from the seed) and batches (random token ids, from the seed) into the folder."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    workload = read_workload(folder)
+    shape = workload.shape
+    config = Qwen2Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.num_layers,
+        vocab_size=shape.vocab,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        max_position_embeddings=workload.sequence_length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(workload.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if model.num_parameters() != shape.num_params:
+        raise RuntimeError(f"the model has {model.num_parameters()} parameters where {shape.num_params} were computed")
+    model.save_pretrained(folder / MODEL_DIR)
+    size = (workload.num_steps, workload.batch_size, workload.sequence_length)
+    np.save(folder / BATCHES_FILE, np.random.default_rng(workload.seed).integers(0, shape.vocab, size, dtype=np.int64))
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))

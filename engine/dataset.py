@@ -1,0 +1,131 @@
+"""Prepared training data: token files mapped into memory, cut into batches in an order that the seed alone decides."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from windlass.engine.data import FORMAT_VERSION, NO_TARGET
+
+# Widths are multiples of this: few different shapes, and aligned matrix products.
+WIDTH_GRANULE = 8
+
+
+class DatasetError(Exception):
+    """A prepared dataset's folder is missing, incomplete or of another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Examples computed at once, padded on the right.
+
+    There is no attention mask: the models are causal, so no real position sees the padding after it, and padded
+    positions carry no target, so what they compute goes nowhere.
+    """
+
+    input_ids: torch.Tensor  # (B, T) int64
+    targets: torch.Tensor  # (B, T) int64: the token to predict after each position, or -100
+
+    @property
+    def num_targets(self) -> int:
+        """Target tokens, over which the step's loss is averaged."""
+        return int((self.targets != NO_TARGET).sum())
+
+
+class PreparedDataset:
+    """One split of a folder that `windlass.engine.prepare` wrote. Reads examples from the mapped files as needed."""
+
+    def __init__(
+        self,
+        *,
+        tokens: npt.NDArray[np.int32],
+        targets: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        sequence_length: int,
+        num_targets: int,
+    ) -> None:
+        self._tokens = tokens
+        self._targets = targets
+        self._offsets = offsets
+        self.sequence_length = sequence_length
+        self.num_targets = num_targets
+        # The order of the epoch that was asked for last.
+        self._order: tuple[tuple[int, int], npt.NDArray[np.int64]] | None = None
+
+    @classmethod
+    def open(cls, directory: str | Path, split: str) -> "PreparedDataset":
+        """Maps a split ("train" or "validation") of a prepared folder. Raises `DatasetError`."""
+        directory = Path(directory)
+        try:
+            meta = json.loads((directory / "meta.json").read_text())
+        except (OSError, ValueError) as error:
+            raise DatasetError(f"{directory} is not a prepared dataset: {error}") from error
+        if meta["version"] != FORMAT_VERSION:
+            raise DatasetError(f"{directory} has format {meta['version']}, expected {FORMAT_VERSION}; prepare it again")
+        if split not in meta["splits"]:
+            raise DatasetError(f'{directory} has no split "{split}", only {sorted(meta["splits"])}')
+        counts = meta["splits"][split]
+        sizes = {"tokens": counts["num_tokens"], "targets": counts["num_tokens"], "offsets": counts["num_examples"] + 1}
+        types = {"tokens": np.int32, "targets": np.int32, "offsets": np.int64}
+        maps = {}
+        for kind, size in sizes.items():
+            path = directory / f"{split}.{kind}"
+            expected = size * np.dtype(types[kind]).itemsize
+            if not path.is_file() or path.stat().st_size != expected:
+                raise DatasetError(f"{path} is missing or not {expected} bytes long; prepare the dataset again")
+            maps[kind] = np.memmap(path, dtype=types[kind], mode="r")
+        return cls(
+            tokens=maps["tokens"],
+            targets=maps["targets"],
+            offsets=maps["offsets"],
+            sequence_length=meta["sequence_length"],
+            num_targets=counts["num_targets"],
+        )
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of the split."""
+        return len(self._offsets) - 1
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Steps that see every example once; the last may be smaller."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        return -(-self.num_examples // batch_size)
+
+    def batch(self, step: int, batch_size: int, num_microbatches: int, seed: int) -> list[MicroBatch]:
+        """The micro-batches of a step, from 0: at most `num_microbatches`, none empty, same for the same arguments."""
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be at least 1, not {num_microbatches}")
+        epoch, place = divmod(step, self.steps_per_epoch(batch_size))
+        examples = self._epoch_order(seed, epoch)[place * batch_size : (place + 1) * batch_size]
+        parts = np.array_split(examples, num_microbatches)
+        return [self._microbatch(part) for part in parts if len(part)]
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[MicroBatch]:
+        """All examples in the file's order, `batch_size` at a time."""
+        for place in range(self.steps_per_epoch(batch_size)):
+            stop = min((place + 1) * batch_size, self.num_examples)
+            yield self._microbatch(np.arange(place * batch_size, stop))
+
+    def _epoch_order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+        if self._order is None or self._order[0] != (seed, epoch):
+            order = np.random.Generator(np.random.Philox([seed, epoch])).permutation(self.num_examples)
+            self._order = ((seed, epoch), order)
+        return self._order[1]
+
+    def _microbatch(self, examples: npt.NDArray[np.int64]) -> MicroBatch:
+        starts, stops = self._offsets[examples], self._offsets[examples + 1]
+        longest = int((stops - starts).max())
+        width = min(-(-longest // WIDTH_GRANULE) * WIDTH_GRANULE, self.sequence_length)
+        # Any id will do for padding; 0 is one in every vocabulary.
+        input_ids = np.zeros((len(examples), width), dtype=np.int64)
+        targets = np.full((len(examples), width), NO_TARGET, dtype=np.int64)
+        for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            input_ids[row, : stop - start] = self._tokens[start:stop]
+            targets[row, : stop - start] = self._targets[start:stop]
+        return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets))

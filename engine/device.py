@@ -1,0 +1,92 @@
+"""The device a rank computes on, and copies between it and the arena.
+
+On a machine without a GPU the device is the CPU; "device memory" is then ordinary memory, and everything else is the
+same. Copies are synchronous: when they return, the source may be reused.
+"""
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Device:
+    """Buffers on the device, reused by size, and the streams that fill and drain them."""
+
+    def __init__(self, device: torch.device, *, poison_released: bool = False) -> None:
+        """`poison_released` fills buffers with NaN as they are released: reading one too late shows at once."""
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self._poison = poison_released
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._lock = threading.Lock()
+        self._h2d = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self._d2h = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer with undefined contents."""
+        with self._lock:
+            free = self._free[(numel, dtype)]
+            if free:
+                return free.pop()
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Takes a buffer back; it may be handed out again at once."""
+        if self._poison:
+            buffer.fill_(float("nan"))
+            self.synchronize()
+        with self._lock:
+            self._free[(buffer.numel(), buffer.dtype)].append(buffer)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Host to device, same type."""
+        if self._h2d is None:
+            # NumPy's copy lets other threads run and starts none of its own.
+            np.copyto(_bytes_of(target), _bytes_of(source))
+            return
+        with torch.cuda.stream(self._h2d):
+            target.copy_(source, non_blocking=True)
+        self._h2d.synchronize()
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Device to host; `target` may be of a lower precision."""
+        if self._d2h is None:
+            if target.dtype == source.dtype:
+                np.copyto(_bytes_of(target), _bytes_of(source))
+            else:
+                target.copy_(source)
+            return
+        with torch.cuda.stream(self._d2h):
+            target.copy_(source.to(target.dtype), non_blocking=True)
+        self._d2h.synchronize()
+
+    def synchronize(self) -> None:
+        """Waits for the compute stream."""
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Registers host memory with CUDA, at its exact size: no rounding, unlike torch's pinned allocator."""
+        if self.is_cuda:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            result = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            if int(result) != 0:
+                raise RuntimeError(
+                    f"cudaHostRegister of {memory.nbytes} bytes failed with error {int(result)}; "
+                    "raise the memlock limit (ulimit -l)"
+                )
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undoes `pin`."""
+        if self.is_cuda:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The bytes of a contiguous CPU tensor, without a copy; NumPy knows no bf16."""
+    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
+    return array

@@ -1,0 +1,366 @@
+"""Turns training files into token files: `python -m windlass.engine.prepare`, a process of its own.
+
+It runs the model's chat template and reads what people uploaded, so nothing else lives in its process. It streams: its
+memory does not grow with the files. What it writes is what `windlass.engine.dataset` maps into memory.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import AutoTokenizer
+
+from windlass.engine.chat import ChatRenderer, ChatTemplateError, RenderedText
+from windlass.engine.data import (
+    FORMAT_VERSION,
+    NO_TARGET,
+    ChatExample,
+    DataError,
+    DataErrorCode,
+    DataFile,
+    Example,
+    TextExample,
+)
+
+# A batch for the tokenizer ends at whichever comes first.
+BATCH_NUM_EXAMPLES = 64
+BATCH_NUM_CHARS = 4 * 2**20
+PROGRESS_INTERVAL_S = 1.0
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSplit:
+    """What one file became."""
+
+    num_examples: int
+    num_tokens: int  # input positions
+    num_targets: int
+    num_cut: int  # examples longer than the sequence length
+    num_dropped: int  # examples left without a target
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer of a model folder; never runs code from it. Raises `DataError` of the request's "model"."""
+    if not (model_dir / "tokenizer_config.json").exists() and not (model_dir / "tokenizer.json").exists():
+        raise DataError(
+            DataErrorCode.INVALID_TOKENIZER,
+            f"model folder {model_dir.name} has no tokenizer: neither tokenizer.json nor tokenizer_config.json",
+            "model",
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    # The tokenizers library raises bare Exceptions for files it cannot parse.
+    except Exception as error:
+        raise DataError(
+            DataErrorCode.INVALID_TOKENIZER,
+            f"model folder {model_dir.name}: the tokenizer cannot be loaded: {error}",
+            "model",
+        ) from error
+    if not tokenizer.is_fast:
+        raise DataError(
+            DataErrorCode.INVALID_TOKENIZER,
+            f"model folder {model_dir.name}: {type(tokenizer).__name__} cannot tell a token's place in the text; "
+            "a folder with tokenizer.json is needed",
+            "model",
+        )
+    return tokenizer
+
+
+def vocabulary_size(model_dir: Path) -> int | None:
+    """How many token ids the model embeds, by its config; None where it does not say so plainly."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            DataErrorCode.INVALID_TOKENIZER,
+            f"model folder {model_dir.name}: config.json cannot be read: {error}",
+            "model",
+        ) from error
+    text_config = config.get("text_config")
+    size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+    return size if isinstance(size, int) else None
+
+
+class ExampleEncoder:
+    """Tokenizes examples of one file: token ids, and for each whether it is to be learned."""
+
+    def __init__(self, tokenizer: Any, file: DataFile, vocabulary_size: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = ChatRenderer(tokenizer)
+        self._file = file
+        self._vocabulary_size = vocabulary_size
+
+    def render(self, line: int, example: Example) -> RenderedText:
+        """The example as text, and its characters to learn. Raises `DataError` naming the line."""
+        if isinstance(example, ChatExample):
+            return self._render_chat(line, example)
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                DataErrorCode.INVALID_TOKENIZER,
+                "the tokenizer has no end-of-text token (eos_token), so the model could not learn where a text ends",
+                "model",
+            )
+        if isinstance(example, TextExample):
+            return RenderedText(text=example.text, targets=((0, len(example.text)),))
+        text = example.prompt + example.completion
+        return RenderedText(text=text, targets=((len(example.prompt), len(text)),))
+
+    def _render_chat(self, line: int, example: ChatExample) -> RenderedText:
+        if not self._renderer.has_template:
+            raise self._file.error(
+                DataErrorCode.NO_CHAT_TEMPLATE,
+                "the model's tokenizer has no chat template, so conversations cannot be rendered; use a chat model, or "
+                '"text" or "prompt" and "completion" lines',
+                line=line,
+                field="messages",
+            )
+        try:
+            return self._renderer.render(example)
+        except ChatTemplateError as error:
+            raise self._file.error(
+                DataErrorCode.CHAT_TEMPLATE_FAILED, str(error), line=line, field="messages"
+            ) from error
+
+    def encode(
+        self, rendered: Sequence[RenderedText], form: type[Example]
+    ) -> Iterator[tuple[Tokens, npt.NDArray[np.bool_]]]:
+        """(token ids, whether to learn each) for each text; all came from examples of the type `form`.
+
+        A chat template writes all special tokens itself. Else the tokenizer adds its own, and the end-of-text token
+        is appended and learned.
+        """
+        is_chat = form is ChatExample
+        encoding = self._tokenizer(
+            [item.text for item in rendered],
+            add_special_tokens=not is_chat,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        for item, ids, offsets in zip(rendered, encoding["input_ids"], encoding["offset_mapping"], strict=True):
+            tokens = np.array(ids, dtype=np.int32)
+            spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+            # Of a plain text everything is learned, tokens that stand for no character included.
+            learn = np.full(len(tokens), form is TextExample, dtype=np.bool_)
+            # A token that straddles a boundary belongs to the part that is learned: a leading space often is one.
+            for start, stop in item.targets:
+                learn |= (spans[:, 0] < stop) & (spans[:, 1] > start)
+            if not is_chat:
+                tokens, learn = self._end(tokens, learn)
+            self._check_vocabulary(tokens)
+            yield tokens, learn
+
+    def _end(self, tokens: Tokens, learn: npt.NDArray[np.bool_]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
+        eos = self._tokenizer.eos_token_id
+        if len(tokens) and tokens[-1] == eos:  # the tokenizer adds it, or the text spells it
+            learn[-1] = True
+            return tokens, learn
+        return np.append(tokens, np.int32(eos)), np.append(learn, True)
+
+    def _check_vocabulary(self, tokens: Tokens) -> None:
+        size = self._vocabulary_size
+        if size is not None and len(tokens) and (largest := int(tokens.max())) >= size:
+            raise DataError(
+                DataErrorCode.INVALID_TOKENIZER,
+                f"the tokenizer gives token id {largest} ({self._tokenizer.convert_ids_to_tokens(largest)!r}), but the "
+                f"model's vocabulary has {size} ids (config.json: vocab_size): the two do not belong together",
+                "model",
+            )
+
+
+@dataclass(slots=True)
+class SplitWriter:
+    """Appends examples to a split's three files: `{name}.tokens`, `{name}.targets` (int32), `{name}.offsets` (int64).
+
+    targets[t] is the token to predict after position t, or -100. offsets has one entry more than there are examples.
+    """
+
+    directory: Path
+    name: str
+    sequence_length: int
+    num_examples: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
+    num_cut: int = 0
+    num_dropped: int = 0
+    _files: dict[str, IO[bytes]] = field(default_factory=dict)
+
+    def __enter__(self) -> "SplitWriter":
+        for kind in ("tokens", "targets", "offsets"):
+            self._files[kind] = (self.directory / f"{self.name}.{kind}").open("wb")
+        self._files["offsets"].write(np.int64(0).tobytes())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def append(self, tokens: Tokens, learn: npt.NDArray[np.bool_]) -> None:
+        """Adds an example; its last token is a target only, as nothing is predicted after it."""
+        inputs = tokens[:-1]
+        targets = np.where(learn[1:], tokens[1:], np.int32(NO_TARGET)).astype(np.int32)
+        self.num_cut += len(inputs) > self.sequence_length
+        inputs, targets = inputs[: self.sequence_length], targets[: self.sequence_length]
+        num_targets = int((targets != NO_TARGET).sum())
+        if num_targets == 0:
+            self.num_dropped += 1
+            return
+        self.num_examples += 1
+        self.num_tokens += len(inputs)
+        self.num_targets += num_targets
+        self._files["tokens"].write(inputs.tobytes())
+        self._files["targets"].write(targets.tobytes())
+        self._files["offsets"].write(np.int64(self.num_tokens).tobytes())
+
+    def summary(self) -> PreparedSplit:
+        """What has been written."""
+        return PreparedSplit(
+            num_examples=self.num_examples,
+            num_tokens=self.num_tokens,
+            num_targets=self.num_targets,
+            num_cut=self.num_cut,
+            num_dropped=self.num_dropped,
+        )
+
+
+def _batches(file: DataFile, encoder: ExampleEncoder) -> Iterator[tuple[int, list[RenderedText], type[Example]]]:
+    """(bytes read so far, rendered examples, their type), in batches the tokenizer takes at once."""
+    rendered: list[RenderedText] = []
+    num_chars = nbytes_read = 0
+    form: type[Example] = TextExample
+    for line, nbytes_read, example in file.examples():
+        form = type(example)
+        rendered.append(encoder.render(line, example))
+        num_chars += len(rendered[-1].text)
+        if len(rendered) >= BATCH_NUM_EXAMPLES or num_chars >= BATCH_NUM_CHARS:
+            yield nbytes_read, rendered, form
+            rendered, num_chars = [], 0
+    if rendered:
+        yield nbytes_read, rendered, form
+
+
+def prepare_split(
+    file: DataFile, tokenizer: Any, *, vocabulary_size: int | None, sequence_length: int, output_dir: Path, split: str
+) -> PreparedSplit:
+    """Tokenizes one file into `output_dir`. Raises `DataError` for data that cannot be trained on."""
+    encoder = ExampleEncoder(tokenizer, file, vocabulary_size)
+    total_nbytes = file.nbytes()
+    next_progress_s = time.monotonic() + PROGRESS_INTERVAL_S
+    with SplitWriter(output_dir, split, sequence_length) as writer:
+        for nbytes_read, rendered, form in _batches(file, encoder):
+            for tokens, learn in encoder.encode(rendered, form):
+                writer.append(tokens, learn)
+            if time.monotonic() >= next_progress_s:
+                percent = 100 * nbytes_read // total_nbytes
+                print(f"{file.param}: {writer.num_examples} examples, {percent} percent", flush=True)
+                next_progress_s = time.monotonic() + PROGRESS_INTERVAL_S
+        summary = writer.summary()
+    if summary.num_examples == 0:
+        raise file.error(
+            DataErrorCode.NO_USABLE_EXAMPLE,
+            f"none of its {summary.num_dropped} examples has a token to learn within its first {sequence_length}; "
+            "raise the sequence length, or give assistant messages weight 1",
+        )
+    print(f"{file.param}: {summary.num_examples} examples, done", flush=True)
+    return summary
+
+
+def _warnings(file: DataFile, split: PreparedSplit, sequence_length: int) -> list[str]:
+    warnings = []
+    if split.num_cut:
+        warnings.append(
+            f"{file.path.name}: {split.num_cut} examples are longer than {sequence_length} tokens and were cut"
+        )
+    if split.num_dropped:
+        warnings.append(
+            f"{file.path.name}: {split.num_dropped} examples have nothing to learn within the first {sequence_length} "
+            "tokens and were left out"
+        )
+    return warnings
+
+
+def prepare(
+    *, model_dir: Path, training_file: Path, validation_file: Path | None, sequence_length: int, output_dir: Path
+) -> dict[str, Any]:
+    """Writes the dataset folder and returns what the result file says of it. Raises `DataError`.
+
+    `meta.json` is written last: a folder without it is not a dataset.
+    """
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length must be at least 1, not {sequence_length}")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    meta_path = output_dir / "meta.json"
+    meta_path.unlink(missing_ok=True)
+    files = {"train": DataFile(path=training_file, param="training_file")}
+    if validation_file is not None:
+        files["validation"] = DataFile(path=validation_file, param="validation_file")
+    tokenizer = load_tokenizer(model_dir)
+    size = vocabulary_size(model_dir)
+    splits: dict[str, PreparedSplit] = {}
+    warnings: list[str] = []
+    for name, file in files.items():
+        splits[name] = prepare_split(
+            file, tokenizer, vocabulary_size=size, sequence_length=sequence_length, output_dir=output_dir, split=name
+        )
+        warnings += _warnings(file, splits[name], sequence_length)
+    meta = {
+        "version": FORMAT_VERSION,
+        "sequence_length": sequence_length,
+        "splits": {
+            name: {"num_examples": s.num_examples, "num_tokens": s.num_tokens, "num_targets": s.num_targets}
+            for name, s in splits.items()
+        },
+    }
+    _write_json(meta_path, meta)
+    return {
+        "ok": True,
+        "num_examples": splits["train"].num_examples,
+        "num_validation_examples": splits["validation"].num_examples if "validation" in splits else 0,
+        "num_tokens": splits["train"].num_tokens,
+        "num_targets": splits["train"].num_targets,
+        "warnings": warnings,
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes the file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process's entry: the answer, good or bad, is in the result file; the exit status is 0 in both."""
+    parser = argparse.ArgumentParser(prog="windlass.engine.prepare", description="Tokenizes training files.")
+    parser.add_argument("--model-dir", type=Path, required=True)
+    parser.add_argument("--training-file", type=Path, required=True)
+    parser.add_argument("--validation-file", type=Path)
+    parser.add_argument("--sequence-length", type=int, required=True)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    try:
+        result = prepare(
+            model_dir=options.model_dir,
+            training_file=options.training_file,
+            validation_file=options.validation_file,
+            sequence_length=options.sequence_length,
+            output_dir=options.output_dir,
+        )
+    except DataError as error:
+        result = {"ok": False, "error": {"code": error.code, "message": error.message, "param": error.param}}
+    _write_json(options.result, result)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

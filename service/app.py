@@ -1,0 +1,57 @@
+"""The HTTP service, put together. It reads and writes SQL and files; it never talks to Ray and never trains."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from windlass.service import events, files, jobs, models
+from windlass.service.context import Context
+from windlass.service.dashboard import install_dashboard
+from windlass.service.errors import install_error_handlers
+from windlass.service.model_check import HubFiles, list_hub_files
+from windlass.service.security import BodyLimitMiddleware, SameOriginMiddleware, SecurityHeadersMiddleware
+from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database, migrate
+
+_MAX_BODY_NBYTES = 1024**2
+_MULTIPART_OVERHEAD_NBYTES = 64 * 1024
+
+
+def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> FastAPI:
+    """The service of one home. Its folders and its database are opened when it starts, and closed when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        settings.make_dirs()
+        files.remove_partial_uploads(settings.files_dir)
+        migrate(settings.database_url)
+        database = Database(settings.database_url)
+        app.state.context = Context(settings=settings, database=database, hub_files=hub_files)
+        try:
+            yield
+        finally:
+            database.close()
+
+    # The interactive documentation would load scripts from elsewhere.
+    app = FastAPI(title="windlass", lifespan=lifespan, docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    for router in (files.router, jobs.router, models.router, events.router):
+        app.include_router(router)
+    install_dashboard(app)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """Whether the service answers."""
+        return {"status": "ok"}
+
+    # The last one added sees a request first.
+    app.add_middleware(
+        BodyLimitMiddleware,
+        limit_nbytes=_MAX_BODY_NBYTES,
+        upload_path="/v1/files",
+        upload_limit_nbytes=settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES,
+    )
+    app.add_middleware(SameOriginMiddleware, host=settings.host, port=settings.port)
+    app.add_middleware(SecurityHeadersMiddleware)
+    return app

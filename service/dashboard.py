@@ -1,0 +1,38 @@
+"""The dashboard's page and what it loads, all from this machine."""
+
+import importlib.util
+from pathlib import Path
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import FileResponse, Response
+from fastapi.staticfiles import StaticFiles
+from fastapi.templating import Jinja2Templates
+
+import windlass
+
+_WEB_DIR = Path(windlass.__file__).parent / "web"
+_PAGE = "index.html"
+
+router = APIRouter()
+_templates = Jinja2Templates(directory=_WEB_DIR / "templates")
+
+
+@router.get("/", include_in_schema=False)
+def show_dashboard(request: Request) -> Response:
+    """The page."""
+    return _templates.TemplateResponse(request, _PAGE)
+
+
+@router.get("/static/vendor/plotly.min.js", include_in_schema=False)
+def plotly_script() -> FileResponse:
+    """The charting library, as the installed `plotly` package brings it."""
+    spec = importlib.util.find_spec("plotly")
+    assert spec is not None, "plotly is a dependency"
+    assert spec.origin is not None, "plotly is a package"
+    return FileResponse(Path(spec.origin).parent / "package_data" / "plotly.min.js", media_type="text/javascript")
+
+
+def install_dashboard(app: FastAPI) -> None:
+    """Add the page and its assets."""
+    app.include_router(router)
+    app.mount("/static", StaticFiles(directory=_WEB_DIR / "static", check_dir=False), name="static")

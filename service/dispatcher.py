@@ -1,0 +1,222 @@
+"""Brings jobs from accepted to finished: prepares them, gives them a device in turn, and takes in what runners tell.
+
+The database is the one authority. Whatever this process remembers besides it can be lost at any time: a new one goes
+on from the tables, the jobs' journals and the runners that are still there.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+from windlass.actors.job_spec import JobSpec
+from windlass.actors.journal import JournalReader
+from windlass.service.job_specs import Machinery, build_job_spec, preparation_order, resolve_job
+from windlass.service.outcomes import fail_job, open_journal, remove_states, take_in
+from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
+from windlass.service.settings import Settings
+from windlass.storage.ids import Attempt, JobId
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.errors import JournalError, StatusConflict
+from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.models import Job
+from windlass.storage.sql.statuses import JobStatus
+
+_LOG = logging.getLogger(__name__)
+
+# How long a runner that was told to end may take before it is told again.
+_TELL_AGAIN_S = 10.0
+_LOST = (
+    "the job's processes ended without an outcome: killed for lack of memory, by hand, or with the machine; "
+    "check `windlass doctor` and submit the job again"
+)
+
+
+class Runners(Protocol):
+    """Where jobs run: on Ray, or in a test's stand-in."""
+
+    def start(self, spec: JobSpec) -> None:
+        """Launch a job; returns once its runner can be found. Raises what keeps it from running."""
+
+    def is_alive(self, job: JobId, attempt: Attempt) -> bool:
+        """Whether the runner is there."""
+
+    def cancel(self, job: JobId, attempt: Attempt) -> None:
+        """Make the runner end; nothing happens if there is none."""
+
+
+class Dispatcher:
+    """One pass after the other over all unfinished jobs; nothing in it blocks for long."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        runners: Runners,
+        machinery: Machinery,
+        *,
+        prepare: Callable[[PreparationOrder], Preparation] = preparation_of,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database = database
+        self._settings = settings
+        self._runners = runners
+        self._machinery = machinery
+        self._prepare = prepare
+        self._clock = clock
+        self._preparations: dict[str, Preparation] = {}
+        self._readers: dict[str, JournalReader] = {}  # of running jobs
+        self._leaving: dict[str, Attempt] = {}  # finished jobs whose runner has not ended yet
+        self._told_at: dict[str, float] = {}  # when a job's runner was last told to end
+
+    def tick(self) -> None:
+        """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other."""
+        running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
+        for job in running:
+            self._guarded(job.id, self._watch, job)
+        for job_id, attempt in tuple(self._leaving.items()):
+            self._guarded(job_id, self._see_off, job_id, attempt)
+        validating = self._jobs(JobStatus.VALIDATING_FILES)
+        self._drop_preparations(keep={job.id for job in validating})
+        for job in validating:
+            self._guarded(job.id, self._validate, job)
+        self._launch_next()
+
+    def close(self) -> None:
+        """End the preparations; runners stay."""
+        self._drop_preparations(keep=())
+
+    # --- running jobs -----------------------------------------------------------------------------------------------
+
+    def _watch(self, job: Job) -> None:
+        # Asked before the journal is read: a runner that has ended by now wrote its outcome before.
+        alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
+        if alive and job.cancel_requested:
+            self._tell_to_end(job.id, Attempt(job.attempt))
+        reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
+        try:
+            finished = take_in(
+                self._database, self._settings, job, reader.read_new(), lost=None if alive else ("runner_lost", _LOST)
+            )
+        except JournalError as error:
+            with self._database.write() as session:
+                fail_job(session, job, "journal_damaged", str(error))
+            finished = True
+        if finished:
+            self._leaving[job.id] = Attempt(job.attempt)
+        else:
+            # Not kept if anything above failed: what was not imported must be read again.
+            self._readers[job.id] = reader
+
+    def _tell_to_end(self, job_id: str, attempt: Attempt) -> None:
+        now = self._clock()
+        if now - self._told_at.get(job_id, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+            self._told_at[job_id] = now
+            self._runners.cancel(JobId(job_id), attempt)
+
+    def _see_off(self, job_id: str, attempt: Attempt) -> None:
+        """A finished job's device, memory and SSD space are free once its runner is gone."""
+        if self._runners.is_alive(JobId(job_id), attempt):
+            # It may end by itself: the first time that it is told counts from now.
+            self._told_at.setdefault(job_id, self._clock())
+            self._tell_to_end(job_id, attempt)
+            return
+        remove_states(self._settings, job_id)
+        self._told_at.pop(job_id, None)
+        del self._leaving[job_id]
+
+    # --- preparation ------------------------------------------------------------------------------------------------
+
+    def _validate(self, job: Job) -> None:
+        preparation = self._preparations.get(job.id)
+        if preparation is None:
+            if self._preparations:
+                return  # one at a time: they take all cores
+            preparation = self._prepare(preparation_order(self._settings, job))
+            self._preparations[job.id] = preparation
+        try:
+            results = preparation.poll()
+            if results is None:
+                return
+            self._queue(job, results)
+        except PreparationError as error:
+            self._drop_preparation(job.id)
+            with self._database.write() as session:
+                fail_job(session, job, error.code, error.message, error.param)
+        else:
+            self._drop_preparation(job.id)
+
+    def _queue(self, job: Job, results: dict[str, dict[str, Any]]) -> None:
+        resolved = resolve_job(job, results)
+        with self._database.write() as session:
+            JobRepository(session).transition(
+                job.id,
+                JobStatus.VALIDATING_FILES,
+                JobStatus.QUEUED,
+                message=f"Files validated, moving job to queued state: {resolved.summary}",
+                expected_attempt=job.attempt,
+                hyperparameters=resolved.hyperparameters,
+                total_steps=resolved.total_steps,
+            )
+            for warning in resolved.warnings:
+                EventRepository(session).add(job.id, attempt=job.attempt, message=warning, level="warn")
+
+    def _drop_preparations(self, *, keep: Collection[str]) -> None:
+        for job_id in self._preparations.keys() - set(keep):
+            self._drop_preparation(job_id)
+
+    def _drop_preparation(self, job_id: str) -> None:
+        self._preparations.pop(job_id).stop()
+
+    # --- the queue --------------------------------------------------------------------------------------------------
+
+    def _launch_next(self) -> None:
+        for position, job in enumerate(self._jobs(JobStatus.QUEUED)):
+            holders = [*(each.id for each in self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)), *self._leaving]
+            if len(holders) < self._machinery.num_devices:
+                self._guarded(job.id, self._launch, job)
+            else:
+                self._guarded(job.id, self._explain_wait, job, holders, position)
+
+    def _explain_wait(self, job: Job, holders: Sequence[str], position: int) -> None:
+        device = "the CPU" if self._machinery.num_gpus == 0 else "every GPU"
+        reason = f"{device} is in use by job {', '.join(holders)}"
+        if position:
+            reason += f"; {position} queued job{'s' if position > 1 else ''} will start before this one"
+        with self._database.write() as session:
+            JobRepository(session).set_waiting_reason(job.id, reason)
+
+    def _launch(self, job: Job) -> None:
+        attempt = Attempt(job.attempt + 1)
+        with self._database.write() as session:
+            claimed = JobRepository(session).transition(
+                job.id,
+                JobStatus.QUEUED,
+                JobStatus.RUNNING,
+                message="Fine-tuning job started",
+                expected_attempt=job.attempt,
+                attempt=attempt,
+            )
+        try:
+            self._runners.start(build_job_spec(self._settings, self._machinery, claimed))
+        except Exception as error:
+            _LOG.exception("job %s could not be started", job.id)
+            self._leaving[job.id] = attempt  # whatever did start must be gone before the next job gets the device
+            with self._database.write() as session:
+                fail_job(session, claimed, getattr(error, "code", "start_failed"), str(error) or repr(error))
+
+    # --- all of them ------------------------------------------------------------------------------------------------
+
+    def _jobs(self, *statuses: JobStatus) -> Sequence[Job]:
+        with self._database.read() as session:
+            return JobRepository(session).with_status(*statuses)
+
+    def _guarded(self, job_id: str, handle: Callable[..., None], *arguments: object) -> None:
+        try:
+            handle(*arguments)
+        except StatusConflict as conflict:
+            # Cancelled, or taken over, between our look and our change; the next pass sees what holds now.
+            _LOG.info("%s", conflict)
+        except Exception:
+            _LOG.exception("job %s could not be handled; it will be tried again", job_id)

@@ -1,0 +1,131 @@
+"""`/v1/files`: data comes in, results go out. What a file holds is looked at when a job is prepared."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+from fastapi import APIRouter, File, Form, Query, UploadFile
+from fastapi.responses import FileResponse
+
+from windlass.service.context import ContextDep
+from windlass.service.errors import ApiError, describe_value
+from windlass.service.schemas import FileObject
+from windlass.service.settings import Settings
+from windlass.storage.sql.files import FileRepository, new_file_id
+from windlass.storage.sql.jobs import JobRepository
+
+TRAINING_PURPOSE = "fine-tune"
+RESULTS_PURPOSE = "fine-tune-results"
+_PART_SUFFIX = ".part"
+_COPY_NBYTES = 1024**2
+
+router = APIRouter(prefix="/v1/files")
+
+
+@router.post("")
+def upload_file(
+    context: ContextDep, file: Annotated[UploadFile, File()], purpose: Annotated[str, Form()]
+) -> FileObject:
+    """Take in a training or validation file."""
+    if purpose != TRAINING_PURPOSE:
+        raise ApiError(
+            f'purpose: must be "{TRAINING_PURPOSE}", got {describe_value(purpose)}',
+            param="purpose",
+            code="invalid_value",
+        )
+    filename = _display_name(file.filename or "")
+    if not filename.lower().endswith(".jsonl"):
+        raise ApiError(
+            f"file: the name must end in .jsonl, got {describe_value(filename)}", param="file", code="invalid_file"
+        )
+    file_id = new_file_id()
+    path = context.settings.files_dir / file_id
+    nbytes = _store(file.file, path, filename, context.settings)
+    try:
+        with context.database.write() as session:
+            row = FileRepository(session).add(file_id=file_id, filename=filename, purpose=purpose, nbytes=nbytes)
+    except BaseException:
+        path.unlink()
+        raise
+    return FileObject.of(row)
+
+
+@router.get("")
+def list_files(
+    context: ContextDep,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str | None = None,
+) -> dict[str, Any]:
+    """A page of files."""
+    with context.database.read() as session:
+        page = FileRepository(session).page(limit=limit, after=after, newest_first=order == "desc", purpose=purpose)
+    data = [FileObject.of(row) for row in page.rows]
+    ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
+    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+
+
+@router.get("/{file_id}")
+def retrieve_file(context: ContextDep, file_id: str) -> FileObject:
+    """A file, without its content."""
+    with context.database.read() as session:
+        return FileObject.of(FileRepository(session).get(file_id))
+
+
+@router.get("/{file_id}/content")
+def retrieve_content(context: ContextDep, file_id: str) -> FileResponse:
+    """A file's raw bytes."""
+    with context.database.read() as session:
+        row = FileRepository(session).get(file_id)
+    return FileResponse(
+        context.settings.files_dir / row.id, media_type="application/octet-stream", filename=row.filename
+    )
+
+
+@router.delete("/{file_id}")
+def delete_file(context: ContextDep, file_id: str) -> dict[str, Any]:
+    """Remove a file that no unfinished job needs."""
+    with context.database.write() as session:
+        FileRepository(session).delete(file_id)
+        if users := JobRepository(session).active_using_file(file_id):
+            raise ApiError(f"file {file_id} is in use by job {users[0].id}; cancel it first", code="file_in_use")
+    (context.settings.files_dir / file_id).unlink(missing_ok=True)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+def remove_partial_uploads(files_dir: Path) -> None:
+    """Remove what uploads left behind when a service was killed."""
+    for path in files_dir.glob(f"*{_PART_SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def _display_name(filename: str) -> str:
+    name = filename.replace("\\", "/").rsplit("/", 1)[-1]
+    return "".join(char for char in name if char.isprintable())[-255:]
+
+
+def _store(source: BinaryIO, path: Path, filename: str, settings: Settings) -> int:
+    """Copy an upload into place; its size in bytes."""
+    part = path.with_name(path.name + _PART_SUFFIX)
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
+            shutil.copyfileobj(source, target, _COPY_NBYTES)
+            target.flush()
+            os.fsync(target.fileno())
+            nbytes = target.tell()
+        if nbytes == 0:
+            raise ApiError(f"file: {filename!r} is empty", param="file", code="invalid_file")
+        if nbytes > settings.max_file_nbytes:
+            raise ApiError(
+                f"file: {filename!r} has {nbytes} bytes; at most {settings.max_file_nbytes} are taken "
+                f"(WINDLASS_MAX_FILE_MIB is {settings.max_file_mib})",
+                status=413,
+                param="file",
+                code="file_too_large",
+            )
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return nbytes

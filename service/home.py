@@ -1,0 +1,83 @@
+"""The home directory: whose it is, and which supervisor serves it."""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from windlass.service.processes import ProcessId, find_process
+
+
+class HomeError(RuntimeError):
+    """The home can't be used as it is."""
+
+
+class AlreadyUpError(RuntimeError):
+    """A supervisor serves this home already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The supervisor of a home and where its API answers."""
+
+    process: ProcessId
+    url: str
+
+
+def prepare_home(home: Path) -> None:
+    """Make the home, or make sure that it belongs to us and that nobody else can read it."""
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = home.stat()
+    if stat.st_uid != os.getuid():
+        raise HomeError(f"the home {home} belongs to user {stat.st_uid}, not to you ({os.getuid()}); choose another")
+    if stat.st_mode & 0o077:
+        mode = f"{stat.st_mode & 0o777:o}"
+        raise HomeError(f"others may enter the home {home} (mode {mode}); run `chmod 700 {home}` or choose another")
+    (home / "logs").mkdir(mode=0o700, exist_ok=True)
+
+
+class HomeLock:
+    """Held by a home's one supervisor, and let go by the kernel however it ends."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / "windlass.lock"
+        self._home = home
+        self._file: IO[str] | None = None
+
+    def acquire(self, url: str) -> None:
+        """Become the home's supervisor; AlreadyUpError, with pid and address, if there is one."""
+        file = self._path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise AlreadyUpError(self._describe_holder()) from None
+        process = find_process(os.getpid())
+        assert process is not None
+        file.truncate(0)
+        json.dump(asdict(Serving(process=process, url=url)), file)
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Let another supervisor serve the home."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _describe_holder(self) -> str:
+        serving = find_serving(self._home)
+        holder = "by another `windlass up`" if serving is None else f"at {serving.url} by process {serving.process.pid}"
+        return f"windlass is up already: {self._home} is served {holder}; end it with `windlass down`"
+
+
+def find_serving(home: Path) -> Serving | None:
+    """The living supervisor of a home, if there is one."""
+    try:
+        fields = json.loads((home / "windlass.lock").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    process = ProcessId(**fields["process"])
+    return Serving(process=process, url=fields["url"]) if process.is_alive else None

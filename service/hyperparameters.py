@@ -1,0 +1,206 @@
+"""What a job may ask for, within which limits, and what "auto" and silence mean.
+
+`docs` and these numbers are one: 3 epochs; 0.2 percent of the examples a batch, but at least 8 and at most 64; at most
+4 examples a micro-batch; a peak learning rate of 2e-5 times the multiplier; 3 percent of the steps to warm up.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator, model_validator
+
+from windlass.actors.job_spec import Hyperparameters, Initialization, Schedule
+from windlass.storage.ids import Precision
+
+DEFAULT_EPOCHS = 3
+DEFAULT_SEQUENCE_LENGTH = 2048
+DEFAULT_LEARNING_RATE = 2e-5
+DEFAULT_WARMUP_RATIO = 0.03
+DEFAULT_WEIGHT_DECAY = 0.0
+DEFAULT_CLIP_NORM = 1.0
+BATCH_RATIO, LEAST_BATCH_SIZE, GREATEST_BATCH_SIZE = 0.002, 8, 64
+GREATEST_MICROBATCH_SIZE = 4
+ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
+
+_MAX_BATCH_SIZE = 4096
+_MAX_SEED = 2**63 - 1
+
+
+def _auto_or_int(low: int, high: int) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
+            return value
+        raise ValueError(f'must be "auto" or a whole number from {low} to {high}')
+
+    return check
+
+
+def _auto_or_positive(value: Any) -> Any:
+    if value == "auto":
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1000:
+        return float(value)
+    raise ValueError('must be "auto" or a number above 0, at most 1000')
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class SupervisedHyperparameters(_Strict):
+    """The three that OpenAI's API knows."""
+
+    n_epochs: Annotated[int | Literal["auto"], PlainValidator(_auto_or_int(1, 1000))] = "auto"
+    batch_size: Annotated[int | Literal["auto"], PlainValidator(_auto_or_int(1, _MAX_BATCH_SIZE))] = "auto"
+    learning_rate_multiplier: Annotated[float | Literal["auto"], PlainValidator(_auto_or_positive)] = "auto"
+
+
+class Budgets(_Strict):
+    """Memory a job may take, at most."""
+
+    host_memory_gib: float | None = Field(default=None, gt=0, le=65536)
+
+
+class WindlassSettings(_Strict):
+    """What windlass adds to a request, in its `windlass` object."""
+
+    epochs: int | None = Field(default=None, ge=1, le=1000)
+    batch_size: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
+    num_microbatches: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
+    sequence_length: int | None = Field(default=None, ge=8, le=1_048_576)
+    learning_rate: float | None = Field(default=None, gt=0, le=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup: float | None = Field(default=None, ge=0, le=1)  # share of all steps
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    weight_decay: float = Field(default=DEFAULT_WEIGHT_DECAY, ge=0, le=1)
+    clip_norm: float | None = Field(default=DEFAULT_CLIP_NORM, gt=0)  # null: no clipping
+    precision: Literal["bf16", "fp32"] = "bf16"
+    optimizer: Literal["adamw"] = "adamw"
+    state_precision: Literal["fp32"] = "fp32"
+    seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
+    priority: int = Field(default=0, ge=-1000, le=1000)  # smaller runs first
+    checkpoint_every: int | None = Field(default=None, ge=1)  # steps; null: only the final model
+    evaluate_every: int | None = Field(default=None, ge=1)  # steps; null: at each epoch's end
+    initialization: Literal["weights", "random"] = "weights"
+    gpus: Literal[1] = 1
+    budgets: Budgets = Budgets()
+    lora: None = None
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _no_lora_yet(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("LoRA is not supported yet: windlass trains all parameters")
+        return value
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup is not None and self.warmup_steps is not None:
+            raise ValueError(f"give warmup ({self.warmup}) or warmup_steps ({self.warmup_steps}), not both")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """All that a request says on how to train, checked; stored with the job as two JSON objects and the seed."""
+
+    supervised: SupervisedHyperparameters
+    windlass: WindlassSettings
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse what is said twice, differently."""
+        mine, theirs = self.windlass, self.supervised
+        for name, value, other in (
+            ("epochs", mine.epochs, theirs.n_epochs),
+            ("batch_size", mine.batch_size, theirs.batch_size),
+        ):
+            if value is not None and other not in ("auto", value):
+                raise ValueError(f"windlass.{name} is {value} but the method's hyperparameters say {other}")
+        if mine.learning_rate is not None and theirs.learning_rate_multiplier != "auto":
+            raise ValueError(
+                f"give windlass.learning_rate ({mine.learning_rate}) or the method's learning_rate_multiplier "
+                f"({theirs.learning_rate_multiplier}), not both"
+            )
+        batch_size = mine.batch_size or (None if theirs.batch_size == "auto" else theirs.batch_size)
+        if batch_size is not None and mine.num_microbatches is not None and mine.num_microbatches > batch_size:
+            raise ValueError(
+                f"windlass.num_microbatches is {mine.num_microbatches}, but a batch has only {batch_size} examples"
+            )
+
+    @classmethod
+    def from_row(cls, method: dict[str, Any], windlass: dict[str, Any], seed: int) -> "JobSettings":
+        """Read what a job's row keeps in its columns `method`, `windlass` and `seed`."""
+        return cls(
+            supervised=SupervisedHyperparameters.model_validate(method["supervised"]["hyperparameters"]),
+            windlass=WindlassSettings.model_validate(windlass),
+            seed=seed,
+        )
+
+    @property
+    def initialization(self) -> Initialization:
+        """Where the first weights come from."""
+        return Initialization(self.windlass.initialization)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens an example may have; longer ones are cut."""
+        return self.windlass.sequence_length or DEFAULT_SEQUENCE_LENGTH
+
+
+def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
+    """Turn every "auto" into a number, once the training data has been counted."""
+    extras = settings.windlass
+    epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
+    num_microbatches = extras.num_microbatches or math.ceil(batch_size / GREATEST_MICROBATCH_SIZE)
+    total_steps = num_steps(epochs, batch_size, num_examples)
+    return Hyperparameters(
+        epochs=epochs,
+        batch_size=batch_size,
+        num_microbatches=min(num_microbatches, batch_size),
+        sequence_length=settings.sequence_length,
+        learning_rate=_learning_rate(settings),
+        warmup_steps=_warmup_steps(extras, total_steps),
+        schedule=Schedule(extras.schedule),
+        weight_decay=extras.weight_decay,
+        beta1=ADAM_BETAS[0],
+        beta2=ADAM_BETAS[1],
+        epsilon=ADAM_EPSILON,
+        clip_norm=extras.clip_norm,
+        precision=Precision(extras.precision),
+        seed=settings.seed,
+    )
+
+
+def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:
+    """Steps of a job. An epoch's last batch may be smaller; no example is left out."""
+    if num_examples < 1:
+        raise ValueError(f"training needs at least one example, got {num_examples}")
+    return epochs * math.ceil(num_examples / batch_size)
+
+
+def _epochs(settings: JobSettings) -> int:
+    asked = settings.supervised.n_epochs
+    return settings.windlass.epochs or (DEFAULT_EPOCHS if asked == "auto" else asked)
+
+
+def _batch_size(settings: JobSettings, num_examples: int) -> int:
+    asked = settings.windlass.batch_size or settings.supervised.batch_size
+    chosen = min(max(round(BATCH_RATIO * num_examples), LEAST_BATCH_SIZE), GREATEST_BATCH_SIZE)
+    return min(chosen if asked == "auto" else asked, max(num_examples, 1))
+
+
+def _learning_rate(settings: JobSettings) -> float:
+    if settings.windlass.learning_rate is not None:
+        return settings.windlass.learning_rate
+    multiplier = settings.supervised.learning_rate_multiplier
+    return DEFAULT_LEARNING_RATE * (1.0 if multiplier == "auto" else multiplier)
+
+
+def _warmup_steps(extras: WindlassSettings, total_steps: int) -> int:
+    if extras.warmup_steps is not None:
+        return min(extras.warmup_steps, total_steps)
+    ratio = DEFAULT_WARMUP_RATIO if extras.warmup is None else extras.warmup
+    return math.ceil(ratio * total_steps)

@@ -1,0 +1,150 @@
+"""From a job's row to what its preparation and its runner are told."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.job_spec import Hyperparameters, JobSpec, Schedule
+from windlass.service.hyperparameters import JobSettings, num_steps, resolve
+from windlass.service.machine import find_gpus, num_cores
+from windlass.service.model_ids import fine_tuned_model_id, model_dir
+from windlass.service.preparation import CHECK_MODEL, PREPARE_DATA, PreparationOrder
+from windlass.service.settings import Settings
+from windlass.storage.ids import Attempt, JobId, Precision
+from windlass.storage.sql.models import Job
+
+_ARENA_DIR = "/dev/shm"
+# With a GPU the worker's process prepares batches and starts kernels; the optimizer has the other cores.
+_GPU_WORKER_THREADS = 2
+_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machinery:
+    """What jobs are run with here."""
+
+    num_cores: int
+    num_gpus: int
+
+    @property
+    def num_devices(self) -> int:
+        """Jobs that can run at once; without a GPU the CPU is the one device."""
+        return max(1, self.num_gpus)
+
+    @property
+    def compute_threads(self) -> int:
+        """Threads of a job's GPU worker."""
+        return _GPU_WORKER_THREADS if self.num_gpus else self.num_cores
+
+    @property
+    def optimizer_threads(self) -> int:
+        """Threads of a job's optimizer; without a GPU it shares the cores with the worker."""
+        if self.num_gpus:
+            return max(1, self.num_cores // self.num_gpus - _GPU_WORKER_THREADS)
+        return max(1, self.num_cores // 2)
+
+    @classmethod
+    def here(cls) -> "Machinery":
+        """This machine's."""
+        return cls(num_cores=num_cores(), num_gpus=len(find_gpus()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedJob:
+    """What is known of a job once its model and data have been looked at."""
+
+    hyperparameters: dict[str, Any]  # plain numbers and words
+    total_steps: int
+    summary: str
+    warnings: tuple[str, ...]
+
+
+def job_dir(settings: Settings, job_id: str) -> Path:
+    """A job's folder."""
+    return settings.jobs_dir / job_id
+
+
+def journal_path(settings: Settings, job_id: str) -> Path:
+    """The journal of a job's runners."""
+    return job_dir(settings, job_id) / "journal.jsonl"
+
+
+def preparation_order(settings: Settings, job: Job) -> PreparationOrder:
+    """What is to be checked and prepared for a job."""
+    folder = job_dir(settings, job.id)
+    validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
+    return PreparationOrder(
+        model=job.model,
+        model_dir=_model_dir(settings, job.model),
+        training_file=settings.files_dir / job.training_file,
+        validation_file=validation_file,
+        sequence_length=_settings_of(job).sequence_length,
+        dataset_dir=folder / "dataset",
+        work_dir=folder / "prepare",
+    )
+
+
+def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
+    """Turn what the request left open into numbers, by what its preparation found."""
+    data, model = results[PREPARE_DATA], results[CHECK_MODEL]
+    num_examples: int = data["num_examples"]
+    hyper = resolve(_settings_of(job), num_examples)
+    total_steps = num_steps(hyper.epochs, hyper.batch_size, num_examples)
+    return ResolvedJob(
+        hyperparameters=asdict(hyper),
+        total_steps=total_steps,
+        summary=(
+            f"{num_examples} training examples with {data['num_targets']} tokens to learn, "
+            f"{data['num_validation_examples']} validation examples, {model['num_params']} parameters, "
+            f"{total_steps} steps"
+        ),
+        warnings=(*model.get("warnings", ()), *data.get("warnings", ())),
+    )
+
+
+def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpec:
+    """What a queued job's runner is told, for the attempt that its row names."""
+    assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
+    assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
+    asked = _settings_of(job)
+    folder = job_dir(settings, job.id)
+    return JobSpec(
+        job=JobId(job.id),
+        attempt=Attempt(job.attempt),
+        model_dir=str(_model_dir(settings, job.model)),
+        initialization=asked.initialization,
+        dataset_dir=str(folder / "dataset"),
+        job_dir=str(folder),
+        output_dir=str(_model_dir(settings, fine_tuned_model_id(job.model, job.suffix, job.id))),
+        ssd_dirs=tuple(str(path) for path in settings.ssd_dirs),
+        arena_dir=_ARENA_DIR,
+        hyperparameters=_hyperparameters(job.hyperparameters),
+        total_steps=job.total_steps,
+        checkpoint_every=asked.windlass.checkpoint_every,
+        evaluate_every=asked.windlass.evaluate_every,
+        num_cpu_optimizers=1,
+        compute_threads=machinery.compute_threads,
+        optimizer_threads=machinery.optimizer_threads,
+        host_memory_nbytes=_host_memory_nbytes(settings, asked),
+        deadline_s=_DEADLINE_S,
+    )
+
+
+def _settings_of(job: Job) -> JobSettings:
+    return JobSettings.from_row(job.method, job.windlass, job.seed)
+
+
+def _model_dir(settings: Settings, model: str) -> Path:
+    return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+
+
+def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
+    words = {"schedule": Schedule(stored["schedule"]), "precision": Precision(stored["precision"])}
+    return Hyperparameters(**{**stored, **words})
+
+
+def _host_memory_nbytes(settings: Settings, asked: JobSettings) -> int | None:
+    """The smaller of what the installation and the job allow; None where neither says anything."""
+    budgets = (settings.host_memory_gib, asked.windlass.budgets.host_memory_gib)
+    given = [budget for budget in budgets if budget is not None]
+    return int(min(given) * 1024**3) if given else None

@@ -1,0 +1,163 @@
+"""`/v1/fine_tuning/jobs`: create, look, cancel. Endpoints only write what was asked for; the dispatcher acts on it."""
+
+import hashlib
+import re
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from sqlalchemy.orm import Session
+
+from windlass.service.context import Context, ContextDep
+from windlass.service.errors import ApiError
+from windlass.service.files import TRAINING_PURPOSE
+from windlass.service.hyperparameters import JobSettings
+from windlass.service.model_check import check_model, fit_sequence_length
+from windlass.service.schemas import CheckpointObject, CreateJob, EventObject, JobObject, event_ordinal
+from windlass.storage.sql.errors import NotFound
+from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.files import FileRepository
+from windlass.storage.sql.jobs import JobRepository, NewJob
+from windlass.storage.sql.models import Job
+
+_METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
+_Limit = Annotated[int, Query(ge=1, le=1000)]
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs")
+
+
+@router.post("")
+def create_job(
+    context: ContextDep, body: CreateJob, idempotency_key: Annotated[str | None, Header(max_length=255)] = None
+) -> JobObject:
+    """Accept a job. With an Idempotency-Key, the same request makes one job however often it is sent."""
+    digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+    with context.database.read() as session:
+        if (job := _made_before(session, idempotency_key, digest)) is not None:
+            return JobObject.of(job)
+    new = _new_job(context, body, idempotency_key, digest)
+    with context.database.write() as session:
+        if (job := _made_before(session, idempotency_key, digest)) is not None:
+            return JobObject.of(job)
+        for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
+            if file_id is not None:
+                _check_file(session, param, file_id)
+        return JobObject.of(JobRepository(session).create(new))
+
+
+@router.get("")
+def list_jobs(request: Request, context: ContextDep, after: str | None = None, limit: _Limit = 20) -> dict[str, Any]:
+    """A page of jobs, newest first, that carry all the given `metadata[key]=value` pairs."""
+    metadata: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if match := _METADATA_FILTER.fullmatch(name):
+            metadata[match[1]] = value
+    if unusable := [key for key in metadata if '"' in key or "\\" in key]:
+        raise ApiError(f"metadata: keys have no quotes and no backslashes, got {unusable[0]!r}", param="metadata")
+    with context.database.read() as session:
+        page = JobRepository(session).page(limit=limit, after=after, metadata=metadata)
+    return {"object": "list", "data": [JobObject.of(job) for job in page.rows], "has_more": page.has_more}
+
+
+@router.get("/{job_id}")
+def retrieve_job(context: ContextDep, job_id: str) -> JobObject:
+    """A job."""
+    with context.database.read() as session:
+        return JobObject.of(JobRepository(session).get(job_id))
+
+
+@router.post("/{job_id}/cancel")
+def cancel_job(context: ContextDep, job_id: str) -> JobObject:
+    """Cancel a job: at once, or, where it is training, as soon as its runner has stopped."""
+    with context.database.write() as session:
+        return JobObject.of(JobRepository(session).request_cancel(job_id))
+
+
+@router.post("/{job_id}/pause")
+def pause_job(context: ContextDep, job_id: str) -> JobObject:
+    """Not yet."""
+    raise _not_yet(context, job_id, "pausing")
+
+
+@router.post("/{job_id}/resume")
+def resume_job(context: ContextDep, job_id: str) -> JobObject:
+    """Not yet."""
+    raise _not_yet(context, job_id, "resuming")
+
+
+@router.get("/{job_id}/events")
+def list_events(context: ContextDep, job_id: str, after: str | None = None, limit: _Limit = 20) -> dict[str, Any]:
+    """A page of a job's events, newest first."""
+    ordinal = None if after is None else event_ordinal(after)
+    with context.database.read() as session:
+        JobRepository(session).get(job_id)
+        page = EventRepository(session).page(job_id, limit=limit, after=ordinal)
+    return {"object": "list", "data": [EventObject.of(row) for row in page.rows], "has_more": page.has_more}
+
+
+@router.get("/{job_id}/checkpoints")
+def list_checkpoints(context: ContextDep, job_id: str, after: str | None = None, limit: _Limit = 10) -> dict[str, Any]:
+    """A page of a job's checkpoints, latest first."""
+    with context.database.read() as session:
+        JobRepository(session).get(job_id)
+        page = EventRepository(session).checkpoints(job_id, limit=limit, after=after)
+    data = [CheckpointObject.of(row) for row in page.rows]
+    ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
+    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+
+
+def _made_before(session: Session, key: str | None, digest: str) -> Job | None:
+    job = None if key is None else JobRepository(session).by_idempotency_key(key)
+    if job is not None and job.request_digest != digest:
+        raise ApiError(
+            f"Idempotency-Key {key!r} was used for job {job.id} with another body; use a new key",
+            param="Idempotency-Key",
+            code="idempotency_key_reused",
+        )
+    return job
+
+
+def _new_job(context: Context, body: CreateJob, idempotency_key: str | None, digest: str) -> NewJob:
+    settings = body.job_settings()
+    checked = check_model(
+        context.settings,
+        body.model,
+        random_weights=settings.windlass.initialization == "random",
+        hub_files=context.hub_files,
+    )
+    sequence_length = fit_sequence_length(settings.windlass.sequence_length, checked)
+    return NewJob(
+        model=body.model,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        suffix=body.suffix,
+        seed=settings.seed,
+        method=_method(settings),
+        windlass=settings.windlass.model_dump(mode="json") | {"sequence_length": sequence_length},
+        metadata=body.metadata or {},
+        priority=settings.windlass.priority,
+        idempotency_key=idempotency_key,
+        request_digest=digest,
+    )
+
+
+def _method(settings: JobSettings) -> dict[str, Any]:
+    return {"type": "supervised", "supervised": {"hyperparameters": settings.supervised.model_dump(mode="json")}}
+
+
+def _check_file(session: Session, param: str, file_id: str) -> None:
+    try:
+        file = FileRepository(session).get(file_id)
+    except NotFound as error:
+        raise ApiError(f"{param}: {error}; upload it first", param=param, code="file_not_found") from None
+    if file.purpose != TRAINING_PURPOSE:
+        raise ApiError(
+            f'{param}: {file_id} has the purpose "{file.purpose}", not "{TRAINING_PURPOSE}"',
+            param=param,
+            code="invalid_file",
+        )
+
+
+def _not_yet(context: Context, job_id: str, what: str) -> ApiError:
+    with context.database.read() as session:
+        JobRepository(session).get(job_id)
+    return ApiError(f"{what} a job is not yet supported; it can be cancelled", code="not_supported")

@@ -1,0 +1,136 @@
+"""What `windlass up --detach` and `windlass down` do to the processes of a home."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from windlass.service.home import Serving, find_serving, prepare_home
+from windlass.service.outcomes import open_journal, remove_states, take_in
+from windlass.service.processes import end_processes
+from windlass.service.ray_cluster import RayCluster
+from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.models import Job
+from windlass.storage.sql.statuses import JobStatus
+
+ERROR_PREFIX = "error: "
+_UP_TIMEOUT_S = 240.0
+
+
+class StartError(RuntimeError):
+    """The service did not come up."""
+
+
+class JobsRunningError(RuntimeError):
+    """Ending the service now would end jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What `down` found and ended."""
+
+    supervisor: Serving | None
+    num_ray_processes: int
+    failed_jobs: tuple[str, ...]
+
+
+def start_detached(settings: Settings) -> Serving:
+    """Start a supervisor that belongs to no terminal; returns once the API answers. Raises StartError."""
+    prepare_home(settings.home)
+    log_path = settings.home / "logs" / "supervisor.log"
+    with log_path.open("ab") as log:
+        offset = log.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "windlass.service", "supervisor"],
+            env={**os.environ, "WINDLASS_HOME": str(settings.home)},
+            cwd=settings.home,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _UP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise StartError(_last_error(log_path, offset))
+        serving = find_serving(settings.home)
+        if serving is not None and serving.process.pid == process.pid and _is_healthy(serving.url):
+            return serving
+        time.sleep(0.1)
+    process.terminate()
+    process.wait()
+    raise StartError(f"the API did not answer within {_UP_TIMEOUT_S:g} s; see {log_path.parent}")
+
+
+def shut_down(settings: Settings, *, force: bool) -> Ended:
+    """End the supervisor, its children and the Ray daemon. Raises JobsRunningError unless `force`."""
+    serving = find_serving(settings.home)
+    cluster = RayCluster(settings.home)
+    if serving is None and not cluster.pids:
+        return Ended(supervisor=None, num_ray_processes=0, failed_jobs=())
+    jobs = running_jobs(settings)
+    if jobs and not force:
+        raise JobsRunningError(
+            f"{len(jobs)} job(s) running: {', '.join(jobs)}; wait or `windlass cancel` them, "
+            "or end them as failed with `windlass down --force`"
+        )
+    if serving is not None:
+        end_processes([serving.process], grace_s=20.0)
+    num_ray_processes = len(cluster.stop())
+    failed = _fail_jobs_left(settings)
+    return Ended(supervisor=serving, num_ray_processes=num_ray_processes, failed_jobs=failed)
+
+
+def running_jobs(settings: Settings) -> tuple[str, ...]:
+    """Ids of the jobs that hold a runner."""
+    with _database(settings) as database:
+        return tuple(job.id for job in _jobs(database, JobStatus.RUNNING, JobStatus.PAUSING))
+
+
+def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
+    """End the jobs whose runners ended with Ray, unless they had an outcome just before."""
+    lost = ("service_stopped", "`windlass down --force` ended the service while this job ran; submit it again")
+    with _database(settings) as database:
+        left = _jobs(database, JobStatus.RUNNING, JobStatus.PAUSING)
+        for job in left:
+            take_in(database, settings, job, open_journal(settings, job).read_new(), lost=lost)
+            remove_states(settings, job.id)
+        failed = {job.id for job in _jobs(database, JobStatus.FAILED)}
+    return tuple(job.id for job in left if job.id in failed)
+
+
+@contextmanager
+def _database(settings: Settings) -> Iterator[Database]:
+    database = Database(settings.database_url)
+    try:
+        yield database
+    finally:
+        database.close()
+
+
+def _jobs(database: Database, *statuses: JobStatus) -> Sequence[Job]:
+    with database.read() as session:
+        return JobRepository(session).with_status(*statuses)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", timeout=5.0).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _last_error(log_path: Path, offset: int) -> str:
+    with log_path.open("rb") as log:
+        log.seek(offset)
+        lines = log.read().decode(errors="replace").splitlines()
+    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
+    return errors[-1] if errors else f"the supervisor ended at once; see {log_path}"

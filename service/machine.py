@@ -1,0 +1,85 @@
+"""What this machine has: cores, memory, disks and GPUs, as `windlass doctor` shows them."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU as the driver describes it."""
+
+    name: str
+    memory_nbytes: int
+    driver_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Room on a file system."""
+
+    path: Path
+    total_nbytes: int
+    free_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a job can use here."""
+
+    num_cores: int  # that this process may run on
+    memory_nbytes: int
+    available_memory_nbytes: int
+    gpus: tuple[Gpu, ...]
+    spaces: tuple[Space, ...]
+
+
+def inspect_machine(paths: tuple[Path, ...]) -> Machine:
+    """Look at this machine, and at the file systems that hold `paths` or will hold them."""
+    memory = psutil.virtual_memory()
+    return Machine(
+        num_cores=num_cores(),
+        memory_nbytes=memory.total,
+        available_memory_nbytes=memory.available,
+        gpus=find_gpus(),
+        spaces=tuple(_space(path) for path in paths),
+    )
+
+
+def num_cores() -> int:
+    """Cores that this process may run on; containers and taskset give fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """NVIDIA GPUs that jobs may use; those that CUDA_VISIBLE_DEVICES hides do not count."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    command = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    if visible is not None:
+        command.append(f"--id={visible}")
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        # The tool is there and no driver answers: this machine has no GPU that could be used.
+        return ()
+    return tuple(_parse_gpu(line) for line in result.stdout.splitlines() if line.strip())
+
+
+def _parse_gpu(line: str) -> Gpu:
+    name, memory_mib, driver_version = (field.strip() for field in line.split(","))
+    return Gpu(name=name, memory_nbytes=int(memory_mib) * 1024**2, driver_version=driver_version)
+
+
+def _space(path: Path) -> Space:
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    usage = shutil.disk_usage(existing)
+    return Space(path=path, total_nbytes=usage.total, free_nbytes=usage.free)

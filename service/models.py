@@ -1,0 +1,93 @@
+"""`/v1/models`: the base models of this installation, and what was made of them."""
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+
+from windlass.service.context import ContextDep
+from windlass.service.errors import ApiError
+from windlass.service.model_ids import check_model_id, is_fine_tuned_id, model_dir
+from windlass.service.schemas import ModelObject
+from windlass.service.settings import Settings
+from windlass.storage.sql.jobs import JobRepository
+
+router = APIRouter(prefix="/v1/models")
+
+
+@router.get("")
+def list_models(context: ContextDep) -> dict[str, Any]:
+    """All models, those with the latest change first."""
+    models = [_model_object(context.settings, model) for model in _model_ids(context.settings)]
+    models.sort(key=lambda model: (-model.created, model.id))
+    return {"object": "list", "data": models, "has_more": False}
+
+
+@router.get("/{model:path}")
+def retrieve_model(context: ContextDep, model: str) -> ModelObject:
+    """A model."""
+    check_model_id(model)
+    return _model_object(context.settings, model)
+
+
+@router.delete("/{model:path}")
+def delete_model(context: ContextDep, model: str) -> dict[str, Any]:
+    """Remove a fine-tuned model or a checkpoint, and its files."""
+    check_model_id(model)
+    _model_object(context.settings, model)
+    if not is_fine_tuned_id(model):
+        raise ApiError(
+            f"model: {model!r} is a base model; only fine-tuned models are deleted here",
+            param="model",
+            code="not_deletable",
+        )
+    folder = _folder(context.settings, model)
+    doomed = folder.with_name(f".deleted-{secrets.token_hex(8)}")
+    # Under the write lock, so that no job starts from it now; by a rename, so that nobody meets half of it.
+    with context.database.write() as session:
+        if users := JobRepository(session).active_using_model(model):
+            raise ApiError(f"model {model!r} is in use by job {users[0].id}; cancel it first", code="model_in_use")
+        folder.rename(doomed)
+    shutil.rmtree(doomed)
+    return {"id": model, "object": "model", "deleted": True}
+
+
+def _folder(settings: Settings, model: str) -> Path:
+    return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+
+
+def _model_object(settings: Settings, model: str) -> ModelObject:
+    try:
+        created_s = (_folder(settings, model) / "config.json").stat().st_mtime
+    except OSError:
+        raise ApiError(
+            f"model: there is no model {model!r} here", status=404, param="model", code="model_not_found"
+        ) from None
+    owner = "user" if is_fine_tuned_id(model) else "local"
+    return ModelObject(id=model, created=int(created_s), owned_by=owner)
+
+
+def _model_ids(settings: Settings) -> Iterator[str]:
+    folders = [*_subfolders(settings.models_dir), *_subfolders(settings.fine_tuned_dir)]
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            candidates = [folder.name]
+        else:
+            candidates = [f"{folder.name}/{sub.name}" for sub in _subfolders(folder)]
+        for model in candidates:
+            if _is_listed(settings, model):
+                yield model
+
+
+def _is_listed(settings: Settings, model: str) -> bool:
+    try:
+        return (_folder(settings, model) / "config.json").is_file()
+    except ApiError:  # a folder whose name is no model's id
+        return False
+
+
+def _subfolders(path: Path) -> list[Path]:
+    return sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []

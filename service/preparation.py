@@ -1,0 +1,183 @@
+"""Checks a job's model and prepares its data, each in a limited process of its own.
+
+Chat templates and data files come from strangers; what handles them has little memory, little time and no secrets.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+DOWNLOAD_MODEL = "download_model"
+CHECK_MODEL = "check_model"
+PREPARE_DATA = "prepare_data"
+
+_TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600}
+# Importing torch alone maps several GiB of addresses.
+_LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
+# What programs need to find their libraries and to speak a language; everything else might be a secret.
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
+# What the one step that talks to the hub gets besides. Without a folder of the model's no file of a stranger is read.
+_HUB_PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
+
+
+class PreparationError(Exception):
+    """A job's model or data can't be trained with; code, message and param are the job's error."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(code, message, param)
+        self.code, self.message, self.param = code, message, param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparationOrder:
+    """What is to be checked and prepared, and where to."""
+
+    model: str  # the id that was asked for
+    model_dir: Path
+    training_file: Path
+    validation_file: Path | None
+    sequence_length: int
+    dataset_dir: Path  # made anew
+    work_dir: Path  # results and log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparationStep:
+    """One process: what it runs, and the file that it leaves its result in."""
+
+    name: str
+    command: tuple[str, ...]
+    result_path: Path
+    timeout_s: int
+    passed_on: tuple[str, ...] = _PASSED_ON  # environment variables
+
+
+class Preparation:
+    """Runs steps one after the other without blocking; ends with the result of each by name."""
+
+    def __init__(self, steps: Iterable[PreparationStep], *, work_dir: Path) -> None:
+        self._steps = deque(steps)
+        self._work_dir = work_dir
+        self._log_path = work_dir / "prepare.log"
+        self._results: dict[str, dict[str, Any]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline = 0.0
+
+    def poll(self) -> dict[str, dict[str, Any]] | None:
+        """Go on where possible: all results once every step is done, None before; PreparationError if one failed."""
+        if self._process is None:
+            self._start()
+        assert self._process is not None
+        step = self._steps[0]
+        if self._process.poll() is None:
+            if time.monotonic() > self._deadline:
+                self.stop()
+                raise PreparationError(f"{step.name}_timeout", f"{step.name} did not end within {step.timeout_s} s")
+            return None
+        code, self._process = self._process.returncode, None
+        self._results[step.name] = self._result(step, code)
+        self._steps.popleft()
+        return None if self._steps else self._results
+
+    def stop(self) -> None:
+        """Kill the process that runs, if any."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        step = self._steps[0]
+        self._work_dir.mkdir(parents=True, exist_ok=True)
+        step.result_path.unlink(missing_ok=True)
+        with self._log_path.open("ab") as log:
+            self._process = _start_limited(step, log, home=self._work_dir)
+        self._deadline = time.monotonic() + step.timeout_s
+
+    def _result(self, step: PreparationStep, exit_code: int) -> dict[str, Any]:
+        try:
+            result = json.loads(step.result_path.read_text())
+        except (OSError, ValueError) as cause:
+            raise PreparationError(f"{step.name}_failed", self._describe(step, exit_code)) from cause
+        if not result["ok"]:
+            error = result["error"]
+            raise PreparationError(error["code"], error["message"], error.get("param"))
+        if exit_code != 0:
+            raise PreparationError(f"{step.name}_failed", self._describe(step, exit_code))
+        found: dict[str, Any] = result
+        return found
+
+    def _describe(self, step: PreparationStep, exit_code: int) -> str:
+        if exit_code == -signal.SIGXCPU:
+            return f"{step.name} used more than {step.timeout_s} s of CPU time; try a smaller file"
+        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        return f"{step.name} ended with {how} and left no result; its output is in {self._log_path}"
+
+
+def preparation_of(order: PreparationOrder) -> Preparation:
+    """The model's download if it is not here, its check, then the data's preparation into a new folder."""
+    shutil.rmtree(order.dataset_dir, ignore_errors=True)
+    check = ("windlass.engine.check_model", "--model-dir", order.model_dir)
+    prepare = (
+        *("windlass.engine.prepare", "--model-dir", order.model_dir, "--training-file", order.training_file),
+        *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
+        *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir),
+    )
+    steps = [_step(order, CHECK_MODEL, check), _step(order, PREPARE_DATA, prepare)]
+    if not order.model_dir.exists():
+        download = ("windlass.service.hub_download", "--model", order.model, "--model-dir", order.model_dir)
+        steps.insert(0, _step(order, DOWNLOAD_MODEL, download, passed_on=(*_PASSED_ON, *_HUB_PASSED_ON)))
+    return Preparation(steps, work_dir=order.work_dir)
+
+
+def _step(
+    order: PreparationOrder,
+    name: str,
+    module_and_arguments: tuple[object, ...],
+    *,
+    passed_on: tuple[str, ...] = _PASSED_ON,
+) -> PreparationStep:
+    result_path = order.work_dir / f"{name}.json"
+    return PreparationStep(
+        name=name,
+        command=(sys.executable, "-m", *map(str, module_and_arguments), "--result", str(result_path)),
+        result_path=result_path,
+        timeout_s=_TIMEOUTS_S[name],
+        passed_on=passed_on,
+    )
+
+
+def _start_limited(step: PreparationStep, log: IO[bytes], *, home: Path) -> subprocess.Popen[bytes]:
+    address_space_nbytes = max(_LEAST_ADDRESS_SPACE_NBYTES, psutil.virtual_memory().total // 2)
+    limits = (f"--cpu-s={step.timeout_s}", f"--address-space-nbytes={address_space_nbytes}")
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "windlass.service.limited_exec", f"--parent-pid={os.getpid()}"),
+            *(*limits, "--", *step.command),
+        ],
+        env={
+            "HF_HUB_OFFLINE": "1",
+            **{name: os.environ[name] for name in step.passed_on if name in os.environ},
+            "HOME": str(home),
+            # CUDA maps more addresses than the limit allows, and none of this needs it.
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        cwd=home,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+    )

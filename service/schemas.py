@@ -1,0 +1,276 @@
+"""The JSON that goes in and out: OpenAI's fine-tuning API, with what windlass adds under `windlass`."""
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from windlass.service.errors import ApiError
+from windlass.service.hyperparameters import (
+    DEFAULT_LEARNING_RATE,
+    JobSettings,
+    SupervisedHyperparameters,
+    WindlassSettings,
+)
+from windlass.service.model_ids import check_suffix
+from windlass.storage.sql.models import Checkpoint, File, Job, JobEvent
+
+_MAX_METADATA_PAIRS = 16
+_FileId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+def _check_metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > _MAX_METADATA_PAIRS:
+        raise ValueError(f"must have at most {_MAX_METADATA_PAIRS} pairs, got {len(value)}")
+    for key, item in value.items():
+        # Keys become part of a JSON path when jobs are looked for by them.
+        if not 1 <= len(key) <= 64 or any(char in '"\\' or not char.isprintable() for char in key):
+            raise ValueError(f"keys must be 1 to 64 printable characters without quotes and backslashes, got {key!r}")
+        if len(item) > 512:
+            raise ValueError(f"values must have at most 512 characters, {key!r} has {len(item)}")
+    return value
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SupervisedMethod(_Request):
+    """Its hyperparameters."""
+
+    hyperparameters: SupervisedHyperparameters = SupervisedHyperparameters()
+
+
+class Method(_Request):
+    """How to train: supervised, for now."""
+
+    type: str
+    supervised: SupervisedMethod | None = None
+    # Kept open, so that the answer is about the method and not about one of its fields.
+    dpo: Any = None
+    reinforcement: Any = None
+
+    @field_validator("type")
+    @classmethod
+    def _supervised_only(cls, value: str) -> str:
+        if value != "supervised":
+            raise ValueError('only "supervised" is supported yet')
+        return value
+
+
+class CreateJob(_Request):
+    """The body of `POST /v1/fine_tuning/jobs`."""
+
+    model: str
+    training_file: _FileId
+    validation_file: _FileId | None = None
+    suffix: Annotated[str, AfterValidator(check_suffix)] | None = None
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+    metadata: Annotated[dict[str, str], AfterValidator(_check_metadata)] | None = None
+    integrations: list[Any] | None = None
+    method: Method | None = None
+    hyperparameters: SupervisedHyperparameters | None = None  # deprecated by `method`
+    windlass: WindlassSettings = WindlassSettings()
+
+    @field_validator("integrations")
+    @classmethod
+    def _no_integrations(cls, value: list[Any] | None) -> list[Any] | None:
+        if value:
+            raise ValueError("integrations are not supported; leave the list empty")
+        return value
+
+    def job_settings(self) -> JobSettings:
+        """Join the three places where a request may say how to train; ApiError where they disagree."""
+        by_method = self.method.supervised.hyperparameters if self.method and self.method.supervised else None
+        if by_method and self.hyperparameters and by_method != self.hyperparameters:
+            raise ApiError(
+                "hyperparameters: they differ from method.supervised.hyperparameters; give one of the two",
+                param="hyperparameters",
+                code="invalid_value",
+            )
+        if None not in (self.seed, self.windlass.seed) and self.seed != self.windlass.seed:
+            raise ApiError(
+                f"seed: it is {self.seed} but windlass.seed is {self.windlass.seed}", param="seed", code="invalid_value"
+            )
+        seed = self.windlass.seed if self.seed is None else self.seed
+        try:
+            return JobSettings(
+                supervised=by_method or self.hyperparameters or SupervisedHyperparameters(),
+                windlass=self.windlass,
+                seed=secrets.randbits(31) if seed is None else seed,
+            )
+        except ValueError as error:
+            raise ApiError(str(error), param="windlass", code="invalid_value") from None
+
+
+class FileObject(BaseModel):
+    """A file."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+
+    @classmethod
+    def of(cls, row: File) -> "FileObject":
+        """What clients see of a row."""
+        return cls(
+            id=row.id, bytes=row.nbytes, created_at=int(row.created_at), filename=row.filename, purpose=row.purpose
+        )
+
+
+class JobObject(BaseModel):
+    """A fine-tuning job."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str = "windlass"
+    status: str
+    hyperparameters: dict[str, Any]
+    training_file: str
+    validation_file: str | None
+    result_files: list[str]
+    trained_tokens: int | None
+    seed: int
+    error: dict[str, Any] | None
+    method: dict[str, Any]
+    metadata: dict[str, str]
+    integrations: list[Any]
+    suffix: str | None
+    windlass: dict[str, Any]
+
+    @classmethod
+    def of(cls, job: Job) -> "JobObject":
+        """What clients see of a row."""
+        hyperparameters = dict(job.method["supervised"]["hyperparameters"])
+        if job.hyperparameters is not None:
+            hyperparameters = {
+                "n_epochs": job.hyperparameters["epochs"],
+                "batch_size": job.hyperparameters["batch_size"],
+                "learning_rate_multiplier": round(job.hyperparameters["learning_rate"] / DEFAULT_LEARNING_RATE, 9),
+            }
+        return cls(
+            id=job.id,
+            created_at=int(job.created_at),
+            finished_at=_seconds(job.finished_at),
+            estimated_finish=_seconds(job.estimated_finish),
+            model=job.model,
+            fine_tuned_model=job.fine_tuned_model,
+            status=job.status.value,
+            hyperparameters=hyperparameters,
+            training_file=job.training_file,
+            validation_file=job.validation_file,
+            result_files=job.result_files,
+            trained_tokens=job.trained_tokens,
+            seed=job.seed,
+            error=job.error,
+            method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+            metadata=job.job_metadata,
+            integrations=[],
+            suffix=job.suffix,
+            windlass={
+                "settings": job.windlass,
+                "hyperparameters": job.hyperparameters,
+                "attempt": job.attempt,
+                "priority": job.priority,
+                "step": job.step,
+                "total_steps": job.total_steps,
+                "started_at": _seconds(job.started_at),
+                "waiting_reason": job.waiting_reason,
+                "cancel_requested": job.cancel_requested,
+            },
+        )
+
+
+class EventObject(BaseModel):
+    """An event of a job."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: str
+    message: str
+    type: str
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, row: JobEvent) -> "EventObject":
+        """What clients see of a row."""
+        return cls(
+            id=event_id(row.ordinal),
+            created_at=int(row.created_at),
+            level=row.level,
+            message=row.message,
+            type=row.type,
+            data=row.data,
+        )
+
+
+class StreamedEvent(EventObject):
+    """An event as the live streams send it."""
+
+    job_id: str
+    attempt: int
+
+    @classmethod
+    def of(cls, row: JobEvent) -> "StreamedEvent":
+        """What clients see of a row."""
+        return cls(**EventObject.of(row).model_dump(), job_id=row.job_id, attempt=row.attempt)
+
+
+class CheckpointObject(BaseModel):
+    """A model saved on the way."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: dict[str, Any]
+
+    @classmethod
+    def of(cls, row: Checkpoint) -> "CheckpointObject":
+        """What clients see of a row."""
+        return cls(
+            id=row.id,
+            created_at=int(row.created_at),
+            fine_tuned_model_checkpoint=row.model,
+            fine_tuning_job_id=row.job_id,
+            step_number=row.step_number,
+            metrics=row.metrics,
+        )
+
+
+class ModelObject(BaseModel):
+    """A base or a fine-tuned model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+
+
+def event_id(ordinal: int) -> str:
+    """An event's public id."""
+    return f"ftevent-{ordinal}"
+
+
+def event_ordinal(public_id: str) -> int:
+    """The ordinal behind an event's id; ApiError for what is none."""
+    digits = public_id.removeprefix("ftevent-")
+    if not (public_id.startswith("ftevent-") and digits.isascii() and digits.isdigit() and len(digits) < 19):
+        raise ApiError(f"after: {public_id!r:.80} is not an event's id", param="after", code="invalid_value")
+    return int(digits)
+
+
+def _seconds(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)

@@ -1,0 +1,127 @@
+"""Who may talk to the service, how much they may send, and what browsers are told.
+
+No key exists yet, so the service answers on loopback only. A web page of somebody else's can still make a browser send
+requests there: such requests name a foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
+"""
+
+import ipaddress
+from urllib.parse import urlsplit
+
+import anyio
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from windlass.service.errors import ApiError, error_response
+
+_SECURITY_HEADERS = {
+    # Charts set inline styles; scripts come from this service only.
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_DRAIN_TIMEOUT_S = 60.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address can only mean this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class SecurityHeadersMiddleware:
+    """Adds the headers that keep a browser from doing more with an answer than showing it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_SECURITY_HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+
+class SameOriginMiddleware:
+    """Refuses requests that were not meant for this service: 403.
+
+    The Host must be a loopback name, with any port (a forwarded one may differ), or exactly the configured address.
+    An Origin, which browsers send with whatever a page requests of its own accord, must be that same Host.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        self._app = app
+        self._authority = f"{host}:{port}".lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))):
+            await error_response(ApiError(refusal, status=403, code="origin_not_allowed"))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> str | None:
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if len(hosts) != 1 or not self._is_ours(hosts[0].lower()):
+            return f"requests must name this service as their Host ({self._authority}), got {', '.join(hosts)!r:.100}"
+        host = hosts[0].lower()
+        if any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in origins):
+            return f"a page of another origin ({', '.join(origins)!r:.100}) may not use this service"
+        return None
+
+    def _is_ours(self, authority: str) -> bool:
+        if authority == self._authority:
+            return True
+        try:
+            parts = urlsplit(f"//{authority}")
+            well_formed = parts.netloc == authority and "@" not in authority and parts.port != 0
+        except ValueError:
+            return False
+        return well_formed and parts.hostname is not None and is_loopback(parts.hostname)
+
+
+class BodyLimitMiddleware:
+    """Ends a request whose body is longer than its path allows with 413, before anything of the excess is stored.
+
+    The excess is read and thrown away: a client that is cut off while it sends would never see the answer.
+    """
+
+    def __init__(self, app: ASGIApp, limit_nbytes: int, upload_path: str, upload_limit_nbytes: int) -> None:
+        self._app = app
+        self._limit_nbytes = limit_nbytes
+        self._upload_path = upload_path
+        self._upload_limit_nbytes = upload_limit_nbytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._upload_limit_nbytes if scope["path"] == self._upload_path else self._limit_nbytes
+        declared = Headers(scope=scope).get("content-length", "")
+        too_long = declared.isdigit() and int(declared) > limit
+        num_received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_received
+            message = await receive()
+            num_received += len(message.get("body", b""))
+            if too_long or num_received > limit:
+                await _drain(receive, message)
+                raise HTTPException(413, f"the request is longer than the {limit} bytes that {scope['path']} takes")
+            return message
+
+        await self._app(scope, receive_limited, send)
+
+
+async def _drain(receive: Receive, message: Message) -> None:
+    with anyio.move_on_after(_DRAIN_TIMEOUT_S):
+        while message["type"] == "http.request" and message.get("more_body", False):
+            message = await receive()

@@ -1,0 +1,147 @@
+"""What a person sets about their installation: the environment, then `windlass.toml` in the home, then defaults."""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from windlass.service.errors import describe_value
+from windlass.service.security import is_loopback
+
+ENV_PREFIX = "WINDLASS_"
+SETTINGS_FILE = "windlass.toml"
+
+
+class SettingsError(ValueError):
+    """A setting is wrong. The message names its source, its key and its value."""
+
+
+class Settings(BaseSettings):
+    """The installation. Read it with `load_settings`."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+
+    home: Path
+    host: str = "127.0.0.1"
+    port: int = Field(default=8642, ge=1, le=65535)
+    database_url: str = ""
+    ray_address: str | None = None  # None: a Ray daemon of windlass's own
+    # One SSD server each; name one directory on every SSD.
+    ssd_dirs: Annotated[tuple[Path, ...], NoDecode] = ()
+    models_dir: Path = Path()
+    host_memory_gib: float | None = Field(default=None, gt=0)  # None: what the machine has free
+    gpu_memory_gib: float | None = Field(default=None, gt=0)
+    max_file_mib: int = Field(default=512, ge=1)
+
+    @field_validator("ssd_dirs", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("host")
+    @classmethod
+    def _loopback_only(cls, value: str) -> str:
+        if not is_loopback(value):
+            raise ValueError("must be a loopback address such as 127.0.0.1: the service has no API keys yet")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_home(cls, values: dict[str, Any]) -> dict[str, Any]:
+        home = Path(values["home"]).expanduser().absolute()
+        defaults = {
+            "database_url": f"sqlite:///{home / 'windlass.db'}",
+            "ssd_dirs": (home / "ssd0", home / "ssd1"),
+            "models_dir": home / "models",
+        }
+        return {**defaults, **values, "home": home}
+
+    @model_validator(mode="after")
+    def _paths_are_absolute_and_distinct(self) -> Self:
+        for path in (*self.ssd_dirs, self.models_dir):
+            if not path.is_absolute():
+                raise ValueError(f"ssd_dirs and models_dir must be absolute paths, got {str(path)!r}")
+        if not self.ssd_dirs or len(set(self.ssd_dirs)) != len(self.ssd_dirs):
+            raise ValueError(f"ssd_dirs must name at least one directory and none twice, got {self.ssd_dirs!r}")
+        return self
+
+    @property
+    def files_dir(self) -> Path:
+        """Uploaded and result files, each under its id."""
+        return self.home / "files"
+
+    @property
+    def jobs_dir(self) -> Path:
+        """One folder a job: journal, logs, prepared data."""
+        return self.home / "jobs"
+
+    @property
+    def fine_tuned_dir(self) -> Path:
+        """Fine-tuned models and checkpoints, each in a folder named like its model id."""
+        return self.home / "fine-tuned"
+
+    @property
+    def max_file_nbytes(self) -> int:
+        """The largest upload."""
+        return self.max_file_mib * 1024**2
+
+    @property
+    def base_url(self) -> str:
+        """Where the service answers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def make_dirs(self) -> None:
+        """Create the home's folders, readable by their owner only."""
+        for path in (self.home, self.files_dir, self.jobs_dir, self.fine_tuned_dir, self.models_dir, *self.ssd_dirs):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def load_settings(home: Path | None = None) -> Settings:
+    """Read the settings of a home: the one given, `WINDLASS_HOME`, or `~/.windlass`. Raises SettingsError."""
+    home = home or Path(os.environ.get(f"{ENV_PREFIX}HOME") or "~/.windlass")
+    home = home.expanduser().absolute()
+    file = home / SETTINGS_FILE
+    # Only what the environment leaves open: arguments win over it.
+    values = {key: value for key, value in _read_file(file).items() if not os.environ.get(_env_name(key))}
+    try:
+        return Settings(**{**values, "home": home})
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(detail, file) for detail in error.errors())) from None
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{file}: cannot be read: {error}") from None
+    known = sorted(set(Settings.model_fields) - {"home"})
+    for key, value in values.items():
+        if key not in known:
+            raise SettingsError(
+                f"{file}: {key} = {describe_value(value)}: there is no such setting; there are {', '.join(known)}"
+            )
+    return values
+
+
+def _env_name(key: str) -> str:
+    return f"{ENV_PREFIX}{key.upper()}"
+
+
+def _explain(detail: ErrorDetails, file: Path) -> str:
+    message = detail["msg"].removeprefix("Value error, ")
+    if not detail["loc"]:  # about several settings: the message names them
+        return f"{file} or the environment: {message}"
+    key = str(detail["loc"][0])
+    from_environment = os.environ.get(_env_name(key))
+    if from_environment:
+        return f"environment: {_env_name(key)} = {describe_value(from_environment)}: {message}"
+    return f"{file}: {key} = {describe_value(detail['input'])}: {message}"

@@ -1,0 +1,34 @@
+"""What can go wrong between a caller and the tables. All of these pickle."""
+
+
+class NotFound(Exception):
+    """No row of this kind has this id."""
+
+    def __init__(self, kind: str, row_id: str) -> None:
+        super().__init__(kind, row_id)
+        self.kind, self.row_id = kind, row_id
+
+    def __str__(self) -> str:
+        return f"there is no {self.kind} {self.row_id!r}"
+
+
+class StatusConflict(Exception):
+    """The job is not, or no longer, in the status and attempt that a change was meant for; nothing was written."""
+
+    def __init__(self, job_id: str, expected: str, actual: str) -> None:
+        super().__init__(job_id, expected, actual)
+        self.job_id, self.expected, self.actual = job_id, expected, actual
+
+    def __str__(self) -> str:
+        return f"job {self.job_id} was expected to be {self.expected} but is {self.actual}"
+
+
+class JournalError(Exception):
+    """A journal's records cannot be what its runner wrote; nothing of the batch was imported."""
+
+    def __init__(self, job_id: str, reason: str) -> None:
+        super().__init__(job_id, reason)
+        self.job_id, self.reason = job_id, reason
+
+    def __str__(self) -> str:
+        return f"the journal of job {self.job_id} cannot be imported: {self.reason}"

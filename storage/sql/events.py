@@ -1,0 +1,79 @@
+"""The events of jobs, and the checkpoints and metrics that come with them."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from windlass.storage.sql.errors import NotFound
+from windlass.storage.sql.models import Checkpoint, JobEvent, JobMetrics
+from windlass.storage.sql.paging import Page, page_of
+
+
+class EventRepository:
+    """What happened to jobs, within the caller's transaction."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def add(
+        self,
+        job_id: str,
+        *,
+        attempt: int,
+        message: str,
+        level: str = "info",
+        data: dict[str, Any] | None = None,
+    ) -> JobEvent:
+        """Write an event of the service's own."""
+        event = JobEvent(
+            job_id=job_id,
+            attempt=attempt,
+            seq=None,
+            created_at=time.time(),
+            level=level,
+            message=message,
+            type="message",
+            data=data or {},
+        )
+        self._session.add(event)
+        self._session.flush()
+        return event
+
+    def page(self, job_id: str, *, limit: int, after: int | None) -> Page[JobEvent]:
+        """A job's events, newest first; those older than the ordinal `after`, which must be one of them."""
+        query = select(JobEvent).where(JobEvent.job_id == job_id).order_by(JobEvent.ordinal.desc()).limit(limit + 1)
+        if after is not None:
+            last = self._session.get(JobEvent, after)
+            if last is None or last.job_id != job_id:
+                raise NotFound("event", f"ftevent-{after}")
+            query = query.where(JobEvent.ordinal < after)
+        return page_of(self._session.scalars(query).all(), limit)
+
+    def since(self, ordinal: int, *, limit: int, job_id: str | None = None) -> Sequence[JobEvent]:
+        """Events after an ordinal, oldest first, of one job or of all: what a live stream sends."""
+        query = select(JobEvent).where(JobEvent.ordinal > ordinal).order_by(JobEvent.ordinal).limit(limit)
+        if job_id is not None:
+            query = query.where(JobEvent.job_id == job_id)
+        return self._session.scalars(query).all()
+
+    def last_ordinal(self) -> int:
+        """The newest event's ordinal; 0 if there is none."""
+        return self._session.scalar(select(func.max(JobEvent.ordinal))) or 0
+
+    def metrics(self, job_id: str) -> Sequence[JobMetrics]:
+        """The metrics of each step that counts, in order of steps."""
+        query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step)
+        return self._session.scalars(query).all()
+
+    def checkpoints(self, job_id: str, *, limit: int, after: str | None) -> Page[Checkpoint]:
+        """A job's checkpoints, latest step first; NotFound if `after` is not one of them."""
+        query = select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step_number.desc())
+        if after is not None:
+            last = self._session.get(Checkpoint, after)
+            if last is None or last.job_id != job_id:
+                raise NotFound("checkpoint", after)
+            query = query.where(Checkpoint.step_number < last.step_number)
+        return page_of(self._session.scalars(query.limit(limit + 1)).all(), limit)

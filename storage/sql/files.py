@@ -1,0 +1,58 @@
+"""The files table."""
+
+import secrets
+import time
+
+from sqlalchemy import select, tuple_
+from sqlalchemy.orm import Session
+
+from windlass.storage.sql.errors import NotFound
+from windlass.storage.sql.models import File
+from windlass.storage.sql.paging import Page, page_of
+
+
+def new_file_id() -> str:
+    """An id nobody can guess."""
+    return f"file-{secrets.token_hex(12)}"
+
+
+class FileRepository:
+    """Files, within the caller's transaction."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def add(self, *, file_id: str, filename: str, purpose: str, nbytes: int) -> File:
+        """Record a file whose bytes are in place."""
+        file = File(id=file_id, filename=filename, purpose=purpose, nbytes=nbytes, created_at=time.time())
+        self._session.add(file)
+        self._session.flush()
+        return file
+
+    def get(self, file_id: str) -> File:
+        """The file; NotFound if there is none."""
+        file = self._session.get(File, file_id)
+        if file is None:
+            raise NotFound("file", file_id)
+        return file
+
+    def delete(self, file_id: str) -> None:
+        """Forget the file; NotFound if there is none. Its bytes are the caller's to remove, after the commit."""
+        self._session.delete(self.get(file_id))
+        self._session.flush()
+
+    def page(self, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Page[File]:
+        """Files by time of upload; NotFound if `after` is not a file's id."""
+        position = tuple_(File.created_at, File.id)
+        query = select(File).limit(limit + 1)
+        if newest_first:
+            query = query.order_by(File.created_at.desc(), File.id.desc())
+        else:
+            query = query.order_by(File.created_at, File.id)
+        if purpose is not None:
+            query = query.where(File.purpose == purpose)
+        if after is not None:
+            last = self.get(after)
+            bound = tuple_(last.created_at, last.id)
+            query = query.where(position < bound if newest_first else position > bound)
+        return page_of(self._session.scalars(query).all(), limit)

@@ -1,0 +1,9 @@
+"""What Alembic runs: the caller opened the connection and owns its transaction."""
+
+from alembic import context
+
+from windlass.storage.sql.models import Base
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
+with context.begin_transaction():
+    context.run_migrations()

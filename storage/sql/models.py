@@ -1,0 +1,137 @@
+"""The tables. Times are seconds since the epoch; ids are the ones users see."""
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+from windlass.storage.sql.statuses import JobStatus
+
+# SQLite numbers rows by itself only where the type is exactly INTEGER.
+_Ordinal = BigInteger().with_variant(Integer(), "sqlite")
+
+
+class _StatusType(TypeDecorator[JobStatus]):
+    """A status as its plain word, so that a new one needs no change of type in the database."""
+
+    impl = String(20)
+    cache_ok = True
+
+    def process_bind_param(self, value: JobStatus | None, dialect: Any) -> str | None:
+        return None if value is None else JobStatus(value).value
+
+    def process_result_value(self, value: str | None, dialect: Any) -> JobStatus | None:
+        return None if value is None else JobStatus(value)
+
+
+class Base(DeclarativeBase):
+    """Holds the metadata that the migrations are checked against."""
+
+    type_annotation_map = {float: Double}  # noqa: RUF012 - SQLAlchemy's own declaration
+
+
+class File(Base):
+    """An uploaded or a result file; its bytes lie in the files directory under its id."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    filename: Mapped[str] = mapped_column(String(255))  # the uploader's name for it; never part of a path
+    purpose: Mapped[str] = mapped_column(String(32))
+    nbytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[float]
+
+
+class Job(Base):
+    """A fine-tuning job, and the one authority on its state."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (Index("ix_jobs_status_order", "status", "priority", "created_at"),)
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    status: Mapped[JobStatus] = mapped_column(_StatusType())
+    attempt: Mapped[int] = mapped_column(default=0)  # 0: never launched
+    created_at: Mapped[float] = mapped_column(index=True)
+    started_at: Mapped[float | None]  # of the first attempt
+    finished_at: Mapped[float | None]
+    estimated_finish: Mapped[float | None]
+
+    # What was asked for.
+    model: Mapped[str] = mapped_column(String(255))
+    # Not foreign keys: a finished job outlives the files it was made from.
+    training_file: Mapped[str] = mapped_column(String(64), index=True)
+    validation_file: Mapped[str | None] = mapped_column(String(64), index=True)
+    suffix: Mapped[str | None] = mapped_column(String(64))
+    seed: Mapped[int] = mapped_column(BigInteger)
+    method: Mapped[dict[str, Any]] = mapped_column(JSON)
+    windlass: Mapped[dict[str, Any]] = mapped_column(JSON)  # the request's `windlass` object
+    job_metadata: Mapped[dict[str, str]] = mapped_column("metadata", JSON)
+    priority: Mapped[int] = mapped_column(default=0)  # smaller first; ties by created_at
+    idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    request_digest: Mapped[str | None] = mapped_column(String(64))
+
+    # How it goes.
+    hyperparameters: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # resolved; plain numbers
+    cancel_requested: Mapped[bool] = mapped_column(default=False)
+    waiting_reason: Mapped[str | None] = mapped_column(Text)  # why it does not run, in words
+    step: Mapped[int] = mapped_column(default=0)
+    total_steps: Mapped[int | None]
+    trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    # The last journal record that was imported.
+    journal_attempt: Mapped[int] = mapped_column(default=0)
+    journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+
+    # How it ended.
+    error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # code, message, param
+    fine_tuned_model: Mapped[str | None] = mapped_column(String(255), unique=True)
+    result_files: Mapped[list[str]] = mapped_column(JSON)
+
+
+class JobEvent(Base):
+    """Something that happened to a job, in the order in which the service learnt of it."""
+
+    __tablename__ = "job_events"
+    __table_args__ = (
+        UniqueConstraint("job_id", "attempt", "seq"),
+        Index("ix_job_events_job", "job_id", "ordinal"),
+        {"sqlite_autoincrement": True},  # an ordinal is never used twice: it is the event stream's id
+    )
+
+    ordinal: Mapped[int] = mapped_column(_Ordinal, primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    seq: Mapped[int | None] = mapped_column(BigInteger)  # the journal's number; NULL: the service wrote it
+    created_at: Mapped[float]
+    level: Mapped[str] = mapped_column(String(8))
+    message: Mapped[str] = mapped_column(Text)
+    type: Mapped[str] = mapped_column(String(8))
+    data: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class JobMetrics(Base):
+    """The metrics of one step. A resumed attempt replaces those past the commit it went on from."""
+
+    __tablename__ = "job_metrics"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    attempt: Mapped[int]
+    created_at: Mapped[float]
+    data: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class Checkpoint(Base):
+    """A model saved on the way."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("job_id", "step_number"),)
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    step_number: Mapped[int]
+    created_at: Mapped[float]
+    model: Mapped[str] = mapped_column(String(255))
+    path: Mapped[str] = mapped_column(Text)
+    metrics: Mapped[dict[str, Any]] = mapped_column(JSON)

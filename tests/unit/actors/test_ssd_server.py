@@ -1,0 +1,405 @@
+import errno
+import os
+import queue
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from windlass.actors.messages import (
+    ActorFailed,
+    ChunkIo,
+    ChunkIoDone,
+    ChunkPart,
+    CommitStore,
+    LoadModel,
+    Message,
+    ReadChunks,
+    StoreCommitted,
+    WriteChunks,
+)
+from windlass.actors.ssd_server import SsdServer
+from windlass.storage.arena import Arena
+from windlass.storage.ids import (
+    STATE_ITEMSIZE,
+    ActorName,
+    Attempt,
+    BlockIndex,
+    ChunkIndex,
+    ChunkKey,
+    CorrelationId,
+    JobId,
+    Precision,
+    Rank,
+    Span,
+    SsdIndex,
+    StateKind,
+    Step,
+)
+from windlass.storage.store_format import StoreError, StoreGeometry
+from windlass.storage.tensor_store import StaleAttempt, store_path
+
+JOB = JobId("ftjob-1")
+WORKER = ActorName("optimizer-0")
+CHUNK_NUMEL = 8192
+CHUNK_NBYTES = 14 * CHUNK_NUMEL
+GEOMETRY = StoreGeometry(
+    job=JOB,
+    rank=Rank(0),
+    attempt=Attempt(1),
+    ssd=SsdIndex(0),
+    num_ssds=1,
+    precision=Precision.BF16,
+    chunk_numel=CHUNK_NUMEL,
+    chunks_per_block=(3, 3),
+)
+KEYS = [ChunkKey(BlockIndex(block), ChunkIndex(chunk)) for block in range(2) for chunk in range(3)]
+WAIT_S = 30.0
+
+
+class Bench:
+    """A server, its arena, and what it sent, in order."""
+
+    def __init__(self, directory: Path, num_threads: int = 4, geometry: StoreGeometry = GEOMETRY) -> None:
+        self.directory = directory
+        self.arena = Arena.create(directory / f"arena-{len(list(directory.iterdir()))}", len(KEYS) * CHUNK_NBYTES)
+        self.sent: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
+        self.server = SsdServer(
+            ActorName("ssd-0"),
+            str(directory),
+            geometry,
+            str(self.arena.path),
+            lambda to, message: self.sent.put((to, message)),
+            num_threads=num_threads,
+            piece_nbytes=4096,
+            direct=False,
+        )
+
+    def next(self) -> tuple[ActorName, Message]:
+        return self.sent.get(timeout=WAIT_S)
+
+    def items(self, keys: Sequence[ChunkKey]) -> tuple[ChunkIo, ...]:
+        """Every state of each chunk; a chunk's place in the arena is its place in KEYS."""
+        return tuple(ChunkIo(key, self.parts(key)) for key in keys)
+
+    def parts(self, key: ChunkKey) -> tuple[ChunkPart, ...]:
+        offset = KEYS.index(key) * CHUNK_NBYTES
+        parts = []
+        for kind, itemsize in STATE_ITEMSIZE[Precision.BF16].items():
+            parts.append(ChunkPart(kind, Span(offset, itemsize * CHUNK_NUMEL)))
+            offset += itemsize * CHUNK_NUMEL
+        return tuple(parts)
+
+    def read(self, keys: Sequence[ChunkKey], *, step: int = 0, id: int = 1, priority: tuple[int, int] = (0, 0)) -> None:
+        request = ReadChunks(
+            job=JOB,
+            step=Step(step),
+            correlation=CorrelationId(id),
+            reply_to=WORKER,
+            priority=priority,
+            items=self.items(keys),
+        )
+        self.server.post(request)
+
+    def write(
+        self, keys: Sequence[ChunkKey], *, step: int = 0, id: int = 1, priority: tuple[int, int] = (0, 0)
+    ) -> None:
+        request = WriteChunks(
+            job=JOB,
+            step=Step(step),
+            correlation=CorrelationId(id),
+            reply_to=WORKER,
+            priority=priority,
+            items=self.items(keys),
+        )
+        self.server.post(request)
+
+    def commit(self, step: int, attempt: int = 1) -> None:
+        self.server.post(CommitStore(job=JOB, step=Step(step), attempt=Attempt(attempt), trainer_state="{}"))
+
+    def fill(self, seed: int) -> bytes:
+        content = random.Random(seed).randbytes(self.arena.nbytes)
+        self.arena.buffer(Span(0, self.arena.nbytes))[:] = content
+        return content
+
+    def content(self) -> bytes:
+        return bytes(self.arena.buffer(Span(0, self.arena.nbytes)))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    bench.server.setup()
+    yield bench
+    bench.server.stop()
+
+
+def _failure(answer: tuple[ActorName, Message]) -> ActorFailed:
+    to, message = answer
+    assert to == "scheduler"
+    assert isinstance(message, ActorFailed)
+    assert message.actor == "ssd-0"
+    return message
+
+
+class TestTransfers:
+    def test_chunks_come_back_bit_exact_and_are_answered_one_by_one(self, bench: Bench) -> None:
+        content = bench.fill(1)
+        bench.write(KEYS, id=7)
+        answers = [bench.next() for _ in KEYS]
+        assert {to for to, _ in answers} == {WORKER}
+        done = [message for _, message in answers if isinstance(message, ChunkIoDone)]
+        assert {message.key for message in done} == set(KEYS)
+        assert {(message.correlation, message.step, message.job) for message in done} == {(7, 0, JOB)}
+        bench.fill(2)
+        bench.read(KEYS, id=8)
+        assert {bench.next()[0] for _ in KEYS} == {WORKER}
+        assert bench.content() == content
+        assert bench.sent.empty()
+        assert bench.server.bytes_written == bench.server.bytes_read == len(KEYS) * CHUNK_NBYTES
+
+    def test_a_chunks_answer_comes_after_its_last_piece(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pieces: list[int] = []
+        real_write = os.pwritev
+
+        def record(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            pieces.append(buffers[0].nbytes)
+            return real_write(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", record)
+        bench = Bench(tmp_path)
+        bench.write(KEYS[:1])
+        bench.server.setup()
+        bench.next()
+        assert pieces == [4096] * (CHUNK_NBYTES // 4096)
+        bench.server.stop()
+
+    def test_pieces_of_one_chunk_spread_over_the_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        meeting = threading.Barrier(4)  # passes only if four threads are inside the system call at once
+        real_write = os.pwritev
+        first = iter(range(4))
+
+        def meet(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if next(first, None) is not None:
+                meeting.wait(WAIT_S)
+            return real_write(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", meet)
+        bench = Bench(tmp_path)
+        bench.write(KEYS[:1])
+        bench.server.setup()
+        assert isinstance(bench.next()[1], ChunkIoDone)
+        bench.server.stop()
+
+
+class TestOrder:
+    def test_smallest_priority_first_then_arrival(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path, num_threads=1)
+        bench.write([KEYS[5]], id=1, priority=(2, 0))
+        bench.write([KEYS[3], KEYS[2]], id=2, priority=(1, 5))
+        bench.write([KEYS[1]], id=3, priority=(1, 0))
+        bench.write([KEYS[4]], id=4, priority=(1, 5))
+        bench.write([KEYS[0]], id=5, priority=(0, 9))
+        bench.server.setup()
+        done = [bench.next()[1] for _ in KEYS]
+        order = [(message.correlation, message.key) for message in done if isinstance(message, ChunkIoDone)]
+        assert order == [(5, KEYS[0]), (3, KEYS[1]), (2, KEYS[3]), (2, KEYS[2]), (4, KEYS[4]), (1, KEYS[5])]
+        bench.server.stop()
+
+    def test_urgent_chunk_overtakes_one_that_is_half_done(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench = Bench(tmp_path, num_threads=1)
+        real_write = os.pwritev
+        calls = iter(range(1_000_000))
+
+        def interrupt(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if next(calls) == 2:
+                bench.write([KEYS[1]], id=2, priority=(0, 0))
+            return real_write(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", interrupt)
+        bench.write([KEYS[0]], id=1, priority=(1, 0))
+        bench.server.setup()
+        done = [bench.next()[1] for _ in range(2)]
+        assert [message.correlation for message in done if isinstance(message, ChunkIoDone)] == [2, 1]
+        bench.server.stop()
+
+
+class TestCommit:
+    def test_waits_for_the_writes_of_its_step_while_others_go_on(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench.write(KEYS[:2], step=0, id=1)
+        for _ in range(2):
+            bench.next()
+        entered, released = threading.Event(), threading.Event()
+        real_write = os.pwritev
+
+        def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if not entered.is_set():
+                entered.set()
+                assert released.wait(WAIT_S)
+            return real_write(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", hang)
+        bench.write([KEYS[0]], step=0, id=2)
+        assert entered.wait(WAIT_S)
+        bench.commit(0)
+        # Were the commit runnable, a thread would have taken it before this read.
+        bench.read([KEYS[1]], step=0, id=3)
+        answer = bench.next()[1]
+        assert isinstance(answer, ChunkIoDone)
+        assert answer.correlation == 3
+        assert bench.server.last_commit() is None
+        released.set()
+        answer = bench.next()[1]
+        assert isinstance(answer, ChunkIoDone)
+        assert answer.correlation == 2
+        to, committed = bench.next()
+        assert to == "scheduler"
+        assert committed == StoreCommitted(
+            job=JOB,
+            step=Step(0),
+            actor=ActorName("ssd-0"),
+            bytes_read=CHUNK_NBYTES,
+            bytes_written=3 * CHUNK_NBYTES,
+        )
+        record = bench.server.last_commit()
+        assert record is not None
+        assert record.step == 0
+
+    def test_without_open_writes_it_runs_at_once(self, bench: Bench) -> None:
+        bench.commit(0)
+        assert isinstance(bench.next()[1], StoreCommitted)
+
+    def test_step_with_a_failed_write_is_never_committed(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", fail)
+            bench.write(KEYS[:2], step=0)
+            bench.commit(0)
+            texts = [_failure(bench.next()).error for _ in range(3)]
+        assert "a write of step 0 failed, so it cannot be committed" in texts[2]
+        assert all("could not write" in text for text in texts[:2])
+        assert bench.server.last_commit() is None
+
+    def test_older_attempt_is_told(self, bench: Bench) -> None:
+        bench.commit(0, attempt=9)
+        assert "attempt 9 cannot commit" in _failure(bench.next()).error
+
+
+class TestFailures:
+    def test_one_failure_per_chunk_with_the_facts_and_the_server_lives_on(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", fail)
+            bench.read([KEYS[4]], step=0)
+            failure = _failure(bench.next())
+        for fact in (str(bench.directory), "ftjob-1", "block 1, chunk 1", "Input/output error"):
+            assert fact in failure.error
+        assert "Traceback" in failure.detail
+        bench.read([KEYS[1]], id=5)
+        answer = bench.next()[1]  # and nothing of the failed chunk before it
+        assert isinstance(answer, ChunkIoDone)
+        assert answer.correlation == 5
+        assert bench.server.bytes_read == CHUNK_NBYTES
+
+    def test_span_outside_the_arena(self, bench: Bench) -> None:
+        part = ChunkPart(StateKind.PARAM, Span(bench.arena.nbytes, 4096))
+        request = ReadChunks(
+            job=JOB,
+            step=Step(0),
+            correlation=CorrelationId(1),
+            reply_to=WORKER,
+            priority=(0, 0),
+            items=(ChunkIo(KEYS[0], (part,)),),
+        )
+        bench.server.post(request)
+        assert "outside the arena" in _failure(bench.next()).error
+
+    def test_message_of_another_job_or_kind(self, bench: Bench) -> None:
+        bench.server.post(LoadModel(job=JOB, step=Step(0)))
+        assert "no use for LoadModel" in _failure(bench.next()).error
+        bench.server.post(CommitStore(job=JobId("ftjob-2"), step=Step(0), attempt=Attempt(1), trainer_state="{}"))
+        assert "of job ftjob-2" in _failure(bench.next()).error
+        assert bench.server.last_commit() is None
+
+
+class TestLifeCycle:
+    def test_stop_finishes_what_was_posted(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path)
+        content = bench.fill(1)
+        bench.server.setup()
+        bench.write(KEYS)
+        bench.commit(0)
+        bench.server.stop()
+        assert sum(isinstance(bench.next()[1], ChunkIoDone) for _ in KEYS) == len(KEYS)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        with pytest.raises(RuntimeError, match="stopped"):
+            bench.read(KEYS)
+        successor = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2)))
+        successor.server.setup()
+        record = successor.server.last_commit()
+        assert record is not None
+        assert record.step == 0
+        successor.read(KEYS, step=0)
+        for _ in KEYS:
+            successor.next()
+        assert successor.content() == content
+        successor.server.stop(delete_store=True)
+        assert not store_path(tmp_path, JOB).exists()
+
+    def test_rolls_back_for_its_job(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path)
+        bench.server.setup()
+        for step in (0, 1):
+            bench.commit(step)
+            assert isinstance(bench.next()[1], StoreCommitted)
+        bench.server.stop()
+        bench = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2)))
+        bench.server.setup()
+        bench.server.roll_back(Step(0))
+        record = bench.server.last_commit()
+        assert record is not None
+        assert (record.step, record.attempt) == (0, 2)
+        bench.server.stop()
+
+    def test_store_of_another_geometry_is_refused_and_kept(self, tmp_path: Path) -> None:
+        first = Bench(tmp_path)
+        first.server.setup()
+        first.server.stop()
+        other = Bench(tmp_path, geometry=replace(GEOMETRY, chunks_per_block=(3, 3, 1)))
+        with pytest.raises(StoreError, match=r"was made for .*\(3, 3\).*not for .*\(3, 3, 1\)"):
+            other.server.setup()
+        assert store_path(tmp_path, JOB).exists()
+
+    def test_older_attempt_cannot_start(self, tmp_path: Path) -> None:
+        for attempt in (1, 3):
+            bench = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(attempt)))
+            bench.server.setup()
+            bench.server.stop()
+        with pytest.raises(StaleAttempt):
+            Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2))).server.setup()
+
+    @pytest.mark.parametrize(("num_threads", "piece_nbytes"), [(0, 4096), (1, 0), (1, 4095)])
+    def test_bad_settings(self, tmp_path: Path, num_threads: int, piece_nbytes: int) -> None:
+        with pytest.raises(ValueError, match=f"not {num_threads}, and a piece size .* not {piece_nbytes}"):
+            SsdServer(
+                ActorName("ssd-0"),
+                tmp_path,
+                GEOMETRY,
+                tmp_path / "arena",
+                lambda to, message: None,
+                num_threads=num_threads,
+                piece_nbytes=piece_nbytes,
+            )

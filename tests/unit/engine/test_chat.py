@@ -1,0 +1,75 @@
+from typing import Any
+
+import pytest
+
+from tests.unit.engine.folders import MARKED_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer
+from windlass.engine.chat import ChatRenderer, ChatTemplateError
+from windlass.engine.data import ChatExample
+
+
+def conversation(*turns: tuple[str, str], weights: tuple[int, ...] | None = None, **more: Any) -> ChatExample:
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    if weights is None:
+        weights = tuple(int(role == "assistant") for role, _ in turns)
+    return ChatExample(messages=messages, tools=more.get("tools"), weights=weights)
+
+
+TWO_TURNS = (("system", "s"), ("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e"))
+
+
+def learned(template: str, example: ChatExample) -> tuple[str, list[str]]:
+    rendered = ChatRenderer(make_tokenizer(template)).render(example)
+    return rendered.text, [rendered.text[start:stop] for start, stop in rendered.targets]
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_the_assistants_text_and_its_end_of_turn_are_learned(template: str) -> None:
+    text, parts = learned(template, conversation(*TWO_TURNS))
+    assert parts == ["b c<|im_end|>", "e<|im_end|>"]
+    assert text == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb c<|im_end|>\n"
+        "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\ne<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_a_message_of_weight_0_is_not_learned(template: str) -> None:
+    assert learned(template, conversation(*TWO_TURNS, weights=(0, 0, 0, 0, 1)))[1] == ["e<|im_end|>"]
+    assert learned(template, conversation(*TWO_TURNS, weights=(0, 0, 0, 0, 0)))[1] == []
+
+
+def test_a_turn_that_ends_without_a_special_token_is_learned_to_its_last_character() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert learned(template, conversation(("user", "a"), ("assistant", "b ")))[1] == ["b \n"]
+
+
+def test_tools_reach_the_template() -> None:
+    template = "{% for t in tools %}{{ t.name }};{% endfor %}" + PLAIN_TEMPLATE
+    text, _ = learned(template, conversation(("user", "a"), ("assistant", "b"), tools=({"name": "clock"},)))
+    assert text.startswith("clock;<|im_start|>user")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    template = "{{ messages | length }}" + PLAIN_TEMPLATE
+    with pytest.raises(ChatTemplateError, match=r"messages\[2\] differently"):
+        learned(template, conversation(*TWO_TURNS))
+
+
+def test_a_template_that_refuses_the_conversation_is_quoted() -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt, please') }}{% endif %}"
+    with pytest.raises(ChatTemplateError, match="no system prompt, please"):
+        learned(template + PLAIN_TEMPLATE, conversation(*TWO_TURNS))
+
+
+def test_a_template_cannot_leave_its_sandbox() -> None:
+    template = "{{ ''.__class__.__mro__ }}" + PLAIN_TEMPLATE
+    with pytest.raises(ChatTemplateError, match="SecurityError"):
+        learned(template, conversation(*TWO_TURNS))
+
+
+def test_weights_need_one_mark_for_each_message() -> None:
+    template = "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
+    assert learned(template, conversation(*TWO_TURNS))[1] == ["e"]
+    with pytest.raises(ChatTemplateError, match="marks 1 parts"):
+        learned(template, conversation(*TWO_TURNS, weights=(0, 0, 0, 0, 1)))

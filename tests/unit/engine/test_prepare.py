@@ -1,0 +1,197 @@
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.engine.folders import MARKED_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
+from windlass.engine.data import DataError, DataErrorCode
+from windlass.engine.prepare import main, prepare
+
+CHAT = {"messages": [{"role": "user", "content": "the user asks"}, {"role": "assistant", "content": "the answers é"}]}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(tmp_path: Path, tokenizer: Any, *lines: Any, sequence_length: int = 64, **more: Any) -> dict[str, Any]:
+    return prepare(
+        model_dir=make_tokenizer_folder(tmp_path / "model", tokenizer, **more),
+        training_file=write(tmp_path / "train.jsonl", *lines),
+        validation_file=None,
+        sequence_length=sequence_length,
+        output_dir=tmp_path / "out",
+    )
+
+
+def written(tmp_path: Path) -> list[tuple[list[int], list[int]]]:
+    """(input ids, targets) of each training example."""
+    out = tmp_path / "out"
+    tokens = np.fromfile(out / "train.tokens", np.int32)
+    targets = np.fromfile(out / "train.targets", np.int32)
+    offsets = np.fromfile(out / "train.offsets", np.int64)
+    return [(tokens[a:b].tolist(), targets[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_chat_targets_are_the_assistants_tokens_shifted(tmp_path: Path, template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    result = run(tmp_path, tokenizer, CHAT)
+    ((ids, targets),) = written(tmp_path)
+    text = "<|im_start|>user\nthe user asks<|im_end|>\n<|im_start|>assistant\nthe answers é<|im_end|>\n"
+    assert tokenizer.decode(ids) == text.removesuffix("\n")
+    learned = [t for t in targets if t != -100]
+    assert tokenizer.decode(learned) == "the answers é<|im_end|>"
+    # Each target is the next input, wherever there is one.
+    assert all(target in (-100, following) for target, following in zip(targets, ids[1:], strict=False))
+    assert result["num_tokens"] == len(ids)
+    assert result["num_targets"] == len(learned)
+    assert result["warnings"] == []
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_all_of_a_text_and_its_end_are_learned(tmp_path: Path, bos: bool) -> None:
+    tokenizer = make_tokenizer(bos=bos)
+    run(tmp_path, tokenizer, {"text": "the user asks"})
+    ((ids, targets),) = written(tmp_path)
+    whole = tokenizer("the user asks")["input_ids"] + [tokenizer.eos_token_id]
+    assert ids == whole[:-1]
+    assert targets == whole[1:]
+    assert (whole[0] == 3) is bos
+
+
+def test_only_the_completion_and_its_end_are_learned(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(bos=True)
+    run(tmp_path, tokenizer, {"prompt": "the user asks:", "completion": " answers"})
+    ((ids, targets),) = written(tmp_path)
+    assert tokenizer.decode(ids) == "<|bos|>the user asks: answers"
+    assert tokenizer.decode([t for t in targets if t != -100]) == " answers<|end|>"
+
+
+def test_the_end_is_not_written_twice(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    run(tmp_path, tokenizer, {"prompt": "ab", "completion": "c<|end|>"})
+    ((_, targets),) = written(tmp_path)
+    assert tokenizer.decode([t for t in targets if t != -100]) == "c<|end|>"
+
+
+def test_long_examples_are_cut_and_those_left_without_targets_dropped(tmp_path: Path) -> None:
+    long_prompt = {"prompt": "z" * 40, "completion": "x"}
+    long_completion, short = {"prompt": "q", "completion": "z" * 40}, {"prompt": "q", "completion": "x"}
+    result = run(tmp_path, make_tokenizer(), long_completion, long_prompt, short, sequence_length=8)
+    assert [len(ids) for ids, _ in written(tmp_path)] == [8, 2]
+    assert result["num_examples"] == 2
+    assert len(result["warnings"]) == 2
+    assert "2 examples are longer than 8 tokens" in result["warnings"][0]
+    assert "1 examples have nothing to learn" in result["warnings"][1]
+
+
+def test_an_example_of_just_the_sequence_length_is_not_cut(tmp_path: Path) -> None:
+    result = run(tmp_path, make_tokenizer(), {"text": "z" * 8}, sequence_length=8)
+    ((ids, targets),) = written(tmp_path)
+    assert (len(ids), targets[-1]) == (8, 2)
+    assert result["warnings"] == []
+
+
+def test_more_examples_than_a_tokenizer_batch_keep_their_order(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    result = run(tmp_path, tokenizer, *({"text": f"user {i}"} for i in range(200)))
+    assert result["num_examples"] == 200
+    assert [tokenizer.decode(ids) for ids, _ in written(tmp_path)] == [f"user {i}" for i in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("options", "lines", "code", "param", "words"),
+    [
+        ({"template": None}, [CHAT], "no_chat_template", "training_file", "train.jsonl, line 1, field messages: "),
+        ({"template": "{{ raise_exception('no') }}"}, [CHAT], "chat_template_failed", "training_file", "line 1"),
+        ({"eos": False}, [{"text": "a"}], "invalid_tokenizer", "model", "eos_token"),
+        ({}, [{"text": ""}], "no_usable_example", "training_file", "none of its 1 examples"),
+        ({}, [CHAT, {"text": "a"}], "mixed_formats", "training_file", "line 2"),
+    ],
+)
+def test_unusable_data_is_refused(
+    tmp_path: Path, options: dict[str, Any], lines: list[Any], code: str, param: str, words: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, make_tokenizer(**options), *lines)
+    assert (caught.value.code, caught.value.param) == (code, param)
+    assert words in caught.value.message
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="vocabulary has 50 ids") as caught:
+        run(tmp_path, make_tokenizer(), {"text": "a"}, vocabulary=50)
+    assert (caught.value.code, caught.value.param) == (DataErrorCode.INVALID_TOKENIZER, "model")
+
+
+def test_a_folder_without_or_with_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    make_tokenizer_folder(tmp_path / "model", make_tokenizer())
+    arguments = {
+        "training_file": write(tmp_path / "train.jsonl", CHAT),
+        "validation_file": None,
+        "sequence_length": 8,
+        "output_dir": tmp_path / "out",
+    }
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be loaded") as caught:
+        prepare(model_dir=tmp_path / "model", **arguments)
+    assert caught.value.param == "model"
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="has no tokenizer"):
+        prepare(model_dir=tmp_path / "none", **arguments)
+
+
+def test_the_process_writes_its_result(tmp_path: Path) -> None:
+    make_tokenizer_folder(tmp_path / "model", make_tokenizer())
+    write(tmp_path / "train.jsonl", CHAT, CHAT)
+    write(tmp_path / "valid.jsonl", {"text": "the user"})
+    command = [
+        sys.executable,
+        "-m",
+        "windlass.engine.prepare",
+        "--model-dir",
+        "model",
+        "--training-file",
+        "train.jsonl",
+    ]
+    command += [
+        "--validation-file",
+        "valid.jsonl",
+        "--sequence-length",
+        "64",
+        "--output-dir",
+        "out",
+        "--result",
+        "r.json",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result.pop("num_tokens") > result.pop("num_targets") > 0
+    assert result == {"ok": True, "num_examples": 2, "num_validation_examples": 1, "warnings": []}
+    assert "training_file: 2 examples, done" in done.stdout
+
+
+def test_a_bad_validation_file_is_named_in_the_result(tmp_path: Path) -> None:
+    make_tokenizer_folder(tmp_path / "model", make_tokenizer())
+    write(tmp_path / "train.jsonl", CHAT)
+    (tmp_path / "valid.jsonl").write_text('{"text": 1}')
+    paths = {"--model-dir": "model", "--training-file": "train.jsonl", "--validation-file": "valid.jsonl"}
+    paths |= {"--output-dir": "out", "--result": "r.json"}
+    arguments = [word for option, name in paths.items() for word in (option, str(tmp_path / name))]
+    assert main([*arguments, "--sequence-length", "64"]) == 0
+    assert json.loads((tmp_path / "r.json").read_text()) == {
+        "ok": False,
+        "error": {
+            "code": "invalid_field",
+            "message": "valid.jsonl, line 1, field text: expected a string, not a number",
+            "param": "validation_file",
+        },
+    }

@@ -1,0 +1,138 @@
+"""Preparation runs its steps in order, under limits, and turns every way to fail into a job's error."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from windlass.service.preparation import (
+    Preparation,
+    PreparationError,
+    PreparationOrder,
+    PreparationStep,
+    preparation_of,
+)
+
+
+def _step(tmp_path: Path, code: str, *, name: str = "first", timeout_s: int = 60) -> PreparationStep:
+    result = tmp_path / f"{name}.json"
+    program = f"import json, os, sys, time\nresult = {str(result)!r}\n{code}"
+    return PreparationStep(name=name, command=(sys.executable, "-c", program), result_path=result, timeout_s=timeout_s)
+
+
+def _finish(preparation: Preparation, timeout_s: float = 60.0) -> dict[str, dict[str, object]]:
+    deadline = time.monotonic() + timeout_s
+    while (results := preparation.poll()) is None:
+        assert time.monotonic() < deadline, "the preparation did not end"
+        time.sleep(0.02)
+    return results
+
+
+_OK = "json.dump({'ok': True, 'time': time.time()}, open(result, 'w'))"
+
+
+def test_steps_run_one_after_the_other(tmp_path: Path) -> None:
+    steps = [_step(tmp_path, _OK, name="first"), _step(tmp_path, _OK, name="second")]
+    results = _finish(Preparation(steps, work_dir=tmp_path / "work"))
+    assert list(results) == ["first", "second"]
+    assert float(str(results["first"]["time"])) < float(str(results["second"]["time"]))
+
+
+def test_an_error_of_the_first_step_ends_it_with_that_error(tmp_path: Path) -> None:
+    error = {
+        "code": "invalid_file",
+        "message": "training.jsonl, line 3, field messages: empty",
+        "param": "training_file",
+    }
+    failing = _step(tmp_path, f"json.dump({{'ok': False, 'error': {error!r}}}, open(result, 'w')); sys.exit(1)")
+    second = _step(tmp_path, _OK, name="second")
+    with pytest.raises(PreparationError) as raised:
+        _finish(Preparation([failing, second], work_dir=tmp_path))
+    assert (raised.value.code, raised.value.message, raised.value.param) == tuple(error.values())
+    assert not second.result_path.exists()
+
+
+def test_a_stale_result_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    step = _step(tmp_path, "sys.exit(3)")
+    step.result_path.write_text(json.dumps({"ok": True}))
+    with pytest.raises(PreparationError, match=r"first ended with exit code 3 .*prepare\.log"):
+        _finish(Preparation([step], work_dir=tmp_path))
+
+
+def test_a_step_that_hangs_is_killed(tmp_path: Path) -> None:
+    pid_path = tmp_path / "pid"
+    step = _step(tmp_path, f"open({str(pid_path)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)", timeout_s=1)
+    with pytest.raises(PreparationError, match="did not end within 1 s") as raised:
+        _finish(Preparation([step], work_dir=tmp_path))
+    assert raised.value.code == "first_timeout"
+    if pid_path.exists():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid_path.read_text()), 0)
+
+
+def test_a_step_that_burns_time_is_ended_by_its_cpu_limit(tmp_path: Path) -> None:
+    step = _step(tmp_path, "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 6))\nwhile True: pass")
+    with pytest.raises(PreparationError, match="CPU time"):
+        _finish(Preparation([step], work_dir=tmp_path))
+
+
+def test_limits_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    code = (
+        "import resource as r\n"
+        "json.dump({'ok': True, 'environment': dict(os.environ),"
+        " 'limits': [r.getrlimit(l) for l in (r.RLIMIT_CPU, r.RLIMIT_AS, r.RLIMIT_CORE)]}, open(result, 'w'))"
+    )
+    results = _finish(Preparation([_step(tmp_path, code, timeout_s=7)], work_dir=tmp_path))
+    cpu, address_space, core = results["first"]["limits"]  # type: ignore[misc]
+    assert cpu == [7, 12]
+    assert 0 < address_space[0] < 2**62
+    assert core == [0, 0]
+    environment = results["first"]["environment"]
+    assert isinstance(environment, dict)
+    assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & environment.keys()
+    assert environment["HOME"] == str(tmp_path)
+
+
+@pytest.fixture
+def sleeping(tmp_path: Path) -> Iterator[Preparation]:
+    preparation = Preparation([_step(tmp_path, "time.sleep(60)")], work_dir=tmp_path)
+    yield preparation
+    preparation.stop()
+
+
+def test_stop_ends_the_process(sleeping: Preparation) -> None:
+    assert sleeping.poll() is None
+    process = sleeping._process
+    assert process is not None
+    sleeping.stop()
+    assert process.returncode is not None
+    sleeping.stop()
+
+
+def test_the_real_steps_check_the_model_then_prepare_into_a_new_folder(tmp_path: Path) -> None:
+    dataset = tmp_path / "dataset"
+    dataset.mkdir()
+    (dataset / "left over").touch()
+    order = PreparationOrder(
+        model_dir=tmp_path / "model",
+        training_file=tmp_path / "train",
+        validation_file=tmp_path / "valid",
+        sequence_length=128,
+        dataset_dir=dataset,
+        work_dir=tmp_path / "work",
+    )
+    preparation = preparation_of(order)
+    assert not dataset.exists()
+    commands = [" ".join(step.command[2:]) for step in preparation._steps]
+    assert commands == [
+        f"windlass.engine.check_model --model-dir {tmp_path}/model --result {tmp_path}/work/check_model.json",
+        f"windlass.engine.prepare --model-dir {tmp_path}/model --training-file {tmp_path}/train"
+        f" --validation-file {tmp_path}/valid --sequence-length 128 --output-dir {dataset}"
+        f" --result {tmp_path}/work/prepare_data.json",
+    ]

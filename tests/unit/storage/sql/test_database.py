@@ -1,0 +1,88 @@
+"""Schema, transactions, and the settings of SQLite that the rest relies on."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import IntegrityError
+
+from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.models import Base, Job
+
+
+def test_migrations_build_the_schema_that_the_models_describe(url: str) -> None:
+    migrate(url)
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+        tables = set(connection.execute(text("SELECT name FROM sqlite_master WHERE type = 'table'")).scalars())
+    engine.dispose()
+    assert tables >= {"files", "jobs", "job_events", "job_metrics", "checkpoints"}
+
+
+def test_migrate_may_run_again_and_at_once_from_two_places(url: str) -> None:
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            migrate(url)
+        except Exception as error:  # noqa: BLE001 - the test reports whatever it was
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    migrate(url)
+    assert failures == []
+
+
+def test_sqlite_is_set_up_for_several_processes(database: Database) -> None:
+    with database.read() as session:
+        assert session.scalar(text("PRAGMA journal_mode")) == "wal"
+        assert session.scalar(text("PRAGMA foreign_keys")) == 1
+        assert session.scalar(text("PRAGMA busy_timeout")) >= 10_000
+
+
+def test_foreign_keys_hold(database: Database) -> None:
+    with pytest.raises(IntegrityError), database.write() as session:
+        EventRepository(session).add("ftjob-none", attempt=0, message="lost")
+
+
+def test_a_write_that_raises_leaves_nothing(database: Database, make_job: Callable[..., Job]) -> None:
+    job = make_job()
+
+    def write_and_fail() -> None:
+        with database.write() as session:
+            JobRepository(session).set_waiting_reason(job.id, "no GPU")
+            raise RuntimeError("undo")
+
+    with pytest.raises(RuntimeError, match="undo"):
+        write_and_fail()
+    with database.read() as session:
+        assert JobRepository(session).get(job.id).waiting_reason is None
+        assert len(EventRepository(session).since(0, limit=10)) == 1
+
+
+def test_writers_that_read_first_wait_for_each_other(database: Database, make_job: Callable[..., Job]) -> None:
+    job = make_job()
+
+    def add_ten() -> None:
+        for _ in range(10):
+            with database.write() as session:
+                jobs = JobRepository(session)
+                jobs.set_fields(job.id, step=jobs.get(job.id).step + 1)
+
+    threads = [threading.Thread(target=add_ten) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with database.read() as session:
+        assert JobRepository(session).get(job.id).step == 40
