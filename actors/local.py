@@ -1,10 +1,10 @@
 """All actors of a job in one process: for tests, for the GPU check, for machines without Ray."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from windlass.actors.admission import require_room
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, make_context, optimizer_name, ssd_name
 from windlass.actors.cpu_optimizer import CpuOptimizer
 from windlass.actors.gpu_worker import GpuWorker
@@ -35,6 +35,7 @@ def run_local(
     partition = partition or partition_folder(spec.model_dir, spec.hyperparameters.precision)
     path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
     context = make_context(spec, partition.layout, str(path))
+    require_room(context)
     arena = Arena.create(path, context.plan.arena_nbytes)
     actors: dict[ActorName, _Actor] = {}
 
@@ -48,7 +49,7 @@ def run_local(
         optimizer_name(i): CpuOptimizer(optimizer_name(i), i, context, send) for i in range(spec.num_cpu_optimizers)
     }
     worker = GpuWorker(context, partition, send, device=device, poison_released=poison_released)
-    stages = [*servers.values(), *optimizers.values(), worker]
+    stages: list[SsdServer | CpuOptimizer | GpuWorker] = [*servers.values(), *optimizers.values(), worker]
     started: list[SsdServer | CpuOptimizer | GpuWorker] = []
     try:
         actors |= {**servers, **optimizers, GPU_WORKER: worker}
@@ -72,7 +73,6 @@ def _ssd_server(
     context: JobContext, index: int, send: Callable[[ActorName, Message], None], direct: bool, num_threads: int
 ) -> SsdServer:
     directory = Path(context.spec.ssd_dirs[index])
-    directory.mkdir(parents=True, exist_ok=True)
     return SsdServer(
         ssd_name(index),
         directory,
@@ -82,9 +82,3 @@ def _ssd_server(
         num_threads=num_threads,
         direct=direct,
     )
-
-
-def remove_output(spec: JobSpec) -> None:
-    """Removes the folders that a job exported."""
-    for folder in Path(spec.output_dir).parent.glob(f"{Path(spec.output_dir).name}*"):
-        shutil.rmtree(folder)

@@ -79,9 +79,11 @@ class CheckpointReader:
             files = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self._folder}: {INDEX_NAME} cannot be read: {error}") from error
-        outside = [name for name in files if Path(name).name != name or name in ("", "..")]
+        outside = [name for name in files if not isinstance(name, str) or Path(name).name != name or name == ".."]
         if outside:
-            raise CheckpointError(f"{self._folder}: {INDEX_NAME} names files outside the folder: {_some(outside)}")
+            raise CheckpointError(
+                f"{self._folder}: {INDEX_NAME} names what is no file of the folder: {_some([*map(str, outside)])}"
+            )
         missing = [name for name in files if not (directory / name).is_file()]
         if missing:
             raise CheckpointError(f"{self._folder}: {INDEX_NAME} names missing files: {_some(missing)}")

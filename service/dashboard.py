@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 from fastapi.templating import Jinja2Templates
@@ -19,7 +19,9 @@ _templates = Jinja2Templates(directory=_WEB_DIR / "templates")
 
 @router.get("/", include_in_schema=False)
 def show_dashboard(request: Request) -> Response:
-    """The page."""
+    """The page; 404 in an installation without one."""
+    if not (_WEB_DIR / "templates" / _PAGE).is_file():
+        raise HTTPException(404)
     return _templates.TemplateResponse(request, _PAGE)
 
 

@@ -184,8 +184,9 @@ class Dispatcher:
         reason = f"{device} is in use by job {', '.join(holders)}"
         if position:
             reason += f"; {position} queued job{'s' if position > 1 else ''} will start before this one"
-        with self._database.write() as session:
-            JobRepository(session).set_waiting_reason(job.id, reason)
+        if reason != job.waiting_reason:
+            with self._database.write() as session:
+                JobRepository(session).set_waiting_reason(job.id, reason)
 
     def _launch(self, job: Job) -> None:
         attempt = Attempt(job.attempt + 1)
@@ -200,7 +201,7 @@ class Dispatcher:
             )
         try:
             self._runners.start(build_job_spec(self._settings, self._machinery, claimed))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
             _LOG.exception("job %s could not be started", job.id)
             self._leaving[job.id] = attempt  # whatever did start must be gone before the next job gets the device
             with self._database.write() as session:
@@ -218,5 +219,5 @@ class Dispatcher:
         except StatusConflict as conflict:
             # Cancelled, or taken over, between our look and our change; the next pass sees what holds now.
             _LOG.info("%s", conflict)
-        except Exception:
+        except Exception:  # noqa: BLE001  # one job's trouble must not stop the others
             _LOG.exception("job %s could not be handled; it will be tried again", job_id)

@@ -15,6 +15,11 @@ from windlass.storage.sql.statuses import IllegalTransition
 _log = logging.getLogger(__name__)
 
 _MAX_VALUE_CHARS = 80
+_HTTP_CODES = {
+    HTTPStatus.NOT_FOUND: "unknown_url",
+    HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+}
 
 
 class ApiError(Exception):
@@ -98,11 +103,11 @@ def invalid_request(detail: dict[str, Any]) -> ApiError:
 
 def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message, code = str(error.detail), HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    message, code = str(error.detail), _HTTP_CODES.get(HTTPStatus(error.status_code))
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message, code = f"unknown URL: {request.method} {request.url.path}", "unknown_url"
+        message = f"unknown URL: {request.method} {request.url.path}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        message, code = f"{request.method} is not allowed on {request.url.path}", "method_not_allowed"
+        message = f"{request.method} is not allowed on {request.url.path}"
     headers = dict(error.headers) if error.headers else None
     return error_response(ApiError(message, status=error.status_code, code=code), headers)
 

@@ -1,4 +1,4 @@
-"""Live streams of events, as server-sent events. Each has its ordinal as id, so a reader that comes back misses none."""
+"""Live streams of events (SSE). Each event has its ordinal as id, so a reader that comes back misses none."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated

@@ -19,16 +19,16 @@ def download(model: str, model_dir: Path) -> None:
     # Here and not above: it takes long to import, and reads its settings when it is.
     from huggingface_hub import snapshot_download
 
-    partial = model_dir.with_name(f"{model_dir.name}.partial")
+    # No model id begins with a dot: what is not complete is never listed or trained.
+    partial = model_dir.with_name(f".{model_dir.name}.partial")
     partial.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         # What an earlier try has brought stays and is not fetched again.
         snapshot_download(model, local_dir=partial, allow_patterns=list(_WANTED))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()
-        raise LookupError(
-            f"the model {model!r} could not be downloaded from the hub ({reason[0] if reason else type(error).__name__})"
-        ) from error
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise LookupError(f"the model {model!r} could not be downloaded from the hub: {reason}") from error
     shutil.rmtree(partial / ".cache", ignore_errors=True)
     partial.rename(model_dir)
 

@@ -1,5 +1,6 @@
 """From a job's row to what its preparation and its runner are told."""
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,20 +109,24 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
     asked = _settings_of(job)
     folder = job_dir(settings, job.id)
+    prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
+    hyper = _hyperparameters(job.hyperparameters)
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
         model_dir=str(_model_dir(settings, job.model)),
         initialization=asked.initialization,
+        layout_file=str(folder / "layout.json"),
         dataset_dir=str(folder / "dataset"),
+        num_validation_examples=prepared["num_validation_examples"],
         job_dir=str(folder),
         output_dir=str(_model_dir(settings, fine_tuned_model_id(job.model, job.suffix, job.id))),
         ssd_dirs=tuple(str(path) for path in settings.ssd_dirs),
         arena_dir=_ARENA_DIR,
-        hyperparameters=_hyperparameters(job.hyperparameters),
+        hyperparameters=hyper,
         total_steps=job.total_steps,
         checkpoint_every=asked.windlass.checkpoint_every,
-        evaluate_every=asked.windlass.evaluate_every,
+        evaluate_every=asked.windlass.evaluate_every or job.total_steps // hyper.epochs,
         num_cpu_optimizers=1,
         compute_threads=machinery.compute_threads,
         optimizer_threads=machinery.optimizer_threads,

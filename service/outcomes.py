@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from windlass.actors.journal import JournalReader, JournalRecord
+from windlass.service.files import RESULTS_PURPOSE
 from windlass.service.job_specs import journal_path
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
 from windlass.service.settings import Settings
@@ -22,7 +23,6 @@ from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
 from windlass.storage.tensor_store import store_path
 
-RESULT_PURPOSE = "fine-tune-results"
 RESULT_FILENAME = "step_metrics.csv"
 # The file's columns, and where the metrics have them.
 _COLUMNS = {
@@ -139,5 +139,5 @@ def _write_result_file(session: Session, settings: Settings, job_id: str) -> str
     fd = os.open(settings.files_dir / file_id, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
-    FileRepository(session).add(file_id=file_id, filename=RESULT_FILENAME, purpose=RESULT_PURPOSE, nbytes=len(content))
+    FileRepository(session).add(file_id=file_id, filename=RESULT_FILENAME, purpose=RESULTS_PURPOSE, nbytes=len(content))
     return file_id

@@ -140,13 +140,15 @@ class RayCluster:
         record = self._read_record()
         if record is None:
             return []
-        # A start that was cut short recorded no pids, but its folder's name is like no other.
-        core, helpers = (record.core, record.helpers) if record.core else _daemon_processes(Path(record.temp_dir))
-        processes = with_descendants((*core, *helpers))
-        end_processes(processes, grace_s=3.0)
+        ended = with_descendants((*record.core, *record.helpers))
+        end_processes(ended, grace_s=3.0)
+        # A start that was cut short recorded no pids and may still be at it, but its folder's name is like no other.
+        while more := with_descendants(sum(_daemon_processes(Path(record.temp_dir)), ())):
+            end_processes(more, grace_s=3.0)
+            ended += more
         shutil.rmtree(record.temp_dir, ignore_errors=True)
         self._record_path.unlink(missing_ok=True)
-        return [process.pid for process in processes]
+        return [process.pid for process in ended]
 
     def _environment(self) -> dict[str, str]:
         return {

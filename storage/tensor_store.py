@@ -100,7 +100,9 @@ class TensorStore:
 
     @classmethod
     def open(cls, directory: Path | str, job: JobId, attempt: Attempt, *, direct: bool = True) -> "TensorStore":
-        """Open a job's store for `attempt`, and note it there: older attempts can change nothing from then on.
+        """Open a job's store for `attempt`, and note it there: from then on older attempts are refused.
+
+        A write of theirs that is in the kernel at this moment still lands: start only when their processes are gone.
 
         Raises:
             FileNotFoundError: the directory holds no store of this job.

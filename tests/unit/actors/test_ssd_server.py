@@ -231,8 +231,10 @@ class TestOrder:
 
 class TestCommit:
     def test_waits_for_the_writes_of_its_step_while_others_go_on(
-        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        bench = Bench(tmp_path, num_threads=2)
+        bench.server.setup()
         bench.write(KEYS[:2], step=0, id=1)
         for _ in range(2):
             bench.next()
@@ -249,7 +251,7 @@ class TestCommit:
         bench.write([KEYS[0]], step=0, id=2)
         assert entered.wait(WAIT_S)
         bench.commit(0)
-        # Were the commit runnable, a thread would have taken it before this read.
+        # One thread hangs; were the commit runnable, the other would have done it before this read.
         bench.read([KEYS[1]], step=0, id=3)
         answer = bench.next()[1]
         assert isinstance(answer, ChunkIoDone)
@@ -271,6 +273,7 @@ class TestCommit:
         record = bench.server.last_commit()
         assert record is not None
         assert record.step == 0
+        bench.server.stop()
 
     def test_without_open_writes_it_runs_at_once(self, bench: Bench) -> None:
         bench.commit(0)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from tests.unit.engine.folders import MARKED_TEMPLATE, make_config, make_model_folder, make_tokenizer
 from windlass.engine.export import ExportError, ModelExporter
@@ -177,9 +178,8 @@ def test_names_that_the_library_would_convert_on_loading_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model_folder(tmp_path / "model", "mixtral")
-    from transformers.core_model_loading import Transpose, WeightConverter
-
-    rule = WeightConverter(["mlp.experts.down_proj"], ["mlp.experts.down_proj"], [Transpose(1, 2)])
+    name = "mlp.experts.down_proj"
+    rule = WeightConverter(source_patterns=[name], target_patterns=[name], operations=[Transpose(1, 2)])
     monkeypatch.setattr("windlass.engine.weight_names.get_model_conversion_mapping", lambda model: [rule])
     with pytest.raises(ExportError, match=r"convert 2 of its tensors on loading, among them model\.layers\.0\.mlp"):
         make_exporter(tmp_path, "mixtral")

@@ -149,6 +149,15 @@ def test_a_folder_without_or_with_a_broken_tokenizer_is_refused(tmp_path: Path) 
         prepare(model_dir=tmp_path / "none", **arguments)
 
 
+def test_progress_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("windlass.engine.prepare.PROGRESS_INTERVAL_S", 0.0)
+    run(tmp_path, make_tokenizer(), *({"text": "user"} for _ in range(128)))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["training_file: 64 examples, 50 percent", "training_file: 128 examples, 100 percent"]
+
+
 def test_the_process_writes_its_result(tmp_path: Path) -> None:
     make_tokenizer_folder(tmp_path / "model", make_tokenizer())
     write(tmp_path / "train.jsonl", CHAT, CHAT)

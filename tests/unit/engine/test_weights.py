@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.engine.folders import make_config, make_model_folder
 from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import Partition, build_meta_model
+from windlass.engine.safetensors_file import StoredTensor, TensorReader
 from windlass.engine.weights import CheckpointError, CheckpointReader
 from windlass.storage.ids import Precision
 
@@ -82,6 +83,22 @@ def test_half_precision_weights_are_widened(tmp_path: Path, dtype: torch.dtype) 
     assert_reads(tmp_path, "qwen2", model)
 
 
+def test_a_chunk_reads_its_own_elements_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model_folder(tmp_path, "llama")
+    layout, model = meta(make_config("llama"))
+    reader = CheckpointReader(tmp_path, layout, model)
+    sizes = []
+    read = TensorReader.read
+
+    def counting(self: TensorReader, tensor: StoredTensor, first: int, count: int) -> torch.Tensor:
+        sizes.append(count)
+        return read(self, tensor, first, count)
+
+    monkeypatch.setattr(TensorReader, "read", counting)
+    reader.fill_chunk(layout.chunk_keys(layout.blocks[1].index)[1], torch.empty(CHUNK_NUMEL))
+    assert sum(sizes) == CHUNK_NUMEL
+
+
 def test_the_base_models_prefix_may_be_missing_or_added(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "missing", "gpt2")
     rewrite(tmp_path / "missing", lambda t: {name.removeprefix("transformer."): v for name, v in t.items()})
@@ -125,7 +142,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (lambda t: t | {UP: t[UP].to(torch.int8)}, rf"not the tensors: {UP} \(I8\)"),
         (lambda t: t | {"vision.weight": t[UP].clone()}, "no place for the tensors: vision.weight"),
         (lambda t: t | {UP[len("model.") :]: t[UP].clone()}, "more than one tensor for the same parameter"),
-        (lambda t: {}, "and 7 more"),
+        (lambda t: {}, "and 16 more"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, change: Any, words: str) -> None:
@@ -174,10 +191,10 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "words"),
     [
-        ({"a": "../secret.safetensors"}, "outside the folder"),
+        ({"a": "../secret.safetensors"}, r"no file of the folder: \.\./secret"),
         ({"a": "gone.safetensors"}, r"missing files: gone\.safetensors"),
         ({"a": "there.safetensors"}, "not in their files: a"),
-        ({"a": 1}, "cannot be read"),
+        ({"a": 1}, "no file of the folder: 1"),
         ([], "cannot be read"),
     ],
 )

@@ -1,0 +1,161 @@
+"""Checks an architecture before a job trains: a tiny model of the same class, block by block, beside plain autograd."""
+
+import contextlib
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from windlass.engine.block_runner import IGNORED_TARGET, BlockRunner, GradBuffer, random_key
+from windlass.engine.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
+from windlass.storage.ids import BlockIndex, Precision
+
+# What the tiny model is cut down to; attributes that a config does not have are left alone.
+_TINY_SIZES = {
+    "num_hidden_layers": 3,
+    "n_layer": 3,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "word_embed_proj_dim": 64,
+    "intermediate_size": 96,
+    "n_inner": 96,
+    "ffn_dim": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "vocab_size": 96,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "sliding_window": 8,
+}
+_NUM_TOKENS = 16
+# One thread, one order of summation: most architectures agree to the last bit; matrix products of other shapes may not.
+_TOLERANCE = 1e-5
+
+
+def tiny_config(config: Any) -> Any:
+    """A config of the same class with every size cut down."""
+    tiny = copy.deepcopy(config)
+    for name, size in _TINY_SIZES.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            with contextlib.suppress(AttributeError):  # derived from others, without a setter
+                setattr(tiny, name, min(size, value))
+    if isinstance(getattr(config, "layer_types", None), list):
+        # One of each type, in order of appearance, so that none goes unchecked.
+        kinds = list(dict.fromkeys(config.layer_types))
+        tiny.layer_types = kinds + [kinds[-1]] * max(0, 3 - len(kinds))
+        tiny.num_hidden_layers = len(tiny.layer_types)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(tiny, name, min(getattr(config, name), tiny.vocab_size - 1))
+    return tiny
+
+
+def check_architecture(config: Any) -> None:
+    """Raises UnsupportedArchitectureError where block by block and plain autograd disagree."""
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tiny = tiny_config(config)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, trust_remote_code=False).train()
+        ids = torch.randint(1, tiny.vocab_size, (2, _NUM_TOKENS))
+        targets = ids.roll(-1, 1)
+        targets[:, -1] = IGNORED_TARGET
+        expected = _plain_gradients(model, ids, targets)
+        partition = Partition(build_meta_model(tiny, Precision.FP32))
+        found = block_gradients(partition, dict(model.named_parameters()), [ids], [targets], seed=0, step=1)
+    except UnsupportedArchitectureError:
+        raise
+    except Exception as error:
+        raise UnsupportedArchitectureError(
+            f"{name} cannot be checked: a tiny model of its class failed with {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        torch.set_num_threads(num_threads)
+    for param, grad in expected.items():
+        scale = float(grad.abs().max()) or 1.0
+        if not torch.allclose(found[param], grad, rtol=0.0, atol=_TOLERANCE * scale):
+            raise UnsupportedArchitectureError(
+                f"{name} is not supported: block by block it computes other gradients than as a whole, first at {param}"
+            )
+
+
+def _plain_gradients(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Plain autograd with the same random keys."""
+    _, layers = find_layers(model)
+
+    def seed(block: int) -> Any:
+        return lambda *_: torch.manual_seed(random_key(0, 1, 0, block)) and None
+
+    hooks = [layer.register_forward_pre_hook(seed(i + 1)) for i, layer in enumerate(layers)]
+    torch.manual_seed(random_key(0, 1, 0, 0))
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    for hook in hooks:
+        hook.remove()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    torch.autograd.backward(loss / int((targets != IGNORED_TARGET).sum()))
+    return {
+        name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in model.named_parameters()
+    }
+
+
+def block_gradients(
+    partition: Partition,
+    params: Mapping[str, nn.Parameter],
+    batch: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    *,
+    seed: int,
+    step: int,
+) -> dict[str, torch.Tensor]:
+    """Gradients of one step, computed block by block from whole parameters. For models that fit in memory."""
+    layout = partition.layout
+    runner = BlockRunner(partition, batch[0].device, seed)
+    grads = {
+        block.index: GradBuffer(torch.empty(block.numel, dtype=torch.float32, device=batch[0].device))
+        for block in layout.blocks
+    }
+
+    def lend(block: BlockIndex, *, with_grads: bool) -> dict[BlockIndex, torch.Tensor]:
+        flats = {}
+        for index in layout.shared[block]:
+            parts = [params[param.name].detach().reshape(-1) for param in layout.blocks[index].params]
+            flats[index] = torch.cat(parts) if parts else torch.empty(0)
+        runner.install(block, flats, {index: grads[index] for index in flats} if with_grads else {})
+        return flats
+
+    def release(block: BlockIndex, flats: dict[BlockIndex, torch.Tensor]) -> None:
+        runner.remove(block)
+        for flat in flats.values():
+            flat.fill_(float("nan"))  # whatever still reads it shows
+
+    blocks = [block.index for block in layout.blocks]
+    for block in blocks[:-1]:
+        flats = lend(block, with_grads=False)
+        runner.forward(block, step, batch)
+        release(block, flats)
+    flats = lend(partition.head, with_grads=True)
+    runner.head(step, targets)
+    release(partition.head, flats)
+    for block in reversed(blocks[:-1]):
+        flats = lend(block, with_grads=True)
+        runner.backward(block, step, batch)
+        release(block, flats)
+    result = {}
+    for layout_block in layout.blocks:
+        buffer = grads[layout_block.index]
+        buffer.finish([(p.name, p.offset, p.numel) for p in layout_block.params])
+        for param in layout_block.params:
+            result[param.name] = buffer.flat[param.offset : param.offset + param.numel].view(param.shape)
+    return result

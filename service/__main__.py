@@ -1,0 +1,72 @@
+"""The service's processes: `python -m windlass.service supervisor|api|dispatcher`; `windlass up` starts them."""
+
+import argparse
+import logging
+import os
+import socket
+import sys
+
+from windlass.service.home import AlreadyUpError, HomeError
+from windlass.service.lifecycle import ERROR_PREFIX
+from windlass.service.processes import die_with_parent
+from windlass.service.ray_cluster import RayStartError
+from windlass.service.settings import Settings, SettingsError, load_settings
+from windlass.service.supervisor import PortInUseError, Supervisor
+
+
+def main(arguments: list[str]) -> int:
+    """Be one of the service's processes until told to end; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="windlass.service")
+    parser.add_argument("role", choices=("supervisor", "api", "dispatcher"))
+    parser.add_argument("--parent-pid", type=int)
+    parser.add_argument("--listener", type=int, help="file descriptor of the API's listening socket")
+    options = parser.parse_args(arguments)
+    if options.parent_pid is not None:
+        die_with_parent(options.parent_pid)
+    os.umask(0o077)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        settings = load_settings()
+        if options.role == "supervisor":
+            Supervisor(settings).run()
+        elif options.role == "api":
+            _serve_api(settings, options.listener)
+        else:
+            _dispatch(settings)
+    except (AlreadyUpError, HomeError, PortInUseError, RayStartError, SettingsError) as error:
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _serve_api(settings: Settings, listener_fd: int) -> None:
+    import uvicorn
+
+    from windlass.service.app import create_app
+
+    config = uvicorn.Config(
+        create_app(settings),
+        access_log=False,
+        log_level="warning",
+        # Event streams stay open until their reader goes.
+        timeout_graceful_shutdown=2,
+        server_header=False,
+    )
+    with socket.socket(fileno=listener_fd) as listener:
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _dispatch(settings: Settings) -> None:
+    from windlass.service.dispatcher_process import RayLostError, run_dispatcher
+
+    try:
+        run_dispatcher(settings)
+    except RayLostError as error:
+        logging.getLogger(__name__).error("%s", error)
+        logging.shutdown()
+        # Without its cluster, Ray's own clean-up may hang or abort.
+        os._exit(75)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

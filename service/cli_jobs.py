@@ -1,0 +1,249 @@
+"""Commands for jobs, files and models."""
+
+import json
+import shutil
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from windlass.service.cli_errors import CommandError
+from windlass.service.cli_follow import follow_job, format_event
+from windlass.service.cli_service import Home
+from windlass.service.client import ServiceClient
+from windlass.service.errors import ApiError
+from windlass.service.home import find_serving
+from windlass.service.model_ids import model_dir
+from windlass.service.settings import Settings, load_settings
+
+
+def submit(
+    model: Annotated[str, typer.Argument(help="A folder of the models directory, a hub id, or a fine-tuned model.")],
+    file: Annotated[str, typer.Argument(help="The training file (.jsonl), or the id of one that was uploaded.")],
+    validation_file: Annotated[str | None, typer.Option(help="A file to measure the loss on.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="How often the training file is gone through.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples a step.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="The peak learning rate.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens; longer examples are cut.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp32.")] = None,
+    suffix: Annotated[str | None, typer.Option(help="A part of the new model's name.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the order of examples and for dropout.")] = None,
+    settings_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other job setting, as key=value; may be given often.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Watch the job until it ends.")] = False,
+    home: Home = None,
+) -> None:
+    """Upload a training file and start a job on it."""
+    extras = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "sequence_length": sequence_length,
+        "precision": precision,
+    }
+    windlass = {name: value for name, value in extras.items() if value is not None} | _parse_settings(settings_ or [])
+    request: dict[str, Any] = {"model": model, "windlass": windlass}
+    request |= {name: value for name, value in (("suffix", suffix), ("seed", seed)) if value is not None}
+    with _client(load_settings(home)) as client:
+        if validation_file is not None:
+            request["validation_file"] = _file_id(client, validation_file)
+        request["training_file"] = _file_id(client, file)
+        job_id: str = client.create_job(request)["id"]
+        print(job_id)
+        if follow:
+            _follow(client, job_id)
+
+
+def jobs(home: Home = None) -> None:
+    """List jobs, newest first."""
+    with _client(load_settings(home)) as client:
+        rows = client.jobs()
+    table = _table("job", "status", "model", "step", "created", "fine-tuned model")
+    for job in rows:
+        extra = job["windlass"]
+        step = f"{extra['step']}/{extra['total_steps']}" if extra["total_steps"] else ""
+        created = _time(job["created_at"])
+        table.add_row(job["id"], job["status"], job["model"], step, created, job["fine_tuned_model"] or "")
+    _print(table, empty="no jobs yet; start one with `windlass submit`")
+
+
+def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
+    """Show one job."""
+    with _client(load_settings(home)) as client:
+        found = client.job(job)
+        metrics = [event for event in client.events(job) if event["type"] == "metrics"]
+    extra = found["windlass"]
+    rows = {
+        "job": found["id"],
+        "status": found["status"],
+        "waiting for": extra["waiting_reason"],
+        "error": found["error"] and found["error"]["message"],
+        "model": found["model"],
+        "fine-tuned model": found["fine_tuned_model"],
+        "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,
+        "last metrics": metrics[-1]["message"] if metrics else None,
+        "trained tokens": found["trained_tokens"],
+        "created": _time(found["created_at"]),
+        "will finish": found["estimated_finish"] and _time(found["estimated_finish"]),
+        "finished": found["finished_at"] and _time(found["finished_at"]),
+        "training file": found["training_file"],
+        "validation file": found["validation_file"],
+        "result files": ", ".join(found["result_files"]),
+        "hyperparameters": json.dumps(extra["hyperparameters"] or found["hyperparameters"]),
+    }
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        if value not in (None, ""):
+            table.add_row(name, str(value))
+    _print(table)
+
+
+def logs(
+    job: Annotated[str, typer.Argument(help="The job's id.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    home: Home = None,
+) -> None:
+    """Print a job's events; with -f, show its progress."""
+    with _client(load_settings(home)) as client:
+        if follow:
+            _follow(client, job)
+        else:
+            for event in client.events(job):
+                print(format_event(event))
+
+
+def cancel(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
+    """Cancel a job; a running one ends after its step."""
+    with _client(load_settings(home)) as client:
+        found = client.cancel(job)
+    print(f"job {job} is cancelled" if found["status"] == "cancelled" else f"job {job} will end after its step")
+
+
+def files(home: Home = None) -> None:
+    """List uploaded files and results, newest first."""
+    with _client(load_settings(home)) as client:
+        rows = client.files()
+    table = _table("file", "name", "bytes", "purpose", "created")
+    for file in rows:
+        table.add_row(file["id"], file["filename"], str(file["bytes"]), file["purpose"], _time(file["created_at"]))
+    _print(table, empty="no files yet")
+
+
+def models(home: Home = None) -> None:
+    """List base and fine-tuned models."""
+    settings = load_settings(home)
+    with _client(settings) as client:
+        rows = client.models()
+    table = _table("model", "from", "changed")
+    for model in rows:
+        table.add_row(model["id"], model["owned_by"], _time(model["created"]))
+    _print(table, empty=f"no models yet; put a Hugging Face model folder into {settings.models_dir}")
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="A fine-tuned model's id, or the id of the job that made it.")],
+    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    home: Home = None,
+) -> None:
+    """Copy a finished model to a folder of its own, for `AutoModelForCausalLM.from_pretrained`."""
+    settings = load_settings(home)
+    if model.startswith("ftjob-"):
+        model = _model_of_job(settings, model)
+    try:
+        source = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    except ApiError as error:
+        raise CommandError(str(error)) from None
+    if not (source / "config.json").is_file():
+        raise CommandError(f"there is no model {model!r} in {source.parent}; `windlass models` lists what there is")
+    if destination.exists():
+        raise CommandError(f"{destination} exists already; choose a new folder")
+    partial = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, partial)
+        partial.rename(destination)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CommandError(f"{model} could not be copied to {destination}: {error}") from error
+    print(destination)
+
+
+def _client(settings: Settings) -> ServiceClient:
+    # A service that was started with --port answers there, whatever the settings say now.
+    serving = find_serving(settings.home)
+    return ServiceClient(settings.base_url if serving is None else serving.url)
+
+
+def _file_id(client: ServiceClient, file: str) -> str:
+    path = Path(file)
+    if file.startswith("file-") and not path.exists():
+        return file
+    if not path.is_file():
+        raise CommandError(f"there is no file {file}; give the path of a .jsonl file, or the id of an uploaded one")
+    file_id: str = client.upload(path)["id"]
+    return file_id
+
+
+def _parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """`key=value` pairs; values are JSON where they can be, and `a.b=1` means `{"a": {"b": 1}}`."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key:
+            raise CommandError(f"--set takes key=value, got {pair!r}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        *groups, name = key.split(".")
+        place = found
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[name] = value
+    return found
+
+
+def _model_of_job(settings: Settings, job_id: str) -> str:
+    with _client(settings) as client:
+        job = client.job(job_id)
+    if job["fine_tuned_model"] is None:
+        raise CommandError(f"job {job_id} is {job['status']} and has no model; only jobs that succeeded have one")
+    model: str = job["fine_tuned_model"]
+    return model
+
+
+def _follow(client: ServiceClient, job_id: str) -> None:
+    try:
+        job = follow_job(client, job_id)
+    except KeyboardInterrupt:
+        print(f"the job goes on; watch it with `windlass logs -f {job_id}`", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if job["status"] != "succeeded":
+        raise typer.Exit(1)
+    print(job["fine_tuned_model"])
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _print(table: Table, empty: str = "") -> None:
+    if table.row_count == 0:
+        print(empty)
+        return
+    # Ids are for copying: where a line is too long for the terminal it wraps there, and is never cut.
+    console = Console()
+    console.print(table, width=max(console.width, 200), soft_wrap=True)
+
+
+def _time(seconds: int) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,113 @@
+"""Commands for the service as a whole: up, down, status, doctor."""
+
+import logging
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from windlass.service.client import ServiceClient
+from windlass.service.home import find_serving
+from windlass.service.lifecycle import running_jobs, shut_down, start_detached
+from windlass.service.machine import inspect_machine
+from windlass.service.ray_cluster import RayCluster
+from windlass.service.settings import Settings, load_settings
+from windlass.service.supervisor import Supervisor
+
+_GIB = 1024**3
+
+Home = Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")]
+
+
+def up(
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Go on in the background, and return once it answers.")
+    ] = False,
+    port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
+    home: Home = None,
+) -> None:
+    """Start the service, or take up the jobs of one that was killed."""
+    if port is not None:
+        # The environment wins over the settings file, and reaches the processes that are started.
+        os.environ["WINDLASS_PORT"] = str(port)
+    settings = load_settings(home)
+    if detach:
+        serving = start_detached(settings)
+        print(f"windlass is up at {serving.url} (process {serving.process.pid}); end it with `windlass down`")
+        return
+    os.environ["WINDLASS_HOME"] = str(settings.home)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    Supervisor(settings).run()
+    _leave_ray_to_jobs(settings)
+
+
+def down(
+    force: Annotated[bool, typer.Option("--force", help="Also when jobs are running: they end as failed.")] = False,
+    home: Home = None,
+) -> None:
+    """End the service, its Ray daemon, and with --force its running jobs."""
+    ended = shut_down(load_settings(home), force=force)
+    if ended.supervisor is not None:
+        print(f"ended the service at {ended.supervisor.url} (process {ended.supervisor.process.pid})")
+    if ended.num_ray_processes:
+        print(f"ended Ray ({ended.num_ray_processes} processes)")
+    for job_id in ended.failed_jobs:
+        print(f"job {job_id} has failed: it was running")
+    if ended.supervisor is None and not ended.num_ray_processes:
+        print("windlass is not running; there was nothing to end")
+
+
+def status(home: Home = None) -> None:
+    """Tell whether the service runs, and what its jobs do. Exit code 1 if it does not run."""
+    settings = load_settings(home)
+    serving = find_serving(settings.home)
+    ray_pids = RayCluster(settings.home).pids
+    ray = f"running ({len(ray_pids)} processes)" if ray_pids else "not running"
+    if serving is None:
+        print(f"windlass is not running in {settings.home}; start it with `windlass up --detach`")
+        if ray_pids:
+            print(f"Ray is {ray}: jobs go on, and `windlass up` takes them up again")
+        raise typer.Exit(1)
+    with ServiceClient(serving.url) as client:
+        healthy = client.is_healthy()
+        counts = Counter(job["status"] for job in client.jobs()) if healthy else Counter()
+    print(f"windlass is {'up' if healthy else 'starting, or does not answer,'} at {serving.url}")
+    print(f"home  {settings.home}\npid   {serving.process.pid}\nRay   {ray}")
+    print(f"jobs  {', '.join(f'{count} {name}' for name, count in sorted(counts.items())) or 'none'}")
+
+
+def doctor(home: Home = None) -> None:
+    """Show what this machine has for jobs."""
+    settings = load_settings(home)
+    shm, disks = Path("/dev/shm"), (settings.home, *settings.ssd_dirs)
+    machine = inspect_machine((shm, *disks))
+    table = Table(show_header=False, box=None)
+    table.add_row("cores", str(machine.num_cores))
+    table.add_row("memory", _of(machine.available_memory_nbytes, machine.memory_nbytes))
+    for space in machine.spaces:
+        table.add_row(str(space.path), _of(space.free_nbytes, space.total_nbytes))
+    for gpu in machine.gpus:
+        table.add_row("GPU", f"{gpu.name}, {gpu.memory_nbytes / _GIB:.1f} GiB, driver {gpu.driver_version}")
+    if not machine.gpus:
+        table.add_row("GPU", "none that may be used; jobs train on the CPU")
+    Console(soft_wrap=True).print(table)
+
+
+def _of(free_nbytes: int, total_nbytes: int) -> str:
+    return f"{free_nbytes / _GIB:.1f} of {total_nbytes / _GIB:.1f} GiB free"
+
+
+def _leave_ray_to_jobs(settings: Settings) -> None:
+    """The end of a service in the foreground: Ray stays where jobs train on it."""
+    if jobs := running_jobs(settings):
+        print(
+            f"{len(jobs)} job(s) train on without the service: {', '.join(jobs)}; `windlass up` takes them up again, "
+            "`windlass down --force` ends them"
+        )
+    else:
+        RayCluster(settings.home).stop()

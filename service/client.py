@@ -1,0 +1,127 @@
+"""The service's HTTP API as the command line uses it."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
+_PAGE = 100
+
+
+class ServiceUnreachableError(RuntimeError):
+    """Nothing answers at the service's address."""
+
+
+class RequestRefusedError(RuntimeError):
+    """The service answered with an error."""
+
+
+class ServiceClient:
+    """Talks to a running service; errors are one line for people."""
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url
+        self._http = httpx.Client(base_url=base_url, timeout=httpx.Timeout(30.0, connect=5.0), trust_env=False)
+
+    def __enter__(self) -> "ServiceClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def is_healthy(self) -> bool:
+        """Whether the service answers."""
+        try:
+            return self._http.get("/healthz").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def upload(self, path: Path) -> dict[str, Any]:
+        """Send a training or validation file."""
+        with path.open("rb") as file:
+            return self._call("POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": "fine-tune"})
+
+    def files(self) -> list[dict[str, Any]]:
+        """All files."""
+        return self._list("/v1/files")
+
+    def models(self) -> list[dict[str, Any]]:
+        """Base and fine-tuned models."""
+        return list(self._call("GET", "/v1/models")["data"])
+
+    def create_job(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Submit a job."""
+        return self._call("POST", "/v1/fine_tuning/jobs", json=request)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """All jobs, newest first."""
+        return self._list("/v1/fine_tuning/jobs")
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """One job."""
+        return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}")
+
+    def cancel(self, job_id: str) -> dict[str, Any]:
+        """Cancel a job, or ask its runner to stop."""
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/cancel")
+
+    def events(self, job_id: str, *, after: str | None = None) -> list[dict[str, Any]]:
+        """A job's events, oldest first; those after the event `after`."""
+        found: list[dict[str, Any]] = []
+        # The service lists the newest first: pages back until the known one.
+        for event in self._pages(f"/v1/fine_tuning/jobs/{job_id}/events"):
+            if event["id"] == after:
+                break
+            found.append(event)
+        return found[::-1]
+
+    def follow(self, job_id: str, *, interval_s: float = 0.5) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """The job and the events that are new, again and again until it has ended and all were handed out."""
+        last: str | None = None
+        while True:
+            job = self.job(job_id)
+            events = self.events(job_id, after=last)
+            last = events[-1]["id"] if events else last
+            yield job, events
+            if job["status"] in _TERMINAL:
+                return
+            time.sleep(interval_s)
+
+    def _list(self, path: str) -> list[dict[str, Any]]:
+        return list(self._pages(path))
+
+    def _pages(self, path: str) -> Iterator[dict[str, Any]]:
+        after: str | None = None
+        while True:
+            page = self._call("GET", path, params={"limit": _PAGE} | ({"after": after} if after else {}))
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = page["data"][-1]["id"]
+
+    def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx.ConnectError as error:
+            raise ServiceUnreachableError(
+                f"no service answers at {self._base_url}; start it with `windlass up --detach`"
+            ) from error
+        except httpx.TransportError as error:
+            raise ServiceUnreachableError(
+                f"the service at {self._base_url} did not answer {method} {path}: {error or type(error).__name__}"
+            ) from error
+        if response.is_success:
+            answer: dict[str, Any] = response.json()
+            return answer
+        raise RequestRefusedError(_explain(response))
+
+
+def _explain(response: httpx.Response) -> str:
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"status {response.status_code} from something that is not windlass at {response.url}"
+    return str(message)

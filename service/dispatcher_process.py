@@ -1,0 +1,76 @@
+"""The dispatcher as a process: the Ray driver, started and restarted by the supervisor."""
+
+import logging
+import signal
+import threading
+from types import FrameType
+
+from windlass.actors.job_spec import JobSpec
+from windlass.service.dispatcher import Dispatcher
+from windlass.service.job_specs import Machinery
+from windlass.service.ray_cluster import NAMESPACE, RayCluster
+from windlass.service.settings import Settings
+from windlass.storage.ids import Attempt, JobId
+from windlass.storage.sql.database import Database
+
+_LOG = logging.getLogger(__name__)
+_INTERVAL_S = 0.5
+
+
+class RayLostError(RuntimeError):
+    """The Ray daemon that this process was connected to has ended."""
+
+
+class RayRunners:
+    """Runners as detached actors of the Ray cluster that this process is connected to."""
+
+    def start(self, spec: JobSpec) -> None:
+        """Launch a job's scheduler actor."""
+        from windlass.actors import deploy
+
+        deploy.start_runner(spec)
+
+    def is_alive(self, job: JobId, attempt: Attempt) -> bool:
+        """Whether the job's scheduler actor is there."""
+        from windlass.actors import deploy
+
+        return deploy.find_runner(job, attempt) is not None
+
+    def cancel(self, job: JobId, attempt: Attempt) -> None:
+        """End the job's scheduler actor, and with it all others of the job."""
+        from windlass.actors import deploy
+
+        deploy.cancel_runner(job, attempt)
+
+
+def run_dispatcher(settings: Settings) -> None:
+    """Dispatch until SIGTERM; raises RayLostError for the supervisor to start a new process, with a new Ray."""
+    ending = threading.Event()
+
+    def end(_signum: int, _frame: FrameType | None) -> None:
+        ending.set()
+
+    machinery = Machinery.here()
+    cluster = RayCluster(settings.home) if settings.ray_address is None else None
+    if cluster is not None:
+        cluster.ensure_running(num_cpus=machinery.num_cores, num_gpus=machinery.num_gpus)
+        cluster.connect()
+    else:
+        import ray
+
+        ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
+    # Only now: Ray sets handlers of its own when it connects.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, end)
+    database = Database(settings.database_url)
+    dispatcher = Dispatcher(database, settings, RayRunners(), machinery)
+    _LOG.info("dispatching")
+    try:
+        while not ending.is_set():
+            if cluster is not None and not cluster.is_running:
+                raise RayLostError("the Ray daemon has ended; its jobs are lost and a new one will be started")
+            dispatcher.tick()
+            ending.wait(_INTERVAL_S)
+    finally:
+        dispatcher.close()
+        database.close()

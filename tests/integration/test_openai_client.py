@@ -1,0 +1,270 @@
+"""The official `openai` client against a real server. No Ray and no dispatcher: the repositories move the jobs."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from openai import OpenAI
+
+from windlass.actors.journal import JournalRecord
+from windlass.service.app import create_app
+from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.journal import import_journal
+from windlass.storage.sql.statuses import JobStatus
+
+_DEADLINE_S = 20.0
+MADE = "ft:tiny:mine:0123456789ab"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    settings = Settings(home=tmp_path / "home", port=port, max_file_mib=1)
+    settings.make_dirs()
+    for folder in (settings.models_dir / "tiny", settings.models_dir / "org" / "big", settings.fine_tuned_dir / MADE):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+    return settings
+
+
+@pytest.fixture
+def _server(settings: Settings) -> Iterator[None]:
+    config = uvicorn.Config(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    deadline = time.monotonic() + _DEADLINE_S
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.started
+    yield
+    server.should_exit = True
+    thread.join(_DEADLINE_S)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def client(_server: None, settings: Settings) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{settings.base_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def database(_server: None, settings: Settings) -> Iterator[Database]:
+    database = Database(settings.database_url)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def file_id(client: OpenAI) -> str:
+    return client.files.create(file=("data.jsonl", b'{"text": "a"}\n'), purpose="fine-tune").id
+
+
+def record(seq: int, kind: str, message: str, **data: Any) -> JournalRecord:
+    return JournalRecord(
+        attempt=1, seq=seq, created_at=time.time(), kind=kind, level="info", message=message, data=data
+    )
+
+
+def start(database: Database, job_id: str) -> None:
+    with database.write() as session:
+        jobs = JobRepository(session)
+        jobs.transition(job_id, JobStatus.VALIDATING_FILES, JobStatus.QUEUED, message="Files validated")
+        jobs.transition(job_id, JobStatus.QUEUED, JobStatus.RUNNING, message="Started", attempt=1)
+
+
+def test_files(client: OpenAI, tmp_path: Path) -> None:
+    content = b'{"text": "a"}\n' * 50_000  # arrives in many pieces
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    with path.open("rb") as source:
+        file = client.files.create(file=source, purpose="fine-tune")
+    assert (file.filename, file.bytes, file.object) == ("train.jsonl", len(content), "file")
+    assert client.files.retrieve(file.id) == file
+    assert client.files.content(file.id).content == content
+    others = [client.files.create(file=("b.jsonl", b"{}\n"), purpose="fine-tune").id for _ in range(4)]
+    assert [each.id for each in client.files.list(limit=2, order="asc")] == [file.id, *others]
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        client.files.retrieve(file.id)
+
+
+def test_a_job_from_creation_to_its_model(client: OpenAI, database: Database, file_id: str) -> None:
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=file_id,
+        suffix="mine",
+        metadata={"team": "a"},
+        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}},
+        extra_body={"windlass": {"sequence_length": 64}},
+    )
+    assert (job.status, job.hyperparameters.n_epochs, job.hyperparameters.batch_size) == ("validating_files", 2, "auto")
+    assert job.method is not None
+    assert job.method.type == "supervised"
+    start(database, job.id)
+    with database.write() as session:
+        import_journal(
+            session,
+            job.id,
+            1,
+            [
+                record(1, "metrics", "Step 1", step=1, total_steps=2, train_loss=2.5, remaining_s=60.0),
+                record(
+                    2,
+                    "checkpoint",
+                    "Saved",
+                    step_number=1,
+                    fine_tuned_model_checkpoint=f"{MADE}-step-1",
+                    path="/x",
+                    metrics={"step": 1, "train_loss": 2.5},
+                ),
+                record(3, "metrics", "Step 2", step=2, total_steps=2, train_loss=2.0, trained_tokens=128),
+            ],
+        )
+    running = client.fine_tuning.jobs.retrieve(job.id)
+    assert (running.status, running.trained_tokens, running.fine_tuned_model) == ("running", 128, None)
+    assert running.estimated_finish is not None
+    with database.write() as session:
+        JobRepository(session).transition(
+            job.id, JobStatus.RUNNING, JobStatus.SUCCEEDED, message="Succeeded", fine_tuned_model=MADE
+        )
+    done = client.fine_tuning.jobs.retrieve(job.id)
+    assert (done.status, done.fine_tuned_model, done.error, done.estimated_finish) == ("succeeded", MADE, None, None)
+    assert done.finished_at is not None
+
+    newest = client.fine_tuning.jobs.list_events(job.id, limit=2)
+    assert newest.has_more
+    messages = [event.message for event in newest]  # pages on by itself
+    assert messages == [
+        *("Succeeded", "Step 2", "Saved", "Step 1", "Started", "Files validated"),
+        f"Created fine-tuning job: {job.id}",
+    ]
+    assert next(event.data for event in newest if event.type == "metrics")["train_loss"] == 2.0
+    (checkpoint,) = client.fine_tuning.jobs.checkpoints.list(job.id)
+    assert (checkpoint.step_number, checkpoint.fine_tuned_model_checkpoint) == (1, f"{MADE}-step-1")
+    assert checkpoint.metrics.train_loss == 2.5
+
+
+def test_lists_page_and_filter(client: OpenAI, file_id: str) -> None:
+    ids = [
+        client.fine_tuning.jobs.create(model="tiny", training_file=file_id, metadata={"parity": str(index % 2)}).id
+        for index in range(5)
+    ]
+    assert [job.id for job in client.fine_tuning.jobs.list(limit=2)] == ids[::-1]
+    odd = client.fine_tuning.jobs.list(limit=1, metadata={"parity": "1"})
+    assert [job.id for job in odd] == [ids[3], ids[1]]
+
+
+def test_cancel(client: OpenAI, database: Database, file_id: str) -> None:
+    waiting, running = (client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id for _ in range(2))
+    assert client.fine_tuning.jobs.cancel(waiting).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="is cancelled and cannot become cancelled"):
+        client.fine_tuning.jobs.cancel(waiting)
+    start(database, running)
+    assert client.fine_tuning.jobs.cancel(running).status == "running"  # until its runner has stopped
+    with database.write() as session:
+        assert [job.id for job in JobRepository(session).cancel_requests()] == [running]
+        JobRepository(session).transition(running, JobStatus.RUNNING, JobStatus.CANCELLED, message="Cancelled")
+    assert client.fine_tuning.jobs.retrieve(running).status == "cancelled"
+
+
+def test_errors_are_typed(client: OpenAI, file_id: str) -> None:
+    jobs = client.fine_tuning.jobs
+    with pytest.raises(openai.BadRequestError) as caught:
+        jobs.create(model="tiny", training_file=file_id, extra_body={"windlass": {"learning_rate": 2}})
+    assert (caught.value.param, caught.value.code) == ("windlass.learning_rate", "invalid_value")
+    assert "less than or equal to 1, got 2" in caught.value.message
+    with pytest.raises(openai.BadRequestError, match='only "supervised" is supported yet'):
+        jobs.create(model="tiny", training_file=file_id, method={"type": "dpo", "dpo": {}})
+    with pytest.raises(openai.NotFoundError) as missing:
+        jobs.create(model="none", training_file=file_id)
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.BadRequestError, match="there is no file 'file-none'"):
+        jobs.create(model="tiny", training_file="file-none")
+    with pytest.raises(openai.NotFoundError):
+        jobs.retrieve("ftjob-none")
+    job = jobs.create(model="tiny", training_file=file_id)
+    for action in (jobs.pause, jobs.resume):
+        with pytest.raises(openai.BadRequestError, match="not yet supported"):
+            action(job.id)
+
+
+def test_a_file_over_the_limit_gets_its_answer(client: OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.files.create(file=("big.jsonl", b"x" * 30 * 1024**2), purpose="fine-tune")
+    assert caught.value.status_code == 413
+    assert "1114112 bytes" in caught.value.message
+    assert list(client.files.list()) == []
+
+
+def test_idempotency_key(client: OpenAI, file_id: str) -> None:
+    def create(**more: Any) -> str:
+        return client.fine_tuning.jobs.create(
+            model="tiny", training_file=file_id, extra_headers={"Idempotency-Key": "once"}, **more
+        ).id
+
+    assert create() == create()
+    with pytest.raises(openai.BadRequestError, match="another body"):
+        create(seed=4)
+
+
+def test_models(client: OpenAI) -> None:
+    assert {model.id for model in client.models.list()} == {"tiny", "org/big", MADE}
+    assert client.models.retrieve("org/big").id == "org/big"
+    assert client.models.delete(MADE).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve(MADE)
+    with pytest.raises(openai.BadRequestError, match="only fine-tuned models"):
+        client.models.delete("tiny")
+
+
+def test_a_live_stream_brings_new_events_and_replays_after_a_break(
+    client: OpenAI, database: Database, settings: Settings, file_id: str
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+
+    def read(count: int, last: str | None, act: Any = None) -> list[tuple[str, str]]:
+        headers = {} if last is None else {"Last-Event-ID": last}
+        url, found, event_id = f"{settings.base_url}/v1/events/stream", [], ""
+        with httpx.stream("GET", url, headers=headers, timeout=_DEADLINE_S) as response:
+            message = ""
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    message = json.loads(line[6:])["message"]
+                elif line.startswith("id: "):
+                    event_id = line[4:]
+                    found.append((event_id, message))
+                    if act is not None:
+                        act()
+                        act = None
+                if len(found) == count:
+                    break
+        return found
+
+    # The stream is open when the job moves on.
+    seen = read(3, None, act=lambda: start(database, job_id))
+    assert [message for _, message in seen] == [f"Created fine-tuning job: {job_id}", "Files validated", "Started"]
+    client.fine_tuning.jobs.cancel(job_id)  # while nobody listens
+    missed = read(2, seen[1][0])
+    assert [message for _, message in missed] == ["Started", "Cancelling: the runner is asked to stop"]

@@ -1,0 +1,169 @@
+"""What dispatcher tests play on: a real database and home, runners that do nothing by themselves, a clock by hand."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.job_spec import JobSpec
+from windlass.actors.journal import Journal
+from windlass.service.dispatcher import Dispatcher
+from windlass.service.job_specs import Machinery
+from windlass.service.preparation import Preparation, PreparationError, PreparationOrder
+from windlass.service.settings import Settings
+from windlass.storage.ids import Attempt, JobId
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.jobs import JobRepository, NewJob
+from windlass.storage.sql.models import Job
+from windlass.storage.sql.statuses import JobStatus
+
+PREPARED: Mapping[str, dict[str, Any]] = {
+    "check_model": {"ok": True, "num_params": 1000},
+    "prepare_data": {
+        "ok": True,
+        "num_examples": 10,
+        "num_validation_examples": 2,
+        "num_tokens": 100,
+        "num_targets": 60,
+        "warnings": ["train.jsonl: 1 examples are longer than 8 tokens and were cut"],
+    },
+}
+
+
+@dataclass
+class StandInRunners:
+    """Runners that are there from their start until a test takes them away."""
+
+    alive: set[tuple[str, int]] = field(default_factory=set)
+    started: list[JobSpec] = field(default_factory=list)
+    cancelled: list[tuple[str, int]] = field(default_factory=list)
+    refusal: Exception | None = None
+    broken_for: str = ""
+
+    def start(self, spec: JobSpec) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.started.append(spec)
+        self.alive.add((spec.job, spec.attempt))
+
+    def is_alive(self, job: JobId, attempt: Attempt) -> bool:
+        if job == self.broken_for:
+            raise ConnectionError("Ray does not answer")
+        return (job, attempt) in self.alive
+
+    def cancel(self, job: JobId, attempt: Attempt) -> None:
+        self.cancelled.append((job, attempt))
+
+
+class StandInPreparation(Preparation):
+    """Takes as long as a test wants, and ends as it wants."""
+
+    def __init__(self, order: PreparationOrder) -> None:
+        super().__init__([], work_dir=order.work_dir)
+        self.order = order
+        self.ending: PreparationError | Mapping[str, dict[str, Any]] | None = None
+        self.stopped = False
+
+    def poll(self) -> dict[str, dict[str, Any]] | None:
+        if isinstance(self.ending, PreparationError):
+            raise self.ending
+        if self.ending is None:
+            return None
+        self.order.work_dir.mkdir(parents=True, exist_ok=True)
+        (self.order.work_dir / "prepare_data.json").write_text(json.dumps(self.ending["prepare_data"]))
+        return dict(self.ending)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Stage:
+    """A dispatcher with all it needs, and the short words that tests use."""
+
+    def __init__(self, home: Path, database: Database, *, num_gpus: int = 0) -> None:
+        self.settings = Settings(home=home)
+        self.settings.make_dirs()
+        self.database = database
+        self.runners = StandInRunners()
+        self.preparations: list[StandInPreparation] = []
+        self.now = 1000.0
+        self._machinery = Machinery(num_cores=4, num_gpus=num_gpus)
+        self.dispatcher = self.new_dispatcher()
+
+    def new_dispatcher(self) -> Dispatcher:
+        """Another process, as after a crash: it remembers nothing."""
+
+        def prepare(order: PreparationOrder) -> Preparation:
+            self.preparations.append(StandInPreparation(order))
+            return self.preparations[-1]
+
+        self.dispatcher = Dispatcher(
+            self.database, self.settings, self.runners, self._machinery, prepare=prepare, clock=lambda: self.now
+        )
+        return self.dispatcher
+
+    def tick(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.dispatcher.tick()
+
+    def submit(self, **windlass: Any) -> str:
+        """A new job's id."""
+        new = NewJob(
+            model="tiny",
+            training_file="file-train",
+            validation_file="file-valid",
+            suffix=None,
+            seed=7,
+            method={"type": "supervised", "supervised": {"hyperparameters": {}}},
+            windlass={"epochs": 2, "batch_size": 5, "sequence_length": 64, **windlass},
+            metadata={},
+            priority=0,
+            idempotency_key=None,
+            request_digest=None,
+        )
+        with self.database.write() as session:
+            return JobRepository(session).create(new).id
+
+    def queue(self, **windlass: Any) -> str:
+        """A job that is prepared, and not started yet if the device is busy."""
+        job_id = self.submit(**windlass)
+        self.tick()
+        self.preparations[-1].ending = PREPARED
+        self.tick()
+        return job_id
+
+    def run(self) -> tuple[str, Journal]:
+        """A job that runs, and its runner's journal."""
+        job_id = self.queue()
+        self.tick()
+        assert self.job(job_id).status is JobStatus.RUNNING
+        return job_id, self.journal(job_id, 1)
+
+    def journal(self, job_id: str, attempt: int) -> Journal:
+        return Journal(self.settings.jobs_dir / job_id / "journal.jsonl", attempt)
+
+    def export_model(self) -> None:
+        """What a runner does before it reports success."""
+        folder = Path(self.runners.started[-1].output_dir)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    def end_runner(self, job_id: str, attempt: int = 1) -> None:
+        self.runners.alive.remove((job_id, attempt))
+
+    def request_cancel(self, job_id: str) -> None:
+        with self.database.write() as session:
+            JobRepository(session).request_cancel(job_id)
+
+    def job(self, job_id: str) -> Job:
+        with self.database.read() as session:
+            return JobRepository(session).get(job_id)
+
+    def status(self, job_id: str) -> JobStatus:
+        return self.job(job_id).status
+
+    def messages(self, job_id: str) -> list[str]:
+        with self.database.read() as session:
+            return [event.message for event in EventRepository(session).since(0, limit=10_000, job_id=job_id)]

@@ -1,0 +1,85 @@
+"""Files over HTTP."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.unit.service.api_client import serve, upload
+from windlass.service.settings import Settings
+
+
+def test_bytes_come_back_as_they_went_in(client: TestClient, settings: Settings) -> None:
+    content = b'{"text": "gr\xfc\xdf"}\r\n\x00'
+    file_id = upload(client, content, "da ta.jsonl")
+    file = client.get(f"/v1/files/{file_id}").json()
+    assert (file["bytes"], file["filename"], file["purpose"]) == (len(content), "da ta.jsonl", "fine-tune")
+    response = client.get(f"/v1/files/{file_id}/content")
+    assert response.content == content
+    assert response.headers["content-type"] == "application/octet-stream"
+    stored = settings.files_dir / file_id
+    assert stored.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "purpose", "param", "message"),
+    [
+        ("a.txt", b"x", "fine-tune", "file", "must end in .jsonl, got 'a.txt'"),
+        ("a.jsonl", b"", "fine-tune", "file", "'a.jsonl' is empty"),
+        ("a.jsonl", b"x", "assistants", "purpose", "must be \"fine-tune\", got 'assistants'"),
+    ],
+)
+def test_what_is_no_training_file_is_refused(
+    client: TestClient, settings: Settings, name: str, content: bytes, purpose: str, param: str, message: str
+) -> None:
+    response = client.post("/v1/files", files={"file": (name, content)}, data={"purpose": purpose})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+    assert list(settings.files_dir.iterdir()) == []
+
+
+def test_a_name_with_a_path_is_only_a_name(client: TestClient, settings: Settings) -> None:
+    file_id = upload(client, name="../../x\\..\\evil.jsonl")
+    assert client.get(f"/v1/files/{file_id}").json()["filename"] == "evil.jsonl"
+    assert [path.name for path in settings.files_dir.iterdir()] == [file_id]
+
+
+def test_lists_in_pages(client: TestClient) -> None:
+    ids = [upload(client, name=f"{index}.jsonl") for index in range(5)]
+
+    def page(**params: Any) -> list[str]:
+        return [file["id"] for file in client.get("/v1/files", params=params).json()["data"]]
+
+    assert page() == ids[::-1]
+    assert page(order="asc", limit=2) == ids[:2]
+    assert page(order="asc", limit=9, after=ids[1]) == ids[2:]
+    assert page(purpose="fine-tune-results") == []
+    assert client.get("/v1/files", params={"limit": 5}).json()["has_more"] is False
+    assert client.get("/v1/files", params={"limit": 4}).json()["has_more"] is True
+    assert client.get("/v1/files", params={"after": "file-none"}).status_code == 404
+
+
+def test_delete(client: TestClient, settings: Settings, file_id: str) -> None:
+    assert client.delete(f"/v1/files/{file_id}").json() == {"id": file_id, "object": "file", "deleted": True}
+    assert client.get(f"/v1/files/{file_id}/content").status_code == 404
+    assert client.delete(f"/v1/files/{file_id}").status_code == 404
+    assert list(settings.files_dir.iterdir()) == []
+
+
+def test_a_file_that_a_job_needs_stays(client: TestClient, file_id: str) -> None:
+    job = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id}).json()
+    refused = client.delete(f"/v1/files/{file_id}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "file_in_use")
+    assert client.get(f"/v1/files/{file_id}/content").status_code == 200
+    client.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")
+    assert client.delete(f"/v1/files/{file_id}").status_code == 200
+
+
+def test_what_a_killed_service_left_half_done_is_removed(settings: Settings) -> None:
+    settings.make_dirs()
+    (settings.files_dir / "file-1.part").write_bytes(b"half")
+    (settings.files_dir / "file-2").write_bytes(b"whole")
+    with serve(settings):
+        assert [path.name for path in settings.files_dir.iterdir()] == ["file-2"]

@@ -1,0 +1,226 @@
+"""Jobs over HTTP: what is accepted, what is refused, and in which words."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.unit.service.api_client import context_of, make_model, serve, upload
+from windlass.service.hyperparameters import JobSettings, resolve
+from windlass.service.settings import Settings
+from windlass.storage.sql.jobs import JobRepository
+
+JOBS = "/v1/fine_tuning/jobs"
+
+
+def create(client: TestClient, file_id: str, **body: Any) -> Any:
+    return client.post(JOBS, json={"model": "tiny", "training_file": file_id} | body)
+
+
+def refusal(client: TestClient, file_id: str, **body: Any) -> dict[str, Any]:
+    response = create(client, file_id, **body)
+    assert response.status_code in (400, 404), response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert client.get(JOBS).json()["data"] == []
+    return error
+
+
+def test_a_job_has_all_fields_of_the_contract(client: TestClient, file_id: str) -> None:
+    job = create(client, file_id, suffix="run-1", seed=3, metadata={"team": "a"}, validation_file=file_id).json()
+    assert job | {"id": "", "created_at": 0, "windlass": {}} == {
+        "id": "",
+        "object": "fine_tuning.job",
+        "created_at": 0,
+        "finished_at": None,
+        "estimated_finish": None,
+        "model": "tiny",
+        "fine_tuned_model": None,
+        "organization_id": "windlass",
+        "status": "validating_files",
+        "hyperparameters": {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"},
+        "training_file": file_id,
+        "validation_file": file_id,
+        "result_files": [],
+        "trained_tokens": None,
+        "seed": 3,
+        "error": None,
+        "method": {
+            "type": "supervised",
+            "supervised": {
+                "hyperparameters": {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}
+            },
+        },
+        "metadata": {"team": "a"},
+        "integrations": [],
+        "suffix": "run-1",
+        "windlass": {},
+    }
+    assert job["windlass"]["settings"]["sequence_length"] == 512  # the model takes no more
+    assert client.get(f"{JOBS}/{job['id']}").json() == job
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"windlass": {"learning_rate": -1}}, "windlass.learning_rate", "greater than 0, got -1"),
+        ({"windlass": {"learning_rate": "x"}}, "windlass.learning_rate", "valid number, got 'x'"),
+        ({"windlass": {"epochs": 0}}, "windlass.epochs", "greater than or equal to 1, got 0"),
+        ({"windlass": {"batch_size": 2.5}}, "windlass.batch_size", "valid integer, got 2.5"),
+        ({"windlass": {"clip_norm": 0}}, "windlass.clip_norm", "greater than 0, got 0"),
+        ({"windlass": {"precision": "fp8"}}, "windlass.precision", "'bf16' or 'fp32', got 'fp8'"),
+        ({"windlass": {"optimizer": "sgd"}}, "windlass.optimizer", "'adamw', got 'sgd'"),
+        ({"windlass": {"gpus": 2}}, "windlass.gpus", "got 2"),
+        ({"windlass": {"budgets": {"host_memory_gib": 0}}}, "windlass.budgets.host_memory_gib", "got 0"),
+        ({"windlass": {"budgets": {"ssd": 1}}}, "windlass.budgets.ssd", "unrecognized parameter"),
+        ({"windlass": {"learn_rate": 1}}, "windlass.learn_rate", "unrecognized parameter: windlass.learn_rate"),
+        ({"windlass": {"lora": {"r": 8}}}, "windlass.lora", "LoRA is not supported yet"),
+        ({"windlass": {"warmup": 0.1, "warmup_steps": 3}}, "windlass", "warmup (0.1) or warmup_steps (3), not both"),
+        ({"windlass": {"sequence_length": 513}}, "windlass.sequence_length", "at most 512 tokens, got 513"),
+        ({"windlass": {"epochs": 2}, "hyperparameters": {"n_epochs": 3}}, "windlass", "windlass.epochs is 2"),
+        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", '"auto" or a whole number from 1 to 1000'),
+        ({"hyperparameters": {"n_epochs": True}}, "hyperparameters.n_epochs", "got True"),
+        ({"hyperparameters": {"learning_rate_multiplier": "big"}}, "hyperparameters.learning_rate_multiplier", "big"),
+        ({"method": {"type": "dpo", "dpo": {}}}, "method.type", "only \"supervised\" is supported yet, got 'dpo'"),
+        ({"method": {"type": "reinforcement"}}, "method.type", "is supported yet"),
+        ({"method": {"type": "lora"}}, "method.type", "is supported yet"),
+        ({"suffix": ""}, "suffix", "1 to 64"),
+        ({"suffix": "a/b"}, "suffix", "got 'a/b'"),
+        ({"suffix": "s" * 65}, "suffix", "1 to 64"),
+        ({"seed": -1}, "seed", "got -1"),
+        ({"seed": 1, "windlass": {"seed": 2}}, "seed", "it is 1 but windlass.seed is 2"),
+        ({"metadata": {str(key): "" for key in range(17)}}, "metadata", "at most 16 pairs, got 17"),
+        ({"metadata": {"k" * 65: ""}}, "metadata", "1 to 64"),
+        ({"metadata": {"k": "v" * 513}}, "metadata", "at most 512 characters, 'k' has 513"),
+        ({"metadata": {'"': "v"}}, "metadata", "without quotes"),
+        ({"metadata": {"k": 1}}, "metadata.k", "valid string"),
+        ({"integrations": [{"type": "wandb"}]}, "integrations", "not supported"),
+        ({"colour": "red"}, "colour", "unrecognized parameter: colour"),
+        ({"training_file": "file-none"}, "training_file", "there is no file 'file-none'"),
+        ({"validation_file": "file-none"}, "validation_file", "there is no file 'file-none'"),
+        ({"model": "../tiny"}, "model", "never by a path; got '../tiny'"),
+        ({"model": "/etc/passwd"}, "model", "never by a path"),
+        ({"model": "none"}, "model", "there is no folder 'none'"),
+        ({"model": "org/none"}, "model", "and the hub could not be reached"),
+    ],
+)
+def test_bad_requests_name_the_parameter_and_the_value(
+    client: TestClient, file_id: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    error = refusal(client, file_id, **body)
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_no_json_and_no_model_are_said_so(client: TestClient) -> None:
+    broken = client.post(JOBS, content=b"{", headers={"Content-Type": "application/json"})
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+    missing = client.post(JOBS, json={"training_file": "file-1"})
+    assert missing.json()["error"] == {
+        "message": "missing parameter: model",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "missing_parameter",
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "message"),
+    [
+        (None, "model.safetensors", "no config.json"),
+        ({}, None, "no *.safetensors; windlass.initialization"),
+        ({}, "pytorch_model.bin", "pytorch_model.bin may run code"),
+        ({"auto_map": {"AutoModel": "m.M"}}, "model.safetensors", "code of its own (auto_map)"),
+        ([], "model.safetensors", "holds no object"),
+    ],
+)
+def test_folders_that_are_no_usable_model(
+    client: TestClient, settings: Settings, file_id: str, config: Any, weights: str | None, message: str
+) -> None:
+    make_model(settings.models_dir / "org" / "odd", config=config, weights=weights)
+    error = refusal(client, file_id, model="org/odd")
+    assert (error["param"], error["code"]) == ("model", "model_not_supported")
+    assert message in error["message"]
+
+
+def test_random_weights_need_no_safetensors(client: TestClient, settings: Settings, file_id: str) -> None:
+    make_model(settings.models_dir / "bare", weights=None)
+    assert create(client, file_id, model="bare", windlass={"initialization": "random"}).status_code == 200
+
+
+def test_hub_models_are_judged_by_their_file_list(settings: Settings) -> None:
+    listings = {"org/good": ["config.json", "model.safetensors"], "org/pickle": ["config.json", "pytorch_model.bin"]}
+
+    def hub_files(model: str) -> list[str]:
+        if model not in listings:
+            raise LookupError("the hub has no such public model")
+        return listings[model]
+
+    with serve(settings, hub_files=hub_files) as client:
+        file_id = upload(client)
+        assert "may run code" in refusal(client, file_id, model="org/pickle")["message"]
+        assert refusal(client, file_id, model="org/none")["code"] == "model_not_found"
+        assert create(client, file_id, model="org/good").status_code == 200
+
+
+def test_without_a_hub_the_answer_says_so(
+    settings: Settings, client: TestClient, file_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windlass.service.model_check import list_hub_files
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(LookupError, match="HF_HUB_OFFLINE is set"):
+        list_hub_files("org/model")
+
+
+def test_the_same_key_makes_one_job(client: TestClient, file_id: str) -> None:
+    body = {"model": "tiny", "training_file": file_id}
+    first, again = (client.post(JOBS, json=body, headers={"Idempotency-Key": "k1"}).json() for _ in range(2))
+    assert first == again
+    other = client.post(JOBS, json=body | {"seed": 5}, headers={"Idempotency-Key": "k1"})
+    assert (other.status_code, other.json()["error"]["code"]) == (400, "idempotency_key_reused")
+    assert client.post(JOBS, json=body, headers={"Idempotency-Key": "k2"}).json()["id"] != first["id"]
+    assert len(client.get(JOBS).json()["data"]) == 2
+
+
+def test_a_row_resolves_to_what_was_asked(client: TestClient, file_id: str) -> None:
+    windlass = {"epochs": 2, "learning_rate": 1e-3, "priority": -5, "clip_norm": None}
+    job = create(client, file_id, windlass=windlass, seed=9).json()
+    with context_of(client).database.read() as session:
+        row = JobRepository(session).get(job["id"])
+    resolved = resolve(JobSettings.from_row(row.method, row.windlass, row.seed), num_examples=16)
+    assert (resolved.epochs, resolved.learning_rate, resolved.clip_norm, resolved.seed) == (2, 1e-3, None, 9)
+    assert (resolved.sequence_length, row.priority) == (512, -5)
+
+
+def test_pages_and_metadata_filters(client: TestClient, file_id: str) -> None:
+    ids = [
+        create(client, file_id, metadata={"team": f"t{index % 2}", "x.y[0]": "1"}).json()["id"] for index in range(5)
+    ]
+    listed = client.get(JOBS, params={"limit": 2}).json()
+    assert ([job["id"] for job in listed["data"]], listed["has_more"]) == (ids[:2:-1], True)
+    rest = client.get(JOBS, params={"after": ids[3]}).json()
+    assert ([job["id"] for job in rest["data"]], rest["has_more"]) == (ids[2::-1], False)
+    odd = client.get(JOBS, params={"metadata[team]": "t1", "metadata[x.y[0]]": "1"}).json()["data"]
+    assert [job["id"] for job in odd] == [ids[3], ids[1]]
+    assert client.get(JOBS, params={"metadata[team]": "t9"}).json()["data"] == []
+    assert client.get(JOBS, params={'metadata["]': "1"}).status_code == 400
+    assert client.get(JOBS, params={"after": "ftjob-none"}).status_code == 404
+
+
+def test_cancel_pause_resume(client: TestClient, file_id: str) -> None:
+    url = f"{JOBS}/{create(client, file_id).json()['id']}"
+    for action in ("pause", "resume"):
+        refused = client.post(f"{url}/{action}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_supported")
+        assert "not yet supported" in refused.json()["error"]["message"]
+    assert client.post(f"{url}/cancel").json()["status"] == "cancelled"
+    again = client.post(f"{url}/cancel")
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid_state")
+    assert "is cancelled and cannot become cancelled" in again.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["", "/events", "/checkpoints", "/events/stream"])
+def test_unknown_jobs_are_404(client: TestClient, path: str) -> None:
+    response = client.get(f"{JOBS}/ftjob-none{path}")
+    assert response.status_code == 404
+    assert "no fine-tuning job 'ftjob-none'" in response.json()["error"]["message"]
