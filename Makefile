@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: install
-	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python -m windlass.service.demo
 
 test: install
 	$(BIN)/python -m pytest

@@ -7,6 +7,7 @@ on from the tables, the jobs' journals and the runners that are still there.
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from windlass.actors.job_spec import JobSpec
@@ -25,8 +26,10 @@ from windlass.storage.sql.statuses import JobStatus
 
 _LOG = logging.getLogger(__name__)
 
-# How long a runner that was told to end may take before it is told again.
+# How long a runner that was asked to end may take before it is asked again.
 _TELL_AGAIN_S = 10.0
+# How long a runner whose job has ended may take to close its files and to end its other actors.
+_KILL_AFTER_S = 180.0
 _LOST = (
     "the job's processes ended without an outcome: killed for lack of memory, by hand, or with the machine; "
     "check `windlass doctor` and submit the job again"
@@ -43,7 +46,18 @@ class Runners(Protocol):
         """Whether the runner is there."""
 
     def cancel(self, job: JobId, attempt: Attempt) -> None:
-        """Make the runner end; nothing happens if there is none."""
+        """Ask the runner to end after its step; nothing happens if there is none."""
+
+    def kill(self, job: JobId, attempt: Attempt) -> None:
+        """End the runner at once; nothing happens if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaving:
+    """A runner whose job has ended, and which should be gone soon."""
+
+    attempt: Attempt
+    kill_at: float
 
 
 class Dispatcher:
@@ -67,16 +81,16 @@ class Dispatcher:
         self._clock = clock
         self._preparations: dict[str, Preparation] = {}
         self._readers: dict[str, JournalReader] = {}  # of running jobs
-        self._leaving: dict[str, Attempt] = {}  # finished jobs whose runner has not ended yet
-        self._told_at: dict[str, float] = {}  # when a job's runner was last told to end
+        self._leaving: dict[str, _Leaving] = {}  # finished jobs whose runner has not ended yet
+        self._told_at: dict[str, float] = {}  # when the runner of a job to be cancelled was last told
 
     def tick(self) -> None:
         """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other."""
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
         for job in running:
             self._guarded(job.id, self._watch, job)
-        for job_id, attempt in tuple(self._leaving.items()):
-            self._guarded(job_id, self._see_off, job_id, attempt)
+        for job_id, leaving in tuple(self._leaving.items()):
+            self._guarded(job_id, self._see_off, job_id, leaving)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
         self._drop_preparations(keep={job.id for job in validating})
         for job in validating:
@@ -93,7 +107,7 @@ class Dispatcher:
         # Asked before the journal is read: a runner that has ended by now wrote its outcome before.
         alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
         if alive and job.cancel_requested:
-            self._tell_to_end(job.id, Attempt(job.attempt))
+            self._tell_to_end(job)
         reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
         try:
             finished = take_in(
@@ -104,27 +118,29 @@ class Dispatcher:
                 fail_job(session, job, "journal_damaged", str(error))
             finished = True
         if finished:
-            self._leaving[job.id] = Attempt(job.attempt)
+            self._await_end(job.id, job.attempt)
         else:
             # Not kept if anything above failed: what was not imported must be read again.
             self._readers[job.id] = reader
 
-    def _tell_to_end(self, job_id: str, attempt: Attempt) -> None:
+    def _tell_to_end(self, job: Job) -> None:
         now = self._clock()
-        if now - self._told_at.get(job_id, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
-            self._told_at[job_id] = now
-            self._runners.cancel(JobId(job_id), attempt)
+        if now - self._told_at.get(job.id, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+            self._told_at[job.id] = now
+            self._runners.cancel(JobId(job.id), Attempt(job.attempt))
 
-    def _see_off(self, job_id: str, attempt: Attempt) -> None:
+    def _see_off(self, job_id: str, leaving: _Leaving) -> None:
         """A finished job's device, memory and SSD space are free once its runner is gone."""
-        if self._runners.is_alive(JobId(job_id), attempt):
-            # It may end by itself: the first time that it is told counts from now.
-            self._told_at.setdefault(job_id, self._clock())
-            self._tell_to_end(job_id, attempt)
+        if self._runners.is_alive(JobId(job_id), leaving.attempt):
+            if self._clock() >= leaving.kill_at:
+                self._runners.kill(JobId(job_id), leaving.attempt)
             return
         remove_states(self._settings, job_id)
         self._told_at.pop(job_id, None)
         del self._leaving[job_id]
+
+    def _await_end(self, job_id: str, attempt: int) -> None:
+        self._leaving[job_id] = _Leaving(attempt=Attempt(attempt), kill_at=self._clock() + _KILL_AFTER_S)
 
     # --- preparation ------------------------------------------------------------------------------------------------
 
@@ -203,7 +219,9 @@ class Dispatcher:
             self._runners.start(build_job_spec(self._settings, self._machinery, claimed))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
             _LOG.exception("job %s could not be started", job.id)
-            self._leaving[job.id] = attempt  # whatever did start must be gone before the next job gets the device
+            # Whatever did start must be gone before the next job gets the device.
+            self._await_end(job.id, attempt)
+            self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:
                 fail_job(session, claimed, getattr(error, "code", "start_failed"), str(error) or repr(error))
 

@@ -5,6 +5,9 @@ import signal
 import threading
 from types import FrameType
 
+import ray
+
+from windlass.actors import deploy
 from windlass.actors.job_spec import JobSpec
 from windlass.service.dispatcher import Dispatcher
 from windlass.service.job_specs import Machinery
@@ -25,22 +28,22 @@ class RayRunners:
     """Runners as detached actors of the Ray cluster that this process is connected to."""
 
     def start(self, spec: JobSpec) -> None:
-        """Launch a job's scheduler actor."""
-        from windlass.actors import deploy
-
+        """Launch a job's runner."""
         deploy.start_runner(spec)
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
-        """Whether the job's scheduler actor is there."""
-        from windlass.actors import deploy
-
+        """Whether the job's runner is there."""
         return deploy.find_runner(job, attempt) is not None
 
     def cancel(self, job: JobId, attempt: Attempt) -> None:
-        """End the job's scheduler actor, and with it all others of the job."""
-        from windlass.actors import deploy
-
+        """Ask the job's runner to end after its step."""
         deploy.cancel_runner(job, attempt)
+
+    def kill(self, job: JobId, attempt: Attempt) -> None:
+        """End the job's runner at once; its other actors die with it."""
+        runner = deploy.find_runner(job, attempt)
+        if runner is not None:
+            ray.kill(runner)
 
 
 def run_dispatcher(settings: Settings) -> None:
@@ -56,8 +59,6 @@ def run_dispatcher(settings: Settings) -> None:
         cluster.ensure_running(num_cpus=machinery.num_cores, num_gpus=machinery.num_gpus)
         cluster.connect()
     else:
-        import ray
-
         ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
     # Only now: Ray sets handlers of its own when it connects.
     for signum in (signal.SIGTERM, signal.SIGINT):

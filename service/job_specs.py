@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.actors.job_spec import Hyperparameters, JobSpec, Schedule
+from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
 from windlass.service.hyperparameters import JobSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
@@ -14,7 +14,8 @@ from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId, Precision
 from windlass.storage.sql.models import Job
 
-_ARENA_DIR = "/dev/shm"
+ARENA_DIR = Path("/dev/shm")
+
 # With a GPU the worker's process prepares batches and starts kernels; the optimizer has the other cores.
 _GPU_WORKER_THREADS = 2
 _DEADLINE_S = 120.0
@@ -72,14 +73,17 @@ def journal_path(settings: Settings, job_id: str) -> Path:
 
 def preparation_order(settings: Settings, job: Job) -> PreparationOrder:
     """What is to be checked and prepared for a job."""
-    folder = job_dir(settings, job.id)
+    folder, asked = job_dir(settings, job.id), _settings_of(job)
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
     return PreparationOrder(
         model=job.model,
         model_dir=_model_dir(settings, job.model),
         training_file=settings.files_dir / job.training_file,
         validation_file=validation_file,
-        sequence_length=_settings_of(job).sequence_length,
+        sequence_length=asked.sequence_length,
+        precision=Precision(asked.windlass.precision),
+        random_weights=asked.initialization is Initialization.RANDOM,
+        layout_file=_layout_file(folder),
         dataset_dir=folder / "dataset",
         work_dir=folder / "prepare",
     )
@@ -116,13 +120,13 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
         attempt=Attempt(job.attempt),
         model_dir=str(_model_dir(settings, job.model)),
         initialization=asked.initialization,
-        layout_file=str(folder / "layout.json"),
+        layout_file=str(_layout_file(folder)),
         dataset_dir=str(folder / "dataset"),
         num_validation_examples=prepared["num_validation_examples"],
         job_dir=str(folder),
         output_dir=str(_model_dir(settings, fine_tuned_model_id(job.model, job.suffix, job.id))),
         ssd_dirs=tuple(str(path) for path in settings.ssd_dirs),
-        arena_dir=_ARENA_DIR,
+        arena_dir=str(ARENA_DIR),
         hyperparameters=hyper,
         total_steps=job.total_steps,
         checkpoint_every=asked.windlass.checkpoint_every,
@@ -137,6 +141,10 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
 
 def _settings_of(job: Job) -> JobSettings:
     return JobSettings.from_row(job.method, job.windlass, job.seed)
+
+
+def _layout_file(folder: Path) -> Path:
+    return folder / "layout.json"
 
 
 def _model_dir(settings: Settings, model: str) -> Path:

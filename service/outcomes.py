@@ -10,9 +10,10 @@ from sqlalchemy.orm import Session
 
 from windlass.actors.journal import JournalReader, JournalRecord
 from windlass.service.files import RESULTS_PURPOSE
-from windlass.service.job_specs import journal_path
+from windlass.service.job_specs import ARENA_DIR, journal_path
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
 from windlass.service.settings import Settings
+from windlass.storage.arena import remove_leftovers
 from windlass.storage.ids import JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
@@ -88,9 +89,10 @@ def take_in(
 
 
 def remove_states(settings: Settings, job_id: str) -> None:
-    """Free the SSD space of a job whose runner is gone."""
+    """Free the SSD space and the memory of a job whose runner is gone; one that was killed could not."""
     for ssd_dir in settings.ssd_dirs:
         store_path(ssd_dir, JobId(job_id)).unlink(missing_ok=True)
+    remove_leftovers(ARENA_DIR)
 
 
 def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:

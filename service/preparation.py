@@ -18,6 +18,8 @@ from typing import IO, Any
 
 import psutil
 
+from windlass.storage.ids import Precision
+
 DOWNLOAD_MODEL = "download_model"
 CHECK_MODEL = "check_model"
 PREPARE_DATA = "prepare_data"
@@ -51,6 +53,9 @@ class PreparationOrder:
     training_file: Path
     validation_file: Path | None
     sequence_length: int
+    precision: Precision
+    random_weights: bool  # the folder needs none
+    layout_file: Path  # the model's blocks
     dataset_dir: Path  # made anew
     work_dir: Path  # results and log
 
@@ -131,7 +136,10 @@ class Preparation:
 def preparation_of(order: PreparationOrder) -> Preparation:
     """The model's download if it is not here, its check, then the data's preparation into a new folder."""
     shutil.rmtree(order.dataset_dir, ignore_errors=True)
-    check = ("windlass.engine.check_model", "--model-dir", order.model_dir)
+    check = (
+        *("windlass.engine.check_model", "--model-dir", order.model_dir, "--precision", order.precision),
+        *("--layout-file", order.layout_file, *(("--random-weights",) if order.random_weights else ())),
+    )
     prepare = (
         *("windlass.engine.prepare", "--model-dir", order.model_dir, "--training-file", order.training_file),
         *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),

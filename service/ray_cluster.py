@@ -82,6 +82,20 @@ class RayCluster:
             return ()
         return tuple(process.pid for process in (*record.core, *record.helpers) if process.is_alive)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the environment of the daemon and of its drivers must hold, before they import Ray."""
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token_path),
+            # The monitor counts shared memory, where our arenas lie, and kills actors.
+            "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Off, Ray uses the loopback address and listens there only; else it turns 127.0.0.1 into the machine's
+            # outer address, listens on every interface, and fails when that address changes.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
+
     def ensure_running(self, *, num_cpus: int, num_gpus: int) -> bool:
         """Start the daemon unless the recorded one lives, in which case it is adopted; True if it was started."""
         with self._locked():
@@ -94,13 +108,15 @@ class RayCluster:
 
     def connect(self) -> None:
         """Make this process a Ray driver in our namespace. The daemon must be running."""
-        os.environ.update(self._environment())
-        import ray  # reads its environment when it is imported
+        os.environ.update(self.environment)
+        import ray  # which reads some of its environment when it is imported
 
         ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
 
     def stop(self) -> list[int]:
         """End the recorded processes and all that they started, and nothing else; the pids that were ended."""
+        if not self._lock_path.exists():
+            return []  # nothing was ever started here
         with self._locked():
             return self._end_recorded()
 
@@ -117,7 +133,7 @@ class RayCluster:
             try:
                 result = subprocess.run(
                     command,
-                    env={**os.environ, **self._environment()},
+                    env={**os.environ, **self.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -149,18 +165,6 @@ class RayCluster:
         shutil.rmtree(record.temp_dir, ignore_errors=True)
         self._record_path.unlink(missing_ok=True)
         return [process.pid for process in ended]
-
-    def _environment(self) -> dict[str, str]:
-        return {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(self._token_path),
-            # The monitor counts shared memory, where our arenas lie, and kills actors.
-            "RAY_memory_monitor_refresh_ms": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            # Off, Ray uses the loopback address and listens there only; else it turns 127.0.0.1 into the machine's
-            # outer address, listens on every interface, and fails when that address changes.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        }
 
     def _write_token(self) -> None:
         if self._token_path.exists():

@@ -150,10 +150,11 @@ class Supervisor:
                 child.finish(deadline)
 
     def _child(self, role: str, *arguments: str, fds: tuple[int, ...] = ()) -> Child:
+        ray_environment = RayCluster(self._settings.home).environment if self._settings.ray_address is None else {}
         return Child(
             role,
             [sys.executable, "-m", "windlass.service", role, f"--parent-pid={os.getpid()}", *arguments],
-            environment={**os.environ, "WINDLASS_HOME": str(self._settings.home)},
+            environment={**os.environ, **ray_environment, "WINDLASS_HOME": str(self._settings.home)},
             log_path=self._settings.home / "logs" / f"{role}.log",
             cwd=self._settings.home,
             fds=fds,

@@ -56,6 +56,9 @@ class StandInRunners:
     def cancel(self, job: JobId, attempt: Attempt) -> None:
         self.cancelled.append((job, attempt))
 
+    def kill(self, job: JobId, attempt: Attempt) -> None:
+        self.alive.discard((job, attempt))
+
 
 class StandInPreparation(Preparation):
     """Takes as long as a test wants, and ends as it wants."""

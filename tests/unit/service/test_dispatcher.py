@@ -1,5 +1,7 @@
 """The dispatcher, with a real database and journals and stand-ins for Ray and for the preparation's processes."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,6 +150,24 @@ def test_success_brings_the_model_the_tokens_and_the_result_file(stage: Stage) -
     assert not any(path.exists() for path in states)
 
 
+def test_the_arena_of_a_killed_runner_is_removed(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    journal.close()
+    code = (
+        "import sys; from pathlib import Path; from windlass.storage.arena import arena_path\n"
+        "path = arena_path(Path('/dev/shm'), sys.argv[1], 1); path.write_bytes(b'slots'); print(path)"
+    )
+    made = subprocess.run([sys.executable, "-c", code, job_id], capture_output=True, text=True, check=True)
+    arena = Path(made.stdout.strip())
+    assert arena.exists()
+    try:
+        stage.end_runner(job_id)
+        stage.tick(2)
+        assert not arena.exists()
+    finally:
+        arena.unlink(missing_ok=True)
+
+
 def test_success_without_a_model_is_a_failure(stage: Stage) -> None:
     job_id, journal = stage.run()
     journal.append_outcome("succeeded", "The model is ready")
@@ -228,15 +248,17 @@ def test_a_runner_killed_by_its_cancellation_leaves_a_cancelled_job(stage: Stage
     assert stage.status(job_id) is JobStatus.CANCELLED
 
 
-def test_a_runner_that_stays_after_its_outcome_is_told_to_end(stage: Stage) -> None:
+def test_a_runner_that_stays_long_after_its_outcome_is_killed(stage: Stage) -> None:
     job_id, journal = stage.run()
     journal.append_outcome("failed", "broken", {"code": "x", "message": "broken", "param": None})
     journal.close()
     stage.tick(2)
-    assert stage.runners.cancelled == []
-    stage.now += 11
+    stage.now += 179
     stage.tick()
-    assert stage.runners.cancelled == [(job_id, 1)]
+    assert (job_id, 1) in stage.runners.alive
+    stage.now += 1
+    stage.tick()
+    assert (job_id, 1) not in stage.runners.alive
 
 
 def test_a_new_dispatcher_goes_on_where_the_old_one_stopped(stage: Stage) -> None:

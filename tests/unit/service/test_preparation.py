@@ -16,6 +16,7 @@ from windlass.service.preparation import (
     PreparationStep,
     preparation_of,
 )
+from windlass.storage.ids import Precision
 
 
 def _step(tmp_path: Path, code: str, *, name: str = "first", timeout_s: int = 60) -> PreparationStep:
@@ -115,24 +116,44 @@ def test_stop_ends_the_process(sleeping: Preparation) -> None:
     sleeping.stop()
 
 
-def test_the_real_steps_check_the_model_then_prepare_into_a_new_folder(tmp_path: Path) -> None:
-    dataset = tmp_path / "dataset"
-    dataset.mkdir()
-    (dataset / "left over").touch()
-    order = PreparationOrder(
+def _order(tmp_path: Path, *, random_weights: bool) -> PreparationOrder:
+    return PreparationOrder(
+        model="organization/tiny",
         model_dir=tmp_path / "model",
         training_file=tmp_path / "train",
         validation_file=tmp_path / "valid",
         sequence_length=128,
-        dataset_dir=dataset,
+        precision=Precision.FP32,
+        random_weights=random_weights,
+        layout_file=tmp_path / "layout.json",
+        dataset_dir=tmp_path / "dataset",
         work_dir=tmp_path / "work",
     )
-    preparation = preparation_of(order)
-    assert not dataset.exists()
-    commands = [" ".join(step.command[2:]) for step in preparation._steps]
-    assert commands == [
-        f"windlass.engine.check_model --model-dir {tmp_path}/model --result {tmp_path}/work/check_model.json",
+
+
+def _commands(preparation: Preparation) -> list[str]:
+    return [" ".join(step.command[2:]) for step in preparation._steps]
+
+
+def test_the_real_steps_check_the_model_then_prepare_into_a_new_folder(tmp_path: Path) -> None:
+    for folder in ("model", "dataset"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "dataset" / "left over").touch()
+    preparation = preparation_of(_order(tmp_path, random_weights=True))
+    assert not (tmp_path / "dataset").exists()
+    assert _commands(preparation) == [
+        f"windlass.engine.check_model --model-dir {tmp_path}/model --precision fp32"
+        f" --layout-file {tmp_path}/layout.json --random-weights --result {tmp_path}/work/check_model.json",
         f"windlass.engine.prepare --model-dir {tmp_path}/model --training-file {tmp_path}/train"
-        f" --validation-file {tmp_path}/valid --sequence-length 128 --output-dir {dataset}"
+        f" --validation-file {tmp_path}/valid --sequence-length 128 --output-dir {tmp_path}/dataset"
         f" --result {tmp_path}/work/prepare_data.json",
     ]
+
+
+def test_a_model_that_is_not_here_is_downloaded_first_by_the_one_step_that_may_talk_to_the_hub(tmp_path: Path) -> None:
+    preparation = preparation_of(_order(tmp_path, random_weights=False))
+    assert _commands(preparation)[0] == (
+        f"windlass.service.hub_download --model organization/tiny --model-dir {tmp_path}/model"
+        f" --result {tmp_path}/work/download_model.json"
+    )
+    assert ["HF_TOKEN" in step.passed_on for step in preparation._steps] == [True, False, False]

@@ -1,0 +1,114 @@
+"""An installation of windlass as a person has it: a home, the command, and a tiny model to train."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from windlass.service.home import find_serving
+from windlass.service.processes import ProcessId, find_process, with_descendants
+from windlass.service.ray_cluster import RayCluster
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A home and a free port, and the command line run on them."""
+
+    home: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "WINDLASS_HOME": str(self.home), "WINDLASS_PORT": str(self.port), "HF_HUB_OFFLINE": "1"}
+
+    def run(self, *arguments: str, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
+        """The command's exit code and what it printed."""
+        command = [str(Path(sys.executable).with_name("windlass")), *arguments]
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def ok(self, *arguments: str, timeout_s: float = 120.0) -> str:
+        """What a command printed that must succeed."""
+        result = self.run(*arguments, timeout_s=timeout_s)
+        assert result.returncode == 0, f"{arguments}: {result.stdout}{result.stderr}{self.logs()}"
+        return result.stdout.strip()
+
+    def refused(self, *arguments: str) -> str:
+        """The one line on stderr of a command that must fail."""
+        result = self.run(*arguments)
+        assert result.returncode != 0, result.stdout
+        (line,) = result.stderr.splitlines()
+        return line
+
+    def logs(self) -> str:
+        """The tail of every log, for a failed test's report."""
+        paths = sorted((self.home / "logs").glob("*.log"))
+        return "".join(f"\n== {path.name}\n{path.read_text()[-3000:]}" for path in paths)
+
+    def service_processes(self) -> list[ProcessId]:
+        """Supervisor, API and dispatcher, and what they started that did not leave them."""
+        serving = find_serving(self.home)
+        return [] if serving is None else with_descendants([serving.process])
+
+    def ray_processes(self) -> list[ProcessId]:
+        """The Ray daemon and everything that runs in it."""
+        found = [process for pid in RayCluster(self.home).pids if (process := find_process(pid)) is not None]
+        return with_descendants(found)
+
+    def end(self) -> None:
+        """End everything, whatever state a failed test left it in."""
+        self.run("down", "--force")
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("WINDLASS_HOME") == str(self.home):
+                process.send_signal(signal.SIGKILL)
+        RayCluster(self.home).stop()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def make_tiny_model(folder: Path) -> None:
+    """A Qwen2 model of some 100 thousand random parameters, with a byte-level tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 10, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def write_examples(path: Path, num_examples: int) -> None:
+    """A training file of short texts."""
+    lines = [json.dumps({"text": f"example {i}: {i} and {i + 1} make {2 * i + 1}"}) for i in range(num_examples)]
+    path.write_text("\n".join(lines) + "\n")

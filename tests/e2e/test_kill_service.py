@@ -1,0 +1,91 @@
+"""A job outlives the service that started it, and its record has no gap."""
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.installation import Installation, make_tiny_model, write_examples
+from windlass.actors.journal import read_journal
+from windlass.service.processes import wait_until_gone
+
+_NUM_STEPS = 60
+
+
+def _steps_in_journal(installation: Installation, job_id: str) -> int:
+    records = read_journal(installation.home / "jobs" / job_id / "journal.jsonl")
+    return max((record.data["step"] for record in records if record.kind == "metrics"), default=0)
+
+
+def _wait_for_step(installation: Installation, job_id: str, step: int) -> None:
+    deadline = time.monotonic() + 150
+    while _steps_in_journal(installation, job_id) < step:
+        journal = [record.message for record in read_journal(installation.home / "jobs" / job_id / "journal.jsonl")]
+        assert time.monotonic() < deadline, f"step {step} was not reached: {journal[-5:]}{installation.logs()}"
+        time.sleep(0.1)
+
+
+def _events(installation: Installation, job_id: str) -> list[dict[str, object]]:
+    """All events over the API, newest first."""
+    events: list[dict[str, object]] = []
+    while True:
+        query = {"limit": "50"} | ({"after": str(events[-1]["id"])} if events else {})
+        page = httpx.get(f"{installation.url}/v1/fine_tuning/jobs/{job_id}/events", params=query).json()
+        events += page["data"]
+        if not page["has_more"]:
+            return events
+
+
+@pytest.mark.timeout(420)
+def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
+    installation: Installation, tmp_path: Path
+) -> None:
+    make_tiny_model(installation.home / "models" / "tiny")
+    installation.home.chmod(0o700)
+    training_file, validation_file = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
+    write_examples(training_file, _NUM_STEPS)
+    write_examples(validation_file, 4)
+    installation.ok("up", "--detach")
+    options = ("--epochs", "1", "--batch-size", "1", "--sequence-length", "32", "--precision", "fp32")
+    job_id = installation.ok(
+        *("submit", "tiny", str(training_file), "--validation-file", str(validation_file), *options),
+        *("--learning-rate", "0.001", "--set", "seed=7"),
+    )
+    _wait_for_step(installation, job_id, 3)
+
+    service = installation.service_processes()
+    assert len(service) >= 3
+    for process in service:
+        os.kill(process.pid, signal.SIGKILL)
+    assert wait_until_gone(service, timeout_s=5.0)
+    before = _steps_in_journal(installation, job_id)
+    assert before < _NUM_STEPS, "the job was over before the service was killed: it must train longer"
+    _wait_for_step(installation, job_id, before + 5)
+
+    installation.ok("up", "--detach")
+    followed = installation.ok("logs", "-f", job_id, timeout_s=240)
+    model_id = followed.splitlines()[-1]
+    events = _events(installation, job_id)
+    data = [event["data"] for event in events if event["type"] == "metrics"]
+    trained = Counter(metrics["step"] for metrics in data if isinstance(metrics, dict) and "train_loss" in metrics)
+    assert trained == Counter(range(1, _NUM_STEPS + 1))
+    messages = [re.sub(r"\s+", " ", str(event["message"])) for event in events]
+    assert sum(message.startswith("Fine-tuning job started") for message in messages) == 1
+    assert f"New fine-tuned model created: {model_id}" in messages[0]
+
+    shown = " ".join(installation.ok("show", job_id).split())
+    assert "status succeeded" in shown
+    assert f"step {_NUM_STEPS} of {_NUM_STEPS}" in shown
+    installation.ok("export", job_id, str(tmp_path / "exported"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    assert model_id in installation.ok("models")
+    assert "step_metrics.csv" in installation.ok("files")
+    installation.ok("down")
