@@ -102,9 +102,10 @@ class CpuOptimizer:
                 raise ValueError(f"{self.name} does not take {type(message).__name__}")
 
     def stop(self) -> None:
-        """Ends the threads and unmaps the arena."""
+        """Ends the threads, whatever they wait for, and unmaps the arena."""
         self._stopping = True
         self._model_io.abort()
+        self._slots.close()
         self._updates.put(None)
         self._arrived.put(None)
         for thread in self._threads:

@@ -42,6 +42,8 @@ class ActorShell:
     def __init__(self, name: ActorName, context: JobContext, num_threads: int) -> None:
         # Read by OpenMP and MKL when torch is imported, which happens in `setup`; Ray's default is one thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+        # Threads that wait must not spin: the optimizer, the copies and the I/O run on the same cores.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         self.name = name
         self.context = context
         self.handles: Mapping[ActorName, Any] = {}

@@ -138,8 +138,15 @@ class GpuWorker:
                 raise ValueError(f"{self.name} does not take {type(message).__name__}")
 
     def stop(self) -> None:
-        """Ends the threads and unmaps the arena."""
-        self._stopping = True
+        """Ends the threads, whatever they wait for, and unmaps the arena."""
+        with self._lock:
+            self._stopping = True
+            for fetch in self._fetches.values():
+                fetch.ready.set()
+            self._lock.notify_all()
+        self._param_slots.close()
+        self._grad_slots.close()
+        self._grad_permits.release()
         for pending in (self._to_fetch, self._arrived, self._to_compute, self._to_offload):
             pending.put(None)
         for thread in self._threads:
@@ -250,12 +257,19 @@ class GpuWorker:
                 self.send(SCHEDULER, event)
 
     def _await_params(self, operation: ComputeBlock, block: BlockIndex) -> _Fetch:
+        key = (operation.op, block)
         with self._lock:
-            key = (operation.op, block)
-            if not self._lock.wait_for(lambda: key in self._fetches, self.spec.deadline_s):
+            if not self._lock.wait_for(lambda: self._stopping or key in self._fetches, self.spec.deadline_s):
                 raise TimeoutError(f"the params of block {block} in step {operation.step} were never asked for")
-            fetch = self._fetches.pop(key)
-        if not fetch.ready.wait(self.spec.deadline_s):
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+            fetch = self._fetches[key]
+        arrived = fetch.ready.wait(self.spec.deadline_s)
+        with self._lock:
+            del self._fetches[key]
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+        if not arrived:
             raise TimeoutError(
                 f"the params of block {block} in step {operation.step} did not arrive within "
                 f"{self.spec.deadline_s:g} s; {fetch.num_missing} chunks are missing"

@@ -35,10 +35,12 @@ class ModelIo:
         self._read = read
         self._write = write
         self._aborted = threading.Event()
+        self._arrived = threading.Event()  # the chunk that an export reads
 
     def abort(self) -> None:
-        """Ends a load or an export between two chunks."""
+        """Ends a load or an export before its next chunk."""
         self._aborted.set()
+        self._arrived.set()
 
     def load(self) -> Iterator[dict[str, int]]:
         """Writes every chunk's states as those of step 0. Yields {"num_params", "total_params"} as it goes."""
@@ -78,12 +80,13 @@ class ModelIo:
         try:
             for block in layout.blocks:
                 for key in layout.chunk_keys(block.index):
+                    self._arrived.clear()  # before the check: what `abort` sets must stay set
                     self._check()
                     (slot,) = self._slots.acquire(1, spec.deadline_s)
-                    arrived = threading.Event()
-                    self._read(slot, key, (kind,), step, arrived.set)
-                    if not arrived.wait(spec.deadline_s):
+                    self._read(slot, key, (kind,), step, self._arrived.set)
+                    if not self._arrived.wait(spec.deadline_s):
                         raise TimeoutError(f"{key} of step {step} did not arrive within {spec.deadline_s:g} s")
+                    self._check()
                     exporter.write_chunk(key, self._view(slot, key, kind))
                     self._slots.release([slot])
             exporter.finish()

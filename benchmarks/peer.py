@@ -21,8 +21,8 @@ def emit(event: str, **values: Any) -> None:
     print(MARK + json.dumps({"event": event, **values}), flush=True)
 
 
-def run_steps(workload: Workload, folder: Path, train_step: Callable[["torch.Tensor"], float]) -> None:
-    """Run every step of the workload, `train_step(token ids) -> loss`, and report seconds and loss of each."""
+def run_steps(workload: Workload, folder: Path, train_step: Callable[["torch.Tensor", "torch.Tensor"], float]) -> None:
+    """Run every step of the workload, `train_step(inputs, targets) -> loss`; report seconds and loss of each."""
     import numpy as np
     import torch
 
@@ -32,7 +32,7 @@ def run_steps(workload: Workload, folder: Path, train_step: Callable[["torch.Ten
         if index == workload.num_warmup_steps:
             emit("timed")
         start_s = time.perf_counter()
-        loss = train_step(batches[index])
+        loss = train_step(*batches[index])
         emit("step", index=index, step_s=time.perf_counter() - start_s, loss=loss)
     emit("done")
 
@@ -47,12 +47,12 @@ def load_model(folder: Path, *, use_reentrant: bool) -> "PreTrainedModel":
     return model.train()
 
 
-def next_token_loss(model: Any, ids: "torch.Tensor") -> "torch.Tensor":
-    """Mean cross-entropy over all tokens that have a predecessor, computed in fp32. `ids` is (batch, sequence)."""
+def mean_loss(model: Any, inputs: "torch.Tensor", targets: "torch.Tensor") -> "torch.Tensor":
+    """Mean cross-entropy over all positions, computed in fp32. `inputs` and `targets` are (batch, sequence)."""
     import torch
 
-    logits = model(input_ids=ids, use_cache=False).logits  # (batch, sequence, vocab)
-    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    logits = model(input_ids=inputs, use_cache=False).logits  # (batch, sequence, vocab)
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def decay_groups(params: list["torch.Tensor"], weight_decay: float) -> list[dict[str, Any]]:

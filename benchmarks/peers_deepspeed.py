@@ -1,16 +1,21 @@
 """The peer that offloads: DeepSpeed ZeRO-3. `python -m benchmarks.peers_deepspeed FOLDER cpu|nvme SSD_DIR`
 
-Sizes follow the values that Hugging Face's integration calls "auto"; where DeepSpeed's defaults are made for much larger
-models (buffers of 10^8 elements, reduction buckets of 5 * 10^8) they are cut to what these models need, in its favour.
+Where DeepSpeed's defaults are made for much larger models (10^9 live parameters, reduction buckets of 5 * 10^8) they are
+cut to what these models need, in its favour; bucket and persistence sizes are those that Hugging Face's integration calls
+"auto". Tried on NVMe, two cores: overlapping the optimizer's reads and writes with its computation (`pipeline_read`,
+`pipeline_write`) needs three times the buffers, 2 to 6 GB here, and no step came out faster. AIO blocks of 4 MiB, or larger
+prefetch buckets, end in its assertion that a parameter is "already assigned swap buffer"; unlimited live parameters end in
+"Not enough buffers", unless there is a buffer for every tensor of the model.
 """
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer import decay_groups, emit, load_model, next_token_loss, run_steps
-from benchmarks.workload import ModelShape, Workload, read_workload
+from benchmarks.peer import decay_groups, emit, load_model, mean_loss, run_steps
+from benchmarks.workload import Workload, read_workload
 
 MIB = 1 << 20
 
@@ -18,21 +23,12 @@ MIB = 1 << 20
 def deepspeed_config(workload: Workload, device: str, ssd_dir: Path) -> dict[str, Any]:
     """ZeRO-3 with params and optimizer states on `device`: "cpu" or "nvme"."""
     shape = workload.shape
-    offload_param: dict[str, Any] = {"device": device}
-    offload_optimizer: dict[str, Any] = {"device": device}
-    if device == "nvme":
-        offload_param |= {
-            "nvme_path": str(ssd_dir),
-            "buffer_count": 16,  # a layer has 12 tensors, nine of them too small to be swapped
-            "buffer_size": max(shape.vocab, shape.intermediate, shape.hidden) * shape.hidden,
-            "max_in_cpu": 0,
-        }
-        offload_optimizer |= {
-            "nvme_path": str(ssd_dir),
-            "buffer_count": 4,
-            "pipeline_read": True,
-            "pipeline_write": True,
-        }
+    on_nvme = {"nvme_path": str(ssd_dir)} if device == "nvme" else {}
+    param_buffers = {
+        "buffer_count": 16,  # seven matrices a layer, of two layers at once, and the embeddings
+        "buffer_size": max(shape.vocab, shape.intermediate, shape.hidden) * shape.hidden,
+        "max_in_cpu": 0,
+    }
     return {
         "train_micro_batch_size_per_gpu": workload.batch_size,
         "gradient_accumulation_steps": 1,
@@ -40,29 +36,31 @@ def deepspeed_config(workload: Workload, device: str, ssd_dir: Path) -> dict[str
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": offload_param,
-            "offload_optimizer": offload_optimizer,
+            "offload_param": {"device": device, **on_nvme, **(param_buffers if on_nvme else {})},
+            "offload_optimizer": {"device": device, **on_nvme, **({"buffer_count": 4} if on_nvme else {})},
             "reduce_bucket_size": shape.hidden * shape.hidden,
             "stage3_prefetch_bucket_size": int(0.9 * shape.hidden * shape.hidden),
             "stage3_param_persistence_threshold": 10 * shape.hidden,
-            "sub_group_size": sub_group_numel(shape),
+            "stage3_max_live_parameters": int(2.3 * shape.num_layer_params),
+            "stage3_max_reuse_distance": 0,
+            # Elements whose optimizer states are swapped together.
+            "sub_group_size": shape.num_layer_params,
         },
         "aio": {"block_size": MIB, "queue_depth": 32, "thread_count": 2, "overlap_events": True},
     }
 
 
-def sub_group_numel(shape: ModelShape) -> int:
-    """Elements whose optimizer states are swapped together: about a layer."""
-    return 4 * shape.hidden * shape.hidden + 3 * shape.hidden * shape.intermediate
-
-
 def main(folder: Path, device: str, ssd_dir: Path) -> None:
     """Train with DeepSpeed, or report what is missing."""
-    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     try:
         import deepspeed
     except ImportError as error:
-        emit("missing", reason=f"deepspeed is not installed ({error}); pip install 'windlass[bench]'")
+        emit("missing", reason=f"DeepSpeed cannot be imported ({error}); install the extra `bench`")
         return
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -81,8 +79,8 @@ def main(folder: Path, device: str, ssd_dir: Path) -> None:
         model=model, optimizer=optimizer, config=deepspeed_config(workload, device, ssd_dir)
     )
 
-    def train_step(ids: torch.Tensor) -> float:
-        loss = next_token_loss(engine, ids)
+    def train_step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = mean_loss(engine, inputs, targets)
         engine.backward(loss)
         engine.step()
         return loss.item()

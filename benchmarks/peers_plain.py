@@ -1,11 +1,11 @@
-"""The peer that needs no offloading: plain PyTorch with everything in memory. `python -m benchmarks.peers_plain FOLDER`"""
+"""The peer without offloading: plain PyTorch, everything in memory. `python -m benchmarks.peers_plain FOLDER`"""
 
 import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks.peer import decay_groups, load_model, next_token_loss, run_steps
+from benchmarks.peer import decay_groups, load_model, mean_loss, run_steps
 from benchmarks.workload import read_workload
 
 
@@ -24,8 +24,8 @@ def main(folder: Path) -> None:
         fused=True,
     )
 
-    def train_step(ids: torch.Tensor) -> float:
-        loss = next_token_loss(model, ids)
+    def train_step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = mean_loss(model, inputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         for param, master in zip(params, masters, strict=True):
             assert param.grad is not None

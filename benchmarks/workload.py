@@ -11,6 +11,7 @@ from pathlib import Path
 
 WORKLOAD_FILE = "workload.json"
 MODEL_DIR = "model"
+DATASET_DIR = "dataset"
 BATCHES_FILE = "batches.npy"
 
 
@@ -25,11 +26,15 @@ class ModelShape:
     num_heads: int
 
     @property
-    def num_params(self) -> int:
-        """Parameters, input and output embeddings counted apart."""
+    def num_layer_params(self) -> int:
+        """Parameters of a layer."""
         attention = 4 * self.hidden * self.hidden + 3 * self.hidden  # query, key and value have biases
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.num_layers * layer + 2 * self.vocab * self.hidden + self.hidden
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, input and output embeddings counted apart."""
+        return self.num_layers * self.num_layer_params + 2 * self.vocab * self.hidden + self.hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,8 @@ class Workload:
         """Make the folder hold the workload, the model's initial weights and the batches."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / WORKLOAD_FILE).write_text(json.dumps(asdict(self)))
-        subprocess.run([sys.executable, "-W", "ignore", "-m", "benchmarks.workload", str(folder)], check=True)
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.workload", str(folder)]
+        subprocess.run(command, check=True, stderr=subprocess.PIPE)
 
 
 def read_workload(folder: Path) -> Workload:
@@ -68,12 +74,16 @@ def read_workload(folder: Path) -> Workload:
 
 
 def prepare(folder: Path) -> None:
-    """Write initial weights (bf16, from the seed) and batches (random token ids, from the seed) into the folder."""
-    import numpy as np
+    """Write initial weights (bf16) and batches (random token ids), both from the seed, into the folder."""
+    workload = read_workload(folder)
+    _write_model(workload, folder / MODEL_DIR)
+    _write_batches(workload, folder)
+
+
+def _write_model(workload: Workload, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    workload = read_workload(folder)
     shape = workload.shape
     config = Qwen2Config(
         hidden_size=shape.hidden,
@@ -92,9 +102,33 @@ def prepare(folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if model.num_parameters() != shape.num_params:
         raise RuntimeError(f"the model has {model.num_parameters()} parameters where {shape.num_params} were computed")
-    model.save_pretrained(folder / MODEL_DIR)
-    size = (workload.num_steps, workload.batch_size, workload.sequence_length)
-    np.save(folder / BATCHES_FILE, np.random.default_rng(workload.seed).integers(0, shape.vocab, size, dtype=np.int64))
+    model.save_pretrained(folder)
+
+
+def _write_batches(workload: Workload, folder: Path) -> None:
+    """Write the tokens as a prepared dataset, and as an array in the order in which windlass takes them."""
+    import numpy as np
+
+    from windlass.engine.data import FORMAT_VERSION
+    from windlass.engine.dataset import PreparedDataset
+    from windlass.engine.prepare import SplitWriter
+
+    dataset_dir = folder / DATASET_DIR
+    dataset_dir.mkdir(exist_ok=True)
+    generator = np.random.default_rng(workload.seed)
+    with SplitWriter(dataset_dir, "train", workload.sequence_length) as writer:
+        for _ in range(workload.num_steps * workload.batch_size):
+            tokens = generator.integers(0, workload.shape.vocab, workload.sequence_length + 1, dtype=np.int32)
+            writer.append(tokens, np.ones(len(tokens), dtype=np.bool_))
+        split = {name: getattr(writer, name) for name in ("num_examples", "num_tokens", "num_targets")}
+    meta = {"version": FORMAT_VERSION, "sequence_length": workload.sequence_length, "splits": {"train": split}}
+    (dataset_dir / "meta.json").write_text(json.dumps(meta))
+    dataset = PreparedDataset.open(dataset_dir, "train")
+    batches = []
+    for step in range(workload.num_steps):
+        (batch,) = dataset.batch(step, workload.batch_size, 1, workload.seed)
+        batches.append(np.stack([batch.input_ids.numpy(), batch.targets.numpy()]))
+    np.save(folder / BATCHES_FILE, np.stack(batches))  # (steps, inputs and targets, batch, sequence)
 
 
 if __name__ == "__main__":

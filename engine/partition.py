@@ -106,6 +106,11 @@ class StandIn(nn.Module):
         except AttributeError:
             return getattr(object.__getattribute__(self, "layer"), name)
 
+    def train(self, mode: bool = True) -> "StandIn":
+        """Reaches the layer too: dropout is off in evaluation."""
+        self.layer.train(mode)
+        return super().train(mode)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.on_call(self.index, args, kwargs)
 

@@ -240,9 +240,8 @@ def _print(table: Table, empty: str = "") -> None:
     if table.row_count == 0:
         print(empty)
         return
-    # Ids are for copying: where a line is too long for the terminal it wraps there, and is never cut.
-    console = Console()
-    console.print(table, width=max(console.width, 200), soft_wrap=True)
+    # Ids are for copying: a line that is too long for the terminal wraps there, and is never cut.
+    Console(width=1000).print(table)
 
 
 def _time(seconds: int) -> str:

@@ -95,7 +95,7 @@ def doctor(home: Home = None) -> None:
         table.add_row("GPU", f"{gpu.name}, {gpu.memory_nbytes / _GIB:.1f} GiB, driver {gpu.driver_version}")
     if not machine.gpus:
         table.add_row("GPU", "none that may be used; jobs train on the CPU")
-    Console(soft_wrap=True).print(table)
+    Console(width=1000).print(table)
 
 
 def _of(free_nbytes: int, total_nbytes: int) -> str:

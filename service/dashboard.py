@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, Response
@@ -34,7 +35,16 @@ def plotly_script() -> FileResponse:
     return FileResponse(Path(spec.origin).parent / "package_data" / "plotly.min.js", media_type="text/javascript")
 
 
+class _Assets(StaticFiles):
+    """Files that a browser asks about each time, so that no page runs the script of an older release."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
+
+
 def install_dashboard(app: FastAPI) -> None:
     """Add the page and its assets."""
     app.include_router(router)
-    app.mount("/static", StaticFiles(directory=_WEB_DIR / "static", check_dir=False), name="static")
+    app.mount("/static", _Assets(directory=_WEB_DIR / "static", check_dir=False), name="static")

@@ -80,6 +80,7 @@ async def _stream(context: Context, ordinal: int, job_id: str | None) -> AsyncIt
 
 def _read_batch(context: Context, ordinal: int, job_id: str | None) -> tuple[Sequence[JobEvent], bool]:
     with context.database.read() as session:
-        rows = EventRepository(session).since(ordinal, limit=_BATCH_SIZE, job_id=job_id)
+        # The status first: a job that ends in between must not be taken for one that has told all.
         is_finished = job_id is not None and JobRepository(session).get(job_id).status in TERMINAL_STATUSES
+        rows = EventRepository(session).since(ordinal, limit=_BATCH_SIZE, job_id=job_id)
     return rows, is_finished

@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy.orm import Session
@@ -20,6 +21,8 @@ from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.models import Job
 
 _METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
+# What a curve is drawn from, of each step's metrics.
+_CURVE_COLUMNS = ("train_loss", "valid_loss")
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs")
@@ -54,22 +57,25 @@ def list_jobs(request: Request, context: ContextDep, after: str | None = None, l
     if unusable := [key for key in metadata if '"' in key or "\\" in key]:
         raise ApiError(f"metadata: keys have no quotes and no backslashes, got {unusable[0]!r}", param="metadata")
     with context.database.read() as session:
+        # Read first: whoever follows the stream from here on misses nothing that the jobs do not show yet.
+        last_event = EventRepository(session).last_ordinal()
         page = JobRepository(session).page(limit=limit, after=after, metadata=metadata)
-    return {"object": "list", "data": [JobObject.of(job) for job in page.rows], "has_more": page.has_more}
+        data = _with_metrics(session, page.rows)
+    return {"object": "list", "data": data, "has_more": page.has_more, "windlass": {"last_event_ordinal": last_event}}
 
 
 @router.get("/{job_id}")
 def retrieve_job(context: ContextDep, job_id: str) -> JobObject:
     """A job."""
     with context.database.read() as session:
-        return JobObject.of(JobRepository(session).get(job_id))
+        return _with_metrics(session, [JobRepository(session).get(job_id)])[0]
 
 
 @router.post("/{job_id}/cancel")
 def cancel_job(context: ContextDep, job_id: str) -> JobObject:
     """Cancel a job: at once, or, where it is training, as soon as its runner has stopped."""
     with context.database.write() as session:
-        return JobObject.of(JobRepository(session).request_cancel(job_id))
+        return _with_metrics(session, [JobRepository(session).request_cancel(job_id)])[0]
 
 
 @router.post("/{job_id}/pause")
@@ -85,13 +91,31 @@ def resume_job(context: ContextDep, job_id: str) -> JobObject:
 
 
 @router.get("/{job_id}/events")
-def list_events(context: ContextDep, job_id: str, after: str | None = None, limit: _Limit = 20) -> dict[str, Any]:
-    """A page of a job's events, newest first."""
+def list_events(
+    context: ContextDep,
+    job_id: str,
+    after: str | None = None,
+    limit: _Limit = 20,
+    type: Literal["message", "metrics"] | None = None,
+) -> dict[str, Any]:
+    """A page of a job's events, of one type or of both, newest first."""
     ordinal = None if after is None else event_ordinal(after)
     with context.database.read() as session:
         JobRepository(session).get(job_id)
-        page = EventRepository(session).page(job_id, limit=limit, after=ordinal)
+        page = EventRepository(session).page(job_id, limit=limit, after=ordinal, type=type)
     return {"object": "list", "data": [EventObject.of(row) for row in page.rows], "has_more": page.has_more}
+
+
+@router.get("/{job_id}/metrics")
+def get_metrics(context: ContextDep, job_id: str) -> dict[str, Any]:
+    """A job's curves, in columns with one entry for each step that counts: a resumed attempt has replaced its own."""
+    with context.database.read() as session:
+        JobRepository(session).get(job_id)
+        last_event = EventRepository(session).last_ordinal()
+        rows = EventRepository(session).metrics(job_id)
+    columns: dict[str, Any] = {"step": [row.step for row in rows], "attempt": [row.attempt for row in rows]}
+    columns |= {name: [row.data.get(name) for row in rows] for name in _CURVE_COLUMNS}
+    return {"object": "fine_tuning.job.metrics", "job_id": job_id, "last_event_ordinal": last_event, "data": columns}
 
 
 @router.get("/{job_id}/checkpoints")
@@ -103,6 +127,12 @@ def list_checkpoints(context: ContextDep, job_id: str, after: str | None = None,
     data = [CheckpointObject.of(row) for row in page.rows]
     ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
     return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+
+
+def _with_metrics(session: Session, jobs: Iterable[Job]) -> list[JobObject]:
+    rows = list(jobs)
+    last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
+    return [JobObject.of(job, last_metrics.get(job.id)) for job in rows]
 
 
 def _made_before(session: Session, key: str | None, digest: str) -> Job | None:

@@ -91,6 +91,8 @@ class RayCluster:
             # The monitor counts shared memory, where our arenas lie, and kills actors.
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray gives its workers nice 15: any other program on the box would starve a training job.
+            "RAY_worker_niceness": "0",
             # Off, Ray uses the loopback address and listens there only; else it turns 127.0.0.1 into the machine's
             # outer address, listens on every interface, and fails when that address changes.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

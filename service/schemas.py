@@ -148,8 +148,8 @@ class JobObject(BaseModel):
     windlass: dict[str, Any]
 
     @classmethod
-    def of(cls, job: Job) -> "JobObject":
-        """What clients see of a row."""
+    def of(cls, job: Job, last_metrics: dict[str, Any] | None = None) -> "JobObject":
+        """What clients see of a row, and the metrics of the last step."""
         hyperparameters = dict(job.method["supervised"]["hyperparameters"])
         if job.hyperparameters is not None:
             hyperparameters = {
@@ -186,6 +186,7 @@ class JobObject(BaseModel):
                 "started_at": _seconds(job.started_at),
                 "waiting_reason": job.waiting_reason,
                 "cancel_requested": job.cancel_requested,
+                "last_metrics": last_metrics,
             },
         )
 

@@ -8,9 +8,12 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
 
 from windlass.service.errors import describe_value
 from windlass.service.security import is_loopback
+from windlass.storage.sql.database import SUPPORTED_DATABASES
 
 ENV_PREFIX = "WINDLASS_"
 SETTINGS_FILE = "windlass.toml"
@@ -43,6 +46,17 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("database_url")
+    @classmethod
+    def _known_database(cls, value: str) -> str:
+        try:
+            backend = make_url(value).get_backend_name()
+        except ArgumentError as error:
+            raise ValueError(str(error)) from None
+        if backend not in SUPPORTED_DATABASES:
+            raise ValueError(f"must be one of {', '.join(SUPPORTED_DATABASES)}")
+        return value
 
     @field_validator("host")
     @classmethod

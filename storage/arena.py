@@ -109,6 +109,10 @@ class SlotTimeout(RuntimeError):
     """The slots asked for did not come free in time."""
 
 
+class SlotPoolClosed(RuntimeError):
+    """Slots were asked for, or waited for, when their owner was ending."""
+
+
 class SlotMisuse(ValueError):
     """A span was returned that is not a slot of the pool, or is not in use."""
 
@@ -144,6 +148,7 @@ class SlotPool:
         self._in_use: set[Span] = set()
         self._high_water = 0
         self._waiting: deque[object] = deque()
+        self._closed = False
         self._changed = threading.Condition()
 
     def acquire(self, n: int, deadline_s: float) -> list[Span]:
@@ -151,6 +156,7 @@ class SlotPool:
 
         Raises:
             SlotTimeout: fewer than `n` came free in time; none is taken.
+            SlotPoolClosed: the pool was closed, before or meanwhile; none is taken.
         """
         if not 0 <= n <= self.num_slots:
             raise ValueError(f"pool {self.name} has {self.num_slots} slots; {n} were asked for at once")
@@ -159,8 +165,10 @@ class SlotPool:
             self._waiting.append(ticket)
             try:
                 served = self._changed.wait_for(
-                    lambda: self._waiting[0] is ticket and len(self._free) >= n, timeout=deadline_s
+                    lambda: self._closed or (self._waiting[0] is ticket and len(self._free) >= n), timeout=deadline_s
                 )
+                if self._closed:
+                    raise SlotPoolClosed(f"pool {self.name} is closed")
                 if not served:
                     raise SlotTimeout(
                         f"pool {self.name}: {n} slots of {self.slot_nbytes} bytes did not come free within "
@@ -187,6 +195,12 @@ class SlotPool:
                     raise SlotMisuse(f"pool {self.name}: {span} is not a slot in use; released twice, or not ours")
             self._in_use.difference_update(spans)
             self._free.extend(spans)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Hand out no more slots: who waits for one now is told at once. Slots may still be returned."""
+        with self._changed:
+            self._closed = True
             self._changed.notify_all()
 
     @property

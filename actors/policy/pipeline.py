@@ -26,6 +26,7 @@ from windlass.actors.messages import (
     ModelExported,
     ModelLoaded,
     OffloadGrad,
+    Phase,
     PrefetchParams,
     StoreCommitted,
     UpdateBlock,
@@ -92,6 +93,8 @@ class Pipeline:
         self._updating: dict[tuple[int, int], set[ActorName]] = {}
         self._committing: dict[int, set[ActorName]] = {}
         self._exporting = False
+        self._stopped = False
+        self._begun = max(self.committed, 0)  # last step of which anything has been granted
         self._handlers: dict[type[Message], Callable[..., list[Instruction]]] = {
             ModelLoaded: self._on_model_loaded,
             BlockComputed: self._on_block_computed,
@@ -126,11 +129,8 @@ class Pipeline:
 
     def stop_after_current_step(self) -> None:
         """No operation of a step that has not begun is granted any more. Ends with a commit, without an export."""
-        running = [operation.step for operation in self._running.values()]
-        begun = max([self.committed, *running, *self._steps], default=0)
-        if self._next is not None and any(step == self._next.step for step in running):
-            begun = max(begun, self._next.step)
-        self.last_step = min(self.last_step, begun)
+        self._stopped = True
+        self.last_step = min(self.last_step, self._begun)
 
     @property
     def finished(self) -> bool:
@@ -161,6 +161,7 @@ class Pipeline:
         return []
 
     def _on_backward_done(self, event: BlockBackwardDone) -> list[Instruction]:
+        self._settle("gradient", event.step, event.block, self.shape.gpu_worker)
         updates = self._steps.setdefault(event.step, _StepUpdates())
         updates.num_backward_done += 1
         updates.grad_sq_sum += event.grad_sq_sum
@@ -168,8 +169,8 @@ class Pipeline:
         if updates.num_backward_done == self.shape.num_blocks and self.shape.clip_norm is not None:
             norm = math.sqrt(updates.grad_sq_sum)
             self.grad_norms[event.step] = norm
-            # As torch.nn.utils.clip_grad_norm_ has it.
-            updates.grad_scale = min(1.0, self.shape.clip_norm / (norm + 1e-6))
+            # As torch.nn.utils.clip_grad_norm_ has it; in this order a norm that is NaN gives NaN, and is not hidden.
+            updates.grad_scale = min(self.shape.clip_norm / (norm + 1e-6), 1.0)
             for block, chunks in updates.kept.items():
                 self._queue_update(event.step, block, chunks)
             updates.kept.clear()
@@ -222,7 +223,7 @@ class Pipeline:
 
     def _is_cut(self, operation: Operation) -> bool:
         """A job that was told to stop neither evaluates nor exports after its last step."""
-        return operation.version == operation.step == self.last_step < self.shape.total_steps
+        return self._stopped and operation.version == operation.step == self.last_step
 
     def _grant_operations(self) -> list[Instruction]:
         granted: list[Instruction] = []
@@ -238,6 +239,7 @@ class Pipeline:
             if any(self.versions[block] < operation.version for block in blocks):
                 break
             self._running[operation.op] = operation
+            self._begun = operation.step
             self._next = next(self._program, None)
             granted.extend(self._compute(operation, blocks))
         return granted
@@ -321,8 +323,7 @@ class Pipeline:
 
     def _issue(self, instructions: list[Instruction], now_s: float) -> list[Instruction]:
         for instruction in instructions:
-            key, what = _wait_of(instruction.message)
-            if key is not None:
+            for key, what in _waits_of(instruction.message):
                 wait = Wait(since_s=now_s, actor=instruction.to, what=what)
                 self.waits[(*key, instruction.to)] = wait
         return instructions
@@ -339,26 +340,26 @@ class Pipeline:
         return self.shape.gpu_worker
 
 
-def _wait_of(message: Message) -> tuple[tuple[str, int, int] | None, str]:
-    """What an instruction makes the scheduler wait for, and its name for people."""
+def _waits_of(message: Message) -> list[tuple[tuple[str, int, int], str]]:
+    """What an instruction makes the scheduler wait for, and its names for people."""
     match message:
         case LoadModel():
-            return ("load", 0, 0), "loading the model"
+            return [(("load", 0, 0), "loading the model")]
         case ComputeBlock():
-            what = f"the {message.phase} of block {message.block} in step {message.step}"
-            return ("compute", message.op, message.block), what
+            where = f"of block {message.block} in step {message.step}"
+            computed = (("compute", message.op, message.block), f"the {message.phase} {where}")
+            if message.phase not in (Phase.HEAD, Phase.BACKWARD):
+                return [computed]
+            return [computed, (("gradient", message.step, message.block), f"the gradient {where}")]
         case OffloadGrad():
             what = f"the gradient offload of block {message.block} in step {message.step}"
-            return ("offload", message.step, message.block), what
+            return [(("offload", message.step, message.block), what)]
         case UpdateBlock():
-            return (
-                "update",
-                message.step,
-                message.block,
-            ), f"the update of block {message.block} in step {message.step}"
+            what = f"the update of block {message.block} in step {message.step}"
+            return [(("update", message.step, message.block), what)]
         case CommitStore():
-            return ("commit", message.step, 0), f"the commit of step {message.step}"
+            return [(("commit", message.step, 0), f"the commit of step {message.step}")]
         case ExportModel():
-            return ("export", message.step, 0), f"the export of step {message.step}"
+            return [(("export", message.step, 0), f"the export of step {message.step}")]
         case _:
-            return None, ""
+            return []

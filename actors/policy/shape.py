@@ -54,23 +54,35 @@ class Operation:
 
 
 def program(shape: JobShape, first_step: int) -> Iterator[Operation]:
-    """All operations from `first_step` on, in the order in which they run."""
-    op = 0
-    for step in range(first_step, shape.total_steps + 1):
-        for phase, block, group, version in _operations_of_step(shape, step):
-            op += 1
-            yield Operation(
-                op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group
-            )
+    """All operations from `first_step` on, in the order in which they run.
+
+    Past the last step, what follows that step: a runner may have been lost between the last commit and the export.
+    """
+    operations = (
+        (step, *operation)
+        for step in range(first_step, shape.total_steps + 1)
+        for operation in (*_training(shape, step), *_afterwards(shape, step))
+    )
+    if first_step > shape.total_steps:
+        operations = ((shape.total_steps, *operation) for operation in _afterwards(shape, shape.total_steps))
+    for op, (step, phase, block, group, version) in enumerate(operations, start=1):
+        yield Operation(
+            op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group
+        )
 
 
-def _operations_of_step(shape: JobShape, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
+def _training(shape: JobShape, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
     head = shape.num_blocks - 1
     for block in range(head):
         yield Phase.FORWARD, block, 0, step - 1
     yield Phase.HEAD, head, 0, step - 1
     for block in reversed(range(head)):
         yield Phase.BACKWARD, block, 0, step - 1
+
+
+def _afterwards(shape: JobShape, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
+    """Evaluation and export, where they are due."""
+    head = shape.num_blocks - 1
     last = step == shape.total_steps
     if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
         for group in range(shape.num_evaluation_groups):

@@ -1,4 +1,8 @@
-"""Opens a database: connections, transactions, schema."""
+"""Opens a database: connections, transactions, schema.
+
+One writer at a time, in SQLite by nature and in PostgreSQL by a lock. A writer may therefore read, decide and write,
+and events become visible in the order of their ordinals, so that whoever follows them by ordinal misses none.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,11 +11,15 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.orm import Session
+
+SUPPORTED_DATABASES = ("sqlite", "postgresql")
 
 _BUSY_TIMEOUT_MS = 15_000
 _WRITES = "windlass_writes"
+# Any number will do that no other user of the same PostgreSQL database locks.
+_WRITER_LOCK = 0x77696E646C617373
 
 
 class Database:
@@ -19,12 +27,12 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self._engine = _open_engine(url)
-        # The option reaches `_begin_sqlite` below; both share one pool.
+        # The option reaches the functions below that begin a transaction; both engines share one pool.
         self._writing_engine = self._engine.execution_options(**{_WRITES: True})
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """One snapshot to read from; nothing is kept of what the block may change."""
+        """A transaction to read in; nothing is kept of what the block may change."""
         with Session(self._engine, expire_on_commit=False) as session:
             yield session
 
@@ -53,10 +61,15 @@ def migrate(url: str) -> None:
 
 
 def _open_engine(url: str) -> Engine:
+    backend = make_url(url).get_backend_name()
+    if backend not in SUPPORTED_DATABASES:
+        raise ValueError(f"the database must be one of {', '.join(SUPPORTED_DATABASES)}, got {backend!r}")
     engine = create_engine(url)
-    if engine.dialect.name == "sqlite":
+    if backend == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
+    else:
+        event.listen(engine, "begin", _begin_postgresql)
     return engine
 
 
@@ -73,5 +86,14 @@ def _set_up_sqlite(dbapi_connection: Any, _record: Any) -> None:
 def _begin_sqlite(connection: Connection) -> None:
     # A transaction that reads first and writes later fails at once if another wrote in between, whatever the timeout.
     # Writers therefore take the write lock at the start.
-    writes = connection.get_execution_options().get(_WRITES, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if _writes(connection) else "BEGIN")
+
+
+def _begin_postgresql(connection: Connection) -> None:
+    if _writes(connection):
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {_BUSY_TIMEOUT_MS}")
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITER_LOCK})")
+
+
+def _writes(connection: Connection) -> bool:
+    return bool(connection.get_execution_options().get(_WRITES, False))

@@ -1,10 +1,10 @@
 """The events of jobs, and the checkpoints and metrics that come with them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, tuple_
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound
@@ -42,9 +42,11 @@ class EventRepository:
         self._session.flush()
         return event
 
-    def page(self, job_id: str, *, limit: int, after: int | None) -> Page[JobEvent]:
-        """A job's events, newest first; those older than the ordinal `after`, which must be one of them."""
+    def page(self, job_id: str, *, limit: int, after: int | None, type: str | None = None) -> Page[JobEvent]:
+        """A job's events, of one type or both, newest first; those older than `after`, which must be one of them."""
         query = select(JobEvent).where(JobEvent.job_id == job_id).order_by(JobEvent.ordinal.desc()).limit(limit + 1)
+        if type is not None:
+            query = query.where(JobEvent.type == type)
         if after is not None:
             last = self._session.get(JobEvent, after)
             if last is None or last.job_id != job_id:
@@ -67,6 +69,14 @@ class EventRepository:
         """The metrics of each step that counts, in order of steps."""
         query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step)
         return self._session.scalars(query).all()
+
+    def last_metrics(self, job_ids: Collection[str]) -> dict[str, dict[str, Any]]:
+        """The metrics of the last step of each of these jobs that has any."""
+        last = select(JobMetrics.job_id, func.max(JobMetrics.step)).where(JobMetrics.job_id.in_(job_ids))
+        query = select(JobMetrics).where(
+            tuple_(JobMetrics.job_id, JobMetrics.step).in_(last.group_by(JobMetrics.job_id))
+        )
+        return {row.job_id: row.data for row in self._session.scalars(query)}
 
     def checkpoints(self, job_id: str, *, limit: int, after: str | None) -> Page[Checkpoint]:
         """A job's checkpoints, latest step first; NotFound if `after` is not one of them."""

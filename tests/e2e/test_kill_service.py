@@ -87,5 +87,6 @@ def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
     assert model_id in installation.ok("models")
-    assert "step_metrics.csv" in installation.ok("files")
+    files = installation.ok("files")
+    assert all(name in files for name in ("step_metrics.csv", "train.jsonl", "valid.jsonl")), files
     installation.ok("down")

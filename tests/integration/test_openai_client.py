@@ -218,6 +218,23 @@ def test_a_file_over_the_limit_gets_its_answer(client: OpenAI) -> None:
     assert list(client.files.list()) == []
 
 
+@pytest.mark.usefixtures("_server")
+def test_a_client_that_sends_all_before_it_reads_still_gets_its_answer(settings: Settings) -> None:
+    num_nbytes = 30 * 1024**2
+    head = (
+        "POST /v1/files HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Connection: close",
+        "Content-Type: multipart/form-data; boundary=x",
+        f"Content-Length: {num_nbytes}",
+        "\r\n",
+    )
+    with socket.create_connection((settings.host, settings.port), timeout=_DEADLINE_S) as connection:
+        connection.sendall("\r\n".join(head).encode())
+        connection.sendall(b"x" * num_nbytes)
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
 def test_idempotency_key(client: OpenAI, file_id: str) -> None:
     def create(**more: Any) -> str:
         return client.fine_tuning.jobs.create(

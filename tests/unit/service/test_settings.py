@@ -48,6 +48,8 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ("port = 99999", "port = 99999: Input should be less than or equal to 65535"),
         ('port = "x"', "port = 'x': Input should be a valid integer"),
         ('host = "0.0.0.0"', "host = '0.0.0.0': must be a loopback address"),
+        ('database_url = "mysql://h/d"', "database_url = 'mysql://h/d': must be one of sqlite, postgresql"),
+        ('database_url = "windlass.db"', "database_url = 'windlass.db': Could not parse SQLAlchemy URL"),
         ("max_file_mib = 0", "max_file_mib = 0: Input should be greater than or equal to 1"),
         ("prot = 1", "prot = 1: there is no such setting; there are database_url, "),
         ('home = "/x"', "home = '/x': there is no such setting"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.exc import IntegrityError
 
 from windlass.storage.sql.database import Database, migrate
@@ -20,7 +20,7 @@ def test_migrations_build_the_schema_that_the_models_describe(url: str) -> None:
     engine = create_engine(url)
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
-        tables = set(connection.execute(text("SELECT name FROM sqlite_master WHERE type = 'table'")).scalars())
+        tables = set(inspect(connection).get_table_names())
     engine.dispose()
     assert tables >= {"files", "jobs", "job_events", "job_metrics", "checkpoints"}
 
@@ -41,6 +41,11 @@ def test_migrate_may_run_again_and_at_once_from_two_places(url: str) -> None:
         thread.join()
     migrate(url)
     assert failures == []
+
+
+def test_other_databases_are_refused() -> None:
+    with pytest.raises(ValueError, match="one of sqlite, postgresql, got 'mysql'"):
+        Database("mysql://localhost/windlass")
 
 
 def test_sqlite_is_set_up_for_several_processes(database: Database) -> None:

@@ -1,0 +1,56 @@
+"""What a report says of the machine: nothing that names it or its owner."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGES = ("torch", "transformers", "ray", "deepspeed", "numpy")
+
+
+def describe_machine(directory: Path) -> list[tuple[str, str]]:
+    """(what, value) rows: processor, memory, the file system under `directory`, kernel, versions."""
+    return [
+        ("processor", f"{_cpu_model()}, {num_cores()} cores"),
+        ("memory", f"{_memory_nbytes() / 2**30:.1f} GiB"),
+        ("disk", f"{file_system(directory)} file system"),
+        ("kernel", f"{platform.system()} {platform.release()}, {platform.machine()}"),
+        ("Python", platform.python_version()),
+        *((name, _version(name)) for name in _PACKAGES),
+    ]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def file_system(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the file system that holds `directory`: "ext4"."""
+    resolved = directory.resolve()
+    best, kind = -1, "unknown"
+    for line in mounts.read_text().splitlines():
+        _, mount, found, *_ = line.split(" ")
+        # Blanks are written in octal.
+        path = Path(mount.replace("\\040", " "))
+        if resolved.is_relative_to(path) and len(path.parts) >= best:
+            best, kind = len(path.parts), found
+    return kind
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _memory_nbytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

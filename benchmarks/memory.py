@@ -1,0 +1,98 @@
+"""Does host memory grow with the model? `python -m benchmarks.memory [--quick]`
+
+Trains two models of the same width and different depth through the real processes under Ray, clipping off, and compares
+the peak memory of everything that runs (PSS, arenas, Ray itself) with what the model states grew by.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.contenders import Contender, rounds, run_contender
+from benchmarks.machine import num_cores
+from benchmarks.report import GIB, Report, spread
+from benchmarks.step import contenders
+from benchmarks.workload import ModelShape, Workload
+
+_STATE_NBYTES = 14  # a parameter at rest: bf16 param, fp32 master and moments
+MIB = 1 << 20
+
+
+def workload_of(num_layers: int, *, quick: bool) -> Workload:
+    """The same width whatever the depth."""
+    hidden = 256 if quick else 512
+    shape = ModelShape(hidden=hidden, num_layers=num_layers, vocab=4096, intermediate=11 * hidden // 4, num_heads=8)
+    return Workload(
+        shape=shape,
+        batch_size=1,
+        sequence_length=128,
+        num_warmup_steps=1,
+        num_timed_steps=2 if quick else 4,
+        num_threads=num_cores(),
+        seed=1,
+    )
+
+
+def growth_share(peaks: dict[int, list[int]], num_params: dict[int, int]) -> float:
+    """Extra bytes at the peak over extra bytes of model states, from the shallow model to the deep one."""
+    shallow, deep = min(peaks), max(peaks)
+    extra_nbytes = statistics.median(peaks[deep]) - statistics.median(peaks[shallow])
+    return extra_nbytes / (_STATE_NBYTES * (num_params[deep] - num_params[shallow]))
+
+
+def main() -> None:
+    """Measure, report, end with the line of ratios."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="narrow models, one round")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
+    options = parser.parse_args()
+    workloads = {depth: workload_of(depth, quick=options.quick) for depth in (8, 32)}
+    num_rounds = 1 if options.quick else 3
+    shape = workloads[8].shape
+    configuration = {
+        "form": "quick" if options.quick else "full",
+        "rounds": num_rounds,
+        "model": f"Qwen2 shape: hidden {shape.hidden}, vocabulary {shape.vocab}, intermediate {shape.intermediate}",
+        "training": f"bf16, batch 1 x {workloads[8].sequence_length}, no clipping, {workloads[8].num_threads} threads",
+    }
+    report = Report("Host memory over depth", options.directory, configuration)
+    peaks: dict[int, list[int]] = {depth: [] for depth in workloads}
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as directory:
+        folders = {str(depth): Path(directory).resolve() / f"{depth}-layers" for depth in workloads}
+        for depth, workload in workloads.items():
+            workload.write(folders[str(depth)])
+        deep_and_shallow = [windlass(str(depth), folders[str(depth)] / "ssd") for depth in workloads]
+        for contender in rounds(deep_and_shallow, num_rounds):
+            depth = int(contender.name)
+            run = run_contender(contender, workloads[depth], folders[contender.name])
+            peaks[depth].append(run.run_peak_nbytes)
+    report.add_table(
+        ("layers", "parameters, M", "model states, GiB", "peak of the run, MiB"),
+        [
+            (
+                str(depth),
+                f"{workload.shape.num_params / 1e6:.1f}",
+                f"{_STATE_NBYTES * workload.shape.num_params / GIB:.2f}",
+                spread(peaks[depth], scale=MIB, digits=0),
+            )
+            for depth, workload in workloads.items()
+        ],
+    )
+    report.add(
+        "Spreads are median (smallest to largest). The peak is of all processes, Ray's own and the arena included."
+    )
+    num_params = {depth: workload.shape.num_params for depth, workload in workloads.items()}
+    report.finish({"depth_growth_share": growth_share(peaks, num_params)})
+
+
+def windlass(name: str, ssd_dir: Path) -> Contender:
+    """Windlass as a contender, under another name."""
+    ours = contenders(ssd_dir)[0]
+    return Contender(
+        name=name, title=ours.title, module=ours.module, arguments=ours.arguments, shm_pattern=ours.shm_pattern
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Step time and memory: windlass beside plain PyTorch, DeepSpeed and the limits. `python -m benchmarks.step [--quick]`
+
+All contenders train the same model from the same weights on the same batches with the same number of threads, one after
+the other, for several rounds in alternating order; the first steps of every run are left out of the times. A step's limit
+is the larger of plain PyTorch's step and the time that its SSD bytes take at the mixed bandwidth measured between runs.
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import Contender, ContenderFailedError, ContenderRun, rounds, run_contender
+from benchmarks.machine import num_cores
+from benchmarks.report import GIB, Report, ratio, spread
+from benchmarks.ssd_mix import SETTINGS, MixFiles, mixed_bytes_per_s
+from benchmarks.workload import ModelShape, Workload
+
+# Bytes of a step per parameter: params twice and the states once in, params and states out.
+_READ_SHARE = 16 / (16 + 14)
+_NUM_SSD_DIRS = 2  # as many as windlass uses by default
+_KEYS = (
+    "step_over_plain",
+    "step_over_limit",
+    "step_over_deepspeed_cpu",
+    "step_over_deepspeed_nvme",
+    "peak_over_deepspeed_nvme",
+    "control_share",
+    "loss_difference",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One form of the benchmark: what is trained, how often, how long the SSDs are measured."""
+
+    workloads: Mapping[str, Workload]
+    num_rounds: int
+    mix_s: float
+    mix_file_nbytes: int
+
+
+@dataclass(slots=True)
+class SizeResults:
+    """All that was measured for one model size."""
+
+    runs: dict[str, list[ContenderRun]] = field(default_factory=lambda: defaultdict(list))
+    mix_bytes_per_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def step_s(self, name: str) -> list[float]:
+        """Timed steps of a contender, all rounds."""
+        return [step_s for run in self.runs[name] for step_s in run.step_s]
+
+    def median_step_s(self, name: str) -> float | None:
+        """None where the contender is missing."""
+        steps = self.step_s(name)
+        return statistics.median(steps) if steps else None
+
+    def peaks(self, name: str) -> list[int]:
+        """Peak memory while steps run, of every round."""
+        return [run.steps_peak_nbytes for run in self.runs[name] if run.missing is None]
+
+    @property
+    def best_mix_bytes_per_s(self) -> float:
+        """The mixed bandwidth: the median of the setting whose median is largest."""
+        return max(statistics.median(values) for values in self.mix_bytes_per_s.values())
+
+    def ssd_s(self, name: str) -> float | None:
+        """Seconds that a step's SSD bytes take at the mixed bandwidth; None where the contender reports no bytes."""
+        counted = [sum(run.ssd_nbytes) for run in self.runs[name] if run.ssd_nbytes is not None]
+        return statistics.median(counted) / self.best_mix_bytes_per_s if counted else None
+
+
+def contenders(ssd_dir: Path) -> list[Contender]:
+    """Windlass first, then its peers."""
+    ssd_dirs = tuple(str(ssd_dir / f"windlass-{index}") for index in range(_NUM_SSD_DIRS))
+    deepspeed = "benchmarks.peers_deepspeed"
+    return [
+        Contender(
+            name="ssd",
+            title="windlass, states on SSD",
+            module="benchmarks.windlass_runner",
+            arguments=ssd_dirs,
+            shm_pattern="windlass-benchmark-*.arena",
+        ),
+        Contender(name="plain", title="plain PyTorch, in memory", module="benchmarks.peers_plain"),
+        Contender(
+            name="deepspeed_cpu",
+            title="DeepSpeed ZeRO-3, CPU offload",
+            module=deepspeed,
+            arguments=("cpu", str(ssd_dir)),
+        ),
+        Contender(
+            name="deepspeed_nvme",
+            title="DeepSpeed ZeRO-3, NVMe offload",
+            module=deepspeed,
+            arguments=("nvme", str(ssd_dir)),
+        ),
+    ]
+
+
+def measure(workload: Workload, plan: Plan, directory: Path) -> SizeResults:
+    """Run all rounds of one model size. A peer that fails is missing; windlass must not fail."""
+    results = SizeResults()
+    workload.write(directory / "workload")
+    ssd_dir = directory / "ssd"
+    ssd_dir.mkdir()
+    for contender in rounds(contenders(ssd_dir), plan.num_rounds):
+        if any(run.missing for run in results.runs[contender.name]):
+            continue
+        try:
+            run = run_contender(contender, workload, directory / "workload")
+        except ContenderFailedError as error:
+            if contender.name == "ssd":
+                raise
+            run = ContenderRun(missing=str(error))
+        results.runs[contender.name].append(run)
+        if contender.name in ("ssd", "plain"):
+            measure_mix(results, plan, ssd_dir)
+    return results
+
+
+def measure_mix(results: SizeResults, plan: Plan, ssd_dir: Path) -> None:
+    """Measure the mixed bandwidth once in every setting."""
+    with MixFiles([ssd_dir / f"mix-{index}" for index in range(_NUM_SSD_DIRS)], plan.mix_file_nbytes) as files:
+        for setting in SETTINGS:
+            name = f"{setting.num_threads} threads, {setting.block_nbytes >> 20} MiB"
+            results.mix_bytes_per_s[name].append(mixed_bytes_per_s(files, setting, _READ_SHARE, plan.mix_s))
+
+
+def loss_difference(runs: Sequence[ContenderRun], reference: Sequence[ContenderRun]) -> float | None:
+    """The largest relative difference of any step's loss from the reference's first run; None without a reference."""
+    if not runs or not reference or reference[0].missing is not None:
+        return None
+    expected = reference[0].losses
+    return max(abs(loss - want) / abs(want) for run in runs for loss, want in zip(run.losses, expected, strict=True))
+
+
+def ratios_of(results: SizeResults, name: str) -> dict[str, float | None]:
+    """The keys of one way to run windlass."""
+    step_s, plain_s, ssd_s = results.median_step_s(name), results.median_step_s("plain"), results.ssd_s(name)
+    limit_s = max(plain_s, ssd_s) if plain_s is not None and ssd_s is not None else None
+    controls = [run.control_s for run in results.runs[name] if run.control_s is not None]
+    control_s = statistics.median(controls) if controls else None
+    nvme_peaks = results.peaks("deepspeed_nvme")
+    nvme_peak = float(statistics.median(nvme_peaks)) if nvme_peaks else None
+    return {
+        "step_over_plain": ratio(step_s, plain_s),
+        "step_over_limit": ratio(step_s, limit_s),
+        "step_over_deepspeed_cpu": ratio(step_s, results.median_step_s("deepspeed_cpu")),
+        "step_over_deepspeed_nvme": ratio(step_s, results.median_step_s("deepspeed_nvme")),
+        "peak_over_deepspeed_nvme": ratio(statistics.median(results.peaks(name)), nvme_peak),
+        "control_share": ratio(control_s, step_s * num_cores() if step_s is not None else None),
+        "loss_difference": loss_difference(results.runs[name], results.runs["plain"]),
+    }
+
+
+def add_results(report: Report, title: str, results: SizeResults, directory: Path) -> None:
+    """Write the tables of one model size."""
+    report.add("", f"## {title}")
+    rows, notes = [], []
+    for contender in contenders(directory):
+        runs = results.runs[contender.name]
+        reason = next((run.missing for run in runs if run.missing), None)
+        if reason is not None:
+            notes.append(f"{contender.title} is missing: {reason}")
+            rows.append((contender.title, "missing", "", "", "", ""))
+            continue
+        moved = [run.ssd_nbytes for run in runs if run.ssd_nbytes is not None]
+        read, written = (spread([each[i] for each in moved], scale=GIB) if moved else "" for i in (0, 1))
+        rows.append(
+            (
+                contender.title,
+                spread(results.step_s(contender.name)),
+                spread([run.steps_peak_nbytes for run in runs], scale=GIB),
+                spread([run.run_peak_nbytes for run in runs], scale=GIB),
+                read,
+                written,
+            )
+        )
+    header = ("contender", "step, s", "peak in steps, GiB", "peak of the run, GiB", "SSD read, GiB", "SSD written, GiB")
+    report.add_table(header, rows)
+    report.add(*notes)
+    mix_rows = [(name, spread(values, scale=1e9)) for name, values in results.mix_bytes_per_s.items()]
+    report.add_table(("mixed O_DIRECT bandwidth", "GB/s"), mix_rows)
+    ssd_s = results.ssd_s("ssd")
+    if ssd_s is not None:
+        report.add(
+            f"A step's SSD bytes of windlass take {ssd_s:.2f} s at {results.best_mix_bytes_per_s / 1e9:.2f} GB/s."
+        )
+
+
+def full_plan(num_threads: int) -> Plan:
+    """The two sizes that results are quoted for."""
+    common: dict[str, Any] = {"sequence_length": 256, "num_threads": num_threads, "seed": 1}
+    small = ModelShape(hidden=1024, num_layers=12, vocab=8192, intermediate=2816, num_heads=16)
+    large = ModelShape(hidden=2048, num_layers=12, vocab=8192, intermediate=5632, num_heads=16)
+    return Plan(
+        workloads={
+            "171M": Workload(shape=small, batch_size=4, num_warmup_steps=2, num_timed_steps=6, **common),
+            "650M": Workload(shape=large, batch_size=1, num_warmup_steps=2, num_timed_steps=4, **common),
+        },
+        num_rounds=3,
+        mix_s=1.5,
+        mix_file_nbytes=1 << 30,
+    )
+
+
+def quick_plan(num_threads: int) -> Plan:
+    """Shows that everything runs; its figures mean little."""
+    shape = ModelShape(hidden=1024, num_layers=2, vocab=2048, intermediate=2816, num_heads=16)
+    workload = Workload(
+        shape=shape,
+        batch_size=1,
+        sequence_length=128,
+        num_warmup_steps=1,
+        num_timed_steps=2,
+        num_threads=num_threads,
+        seed=1,
+    )
+    return Plan(workloads={"quick": workload}, num_rounds=1, mix_s=0.3, mix_file_nbytes=1 << 28)
+
+
+def main() -> None:
+    """Measure, report, end with the line of ratios."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, one round")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the SSD to measure (default: here)")
+    options = parser.parse_args()
+    plan = (quick_plan if options.quick else full_plan)(num_cores())
+    configuration = {
+        "form": "quick" if options.quick else "full",
+        "rounds": plan.num_rounds,
+        "precision": "bf16 with fp32 master and moments, every layer recomputed, no clipping",
+        **{name: describe(workload) for name, workload in plan.workloads.items()},
+    }
+    report = Report("Step time and memory", options.directory, configuration)
+    ratios: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as directory:
+        for title, workload in plan.workloads.items():
+            size_dir = Path(directory).resolve() / title
+            results = measure(workload, plan, size_dir)
+            add_results(report, title, results, size_dir)
+            # There is no tier but the SSD for a plan to choose yet.
+            ratios[title] = {"ssd": ratios_of(results, "ssd"), "plan": dict.fromkeys(_KEYS)}
+    report.add(
+        "",
+        "Spreads are median (smallest to largest). Ratios are of medians. `plan` is null: all plans rest states on SSD.",
+    )
+    report.finish(ratios)
+
+
+def describe(workload: Workload) -> str:
+    """A workload in one line."""
+    shape = workload.shape
+    return (
+        f"Qwen2 shape: hidden {shape.hidden}, {shape.num_layers} layers, vocabulary {shape.vocab}, intermediate "
+        f"{shape.intermediate}, {shape.num_heads} heads, {shape.num_params / 1e6:.1f} M parameters; batch "
+        f"{workload.batch_size} x {workload.sequence_length}; {workload.num_threads} threads; "
+        f"{workload.num_warmup_steps} warm-up and {workload.num_timed_steps} timed steps a run"
+    )
+
+
+if __name__ == "__main__":
+    main()

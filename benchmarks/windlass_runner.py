@@ -1,0 +1,168 @@
+"""windlass as a contender: a job on Ray. `python -m benchmarks.windlass_runner FOLDER SSD_DIR...`
+
+This process stands in for the dispatcher: it starts the Ray daemon and the job's runner, and reads the journal.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import ray
+
+from benchmarks.control_share import control_seconds, role_of
+from benchmarks.peer import emit
+from benchmarks.pss import process_tree, thread_seconds
+from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
+from windlass.actors.deploy import find_runner, start_runner
+from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
+from windlass.actors.journal import METRICS, OUTCOME, JournalReader, JournalRecord
+from windlass.service.job_specs import Machinery
+from windlass.service.ray_cluster import RayCluster
+from windlass.storage.ids import Attempt, JobId, Precision
+
+_POLL_S = 0.05
+_DEADLINE_S = 300.0
+# What the scheduler writes into the journal between loading the model and the first step.
+_TRAINING_BEGINS = "training begins"
+
+
+class WindlassFailedError(Exception):
+    """The job did not end with a model."""
+
+
+def main(folder: Path, ssd_dirs: Sequence[Path]) -> None:
+    """Train the workload as a job, tell of its steps, and end everything that was started."""
+    workload = read_workload(folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="home-") as home:
+        run(workload, job_spec(workload, folder, Path(home), ssd_dirs), Path(home), ssd_dirs)
+
+
+def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path]) -> None:
+    """Run one job under a Ray daemon of its own."""
+    check_model(spec, home)
+    cluster = RayCluster(home)
+    try:
+        cluster.ensure_running(num_cpus=workload.num_threads, num_gpus=0)
+        cluster.connect()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # only now: Ray sets handlers of its own
+        emit("processes", pids=cluster.pids)
+        start_runner(spec)
+        follow(spec, workload, ssd_dirs, cluster.pids)
+    finally:
+        ray.shutdown()
+        cluster.stop()
+
+
+def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Path]) -> JobSpec:
+    """The workload as a job of the service, with the threads that the service gives it."""
+    machinery = Machinery(num_cores=workload.num_threads, num_gpus=0)
+    return JobSpec(
+        job=JobId("benchmark"),
+        attempt=Attempt(1),
+        model_dir=str(folder / MODEL_DIR),
+        initialization=Initialization.WEIGHTS,
+        layout_file=str(home / "layout.json"),
+        dataset_dir=str(folder / DATASET_DIR),
+        num_validation_examples=0,
+        job_dir=str(home),
+        output_dir=str(home / "trained"),
+        ssd_dirs=tuple(str(directory) for directory in ssd_dirs),
+        arena_dir="/dev/shm",
+        hyperparameters=Hyperparameters(
+            epochs=1,
+            batch_size=workload.batch_size,
+            num_microbatches=1,
+            sequence_length=workload.sequence_length,
+            learning_rate=workload.learning_rate,
+            warmup_steps=0,
+            schedule=Schedule.CONSTANT,
+            weight_decay=workload.weight_decay,
+            beta1=workload.beta1,
+            beta2=workload.beta2,
+            epsilon=workload.epsilon,
+            clip_norm=None,
+            precision=Precision.BF16,
+            seed=workload.seed,
+        ),
+        total_steps=workload.num_steps,
+        checkpoint_every=None,
+        evaluate_every=None,
+        num_cpu_optimizers=1,
+        compute_threads=machinery.compute_threads,
+        optimizer_threads=machinery.optimizer_threads,
+        host_memory_nbytes=None,
+        deadline_s=_DEADLINE_S,
+    )
+
+
+def check_model(spec: JobSpec, home: Path) -> None:
+    """What the service does before a job starts: check the model, write its layout. Raises `WindlassFailedError`."""
+    result_path = home / "check.json"
+    command = [sys.executable, "-m", "windlass.engine.check_model"]
+    command += ["--model-dir", spec.model_dir, "--layout-file", spec.layout_file, "--result", str(result_path)]
+    subprocess.run(command, check=True)
+    result = json.loads(result_path.read_text())
+    if not result["ok"]:
+        raise WindlassFailedError(f"the model was refused: {result['error']['message']}")
+
+
+def follow(spec: JobSpec, workload: Workload, ssd_dirs: Sequence[Path], ray_pids: Sequence[int]) -> None:
+    """Tell of the job's steps as they are committed, and in the end of its bytes and its control time."""
+    committed: dict[int, JournalRecord] = {}
+    first, last = workload.num_warmup_steps, workload.num_steps
+    before = after = {}
+    pids: set[int] = set()
+    is_training = False
+    for record in records(spec):
+        if _TRAINING_BEGINS in record.message:
+            is_training = True
+            emit("ready")
+        if record.kind != METRICS:
+            continue
+        if not is_training:
+            raise WindlassFailedError(f"the journal does not say {_TRAINING_BEGINS!r} before the first step")
+        step = int(record.data["step"])
+        committed[step] = record
+        emit("step", index=step - 1, step_s=record.data["step_s"], loss=record.data["train_loss"])
+        if step == first:
+            emit("timed")
+            pids = process_tree([*ray_pids])
+            before = thread_seconds(pids)
+        elif step == last:
+            after = thread_seconds(pids)
+            roles = {pid: role_of(pid, ssd_dirs) for pid in pids}
+            emit("done")
+    if len(committed) != last:
+        raise WindlassFailedError(f"{len(committed)} of {last} steps were committed")
+    moved = [
+        (committed[last].data[name] - committed[first].data[name]) // workload.num_timed_steps
+        for name in ("ssd_bytes_read", "ssd_bytes_written")
+    ]
+    control_s = control_seconds(before, after, roles, workload.num_threads) / workload.num_timed_steps
+    emit("totals", values={"ssd_nbytes": moved, "control_s": control_s})
+
+
+def records(spec: JobSpec) -> Iterator[JournalRecord]:
+    """What the runner tells, until its outcome. Raises `WindlassFailedError` when the job fails."""
+    reader = JournalReader(Path(spec.job_dir) / "journal.jsonl")
+    while True:
+        alive = find_runner(spec.job, spec.attempt) is not None
+        fresh = reader.read_new()
+        for record in fresh:
+            if record.kind == OUTCOME:
+                if record.data["status"] != "succeeded":
+                    raise WindlassFailedError(f"the job ended as {record.data['status']}: {record.message}")
+                return
+            yield record
+        if not alive and not fresh:
+            raise WindlassFailedError("the runner ended without an outcome")
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])

@@ -1,0 +1,190 @@
+"""A real API process over a home of its own, and jobs as the dispatcher would write them into its database."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from windlass.actors.journal import JournalRecord
+from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.jobs import JobRepository, NewJob
+from windlass.storage.sql.journal import import_journal
+from windlass.storage.sql.models import Job
+from windlass.storage.sql.statuses import JobStatus
+
+HYPERPARAMETERS: Mapping[str, Any] = {
+    "epochs": 3,
+    "batch_size": 16,
+    "num_microbatches": 4,
+    "sequence_length": 2048,
+    "learning_rate": 2e-5,
+    "warmup_steps": 12,
+    "schedule": "linear",
+    "weight_decay": 0.0,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-8,
+    "clip_norm": 1.0,
+    "precision": "bf16",
+    "seed": 7,
+}
+
+
+class LiveService:
+    """The API as `windlass up` runs it; it can be killed and started again at the same address."""
+
+    def __init__(self, home: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.settings = Settings(home=home, port=self.port)
+        self.settings.make_dirs()
+        migrate(self.settings.database_url)
+        self.database = Database(self.settings.database_url)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seqs: dict[tuple[str, int], int] = {}
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return self.settings.base_url
+
+    def start(self) -> None:
+        """Returns once the API answers."""
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", self.port))
+            listener.listen(128)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "windlass.service", "api", f"--listener={listener.fileno()}"],
+                env={**os.environ, "WINDLASS_HOME": str(self.settings.home), "WINDLASS_PORT": str(self.port)},
+                cwd=self.settings.home,
+                pass_fds=(listener.fileno(),),
+            )
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"{self.url}/healthz", timeout=5).raise_for_status()
+                return
+            except httpx.TransportError:
+                assert self._process.poll() is None, "the API ended at once"
+                assert time.monotonic() < deadline, "the API did not answer within a minute"
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End it as a crash would: its streams break off and its port is closed."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def close(self) -> None:
+        """End it, running or not."""
+        if self._process is not None:
+            self.kill()
+        self.database.close()
+
+    def forget_everything(self) -> None:
+        """A database that is new: its events are numbered from one again."""
+        self.database.close()
+        for path in self.settings.home.glob("windlass.db*"):
+            path.unlink()
+        migrate(self.settings.database_url)
+        self.database = Database(self.settings.database_url)
+        self._seqs.clear()
+
+    # --- what the dispatcher would write ---
+
+    def submit(self, **fields: Any) -> str:
+        """A new job's id."""
+        new: dict[str, Any] = {
+            "model": "Qwen3-1.7B",
+            "training_file": "file-train",
+            "validation_file": None,
+            "suffix": None,
+            "seed": 7,
+            "method": {"type": "supervised", "supervised": {"hyperparameters": {}}},
+            "windlass": {"epochs": 3, "precision": "bf16", "learning_rate": None},
+            "metadata": {},
+            "priority": 0,
+            "idempotency_key": None,
+            "request_digest": None,
+        }
+        with self.database.write() as session:
+            return JobRepository(session).create(NewJob(**(new | fields))).id
+
+    def queue(self, total_steps: int = 10, **fields: Any) -> str:
+        """A job whose files have been read."""
+        job_id = self.submit(**fields)
+        self.move(
+            job_id,
+            JobStatus.VALIDATING_FILES,
+            JobStatus.QUEUED,
+            "Files validated, job queued",
+            hyperparameters=dict(HYPERPARAMETERS),
+            total_steps=total_steps,
+        )
+        return job_id
+
+    def run(self, total_steps: int = 10, **fields: Any) -> str:
+        """A job that trains."""
+        job_id = self.queue(total_steps, **fields)
+        self.move(job_id, JobStatus.QUEUED, JobStatus.RUNNING, "Fine-tuning job started", attempt=1)
+        return job_id
+
+    def move(self, job_id: str, source: JobStatus, target: JobStatus, message: str, **fields: Any) -> None:
+        """Change a status."""
+        level = "error" if target is JobStatus.FAILED else "info"
+        with self.database.write() as session:
+            JobRepository(session).transition(job_id, source, target, message=message, level=level, **fields)
+
+    def wait_because(self, job_id: str, reason: str) -> None:
+        """Say why a job does not run."""
+        with self.database.write() as session:
+            JobRepository(session).set_waiting_reason(job_id, reason)
+
+    def tell(self, job_id: str, kind: str, message: str, *, attempt: int = 1, level: str = "info", **data: Any) -> None:
+        """One record of the runner's journal."""
+        seq = self._seqs[job_id, attempt] = self._seqs.get((job_id, attempt), 0) + 1
+        record = JournalRecord(
+            attempt=attempt, seq=seq, created_at=time.time(), kind=kind, level=level, message=message, data=data
+        )
+        with self.database.write() as session:
+            import_journal(session, job_id, attempt, [record])
+
+    def train(
+        self, job_id: str, step: int, loss: float, *, total_steps: int = 10, attempt: int = 1, **data: Any
+    ) -> None:
+        """One step."""
+        metrics = {
+            "step": step,
+            "total_steps": total_steps,
+            "train_loss": loss,
+            "learning_rate": 2e-5 * min(1.0, step / 12) * (1 - step / (total_steps + 1)),
+            "step_s": 6.61,
+            "tokens_per_s": 4210.4,
+            "remaining_s": 6.61 * (total_steps - step),
+            "trained_tokens": step * 27831,
+            "ssd_bytes_read": step * 24_100_000_000,
+            "ssd_bytes_written": step * 20_650_000_000,
+        }
+        message = f"Step {step}/{total_steps}: training loss={loss:.4f}"
+        self.tell(job_id, "metrics", message, attempt=attempt, **(metrics | data))
+
+    def validate(self, job_id: str, step: int, loss: float, *, attempt: int = 1) -> None:
+        """One measurement on the validation file."""
+        data = {"step": step, "valid_loss": loss, "full_valid_loss": loss}
+        self.tell(job_id, "metrics", f"Step {step}: validation loss={loss:.4f}", attempt=attempt, **data)
+
+    def job(self, job_id: str) -> Job:
+        """The job's row."""
+        with self.database.read() as session:
+            return JobRepository(session).get(job_id)

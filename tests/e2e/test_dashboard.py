@@ -1,0 +1,322 @@
+"""The page in a real browser, against a real API process; what the dispatcher would write, the tests write."""
+
+import math
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+
+from benchmarks.screenshot import NoBrowserError, find_browser, open_browser, take_screenshot
+from tests.e2e.live_service import LiveService
+from windlass.storage.sql.files import FileRepository
+from windlass.storage.sql.statuses import JobStatus
+
+SCREENSHOT_VARIABLE = "WINDLASS_TEST_SCREENSHOT"
+SCRIPT = "<script>window.wasInjected = 1</script><img src=x onerror='window.wasInjected = 1'>"
+_PATIENCE_MS = 15_000
+# What Chromium itself prints while the service is away; a page can't keep it from that.
+_CONNECTION_LOST = re.compile(r"net::ERR_(CONNECTION|INCOMPLETE_CHUNKED|EMPTY_RESPONSE|NETWORK)")
+
+expect.set_options(timeout=_PATIENCE_MS)
+
+OpenPage = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    try:
+        find_browser()
+    except NoBrowserError as error:
+        pytest.skip(str(error))
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[LiveService]:
+    service = LiveService(tmp_path)
+    service.start()
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser, service: LiveService) -> Iterator[OpenPage]:
+    """Opens pages; whatever they complain about on their console fails the test."""
+    complaints: list[str] = []
+    contexts = []
+
+    def note(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning") and not _CONNECTION_LOST.search(message.text):
+            complaints.append(message.text)
+
+    def open_page(fragment: str = "", *, width: int = 1280, height: int = 860) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": height})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(_PATIENCE_MS)
+        page.on("console", note)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"{service.url}/{fragment}")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def wait_for_curve(page: Page, train: list[int], valid: list[int] | None = None) -> dict[str, Any]:
+    """The drawn points, once their steps are these."""
+    drawn = "(document.getElementById('chart').data ?? []).map(({x, y}) => ({x: [...x], y: [...y]}))"
+    steps = [train] if valid is None else [train, valid]
+    page.wait_for_function(f"wanted => JSON.stringify({drawn}.map(t => t.x)) === JSON.stringify(wanted)", arg=steps)
+    train_curve: dict[str, Any] = page.evaluate(drawn)[0]
+    return train_curve
+
+
+def test_an_empty_service_says_how_to_begin_and_the_first_job_appears(
+    service: LiveService, open_page: OpenPage
+) -> None:
+    page = open_page()
+    expect(page.locator("#connection")).to_have_text("connected")
+    expect(page.locator("#empty-cli")).to_have_text("windlass submit MODEL train.jsonl")
+    expect(page.locator("#empty-curl")).to_contain_text(f"curl {service.url}/v1/fine_tuning/jobs")
+    job_id = service.submit(suffix="first")
+    expect(page.locator("#jobs .job")).to_have_count(1)
+    expect(page.locator("#empty")).to_be_hidden()
+    expect(page.locator("#jobs .badge")).to_have_text("validating files")
+    expect(page.locator("#detail-id")).to_have_text(job_id)
+    expect(page.locator("#chart-note")).to_have_text("The curve begins with the first step.")
+
+
+def test_progress_and_the_curve_grow_while_the_page_is_open(service: LiveService, open_page: OpenPage) -> None:
+    page = open_page()
+    expect(page.locator("#connection")).to_have_text("connected")
+    page.evaluate("window.wasNeverReloaded = true")
+    job_id = service.queue(suffix="live", validation_file="file-valid")
+    item = page.locator("#jobs .job")
+    service.wait_because(job_id, "another job holds the GPU")
+    expect(item.locator(".job-reason")).to_have_text("Waiting: another job holds the GPU")
+    service.move(job_id, JobStatus.QUEUED, JobStatus.RUNNING, "Fine-tuning job started", attempt=1)
+    service.tell(job_id, "message", "Loaded 50% of 1,000 parameters")
+    expect(page.locator("#detail-reason")).to_have_text("Loaded 50% of 1,000 parameters")
+    for step in (1, 2, 3):
+        service.train(job_id, step, 3.0 - step / 8)
+    service.validate(job_id, 3, 2.75)
+    assert wait_for_curve(page, [1, 2, 3], [3])["y"] == [2.875, 2.75, 2.625]
+    expect(item.locator(".job-figures")).to_contain_text("3/10\u00a0· loss\u00a02.6250\u00a0· 4,210\u00a0tok/s")
+    expect(page.locator("#detail-reason")).to_be_hidden()
+    for step in range(4, 11):
+        service.train(job_id, step, 3.0 - step / 8)
+    wait_for_curve(page, list(range(1, 11)), [3])
+    expect(page.locator("#detail-steps")).to_have_text("step 10 of 10")
+    expect(page.locator("#figures")).to_contain_text("Validation loss2.7500")
+    expect(page.locator("#figures")).to_contain_text("Trained tokens278,310")
+    expect(page.locator("#detail-bar")).to_have_js_property("value", 10)
+    service.tell(
+        job_id,
+        "checkpoint",
+        "Checkpoint of step 10 written",
+        step_number=10,
+        fine_tuned_model_checkpoint="ft:tiny:live:1-step-10",
+        path="/tmp/x",
+        metrics={"step": 10, "train_loss": 1.75},
+    )
+    expect(page.locator("#checkpoints")).to_contain_text("step 10 · loss 1.7500")
+    done = {"fine_tuned_model": "ft:tiny:live:1", "result_files": ["file-results"]}
+    service.move(job_id, JobStatus.RUNNING, JobStatus.SUCCEEDED, "The job has successfully completed", **done)
+    expect(page.locator("#detail-status")).to_have_text("succeeded")
+    expect(page.locator("#detail-result-model")).to_have_text("ft:tiny:live:1")
+    expect(page.locator("#detail-result-files a")).to_have_attribute("href", "/v1/files/file-results/content")
+    expect(page.locator("#cancel")).to_be_hidden()
+    assert page.evaluate("window.wasNeverReloaded") is True
+
+
+def test_a_page_that_was_cut_off_shows_every_point_once(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.run(total_steps=12)
+    other = service.run(suffix="other")
+    for step in (1, 2, 3, 4):
+        service.train(job_id, step, 4.0 - step / 4, total_steps=12)
+    page = open_page(f"#/jobs/{job_id}")
+    wait_for_curve(page, [1, 2, 3, 4])
+    page.evaluate("window.wasNeverReloaded = true")
+    service.kill()
+    expect(page.locator("#connection")).to_have_text("reconnecting")
+    expect(page.locator("#away")).to_be_visible()
+    # Meanwhile: a step more; then the runner is lost, and a second attempt goes on from the commit of step 3.
+    service.train(job_id, 5, 9.0, total_steps=12)
+    service.move(job_id, JobStatus.RUNNING, JobStatus.QUEUED, "The runner was lost", attempt=1)
+    service.move(job_id, JobStatus.QUEUED, JobStatus.RUNNING, "Started again", attempt=2)
+    for step in (4, 5, 6):
+        service.train(job_id, step, 4.0 - step / 4, total_steps=12, attempt=2)
+    service.train(other, 7, 1.5)
+    service.start()
+    expect(page.locator("#connection")).to_have_text("connected")
+    expect(page.locator("#away")).to_be_hidden()
+    assert wait_for_curve(page, [1, 2, 3, 4, 5, 6])["y"] == [3.75, 3.5, 3.25, 3.0, 2.75, 2.5]
+    expect(page.locator(f"[data-job={other}] .job-figures")).to_contain_text("7/10")
+    messages = page.locator("#log li").filter(has_text=re.compile("The runner was lost|Started again"))
+    expect(messages).to_have_count(2)
+    service.train(job_id, 7, 2.25, total_steps=12, attempt=2)
+    wait_for_curve(page, [1, 2, 3, 4, 5, 6, 7])
+    assert page.evaluate("window.wasNeverReloaded") is True
+    page.reload()
+    assert wait_for_curve(page, [1, 2, 3, 4, 5, 6, 7])["y"][4] == 2.75
+    expect(page.locator("#detail-id")).to_have_text(job_id)
+
+
+def test_a_page_that_outlives_its_service_being_replaced_starts_over(service: LiveService, open_page: OpenPage) -> None:
+    old = service.run(suffix="old")
+    page = open_page()
+    expect(page.locator("#detail-id")).to_have_text(old)
+    service.train(old, 1, 2.0)
+    wait_for_curve(page, [1])
+    service.kill()
+    service.forget_everything()
+    new = service.submit(suffix="new")
+    service.start()
+    expect(page.locator("#jobs .job-name")).to_have_text(["new"])
+    page.goto(f"{service.url}/#/jobs/{new}")
+    expect(page.locator("#detail-id")).to_have_text(new)
+
+
+def test_text_from_others_stays_text(service: LiveService, open_page: OpenPage) -> None:
+    with service.database.write() as session:
+        FileRepository(session).add(file_id="file-x", filename=f"{SCRIPT}.jsonl", purpose="fine-tune", nbytes=1)
+    job_id = service.run(suffix=SCRIPT, model=SCRIPT, training_file="file-x", metadata={SCRIPT: SCRIPT})
+    service.train(job_id, 1, 2.0)
+    service.tell(job_id, "message", SCRIPT, level="warn")
+    service.tell(
+        job_id,
+        "checkpoint",
+        SCRIPT,
+        step_number=1,
+        fine_tuned_model_checkpoint=SCRIPT,
+        path="/tmp/x",
+        metrics={"train_loss": 2.0},
+    )
+    error = {"code": SCRIPT, "message": SCRIPT, "param": None}
+    page = open_page(f"#/jobs/{job_id}")
+    for place in ("#jobs .job-name", "#jobs .job-model", "#detail-name", "#about", "#log", "#checkpoints"):
+        expect(page.locator(place)).to_contain_text(SCRIPT)
+    expect(page.locator("#about")).to_contain_text(f"{SCRIPT}.jsonl (file-x)")
+    page.click("#cancel")
+    expect(page.locator("#cancel-text")).to_contain_text(SCRIPT)
+    page.click("text=Keep it")
+    service.move(job_id, JobStatus.RUNNING, JobStatus.FAILED, SCRIPT, error=error)
+    expect(page.locator("#detail-error-message")).to_have_text(SCRIPT)
+    expect(page.locator("#jobs .job-reason")).to_have_text(SCRIPT)
+    assert page.evaluate("window.wasInjected") is None
+    assert page.locator("body script, body img[src=x]").count() == 0
+
+
+def test_a_job_is_cancelled_after_a_question(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.queue()
+    page = open_page(f"#/jobs/{job_id}")
+    page.click("#cancel")
+    page.click("text=Keep it")
+    expect(page.locator("#cancel-dialog")).to_be_hidden()
+    assert service.job(job_id).status is JobStatus.QUEUED
+    page.click("#cancel")
+    page.click("#cancel-confirm")
+    expect(page.locator("#detail-status")).to_have_text("cancelled")
+    expect(page.locator("#cancel")).to_be_hidden()
+    assert service.job(job_id).status is JobStatus.CANCELLED
+
+    running = service.run(suffix="running")
+    page.click(f"[data-job={running}]")
+    page.click("#cancel")
+    page.click("#cancel-confirm")
+    expect(page.locator("#cancel")).to_have_text("Cancelling…")
+    expect(page.locator("#cancel")).to_be_disabled()
+    assert service.job(running).cancel_requested
+
+
+def test_what_went_wrong_is_said(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.submit()
+    message = "train.jsonl, line 3: messages is missing"
+    error = {"code": "invalid_file", "message": message, "param": "training_file"}
+    service.move(job_id, JobStatus.VALIDATING_FILES, JobStatus.FAILED, f"The job failed: {message}", error=error)
+    page = open_page(f"#/jobs/{job_id}")
+    expect(page.locator("#detail-error-message")).to_have_text(message)
+    expect(page.locator("#chart-note")).to_have_text("This job made no step.")
+
+
+def test_a_diverged_step_leaves_a_gap(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.run()
+    page = open_page(f"#/jobs/{job_id}")
+    for step, loss in ((1, 2.0), (2, None), (3, 1.5)):
+        service.train(job_id, step, 0.0, train_loss=loss)
+    assert wait_for_curve(page, [1, 2, 3])["y"] == [2.0, None, 1.5]
+
+
+def test_a_phone_shows_the_list_or_a_job_and_keys_suffice(service: LiveService, open_page: OpenPage) -> None:
+    names = ["a-suffix-of-sixty-four-characters-that-has-no-place-to-break-at-all", "short"]
+    first, _ = [service.run(suffix=name, metadata={"k" * 64: "v" * 512}) for name in names]
+    service.train(first, 1, 2.0)
+    page = open_page(width=390, height=844)
+    expect(page.locator("#jobs .job")).to_have_count(2)
+    expect(page.locator("#detail")).to_be_hidden()
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+    page.locator(f"[data-job={first}]").focus()
+    page.keyboard.press("Enter")
+    wait_for_curve(page, [1])
+    expect(page.locator(".jobs")).to_be_hidden()
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+    assert page.evaluate("document.querySelector('#chart .main-svg').clientWidth") <= 390
+    expect(page.get_by_role("progressbar", name="Training progress")).to_be_visible()
+    page.locator("#cancel").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Cancel this job?")).to_be_visible()
+    expect(page.get_by_role("button", name="Keep it")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#cancel-dialog")).to_be_hidden()
+    page.get_by_role("link", name="All jobs").click()
+    expect(page.locator("#jobs .job")).to_have_count(2)
+
+
+def test_older_jobs_come_on_request(service: LiveService, open_page: OpenPage) -> None:
+    ids = [service.submit(suffix=f"job-{number}") for number in range(53)]
+    page = open_page()
+    expect(page.locator("#jobs .job")).to_have_count(50)
+    page.click("#older")
+    expect(page.locator("#jobs .job")).to_have_count(53)
+    shown = page.eval_on_selector_all("#jobs .job", "jobs => jobs.map(job => job.dataset.job)")
+    assert shown == ids[::-1]
+    expect(page.locator("#older")).to_be_hidden()
+
+
+def test_a_job_that_does_not_exist_is_named(service: LiveService, browser: Browser) -> None:
+    page = browser.new_page()
+    page.goto(f"{service.url}/#/jobs/ftjob-none")
+    expect(page.locator("#detail-none")).to_have_text("there is no fine-tuning job 'ftjob-none'")
+    page.close()
+
+
+@pytest.mark.skipif(SCREENSHOT_VARIABLE not in os.environ, reason=f"{SCREENSHOT_VARIABLE} names no file to write")
+def test_a_picture_for_the_documentation(service: LiveService, open_page: OpenPage) -> None:
+    """Values as on a machine with one GPU; to be replaced by a picture of a real run."""
+    path = Path(os.environ[SCREENSHOT_VARIABLE])
+    with service.database.write() as session:
+        for file_id, name in (("file-train", "support-chats.jsonl"), ("file-valid", "support-chats-valid.jsonl")):
+            FileRepository(session).add(file_id=file_id, filename=name, purpose="fine-tune", nbytes=1)
+    running = service.run(360, suffix="support-v2", validation_file="file-valid", metadata={"team": "support"})
+    waiting = service.queue(360, suffix="support-v3")
+    service.wait_because(waiting, "the GPU is held by support-v2")
+    service.tell(running, "message", "Loaded 1,720,574,976 parameters in 38.2 s; training begins")
+    noise = random.Random(7)
+    for step in range(1, 214):
+        loss = 1.25 + 1.3 * math.exp(-step / 55) + noise.gauss(0, 0.045)
+        service.train(running, step, loss, total_steps=360)
+        if step % 40 == 0:
+            service.validate(running, step, 1.34 + 1.22 * math.exp(-step / 60))
+    page = open_page(f"#/jobs/{running}")
+    wait_for_curve(page, list(range(1, 214)), [40, 80, 120, 160, 200])
+    take_screenshot(page, path)
+    assert path.stat().st_size < 200_000

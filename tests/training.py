@@ -1,0 +1,282 @@
+"""A small job, and the plain PyTorch loop that its training must agree with."""
+
+import dataclasses
+import errno
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Qwen2Config, get_cosine_schedule_with_warmup
+
+from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
+from windlass.actors.journal import JournalRecord, read_journal
+from windlass.engine.data import FORMAT_VERSION, NO_TARGET
+from windlass.engine.dataset import MicroBatch, PreparedDataset
+from windlass.engine.partition import Partition, build_meta_model, load_config
+from windlass.storage.ids import Attempt, JobId, Precision
+
+VOCABULARY = 128
+NUM_VALIDATION_EXAMPLES = 7
+# Several chunks a block, the last of each short, and one that holds parameters with and without weight decay.
+CHUNK_NUMEL = 4096
+DTYPE = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+HYPERPARAMETERS = Hyperparameters(
+    epochs=6,
+    batch_size=4,
+    num_microbatches=1,
+    sequence_length=48,
+    learning_rate=1e-3,
+    warmup_steps=3,
+    schedule=Schedule.COSINE,
+    weight_decay=0.1,
+    beta1=0.9,
+    beta2=0.999,
+    epsilon=1e-8,
+    clip_norm=None,
+    precision=Precision.FP32,
+    seed=5,
+)
+
+
+def make_model(directory: Path, *, tied: bool = False, dropout: float = 0.0) -> Path:
+    """A folder with a tiny Qwen2 with random weights."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attention_dropout=dropout,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+def make_dataset(directory: Path) -> Path:
+    """A prepared dataset whose examples differ in length and in how many of their tokens are targets.
+
+    18 training examples: the last batch of an epoch has 2 instead of 4.
+    """
+    directory.mkdir()
+    generator = np.random.default_rng(0)
+    splits = {"train": 18, "validation": NUM_VALIDATION_EXAMPLES}
+    meta = {name: _write_split(directory, name, count, generator) for name, count in splits.items()}
+    facts = {"version": FORMAT_VERSION, "sequence_length": HYPERPARAMETERS.sequence_length, "splits": meta}
+    (directory / "meta.json").write_text(json.dumps(facts))
+    return directory
+
+
+def _write_split(directory: Path, name: str, num_examples: int, generator: np.random.Generator) -> dict[str, int]:
+    lengths = generator.integers(8, HYPERPARAMETERS.sequence_length + 1, num_examples)
+    examples = [generator.integers(3, VOCABULARY, length).astype(np.int32) for length in lengths]
+    targets = [_targets(example, prompt=int(generator.integers(1, 6))) for example in examples]
+    offsets = np.cumsum([0, *lengths]).astype(np.int64)
+    np.concatenate(examples).tofile(directory / f"{name}.tokens")
+    np.concatenate(targets).tofile(directory / f"{name}.targets")
+    offsets.tofile(directory / f"{name}.offsets")
+    num_targets = sum(int((each != NO_TARGET).sum()) for each in targets)
+    return {"num_tokens": int(offsets[-1]), "num_examples": num_examples, "num_targets": num_targets}
+
+
+def _targets(example: npt.NDArray[np.int32], prompt: int) -> npt.NDArray[np.int32]:
+    """What follows each token, but for the first `prompt` positions and the last."""
+    targets = np.append(example[1:], NO_TARGET).astype(np.int32)
+    targets[:prompt] = NO_TARGET
+    return targets
+
+
+def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds: int = 2, **changes: Any) -> JobSpec:
+    """A job of 30 steps below `root`, with its model, data and layout. `changes`: fields of spec or hyperparameters."""
+    root.mkdir(exist_ok=True)
+    model_dir = make_model(root / "model", tied=tied, dropout=dropout)
+    dataset_dir = make_dataset(root / "data")
+    (root / "job").mkdir()
+    hyper_names = {field.name for field in dataclasses.fields(Hyperparameters)}
+    hyper = {name: changes.pop(name) for name in tuple(changes) if name in hyper_names}
+    spec = JobSpec(
+        # A name of its own: tests look for leftovers in /dev/shm, where others run at the same time.
+        job=JobId(f"ftjob-{secrets.token_hex(8)}"),
+        attempt=Attempt(1),
+        model_dir=str(model_dir),
+        initialization=Initialization.WEIGHTS,
+        layout_file=str(root / "layout.json"),
+        dataset_dir=str(dataset_dir),
+        num_validation_examples=NUM_VALIDATION_EXAMPLES,
+        job_dir=str(root / "job"),
+        output_dir=str(root / "out"),
+        ssd_dirs=tuple(str(root / f"ssd{i}") for i in range(num_ssds)),
+        arena_dir="/dev/shm",
+        hyperparameters=dataclasses.replace(HYPERPARAMETERS, **hyper),
+        total_steps=30,
+        checkpoint_every=None,
+        evaluate_every=15,
+        num_cpu_optimizers=1,
+        compute_threads=1,
+        optimizer_threads=1,
+        host_memory_nbytes=None,
+        deadline_s=60.0,
+    )
+    spec = dataclasses.replace(spec, **changes)
+    Path(spec.layout_file).write_text(make_partition(spec).layout.to_json())
+    return spec
+
+
+def make_partition(spec: JobSpec) -> Partition:
+    """The job's model in blocks, cut into chunks of `CHUNK_NUMEL`."""
+    return Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision), CHUNK_NUMEL)
+
+
+def has_direct_io(directory: Path) -> bool:
+    """Whether the file system takes O_DIRECT; memory-backed ones may not."""
+    probe = directory / "direct-io-probe"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+# --- what a job left ------------------------------------------------------------------------------------------------
+
+
+def journal_of(spec: JobSpec) -> list[JournalRecord]:
+    """All records of the job's journal."""
+    return list(read_journal(Path(spec.job_dir) / "journal.jsonl"))
+
+
+def metrics_of(spec: JobSpec, name: str) -> dict[int, float]:
+    """One metric by step; steps that lack it are left out."""
+    records = [record for record in journal_of(spec) if record.kind == "metrics" and name in record.data]
+    by_step = {record.data["step"]: record.data[name] for record in records}
+    assert len(by_step) == len(records), f"a step told its {name} twice"
+    return by_step
+
+
+def losses_of(spec: JobSpec) -> list[float]:
+    """The training losses of steps 1, 2, 3, ..., none missing."""
+    losses = metrics_of(spec, "train_loss")
+    assert list(losses) == list(range(1, len(losses) + 1))
+    return list(losses.values())
+
+
+def exported_params(spec: JobSpec) -> dict[str, torch.Tensor]:
+    """The final model, as transformers loads it."""
+    model = AutoModelForCausalLM.from_pretrained(spec.output_dir, dtype="auto")
+    assert model.dtype == DTYPE[spec.hyperparameters.precision]
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def leftovers_of(spec: JobSpec) -> list[str]:
+    """Files that the job has left in shared memory or in its SSD directories."""
+    found = [path for path in Path(spec.arena_dir).iterdir() if spec.job in path.name]
+    for name in spec.ssd_dirs:
+        if Path(name).exists():
+            found += Path(name).iterdir()
+    return [str(path) for path in found]
+
+
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRun:
+    """What plain PyTorch made of the same job."""
+
+    losses: list[float]
+    validation_losses: dict[int, float]  # by step
+    params: dict[str, torch.Tensor]  # fp32 masters
+    grad_norms: list[float]
+
+
+def train_plainly(spec: JobSpec) -> PlainRun:
+    """The job in plain PyTorch: the whole model, torch.optim.AdamW on fp32 masters, one count of targets a step."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(spec.compute_threads)
+    try:
+        return _train_plainly(spec)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _train_plainly(spec: JobSpec) -> PlainRun:
+    hyper = spec.hyperparameters
+    masters = dict(AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=torch.float32).named_parameters())
+    model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=DTYPE[hyper.precision]).train()
+    optimizer = _optimizer(spec, masters)
+    schedule = get_cosine_schedule_with_warmup(optimizer, hyper.warmup_steps, spec.total_steps)
+    train, validation = (PreparedDataset.open(spec.dataset_dir, split) for split in ("train", "validation"))
+    losses, grad_norms, validation_losses = [], [], {}
+    for step in range(1, spec.total_steps + 1):
+        batch = train.batch(step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed)
+        losses.append(_accumulate(model, masters, batch))
+        max_norm = float("inf") if hyper.clip_norm is None else hyper.clip_norm
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm)))
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+        if step == spec.total_steps or step % (spec.evaluate_every or spec.total_steps) == 0:
+            validation_losses[step] = _evaluate(model, list(validation.evaluation_batches(1)))
+    params = {name: param.detach() for name, param in masters.items()}
+    return PlainRun(losses=losses, validation_losses=validation_losses, params=params, grad_norms=grad_norms)
+
+
+def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+    """Weight decay on matrices only: all norms and biases of these models are vectors."""
+    hyper = spec.hyperparameters
+    groups = [
+        {"params": [param for param in masters.values() if param.ndim >= 2], "weight_decay": hyper.weight_decay},
+        {"params": [param for param in masters.values() if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=hyper.learning_rate, betas=(hyper.beta1, hyper.beta2), eps=hyper.epsilon)
+
+
+def _accumulate(model: Any, masters: dict[str, torch.nn.Parameter], batch: Sequence[MicroBatch]) -> float:
+    """The loss of a step; its gradients are summed over the micro-batches in fp32, in the masters."""
+    num_targets = sum(microbatch.num_targets for microbatch in batch)
+    for master in masters.values():
+        master.grad = torch.zeros_like(master)
+    total = 0.0
+    for microbatch in batch:
+        loss_sum = _loss_sum(model, microbatch)
+        model.zero_grad()
+        (loss_sum / num_targets).backward()
+        total += float(loss_sum.detach())
+        for name, param in model.named_parameters():
+            masters[name].grad += param.grad.float()
+    return total / num_targets
+
+
+def _evaluate(model: Any, batches: Sequence[MicroBatch]) -> float:
+    model.eval()
+    with torch.no_grad():
+        total = sum(float(_loss_sum(model, batch)) for batch in batches)
+    model.train()
+    return total / sum(batch.num_targets for batch in batches)
+
+
+def _loss_sum(model: Any, microbatch: MicroBatch) -> torch.Tensor:
+    logits = model(input_ids=microbatch.input_ids, use_cache=False).logits.float()
+    flat_targets = microbatch.targets.flatten()
+    return F.cross_entropy(logits.flatten(0, 1), flat_targets, ignore_index=NO_TARGET, reduction="sum")

@@ -1,0 +1,384 @@
+"""Whatever the order in which actors finish, the policy keeps the promises that exactness and restarts rest on."""
+
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.actors.policy.world import GPU, JOB, World, grad_chunks, make_shape
+from windlass.actors.messages import (
+    BlockBackwardDone,
+    BlockComputed,
+    BlockUpdated,
+    ComputeBlock,
+    GradOffloaded,
+    LossComputed,
+    Message,
+    ModelExported,
+    ModelLoaded,
+    OffloadGrad,
+    Phase,
+    StoreCommitted,
+    UpdateBlock,
+)
+from windlass.actors.policy import pipeline as pipeline_module
+from windlass.actors.policy.pipeline import DeadlineMissedError, Pipeline, UnexpectedEventError
+from windlass.actors.policy.shape import JobShape, Operation, program
+from windlass.storage.ids import ActorName, BlockIndex, Step
+
+shapes = st.builds(
+    make_shape,
+    chunks_per_block=st.lists(st.integers(1, 3), min_size=3, max_size=6).map(tuple),
+    tied=st.booleans(),
+    num_optimizers=st.integers(1, 2),
+    num_ssds=st.integers(1, 2),
+    total_steps=st.integers(1, 4),
+    num_evaluation_groups=st.integers(0, 2),
+    evaluate_every=st.integers(0, 2),
+    checkpoint_every=st.integers(0, 3),
+    clip_norm=st.sampled_from([None, 1.0]),
+    max_prefetched=st.integers(1, 4),
+    max_offloading=st.integers(1, 3),
+    max_updating=st.integers(1, 3),
+)
+# Some actors are slow: their events come only now and then while there are others.
+slow_actors = st.sets(st.sampled_from(["compute", "gradient", "offload", "update", "commit", "export"]))
+many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def run(world: World, order: random.Random, slow: set[str], stop_at: int | None = None) -> None:
+    """Delivers events in a random order until nothing is left."""
+    world.start()
+    num = 0
+    while choices := world.choices():
+        if stop_at is not None and num >= stop_at:
+            world.stop()  # again after each event, as the shell does
+        fast = [choice for choice in choices if choice.answers.split()[0] not in slow]
+        world.deliver(order.choice(fast if fast and order.random() < 0.9 else choices))
+        num += 1
+
+
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors)
+@many
+def test_every_order_ends_with_everything_committed(shape: JobShape, seed: int, slow: set[str]) -> None:
+    world = World(shape)
+    run(world, random.Random(seed), slow)
+    world.check_end()
+
+
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, stop_at=st.integers(0, 120))
+@many
+def test_a_stop_at_any_moment_ends_after_the_step_that_had_begun(
+    shape: JobShape, seed: int, slow: set[str], stop_at: int
+) -> None:
+    world = World(shape)
+    run(world, random.Random(seed), slow, stop_at)
+    world.check_end()
+
+
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, data=st.data())
+@many
+def test_a_resumed_job_goes_on_at_the_next_step(
+    shape: JobShape, seed: int, slow: set[str], data: st.DataObject
+) -> None:
+    initial_step = data.draw(st.integers(0, shape.total_steps - 1))
+    world = World(shape, initial_step)
+    run(world, random.Random(seed), slow)
+    world.check_end()
+    assert min(step for step, *_ in world.computed) == initial_step + 1
+
+
+@given(shape=shapes, seed=st.integers(0, 2**32), data=st.data())
+@many
+def test_an_event_that_comes_twice_is_refused(shape: JobShape, seed: int, data: st.DataObject) -> None:
+    world, order = World(shape), random.Random(seed)
+    world.start()
+    for _ in range(data.draw(st.integers(1, 80))):
+        if not (choices := world.choices()):
+            break
+        world.deliver(order.choice(choices))
+    with pytest.raises(UnexpectedEventError):
+        world.pipeline.handle(order.choice(world.delivered), 0.0)
+
+
+class _CopyableProgram(Iterator[Operation]):
+    """The job's program as a place in a list: a generator cannot be copied."""
+
+    def __init__(self, operations: tuple[Operation, ...]) -> None:
+        self.operations, self.place = operations, 0
+
+    def __next__(self) -> Operation:
+        if self.place == len(self.operations):
+            raise StopIteration
+        self.place += 1
+        return self.operations[self.place - 1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_CopyableProgram":
+        twin = _CopyableProgram(self.operations)
+        twin.place = self.place
+        return twin
+
+
+@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.long)], ids="{}-of-each".format)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_all_orders_of_a_tiny_job(clip_norm: float | None, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every state that two layers and two steps can get into, and a stop in each of them."""
+    monkeypatch.setattr(pipeline_module, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
+    shape = make_shape(
+        chunks_per_block=(num,) * 4,
+        tied=True,
+        clip_norm=clip_norm,
+        num_optimizers=num,
+        num_ssds=num,
+        max_prefetched=num + 1,
+    )
+    root = World(shape)
+    root.start()
+    seen: set[tuple[frozenset[str], frozenset[str]]] = set()
+    frontier: list[tuple[World, frozenset[str]]] = [(root, frozenset())]
+    num_ends = 0
+    while frontier:
+        world, history = frontier.pop()
+        choices = world.choices()
+        # What has happened and what is outstanding decide everything that follows.
+        state = (history, frozenset(choice.answers for choice in choices))
+        if state in seen:
+            continue
+        seen.add(state)
+        if not choices:
+            world.check_end()
+            num_ends += 1
+        stopped = world.fork()
+        stopped.stop()
+        deliver_all_but(stopped)
+        stopped.check_end()
+        for place, choice in enumerate(choices):
+            twin = world if place == len(choices) - 1 else world.fork()
+            twin.deliver(choice)
+            frontier.append((twin, history | {choice.answers}))
+    assert num_ends == 1
+    assert len(seen) > 500
+
+
+# --- what the orders are good for -----------------------------------------------------------------------------------
+
+
+def deliver_all_but(world: World, *kept: str) -> None:
+    """Lets everything happen except what answers one of `kept`."""
+    while choices := [c for c in world.choices() if not c.answers.startswith(kept)]:
+        world.deliver(choices[0])
+
+
+def test_updates_begin_while_the_backward_pass_goes_on() -> None:
+    world = World(make_shape())
+    world.start()
+    deliver_all_but(world, "gradient 1 2")  # the backward pass of the last layer never ends
+    assert (1, Phase.HEAD, 3, 0) in world.computed
+    assert world.written[3] == 1
+    assert world.written[:3] == [0, 0, 0]
+
+
+def test_the_next_forward_pass_begins_while_later_blocks_are_updated() -> None:
+    world = World(make_shape(clip_norm=1.0))
+    world.start()
+    deliver_all_but(world, "gradient 1 0")  # by then all other gradients lie on the host
+    deliver_all_but(world, "update 1 2", "update 1 3")
+    assert world.computed[-2:] == [(2, Phase.FORWARD, 0, 0), (2, Phase.FORWARD, 1, 0)]
+    assert world.committed == 0
+    deliver_all_but(world)
+    world.check_end()
+
+
+def test_the_next_step_reads_what_is_not_yet_committed_and_overwrites_nothing() -> None:
+    world = World(make_shape())
+    world.start()
+    deliver_all_but(world, "commit 1")
+    assert (2, Phase.BACKWARD, 0, 0) in world.computed
+    assert world.to_update
+    assert set(world.written) == {1}
+    deliver_all_but(world)
+    world.check_end()
+
+
+def test_a_late_urgent_block_overtakes() -> None:
+    world = World(make_shape(chunks_per_block=(1,) * 6, max_updating=1))
+    world.start()
+    deliver_all_but(world, "update")
+    (waiting,) = [c for c in world.choices() if c.answers.startswith("update")]
+    assert waiting.answers == "update 1 5 optimizer-0"
+    issued = [i.message for i in world.deliver(waiting) if isinstance(i.message, UpdateBlock)]
+    assert [message.block for message in issued] == [0]
+
+
+# --- clipping -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-4, 0.3, 1.0, 40.0, 1e30, float("inf"), float("nan")])
+def test_the_clipping_factor_is_torchs(size: float) -> None:
+    shape = make_shape(chunks_per_block=(1, 1, 1), clip_norm=0.75, total_steps=1)
+    pipeline = Pipeline(shape, Step(0))
+    instructions = pipeline.start(0.0)
+    grads = [torch.full((3,), value, dtype=torch.float64) for value in (0.2, 0.3, size)]
+    scales = []
+    while instructions:
+        instruction = instructions.pop(0)
+        message = instruction.message
+        events: list[Message] = []
+        if isinstance(message, ComputeBlock):
+            if message.phase in (Phase.HEAD, Phase.BACKWARD):
+                sq_sum = float(grads[message.block].square().sum())
+                events.append(BlockBackwardDone(job=JOB, step=message.step, block=message.block, grad_sq_sum=sq_sum))
+            events.append(
+                BlockComputed(
+                    job=JOB, step=message.step, op=message.op, phase=message.phase, block=message.block, compute_s=0.0
+                )
+            )
+        elif isinstance(message, UpdateBlock):
+            scales.append(message.grad_scale)
+        elif isinstance(message, OffloadGrad):
+            events.append(
+                GradOffloaded(job=JOB, step=message.step, block=message.block, chunks=grad_chunks(shape, message.block))
+            )
+        for event in events:
+            instructions += pipeline.handle(event, 0.0)
+    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.75)
+    assert len(scales) == 2  # max_updating
+    for scale in scales:
+        torch.testing.assert_close(parameters[0].grad, grads[0] * scale, rtol=1e-12, atol=0, equal_nan=True)
+    torch.testing.assert_close(pipeline.grad_norms[1], float(norm), rtol=1e-12, atol=0, equal_nan=True)
+
+
+# --- stop, resume ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_while_the_model_loads_trains_nothing() -> None:
+    world = World(make_shape())
+    world.start()
+    world.stop()
+    assert not world.pipeline.finished
+    deliver_all_but(world)
+    world.check_end()
+    assert world.computed == []
+    assert world.committed == 0
+
+
+def test_a_stop_in_the_last_step_skips_evaluation_and_export() -> None:
+    world = World(make_shape(total_steps=1, num_evaluation_groups=1))
+    world.start()
+    deliver_all_but(world, "compute 2")
+    world.stop()
+    deliver_all_but(world)
+    world.check_end()
+    assert world.exports == []
+    assert Phase.EVALUATE not in {phase for _, phase, _, _ in world.computed}
+
+
+def test_a_stop_during_an_export_waits_for_it() -> None:
+    world = World(make_shape(checkpoint_every=1))
+    world.start()
+    deliver_all_but(world, "export")
+    world.stop()
+    assert not world.pipeline.finished
+    deliver_all_but(world)
+    world.check_end()
+    assert world.exports == [(1, "/models/out-step-1")]
+
+
+def test_a_job_lost_after_its_last_commit_resumes_with_evaluation_and_export() -> None:
+    world = World(make_shape(num_evaluation_groups=1), initial_step=2)
+    world.expected = [
+        *((2, Phase.EVALUATE, block, 0) for block in range(3)),
+        (2, Phase.EVALUATE_HEAD, 3, 0),
+        (2, None, 0, 0),
+    ]
+    world.start()
+    deliver_all_but(world)
+    world.check_end()
+    assert world.exports == [(2, "/models/out")]
+
+
+# --- events that nothing asked for ----------------------------------------------------------------------------------
+
+STEP, BLOCK = Step(1), BlockIndex(2)
+UNASKED = [
+    ModelLoaded(job=JOB, step=Step(0)),
+    BlockComputed(job=JOB, step=STEP, op=9, phase=Phase.FORWARD, block=BLOCK, compute_s=0.1),
+    BlockBackwardDone(job=JOB, step=STEP, block=BLOCK, grad_sq_sum=1.0),
+    GradOffloaded(job=JOB, step=STEP, block=BLOCK, chunks=()),
+    BlockUpdated(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-0")),
+    StoreCommitted(job=JOB, step=STEP, actor=ActorName("ssd-0"), bytes_read=0, bytes_written=0),
+    ModelExported(job=JOB, step=STEP, path="/models/out"),
+    LossComputed(job=JOB, step=STEP, phase=Phase.HEAD, loss_sum=1.0, num_targets=1, num_correct=0, group=0),
+]
+
+
+@pytest.mark.parametrize("event", UNASKED, ids=lambda event: type(event).__name__)
+def test_an_event_that_nothing_asked_for_is_refused(event: Message) -> None:
+    pipeline = Pipeline(make_shape(), Step(0))
+    pipeline.start(0.0)
+    with pytest.raises(UnexpectedEventError) as caught:
+        pipeline.handle(event, 0.0)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_an_answer_of_the_wrong_actor_is_refused() -> None:
+    world = World(make_shape(chunks_per_block=(1, 1, 1), num_optimizers=2))  # one chunk: all of it is optimizer-0's
+    world.start()
+    deliver_all_but(world, "update")
+    stranger = BlockUpdated(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-1"))
+    with pytest.raises(UnexpectedEventError, match=r"optimizer-1 reported .* update .* nobody asked for"):
+        world.pipeline.handle(stranger, 0.0)
+
+
+# --- deadlines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kept", "actor", "what"),
+    [
+        ("load", "optimizer-0", "loading the model"),
+        ("compute 2", "gpu-0", "the forward of block 1 in step 1"),
+        ("gradient 1 2", "gpu-0", "the gradient of block 2 in step 1"),
+        ("offload 1 3", "gpu-0", "the gradient offload of block 3 in step 1"),
+        ("update 1 2 optimizer-1", "optimizer-1", "the update of block 2 in step 1"),
+        ("commit 1 ssd-1", "ssd-1", "the commit of step 1"),
+        ("export 2", "optimizer-0", "the export of step 2"),
+    ],
+)
+def test_a_missed_deadline_names_step_block_and_actor(kept: str, actor: str, what: str) -> None:
+    world = World(make_shape(num_optimizers=2, num_ssds=2, deadline_s=30.0))
+    world.start(now_s=100.0)
+    while choices := [c for c in world.choices() if not c.answers.startswith(kept)]:
+        world.deliver(choices[0], 100.0)
+    world.pipeline.check_deadlines(130.0)
+    with pytest.raises(DeadlineMissedError) as caught:
+        world.pipeline.check_deadlines(130.1)
+    assert what in {wait.what for wait in world.pipeline.waits.values() if wait.actor == actor}
+    if not kept.startswith("gradient"):  # its operation was asked for at the same time, and is named first
+        assert str(caught.value).startswith(f"{actor} did not finish {what} within 30 s")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_progress_puts_a_deadline_off() -> None:
+    world = World(make_shape(deadline_s=30.0))
+    world.start(now_s=0.0)
+    world.pipeline.heard_from(ActorName("optimizer-0"), 25.0)
+    world.pipeline.check_deadlines(55.0)
+    with pytest.raises(DeadlineMissedError):
+        world.pipeline.check_deadlines(55.1)
+
+
+def test_another_actors_progress_does_not() -> None:
+    world = World(make_shape(deadline_s=30.0))
+    world.start(now_s=0.0)
+    world.pipeline.heard_from(GPU, 25.0)
+    with pytest.raises(DeadlineMissedError):
+        world.pipeline.check_deadlines(31.0)

@@ -1,0 +1,45 @@
+from tests.unit.actors.policy.world import make_shape
+from windlass.actors.messages import Phase
+from windlass.actors.policy.shape import Operation, program
+from windlass.storage.ids import BlockIndex, Step
+
+
+def operation(op: int, step: int, version: int, phase: Phase | None, block: int, group: int = 0) -> Operation:
+    return Operation(op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group)
+
+
+def test_the_program_of_a_small_job() -> None:
+    shape = make_shape(
+        chunks_per_block=(1, 1, 1), total_steps=3, num_evaluation_groups=2, evaluate_every=2, checkpoint_every=2
+    )
+    first = [o for o in program(shape, 1) if o.step == 1]
+    assert first == [
+        operation(1, 1, 0, Phase.FORWARD, 0),
+        operation(2, 1, 0, Phase.FORWARD, 1),
+        operation(3, 1, 0, Phase.HEAD, 2),
+        operation(4, 1, 0, Phase.BACKWARD, 1),
+        operation(5, 1, 0, Phase.BACKWARD, 0),
+    ]
+    afterwards = [o for o in program(shape, 1) if o.version == o.step == 2]
+    assert afterwards == [
+        operation(11, 2, 2, Phase.EVALUATE, 0, group=0),
+        operation(12, 2, 2, Phase.EVALUATE, 1, group=0),
+        operation(13, 2, 2, Phase.EVALUATE_HEAD, 2, group=0),
+        operation(14, 2, 2, Phase.EVALUATE, 0, group=1),
+        operation(15, 2, 2, Phase.EVALUATE, 1, group=1),
+        operation(16, 2, 2, Phase.EVALUATE_HEAD, 2, group=1),
+        operation(17, 2, 2, None, 0),
+    ]
+    # The last step evaluates and exports whatever the intervals say.
+    last = [(o.phase, o.group) for o in program(shape, 3) if o.version == o.step == 3]
+    assert last[-2:] == [(Phase.EVALUATE_HEAD, 1), (None, 0)]
+
+
+def test_without_intervals_only_the_end_is_exported_and_evaluated() -> None:
+    shape = make_shape(total_steps=3, num_evaluation_groups=1)
+    assert {o.step for o in program(shape, 1) if o.phase in (None, Phase.EVALUATE, Phase.EVALUATE_HEAD)} == {3}
+
+
+def test_checkpoints_stand_beside_the_final_model() -> None:
+    shape = make_shape(total_steps=3)
+    assert [shape.path_of_export(step) for step in (1, 3)] == ["/models/out-step-1", "/models/out"]

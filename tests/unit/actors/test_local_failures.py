@@ -1,0 +1,66 @@
+"""All actors in one process: what keeps a job from running ends it with its reason, and nothing is left."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import has_direct_io, journal_of, leftovers_of, make_partition, make_spec
+from windlass.actors.local import run_local
+from windlass.planner.plan import PlanError
+from windlass.storage import room
+from windlass.storage.room import NotEnoughRoom
+from windlass.storage.tensor_store import Region, TensorStore
+
+
+def test_a_budget_too_small_is_refused(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, host_memory_nbytes=100_000)
+    with pytest.raises(PlanError, match=r"needs \d+ bytes .* its budget is 100000 bytes"):
+        run_local(spec, partition=make_partition(spec))
+    assert leftovers_of(spec) == []
+    assert not Path(spec.job_dir, "journal.jsonl").exists()
+
+
+def test_a_disk_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two directories lie on one disk, which would hold the share of either."""
+    spec = make_spec(tmp_path)
+    numel = make_partition(spec).layout.numel
+    free = 2 * 12 * numel  # both generations of master, exp_avg and exp_avg_sq; a store takes more
+    monkeypatch.setattr(room, "directory_free_nbytes", lambda directory: free)
+    with pytest.raises(NotEnoughRoom) as refused:
+        run_local(spec, partition=make_partition(spec))
+    assert refused.value.free_nbytes == free
+    assert refused.value.needed_nbytes > free
+    assert str(tmp_path) in str(refused.value)
+    assert leftovers_of(spec) == []
+
+
+def test_a_model_without_its_weights(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    (Path(spec.model_dir) / "model.safetensors").unlink()
+    outcome = run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "failed"
+    assert outcome["error"]["message"].startswith("optimizer-0: ")
+    assert "safetensors" in outcome["error"]["message"]
+    assert leftovers_of(spec) == []
+
+
+@pytest.mark.parametrize(("method", "verb"), [("read_piece", "read"), ("write_piece", "write")])
+def test_an_ssd_that_fails_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, verb: str) -> None:
+    spec = make_spec(tmp_path)
+    works = getattr(TensorStore, method)
+
+    def fails_in_step_3(self: TensorStore, region: Region, start: int, buffer: memoryview) -> Any:
+        if region.step >= 3 and self.geometry.ssd == 1:
+            raise OSError(5, f"could not {verb} for the test")
+        return works(self, region, start, buffer)
+
+    monkeypatch.setattr(TensorStore, method, fails_in_step_3)
+    outcome = run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "failed"
+    assert outcome["error"]["code"] == "training_failed"
+    assert outcome["error"]["message"].startswith("ssd-1: ")
+    assert f"could not {verb} for the test" in outcome["error"]["message"]
+    assert journal_of(spec)[-1].data["error"] == outcome["error"]
+    assert "Traceback" in Path(spec.job_dir, "error.txt").read_text()
+    assert leftovers_of(spec) == []

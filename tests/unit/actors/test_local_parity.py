@@ -1,0 +1,108 @@
+"""All actors in one process: thirty steps agree with plain PyTorch."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import (
+    exported_params,
+    has_direct_io,
+    journal_of,
+    leftovers_of,
+    losses_of,
+    make_partition,
+    make_spec,
+    metrics_of,
+    train_plainly,
+)
+from windlass.actors.local import run_local
+from windlass.engine.dataset import PreparedDataset
+from windlass.storage.ids import Precision
+
+LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3}
+# Every pair of values of two factors occurs in one of these; `make test-long` runs all sixteen.
+PAIRWISE = {
+    (Precision.FP32, 1, False, None),
+    (Precision.FP32, 4, True, 0.5),
+    (Precision.BF16, 1, True, 0.5),
+    (Precision.BF16, 4, False, 0.5),
+    (Precision.BF16, 4, True, None),
+}
+
+
+def matrix() -> list[Any]:
+    return [
+        pytest.param(*case, marks=[] if case in PAIRWISE else [pytest.mark.long])
+        for case in product(Precision, (1, 4), (False, True), (None, 0.5))
+    ]
+
+
+@pytest.mark.parametrize(("precision", "num_microbatches", "tied", "clip_norm"), matrix())
+def test_thirty_steps_agree_with_plain_pytorch(
+    tmp_path: Path, precision: Precision, num_microbatches: int, tied: bool, clip_norm: float | None
+) -> None:
+    spec = make_spec(tmp_path, tied=tied, precision=precision, num_microbatches=num_microbatches, clip_norm=clip_norm)
+    outcome = run_local(
+        spec, partition=make_partition(spec), poison_released=True, direct=has_direct_io(tmp_path), num_ssd_threads=2
+    )
+    assert outcome["status"] == "succeeded", outcome
+    assert leftovers_of(spec) == []
+
+    plain = train_plainly(spec)
+    tolerance = LOSS_TOLERANCE[precision]
+    losses = losses_of(spec)
+    assert len(losses) == 30
+    assert losses == pytest.approx(plain.losses, rel=tolerance)
+    assert losses[-1] < 0.95 * losses[0]
+    assert metrics_of(spec, "valid_loss") == pytest.approx(plain.validation_losses, rel=tolerance)
+    assert list(plain.validation_losses) == [15, 30]
+    if clip_norm is not None:
+        assert min(plain.grad_norms) > clip_norm
+        norms = list(metrics_of(spec, "grad_norm").values())
+        assert norms == pytest.approx(plain.grad_norms, rel=100 * tolerance)
+
+    assert_params_agree(exported_params(spec), plain.params, precision)
+
+
+def assert_params_agree(
+    params: dict[str, torch.Tensor], masters: dict[str, torch.Tensor], precision: Precision
+) -> None:
+    assert set(params) == set(masters)
+    for name, param in params.items():
+        if precision is Precision.FP32:
+            torch.testing.assert_close(param, masters[name], rtol=1e-4, atol=2e-5)
+        elif not name.endswith("k_proj.bias"):
+            # Attention does not change when a constant is added to all keys: that bias has no gradient but rounding
+            # errors, which AdamW turns into steps as large as the others'.
+            torch.testing.assert_close(param, masters[name].bfloat16(), rtol=2**-7, atol=2e-3)
+
+
+def test_micro_batches_differ_in_their_targets(tmp_path: Path) -> None:
+    """Else a loss averaged over each micro-batch would pass for one averaged over the step."""
+    spec = make_spec(tmp_path)
+    dataset = PreparedDataset.open(spec.dataset_dir, "train")
+    for step in range(5):
+        counts = [microbatch.num_targets for microbatch in dataset.batch(step, 4, 4, spec.hyperparameters.seed)]
+        assert len(set(counts)) > 1
+        assert len(counts) == (2 if step == 4 else 4)
+
+
+def test_journal_and_checkpoints(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, total_steps=5, checkpoint_every=2, evaluate_every=None, num_microbatches=2)
+    outcome = run_local(spec, direct=has_direct_io(tmp_path))
+    records = journal_of(spec)
+    assert [record.seq for record in records] == list(range(1, len(records) + 1))
+    checkpoints = [record.data for record in records if record.kind == "checkpoint"]
+    assert [each["step_number"] for each in checkpoints] == [2, 4, 5]
+    folders = [Path(each["path"]) for each in checkpoints]
+    assert [folder.name for folder in folders] == ["out-step-2", "out-step-4", "out"]
+    assert all((folder / "config.json").is_file() for folder in folders)
+    assert list(metrics_of(spec, "valid_loss")) == [5]
+    assert records[-1].kind == "outcome"
+    dataset = PreparedDataset.open(spec.dataset_dir, "train")
+    num_targets = sum(each.num_targets for step in range(5) for each in dataset.batch(step, 4, 2, 5))
+    expected = {"status": "succeeded", "error": None, "trained_tokens": num_targets, "model_dir": spec.output_dir}
+    assert records[-1].data == outcome == expected

@@ -1,0 +1,59 @@
+// What the service is asked, and how it answers.
+
+const JOBS = "/v1/fine_tuning/jobs";
+
+/** The service answered, and the answer is no. */
+export class Refusal extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** The answer's JSON. Throws Refusal for an error that the service sent, TypeError where none answers. */
+async function request(path, options = {}) {
+  const response = await fetch(path, { cache: "no-store", ...options });
+  const body = await response.json().catch(() => ({}));
+  if (!response.ok) {
+    throw new Refusal(response.status, body.error?.message ?? `the service answered ${response.status}`);
+  }
+  return body;
+}
+
+const job = (id) => `${JOBS}/${encodeURIComponent(id)}`;
+
+export const listJobs = (limit, after) =>
+  request(`${JOBS}?limit=${limit}${after ? `&after=${encodeURIComponent(after)}` : ""}`);
+export const getJob = (id) => request(job(id));
+export const cancelJob = (id) => request(`${job(id)}/cancel`, { method: "POST" });
+export const getMetrics = (id) => request(`${job(id)}/metrics`);
+export const listMessages = (id, limit) => request(`${job(id)}/events?type=message&limit=${limit}`);
+export const listCheckpoints = (id) => request(`${job(id)}/checkpoints?limit=100`);
+export const getFile = (id) => request(`/v1/files/${encodeURIComponent(id)}`);
+export const fileContentUrl = (id) => `/v1/files/${encodeURIComponent(id)}/content`;
+
+/**
+ * The events of all jobs, each once and in order, from the one after ordinal `after` on.
+ *
+ * The browser reconnects by itself and names the last event it saw; the service goes on from there. `onLost` is called
+ * where that cannot work: the connection was refused for good, or ordinals went back, as after a change of database.
+ */
+export function followEvents({ after, onEvent, onConnected, onBroken, onLost }) {
+  let last = after;
+  const source = new EventSource(`/v1/events/stream?after=${after}`);
+  const giveUp = () => {
+    source.close();
+    onLost();
+  };
+  source.onopen = onConnected;
+  source.onerror = () => (source.readyState === EventSource.CLOSED ? giveUp() : onBroken());
+  source.onmessage = (message) => {
+    const ordinal = Number(message.lastEventId);
+    if (ordinal <= last) {
+      giveUp();
+      return;
+    }
+    last = ordinal;
+    onEvent(JSON.parse(message.data), ordinal);
+  };
+}

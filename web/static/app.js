@@ -1,0 +1,261 @@
+// The dashboard: reads the jobs once, then follows one stream of events for as long as the page is open.
+
+import * as api from "./api.js";
+import { Detail, timesOf } from "./detail.js";
+import { byId, installCopyButtons, setBadge, setOptional, setText } from "./dom.js";
+import * as format from "./format.js";
+import { Jobs, TERMINAL, nameOf, progressOf, reasonOf } from "./jobs.js";
+
+const PAGE_SIZE = 50;
+const RETRY_MS = 1000;
+const RENDER_DELAY_MS = 80;
+const AWAY_AFTER_MS = 2500;
+const ROUTE = /^#\/jobs\/([^/]+)$/;
+
+const jobs = new Jobs();
+const detail = new Detail(jobs);
+const wide = matchMedia("(min-width: 900px)");
+const items = new Map(); // job id: its element in the list
+const reading = new Set(); // jobs being read again
+const stale = new Set(); // jobs to be read again after that, or once the service answers
+let hasStarted = false;
+let renderTimer = null;
+let awayTimer = null;
+
+// --- the service ---
+
+async function start() {
+  for (;;) {
+    try {
+      const page = await api.listJobs(PAGE_SIZE);
+      jobs.replace(page);
+      api.followEvents({
+        after: page.windlass.last_event_ordinal,
+        onEvent,
+        onConnected,
+        onBroken: () => setConnection("reconnecting"),
+        onLost: () => {
+          setConnection("reconnecting");
+          setTimeout(start, RETRY_MS);
+        },
+      });
+      break;
+    } catch {
+      setConnection("reconnecting");
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  }
+  hasStarted = true;
+  detail.show(null); // what it showed may be of another database
+  selectSomething();
+  detail.show(selectedId());
+  render();
+}
+
+function onEvent(event, ordinal) {
+  if (jobs.apply(event)) readAgain(event.job_id);
+  if (event.job_id === detail.id) detail.apply(event, ordinal);
+  renderSoon();
+}
+
+function onConnected() {
+  setConnection("connected");
+  for (const id of stale) readAgain(id);
+  if (detail.hasFailed) detail.show(detail.id);
+}
+
+/** Read a job, and once more if that was asked for meanwhile. Where the service is away, when it is back. */
+async function readAgain(id) {
+  stale.add(id);
+  if (reading.has(id)) return;
+  reading.add(id);
+  try {
+    while (stale.delete(id)) jobs.put(await api.getJob(id));
+    if (selectSomething()) detail.show(selectedId());
+  } catch (error) {
+    if (error instanceof api.Refusal && error.status === 404) jobs.remove(id);
+    else stale.add(id);
+  } finally {
+    reading.delete(id);
+    renderSoon();
+  }
+}
+
+function setConnection(state) {
+  const element = byId("connection");
+  if (element.textContent === state) return; // each of the browser's attempts reports anew
+  setText(element, state);
+  element.dataset.state = state;
+  clearTimeout(awayTimer);
+  if (state === "connected") byId("away").hidden = true;
+  else awayTimer = setTimeout(() => (byId("away").hidden = false), AWAY_AFTER_MS);
+}
+
+// --- the selected job ---
+
+function selectedId() {
+  const match = ROUTE.exec(location.hash);
+  return match && decodeURIComponent(match[1]);
+}
+
+/** Where none is and the screen is wide, select a job that trains, else the newest. True if one was selected. */
+function selectSomething() {
+  if (!wide.matches || selectedId() !== null) return false;
+  const entries = jobs.list();
+  const entry = entries.find(({ job }) => job.status === "running") ?? entries[0];
+  if (entry) history.replaceState(null, "", `#/jobs/${encodeURIComponent(entry.job.id)}`);
+  return entry !== undefined;
+}
+
+function onRoute() {
+  if (!hasStarted) return;
+  selectSomething();
+  detail.show(selectedId());
+  render();
+  if (!wide.matches) scrollTo(0, 0);
+}
+
+// --- the page ---
+
+function renderSoon() {
+  renderTimer ??= setTimeout(render, RENDER_DELAY_MS);
+}
+
+function render() {
+  clearTimeout(renderTimer);
+  renderTimer = null;
+  if (!hasStarted) return;
+  const entries = jobs.list();
+  const isEmpty = entries.length === 0 && selectedId() === null;
+  byId("empty").hidden = !isEmpty;
+  byId("board").hidden = isEmpty;
+  byId("older").hidden = !jobs.hasOlder;
+  document.body.dataset.view = selectedId() === null ? "list" : "detail";
+  renderList(entries);
+  detail.render();
+  document.title = titleOf(jobs.get(selectedId()));
+}
+
+function renderList(entries) {
+  const list = byId("jobs");
+  const shown = new Set(entries.map(({ job }) => job.id));
+  for (const [id, item] of items) {
+    if (shown.has(id)) continue;
+    item.remove();
+    items.delete(id);
+  }
+  entries.forEach((entry, index) => {
+    const { id } = entry.job;
+    if (!items.has(id)) items.set(id, byId("job-item").content.firstElementChild.cloneNode(true));
+    const item = items.get(id);
+    renderItem(item, entry);
+    if (list.children[index] !== item) list.insertBefore(item, list.children[index] ?? null);
+  });
+}
+
+function renderItem(item, entry) {
+  const { job, metrics } = entry;
+  const link = item.firstElementChild;
+  const part = (name) => item.querySelector(name);
+  const { step, total } = progressOf(entry);
+  link.href = `#/jobs/${encodeURIComponent(job.id)}`;
+  link.dataset.job = job.id;
+  if (job.id === selectedId()) link.setAttribute("aria-current", "true");
+  else link.removeAttribute("aria-current");
+  setText(part(".job-name"), nameOf(job));
+  setBadge(part(".badge"), job.status);
+  setText(part(".job-model"), nameOf(job) === job.model ? shortId(job.id) : `${job.model} · ${shortId(job.id)}`);
+  const bar = part("progress");
+  bar.hidden = !total || job.status === "succeeded" || (step === 0 && job.status !== "running");
+  bar.max = total ?? 1;
+  bar.value = step;
+  bar.setAttribute("aria-label", `Progress of ${nameOf(job)}`);
+  bar.dataset.status = job.status;
+  const figures = [
+    total && (bar.hidden ? `${format.whole(total)} steps` : `${format.whole(step)}/${format.whole(total)}`),
+    metrics && `loss ${format.loss(metrics.train_loss)}`,
+    job.status === "running" && metrics?.tokens_per_s != null && `${format.rate(metrics.tokens_per_s)} tok/s`,
+    timesOf(entry),
+  ];
+  const unbroken = figures.filter(Boolean).map((figure) => figure.replaceAll(" ", "\u00a0"));
+  setOptional(part(".job-figures"), unbroken.join("\u00a0· "));
+  setOptional(part(".job-reason"), job.error ? job.error.message : reasonOf(entry));
+  part(".job-reason").dataset.level = job.error ? "error" : "info";
+}
+
+const shortId = (id) => (id.length > 15 ? `${id.slice(0, 14)}…` : id);
+
+function titleOf(entry) {
+  if (!entry) return "windlass";
+  const { step, total } = progressOf(entry);
+  const state = entry.job.status === "running" && total ? `${Math.floor((100 * step) / total)} %` : entry.job.status;
+  return `${state.replaceAll("_", " ")} · ${nameOf(entry.job)} · windlass`;
+}
+
+// --- what a person does ---
+
+async function showOlder() {
+  const button = byId("older");
+  button.disabled = true;
+  try {
+    const page = await api.listJobs(PAGE_SIZE, jobs.list().at(-1)?.job.id);
+    jobs.append(page);
+  } catch {
+    setText(button, "The service did not answer; try again");
+    return;
+  } finally {
+    button.disabled = false;
+  }
+  setText(button, "Show older jobs");
+  render();
+}
+
+function askToCancel() {
+  const entry = jobs.get(detail.id);
+  const dialog = byId("cancel-dialog");
+  dialog.dataset.job = detail.id;
+  const isTraining = entry.job.status === "running";
+  const consequence = isTraining ? "It ends after its current step, and what it has learnt is lost." : "It will not train.";
+  setText(byId("cancel-text"), `${nameOf(entry.job)} (${entry.job.id}). ${consequence}`);
+  setOptional(byId("cancel-error"), null);
+  dialog.showModal();
+}
+
+async function cancel() {
+  const dialog = byId("cancel-dialog");
+  const button = byId("cancel-confirm");
+  button.disabled = true;
+  try {
+    jobs.put(await api.cancelJob(dialog.dataset.job));
+    dialog.close();
+    render();
+  } catch (error) {
+    const problem = error instanceof api.Refusal ? error.message : "The service did not answer; try again.";
+    setOptional(byId("cancel-error"), problem);
+  } finally {
+    button.disabled = false;
+  }
+}
+
+function skipToDetail(event) {
+  event.preventDefault(); // the address names the selected job
+  byId("detail").focus();
+}
+
+byId("empty-curl").textContent = [
+  `curl ${location.origin}/v1/files \\`,
+  "  -F purpose=fine-tune -F file=@train.jsonl",
+  `curl ${location.origin}/v1/fine_tuning/jobs \\`,
+  "  -H 'Content-Type: application/json' \\",
+  `  -d '{"model": "MODEL", "training_file": "FILE_ID"}'`,
+].join("\n");
+installCopyButtons();
+byId("older").addEventListener("click", showOlder);
+byId("cancel").addEventListener("click", askToCancel);
+byId("cancel-confirm").addEventListener("click", cancel);
+document.querySelector(".skip").addEventListener("click", skipToDetail);
+addEventListener("hashchange", onRoute);
+// The time that is left runs down between steps.
+setInterval(() => jobs.list().some(({ job }) => !TERMINAL.has(job.status)) && renderSoon(), 1000);
+setConnection("connecting");
+start();

@@ -1,0 +1,39 @@
+// The loss of each step of one job.
+
+export class Curve {
+  #points = new Map(); // step: {attempt, train_loss, valid_loss}
+  #ordinal; // of the last event that the points contain
+
+  /** From the service's metrics, which contain all events up to the ordinal they name. */
+  constructor(metrics) {
+    const { step, attempt, train_loss, valid_loss } = metrics.data;
+    step.forEach((number, index) => {
+      this.#points.set(number, { attempt: attempt[index], train_loss: train_loss[index], valid_loss: valid_loss[index] });
+    });
+    this.#ordinal = metrics.last_event_ordinal;
+  }
+
+  /** Take in an event of the stream, once: one that the points contain already changes nothing. */
+  apply(event, ordinal) {
+    if (event.type !== "metrics" || ordinal <= this.#ordinal) return false;
+    this.#ordinal = ordinal;
+    const { step, train_loss, valid_loss } = event.data;
+    // An earlier attempt went further than its last commit; from here on, this attempt's numbers count.
+    for (const [number, point] of this.#points) {
+      if (number >= step && point.attempt < event.attempt) this.#points.delete(number);
+    }
+    const point = this.#points.get(step) ?? { attempt: event.attempt, train_loss: null, valid_loss: null };
+    this.#points.set(step, {
+      attempt: event.attempt,
+      train_loss: train_loss ?? point.train_loss,
+      valid_loss: valid_loss ?? point.valid_loss,
+    });
+    return true;
+  }
+
+  /** The steps that have this number, and the numbers. */
+  series(name) {
+    const points = [...this.#points].filter(([, point]) => point[name] != null).sort(([a], [b]) => a - b);
+    return { x: points.map(([step]) => step), y: points.map(([, point]) => point[name]) };
+  }
+}

@@ -1,0 +1,60 @@
+// The page's elements. Data only ever becomes text: nothing here takes markup.
+
+export const byId = (id) => document.getElementById(id);
+
+/** Set an element's text; one that has it already keeps its selection. */
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** Set an element's text, and hide it where there is none. */
+export function setOptional(element, text) {
+  setText(element, text ?? "");
+  element.hidden = !text;
+}
+
+export function make(tag, text = "", className = "") {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  if (className) element.className = className;
+  return element;
+}
+
+/** Fill a description list with [name, value] pairs; it is only built anew when its names change. */
+export function setPairs(list, pairs) {
+  const names = JSON.stringify(pairs.map(([name]) => name));
+  if (list.dataset.names !== names) {
+    list.dataset.names = names;
+    list.replaceChildren(
+      ...pairs.map(([name]) => {
+        const pair = make("div");
+        pair.append(make("dt", name), make("dd"));
+        return pair;
+      }),
+    );
+  }
+  pairs.forEach(([, value], index) => setText(list.children[index].lastChild, value));
+}
+
+export function setBadge(element, status) {
+  setText(element, status.replaceAll("_", " "));
+  element.dataset.status = status;
+}
+
+/** Let every button with `data-copy` copy the text of the element that it names. */
+export function installCopyButtons() {
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("[data-copy]");
+    if (!button) return;
+    const source = byId(button.dataset.copy);
+    try {
+      await navigator.clipboard.writeText(source.textContent);
+      button.textContent = "Copied";
+    } catch {
+      // No permission, or no secure context: select it, so that the keyboard's copy works.
+      getSelection().selectAllChildren(source);
+      button.textContent = "Selected";
+    }
+    setTimeout(() => (button.textContent = "Copy"), 1500);
+  });
+}

@@ -1,0 +1,93 @@
+// What the page knows of all jobs: read from the service once, then kept true by events.
+
+export const TERMINAL = new Set(["succeeded", "failed", "cancelled"]);
+
+export class Jobs {
+  #order = []; // ids, newest first
+  #jobs = new Map();
+  hasOlder = false;
+
+  /** Start over from the list's first page. */
+  replace(page) {
+    this.#order = [];
+    this.#jobs.clear();
+    this.append(page);
+  }
+
+  /** Add an older page. */
+  append(page) {
+    for (const job of page.data) {
+      if (!this.#order.includes(job.id)) this.#order.push(job.id);
+      this.put(job);
+    }
+    this.hasOlder = page.has_more;
+  }
+
+  /** Take in a job as the service has it now. */
+  put(job) {
+    const known = this.#jobs.get(job.id);
+    // The stream brings metrics in order; an answer may overtake it or fall behind.
+    const metrics = known ? known.metrics : job.windlass.last_metrics;
+    const finishAt = TERMINAL.has(job.status) ? null : (known?.finishAt ?? job.estimated_finish);
+    this.#jobs.set(job.id, { job, metrics, finishAt, message: known?.message ?? null });
+  }
+
+  remove(id) {
+    this.#order = this.#order.filter((other) => other !== id);
+    this.#jobs.delete(id);
+  }
+
+  get(id) {
+    return this.#jobs.get(id);
+  }
+
+  /** All that are known, newest first. */
+  list() {
+    return this.#order.map((id) => this.#jobs.get(id)).filter(Boolean);
+  }
+
+  /** Take in an event. True if the job has to be read again, as more than its metrics changed. */
+  apply(event) {
+    const known = this.#jobs.get(event.job_id);
+    if (!known) {
+      if (event.data.status === "validating_files" && !this.#order.includes(event.job_id)) {
+        this.#order.unshift(event.job_id);
+      }
+      return true;
+    }
+    if (event.type !== "metrics") {
+      known.message = event.message;
+      return true;
+    }
+    const { data } = event;
+    const sameStep = known.metrics?.step === data.step;
+    known.metrics = sameStep ? { ...known.metrics, ...data } : data;
+    if (data.remaining_s != null) known.finishAt = event.created_at + data.remaining_s;
+    return false;
+  }
+}
+
+/** What a job is called: its suffix, else its model without the organization. */
+export const nameOf = (job) => job.suffix || job.model.split("/").at(-1);
+
+/** Steps done and steps in all; the second is null until the files have been read. */
+export function progressOf({ job, metrics }) {
+  return { step: metrics?.step ?? job.windlass.step, total: metrics?.total_steps ?? job.windlass.total_steps };
+}
+
+/** Why nothing seems to happen, in words; null for a job that trains or is finished. */
+export function reasonOf({ job, metrics, message }) {
+  if (TERMINAL.has(job.status)) return null;
+  if (job.windlass.cancel_requested) return "Cancelling: it ends after its step";
+  if (job.windlass.waiting_reason) return `Waiting: ${job.windlass.waiting_reason}`;
+  switch (job.status) {
+    case "validating_files":
+      return "Checking the model and reading the files";
+    case "queued":
+      return "Waiting for its turn";
+    case "running":
+      return metrics ? null : (message ?? "Starting");
+    default:
+      return null;
+  }
+}
