@@ -93,8 +93,8 @@ class JobContext:
 
 
 def aligned(nbytes: int, alignment: int = 4096) -> int:
-    """`nbytes` rounded up to what O_DIRECT moves."""
-    return -(-nbytes // alignment) * alignment
+    """`nbytes` rounded up to what O_DIRECT moves; never nothing, as the chunk of a block without params moves too."""
+    return max(1, -(-nbytes // alignment)) * alignment
 
 
 def make_context(spec: JobSpec, layout: ModelLayout, arena_path: str) -> JobContext:

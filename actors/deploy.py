@@ -6,6 +6,7 @@ actors are calls of `post` that nobody waits for: they carry descriptors, and th
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -199,7 +200,7 @@ class Runner:
         me = ray.get_runtime_context().current_actor
         handles = {**self._workers, SCHEDULER: me}
         ray.get([handle.connect.remote(handles) for handle in self._workers.values()], timeout=_START_DEADLINE_S)
-        ray.get([handle.setup.remote() for handle in self._workers.values()], timeout=_START_DEADLINE_S)
+        _await_setup({name: handle.setup.remote() for name, handle in self._workers.items()})
         self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
 
     def _send(self, to: ActorName, message: Message) -> None:
@@ -210,6 +211,22 @@ class Runner:
         for reference in done:
             name = self._alive[reference]
             raise JobFailedError(f"the process of {name} died; the kernel log tells whether memory ran out")
+
+
+def _await_setup(setups: Mapping[ActorName, Any]) -> None:
+    """Returns when all are ready; raises what one of them raised, and JobFailedError for one that never answers."""
+    until_s = time.monotonic() + _START_DEADLINE_S
+    for name, reference in setups.items():
+        try:
+            ray.get(reference, timeout=max(0.0, until_s - time.monotonic()))
+        except ray.exceptions.GetTimeoutError as error:
+            raise JobFailedError(
+                f"{name} was not ready within {_START_DEADLINE_S:g} s; the machine is overloaded, or a disk hangs"
+            ) from error
+        except ray.exceptions.ActorDiedError as error:
+            raise JobFailedError(
+                f"the process of {name} died while it started; the kernel log tells whether memory ran out"
+            ) from error
 
 
 _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)

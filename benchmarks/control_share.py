@@ -1,7 +1,7 @@
 """How much processor time windlass spends on steering: everything that is neither a kernel nor I/O.
 
-Seen from outside, by thread. In a worker that computes, the hottest threads run the kernels, as many as it was given for
-them (the Python between two kernels on these counts as kernel, as it does in plain PyTorch). In an SSD server the time
+Seen from outside, by thread. In a worker that computes, the hottest threads run the kernels, as many as it was given
+for them (the Python between two kernels on these counts as kernel, as in plain PyTorch). In an SSD server the time
 inside the system is I/O. All the rest is control: the scheduler, Ray's daemon, messages, copies between buffers.
 """
 

@@ -1,4 +1,4 @@
-"""Takes a picture of a running service's dashboard: `python -m benchmarks.screenshot http://127.0.0.1:8642 page.png`."""
+"""Takes a picture of a running service's dashboard: `python -m benchmarks.screenshot URL FILE.png`."""
 
 import argparse
 import shutil

@@ -1,8 +1,9 @@
 """Step time and memory: windlass beside plain PyTorch, DeepSpeed and the limits. `python -m benchmarks.step [--quick]`
 
 All contenders train the same model from the same weights on the same batches with the same number of threads, one after
-the other, for several rounds in alternating order; the first steps of every run are left out of the times. A step's limit
-is the larger of plain PyTorch's step and the time that its SSD bytes take at the mixed bandwidth measured between runs.
+the other, for several rounds in alternating order; the first steps of every run are left out of the times. The limit of
+a step is the larger of plain PyTorch's step and the time that its SSD bytes take at the mixed bandwidth measured
+between the runs.
 """
 
 import argparse
@@ -249,7 +250,7 @@ def main() -> None:
             ratios[title] = {"ssd": ratios_of(results, "ssd"), "plan": dict.fromkeys(_KEYS)}
     report.add(
         "",
-        "Spreads are median (smallest to largest). Ratios are of medians. `plan` is null: all plans rest states on SSD.",
+        "Spreads are median (smallest to largest). Ratios are of medians. `plan` is null: all plans use the SSDs.",
     )
     report.finish(ratios)
 

@@ -1,6 +1,7 @@
 """windlass as a contender: a job on Ray. `python -m benchmarks.windlass_runner FOLDER SSD_DIR...`
 
-This process stands in for the dispatcher: it starts the Ray daemon and the job's runner, and reads the journal.
+This process stands in for the dispatcher: it starts the Ray daemon and the job's runner, and reads the journal. Ray is
+imported once its environment is set, as it reads it then.
 """
 
 import json
@@ -12,13 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import ray
-
 from benchmarks.control_share import control_seconds, role_of
 from benchmarks.peer import emit
 from benchmarks.pss import process_tree, thread_seconds
 from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
-from windlass.actors.deploy import find_runner, start_runner
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
 from windlass.actors.journal import METRICS, OUTCOME, JournalReader, JournalRecord
 from windlass.service.job_specs import Machinery
@@ -46,16 +44,33 @@ def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path])
     """Run one job under a Ray daemon of its own."""
     check_model(spec, home)
     cluster = RayCluster(home)
+    _end_on_sigterm()
     try:
         cluster.ensure_running(num_cpus=workload.num_threads, num_gpus=0)
         cluster.connect()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # only now: Ray sets handlers of its own
+        _end_on_sigterm()  # again: Ray has set handlers of its own
         emit("processes", pids=cluster.pids)
-        start_runner(spec)
-        follow(spec, workload, ssd_dirs, cluster.pids)
+        train(workload, spec, ssd_dirs, cluster.pids)
     finally:
-        ray.shutdown()
         cluster.stop()
+
+
+def train(workload: Workload, spec: JobSpec, ssd_dirs: Sequence[Path], ray_pids: Sequence[int]) -> None:
+    """Run the job on the Ray that this process is connected to, and disconnect."""
+    import ray
+
+    from windlass.actors.deploy import start_runner
+
+    try:
+        start_runner(spec)
+        follow(spec, workload, ssd_dirs, ray_pids)
+    finally:
+        ray.shutdown()  # before the daemon ends: a driver that lost it waits a minute for it
+
+
+def _end_on_sigterm() -> None:
+    """Let SIGTERM unwind, so that the daemon is ended too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Path]) -> JobSpec:
@@ -149,6 +164,8 @@ def follow(spec: JobSpec, workload: Workload, ssd_dirs: Sequence[Path], ray_pids
 
 def records(spec: JobSpec) -> Iterator[JournalRecord]:
     """What the runner tells, until its outcome. Raises `WindlassFailedError` when the job fails."""
+    from windlass.actors.deploy import find_runner
+
     reader = JournalReader(Path(spec.job_dir) / "journal.jsonl")
     while True:
         alive = find_runner(spec.job, spec.attempt) is not None

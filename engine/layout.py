@@ -77,7 +77,7 @@ class ModelLayout:
 
     def num_chunks(self, block: BlockIndex) -> int:
         """Chunks of a block."""
-        return -(-self.blocks[block].numel // self.chunk_numel)
+        return max(1, -(-self.blocks[block].numel // self.chunk_numel))
 
     def chunk_keys(self, block: BlockIndex) -> list[ChunkKey]:
         """A block's chunks in order."""

@@ -41,8 +41,11 @@ class ParamSite:
 
 
 def load_config(model_dir: str | Path) -> Any:
-    """The architecture of a model folder. Never runs code from the folder."""
-    config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    """The architecture of a model folder. Never runs code from the folder. Raises ValueError where it has none."""
+    try:
+        config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a config can be wrong in ways that the library meets with any exception
+        raise ValueError(f"the config of {Path(model_dir).name} cannot be used: {error}") from error
     return getattr(config, "get_text_config", lambda: config)() if _is_composite(config) else config
 
 

@@ -34,6 +34,8 @@ _TINY_SIZES = {
     "vocab_size": 96,
     "num_local_experts": 4,
     "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 16,
     "sliding_window": 8,
 }
 _NUM_TOKENS = 16
@@ -99,6 +101,7 @@ def _plain_gradients(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> di
         return lambda *_: torch.manual_seed(random_key(0, 1, 0, block)) and None
 
     hooks = [layer.register_forward_pre_hook(seed(i + 1)) for i, layer in enumerate(layers)]
+    hooks.append(layers[-1].register_forward_hook(seed(len(layers) + 1)))
     torch.manual_seed(random_key(0, 1, 0, 0))
     logits = model(input_ids=ids, use_cache=False).logits.float()
     for hook in hooks:

@@ -27,7 +27,7 @@ class ModelSize:
 
     def num_chunks(self, block: int) -> int:
         """Chunks of a block."""
-        return -(-self.block_numels[block] // self.chunk_numel)
+        return max(1, -(-self.block_numels[block] // self.chunk_numel))
 
     @property
     def total_chunks(self) -> int:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import follow_job, format_event
 from windlass.service.cli_service import Home
+from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.errors import ApiError
 from windlass.service.home import find_serving
@@ -63,12 +62,12 @@ def jobs(home: Home = None) -> None:
     """List jobs, newest first."""
     with _client(load_settings(home)) as client:
         rows = client.jobs()
-    table = _table("job", "status", "model", "step", "created", "fine-tuned model")
+    table: list[tuple[object, ...]] = [("job", "status", "model", "step", "created", "fine-tuned model")]
     for job in rows:
         extra = job["windlass"]
         step = f"{extra['step']}/{extra['total_steps']}" if extra["total_steps"] else ""
         created = _time(job["created_at"])
-        table.add_row(job["id"], job["status"], job["model"], step, created, job["fine_tuned_model"] or "")
+        table.append((job["id"], job["status"], job["model"], step, created, job["fine_tuned_model"] or ""))
     _print(table, empty="no jobs yet; start one with `windlass submit`")
 
 
@@ -96,11 +95,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "result files": ", ".join(found["result_files"]),
         "hyperparameters": json.dumps(extra["hyperparameters"] or found["hyperparameters"]),
     }
-    table = Table(show_header=False, box=None)
-    for name, value in rows.items():
-        if value not in (None, ""):
-            table.add_row(name, str(value))
-    _print(table)
+    print_columns([(name, value) for name, value in rows.items() if value not in (None, "")])
 
 
 def logs(
@@ -128,9 +123,9 @@ def files(home: Home = None) -> None:
     """List uploaded files and results, newest first."""
     with _client(load_settings(home)) as client:
         rows = client.files()
-    table = _table("file", "name", "bytes", "purpose", "created")
+    table: list[tuple[object, ...]] = [("file", "name", "bytes", "purpose", "created")]
     for file in rows:
-        table.add_row(file["id"], file["filename"], str(file["bytes"]), file["purpose"], _time(file["created_at"]))
+        table.append((file["id"], file["filename"], file["bytes"], file["purpose"], _time(file["created_at"])))
     _print(table, empty="no files yet")
 
 
@@ -139,9 +134,9 @@ def models(home: Home = None) -> None:
     settings = load_settings(home)
     with _client(settings) as client:
         rows = client.models()
-    table = _table("model", "from", "changed")
+    table: list[tuple[object, ...]] = [("model", "from", "changed")]
     for model in rows:
-        table.add_row(model["id"], model["owned_by"], _time(model["created"]))
+        table.append((model["id"], model["owned_by"], _time(model["created"])))
     _print(table, empty=f"no models yet; put a Hugging Face model folder into {settings.models_dir}")
 
 
@@ -205,6 +200,8 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
         place = found
         for group in groups:
             place = place.setdefault(group, {})
+            if not isinstance(place, dict):
+                raise CommandError(f"--set {pair}: {group} has been set to {place!r}")
         place[name] = value
     return found
 
@@ -229,19 +226,12 @@ def _follow(client: ServiceClient, job_id: str) -> None:
     print(job["fine_tuned_model"])
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
-
-
-def _print(table: Table, empty: str = "") -> None:
-    if table.row_count == 0:
+def _print(table: list[tuple[object, ...]], empty: str) -> None:
+    """Print a table whose first row is its header, or `empty` where there is nothing below it."""
+    if len(table) == 1:
         print(empty)
-        return
-    # Ids are for copying: a line that is too long for the terminal wraps there, and is never cut.
-    Console(width=1000).print(table)
+    else:
+        print_columns(table)
 
 
 def _time(seconds: int) -> str:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.home import find_serving
 from windlass.service.lifecycle import running_jobs, shut_down, start_detached
@@ -40,6 +39,7 @@ def up(
         serving = start_detached(settings)
         print(f"windlass is up at {serving.url} (process {serving.process.pid}); end it with `windlass down`")
         return
+    os.umask(0o077)
     os.environ["WINDLASS_HOME"] = str(settings.home)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     Supervisor(settings).run()
@@ -86,16 +86,18 @@ def doctor(home: Home = None) -> None:
     settings = load_settings(home)
     shm, disks = Path("/dev/shm"), (settings.home, *settings.ssd_dirs)
     machine = inspect_machine((shm, *disks))
-    table = Table(show_header=False, box=None)
-    table.add_row("cores", str(machine.num_cores))
-    table.add_row("memory", _of(machine.available_memory_nbytes, machine.memory_nbytes))
-    for space in machine.spaces:
-        table.add_row(str(space.path), _of(space.free_nbytes, space.total_nbytes))
-    for gpu in machine.gpus:
-        table.add_row("GPU", f"{gpu.name}, {gpu.memory_nbytes / _GIB:.1f} GiB, driver {gpu.driver_version}")
+    rows = [
+        ("cores", str(machine.num_cores)),
+        ("memory", _of(machine.available_memory_nbytes, machine.memory_nbytes)),
+        *((str(space.path), _of(space.free_nbytes, space.total_nbytes)) for space in machine.spaces),
+        *(
+            ("GPU", f"{gpu.name}, {gpu.memory_nbytes / _GIB:.1f} GiB, driver {gpu.driver_version}")
+            for gpu in machine.gpus
+        ),
+    ]
     if not machine.gpus:
-        table.add_row("GPU", "none that may be used; jobs train on the CPU")
-    Console(width=1000).print(table)
+        rows.append(("GPU", "none that may be used; jobs train on the CPU"))
+    print_columns(rows)
 
 
 def _of(free_nbytes: int, total_nbytes: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JournalReader
 from windlass.service.job_specs import Machinery, build_job_spec, preparation_order, resolve_job
-from windlass.service.outcomes import fail_job, open_journal, remove_states, take_in
+from windlass.service.outcomes import fail_job, has_states, open_journal, remove_states, take_in
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
@@ -22,7 +22,7 @@ from windlass.storage.sql.errors import JournalError, StatusConflict
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.statuses import TERMINAL_STATUSES, JobStatus
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,6 +83,12 @@ class Dispatcher:
         self._readers: dict[str, JournalReader] = {}  # of running jobs
         self._leaving: dict[str, _Leaving] = {}  # finished jobs whose runner has not ended yet
         self._told_at: dict[str, float] = {}  # when the runner of a job to be cancelled was last told
+
+    def reconcile(self) -> None:
+        """See off the runners of finished jobs whose dispatcher was killed before it could; the first thing to do."""
+        for job in self._jobs(*TERMINAL_STATUSES):
+            if has_states(self._settings, job.id):
+                self._await_end(job.id, job.attempt)
 
     def tick(self) -> None:
         """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other."""

@@ -65,6 +65,7 @@ def run_dispatcher(settings: Settings) -> None:
         signal.signal(signum, end)
     database = Database(settings.database_url)
     dispatcher = Dispatcher(database, settings, RayRunners(), machinery)
+    dispatcher.reconcile()
     _LOG.info("dispatching")
     try:
         while not ending.is_set():

@@ -88,6 +88,11 @@ def take_in(
     return True
 
 
+def has_states(settings: Settings, job_id: str) -> bool:
+    """Whether model states of a job lie on an SSD."""
+    return any(store_path(ssd_dir, JobId(job_id)).exists() for ssd_dir in settings.ssd_dirs)
+
+
 def remove_states(settings: Settings, job_id: str) -> None:
     """Free the SSD space and the memory of a job whose runner is gone; one that was killed could not."""
     for ssd_dir in settings.ssd_dirs:

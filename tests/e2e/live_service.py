@@ -15,6 +15,7 @@ import httpx
 from windlass.actors.journal import JournalRecord
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.models import Job
@@ -49,6 +50,7 @@ class LiveService:
         self.settings.make_dirs()
         migrate(self.settings.database_url)
         self.database = Database(self.settings.database_url)
+        self._add_files()
         self._process: subprocess.Popen[bytes] | None = None
         self._seqs: dict[tuple[str, int], int] = {}
 
@@ -99,7 +101,13 @@ class LiveService:
             path.unlink()
         migrate(self.settings.database_url)
         self.database = Database(self.settings.database_url)
+        self._add_files()
         self._seqs.clear()
+
+    def _add_files(self) -> None:
+        with self.database.write() as session:
+            for file_id, name in (("file-train", "support-chats.jsonl"), ("file-valid", "support-chats-valid.jsonl")):
+                FileRepository(session).add(file_id=file_id, filename=name, purpose="fine-tune", nbytes=1)
 
     # --- what the dispatcher would write ---
 

@@ -31,9 +31,18 @@ export class Curve {
     return true;
   }
 
-  /** The steps that have this number, and the numbers. */
-  series(name) {
-    const points = [...this.#points].filter(([, point]) => point[name] != null).sort(([a], [b]) => a - b);
+  /** The training loss of each step; null, a gap, where it was not a number. */
+  get train() {
+    return this.#series("train_loss", () => true);
+  }
+
+  /** The validation loss of the steps where it was measured. */
+  get valid() {
+    return this.#series("valid_loss", (value) => value !== null);
+  }
+
+  #series(name, isWanted) {
+    const points = [...this.#points].filter(([, point]) => isWanted(point[name])).sort(([a], [b]) => a - b);
     return { x: points.map(([step]) => step), y: points.map(([, point]) => point[name]) };
   }
 }

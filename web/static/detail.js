@@ -178,7 +178,7 @@ export class Detail {
   #renderFigures({ job, metrics }) {
     byId("figures").hidden = !metrics;
     const data = metrics ?? {};
-    const valid = this.#curve?.series("valid_loss").y.at(-1);
+    const valid = this.#curve?.valid.y.at(-1);
     setPairs(byId("figures"), [
       ["Training loss", format.loss(data.train_loss)],
       ["Validation loss", format.loss(valid)],
@@ -199,7 +199,7 @@ export class Detail {
       byId("settings"),
       (resolved ? Object.entries(resolved) : asked).map(([name, value]) => [format.words(name), format.setting(value)]),
     );
-    const file = (id) => (this.#files.has(id) ? `${this.#files.get(id)} (${id})` : id);
+    const file = (id) => (this.#files.has(id) ? `${this.#files.get(id)}\n${id}` : id);
     const time = (seconds) => (seconds === null ? null : format.dateTime(seconds));
     const about = [
       ["model", job.model],
@@ -217,7 +217,7 @@ export class Detail {
 
   #renderCurve(isOver) {
     this.#curveChanged = false;
-    const [train, valid] = [this.#curve.series("train_loss"), this.#curve.series("valid_loss")];
+    const { train, valid } = this.#curve;
     const isEmpty = train.x.length + valid.x.length === 0;
     const chart = byId("chart");
     chart.hidden = isEmpty;

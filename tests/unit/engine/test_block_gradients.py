@@ -95,8 +95,9 @@ def test_tied_weights_accumulate_within_rounding(name: str) -> None:
 def test_an_expert_without_tokens_gets_zeros() -> None:
     architecture = ARCHITECTURES["Mixtral"]
     found, expected = found_and_expected(architecture, tied=False, shapes=((1, 2),))
-    unused = [name for name, grad in expected.items() if (grad.flatten(1) == 0).all(1).any() and "expert" in name]
-    assert unused  # two tokens cannot reach all experts of every layer
+    experts = [grad.flatten(1) for name, grad in expected.items() if "experts" in name]
+    assert experts
+    assert any((grad == 0).all(1).any() for grad in experts)  # two tokens cannot reach every expert
     assert differing(found, expected) == []
 
 
@@ -241,6 +242,15 @@ def test_activations_are_the_inputs_of_blocks_and_nothing_else() -> None:
     assert all(hidden.grad_fn is None for block in kept for hidden in block)
 
 
+def test_a_gradient_buffer_adds_up_and_zeroes_what_nothing_reached() -> None:
+    buffer = GradBuffer(torch.full((6,), torch.nan))
+    buffer.add("a", 0, torch.tensor([[1.0, 2.0]]))
+    buffer.add("a", 0, torch.tensor([[0.5, 0.25]], dtype=torch.bfloat16))
+    buffer.finish([("a", 0, 2), ("b", 2, 3)])
+    assert buffer.flat[:5].tolist() == [1.5, 2.25, 0.0, 0.0, 0.0]
+    assert buffer.flat[5].isnan()  # no parameter's
+
+
 # --- random keys ----------------------------------------------------------------------------------------------------
 
 
@@ -248,4 +258,5 @@ def test_random_keys_differ_in_every_part_and_fit_a_seed() -> None:
     keys = {random_key(a, b, c, d) for a in (0, 1, 11) for b in (0, 1, 11) for c in (0, 1, 11) for d in (0, 1, 11)}
     assert len(keys) == 81
     assert all(0 <= key < 2**63 for key in keys)
-    assert random_key(1, 2, 3, 4) == 5 or random_key(1, 2, 3, 4) == random_key(1, 2, 3, 4)
+    # Fixed for good: a resumed job must draw what the interrupted one drew.
+    assert random_key(1, 2, 3, 4) == 1159737786199761749

@@ -278,6 +278,23 @@ def test_a_new_dispatcher_goes_on_where_the_old_one_stopped(stage: Stage) -> Non
     assert len(stage.runners.started) == 1
 
 
+def test_a_new_dispatcher_sees_off_the_runners_of_finished_jobs(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    states = store_path(stage.settings.ssd_dirs[0], JobId(job_id))
+    states.write_bytes(b"states")
+    journal.append_outcome("cancelled", "The job was cancelled")
+    journal.close()
+    stage.tick()
+    stage.new_dispatcher().reconcile()
+    waiting = stage.queue()
+    assert stage.status(waiting) is JobStatus.QUEUED
+    assert states.exists()
+    stage.end_runner(job_id)
+    stage.tick(2)
+    assert not states.exists()
+    assert stage.status(waiting) is JobStatus.RUNNING
+
+
 def test_a_new_dispatcher_prepares_again_what_was_being_prepared(stage: Stage) -> None:
     job_id = stage.submit()
     stage.tick()

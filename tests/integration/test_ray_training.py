@@ -1,0 +1,297 @@
+"""Jobs on real Ray actors, in processes of their own: they agree with plain PyTorch, and end cleanly."""
+
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.training import (
+    has_direct_io,
+    journal_of,
+    leftovers_of,
+    losses_of,
+    make_spec,
+    metrics_of,
+    train_plainly,
+)
+from windlass.actors.job_spec import JobSpec
+from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.service.processes import find_process, wait_until_gone
+from windlass.service.ray_cluster import RayCluster
+from windlass.storage.ids import BlockIndex, Precision
+
+# Only a hang takes as long.
+DEADLINE_S = 150.0
+LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3}
+
+# Answers one line for each line it reads. A process of its own, as Ray reads its environment when it is imported.
+DRIVER = """
+import json, os, pickle, sys
+from pathlib import Path
+from windlass.service.ray_cluster import RayCluster
+RayCluster(Path(sys.argv[1])).connect()
+import ray
+from windlass.actors.deploy import cancel_runner, find_runner, start_runner
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+for line in sys.stdin:
+    verb, *arguments = json.loads(line)
+    answer = None
+    if verb == "start":
+        start_runner(pickle.loads(Path(arguments[0]).read_bytes()))
+    elif verb == "find":
+        answer = find_runner(*arguments) is not None
+    elif verb == "cancel":
+        runner = find_runner(*arguments)
+        cancel_runner(*arguments)
+        ray.get(runner.cancel.remote())  # so that it has been told when this answers
+    elif verb == "import path":
+        answer = ray.get(ray.remote(num_cpus=0)(lambda: __import__("sys").path).remote())
+    print(json.dumps(answer), file=answers, flush=True)
+"""
+
+
+class Driver:
+    """A process that is connected to a home's Ray daemon and does what it is asked."""
+
+    def __init__(self, home: Path, cwd: Path) -> None:
+        command = [sys.executable, "-c", DRIVER, str(home)]
+        self.process = subprocess.Popen(command, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, verb: str, *arguments: str | int) -> Any:
+        """The answer to one request."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps([verb, *arguments]), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer, "the driver has ended"
+        return json.loads(answer)
+
+    def start(self, spec: JobSpec) -> None:
+        """Launch a job."""
+        path = Path(spec.job_dir, "spec")
+        path.write_bytes(pickle.dumps(spec))
+        self.ask("start", str(path))
+
+    def cancel(self, spec: JobSpec) -> None:
+        """Cancel a job; its runner knows when this returns."""
+        self.ask("cancel", spec.job, spec.attempt)
+
+    def await_end(self, spec: JobSpec) -> dict[str, Any]:
+        """The outcome, which comes last, once the runner is gone."""
+        wait_for(lambda: not self.ask("find", spec.job, spec.attempt), "the job", spec)
+        records = journal_of(spec)
+        assert [record.seq for record in records] == list(range(1, len(records) + 1))
+        assert [record.kind for record in records].count("outcome") == 1
+        assert records[-1].kind == "outcome"
+        return records[-1].data
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        with self.process as process:
+            process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home whose Ray daemon runs."""
+    home = tmp_path_factory.mktemp("home")
+    if not has_direct_io(home):
+        pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
+    cluster = RayCluster(home)
+    cluster.ensure_running(num_cpus=2, num_gpus=0)
+    yield home
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory that holds our packages' bare names; Ray puts it first on its workers' import path."""
+    cwd = tmp_path_factory.mktemp("cwd")
+    (cwd / "storage").mkdir()
+    for name in ("storage/__init__.py", "engine.py"):
+        (cwd / name).write_text("raise ImportError('a bare name was imported from the working directory')\n")
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def driver(home: Path, cwd: Path) -> Iterator[Driver]:
+    """One driver for most tests; it works in `cwd`."""
+    driver = Driver(home, cwd)
+    yield driver
+    driver.kill()
+
+
+def wait_for(done: Callable[[], bool], what: str, spec: JobSpec) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while not done():
+        told = [record.message for record in journal_of(spec)][-3:]
+        assert time.monotonic() < until_s, f"{what} took longer than {DEADLINE_S:g} s; the journal ends with {told}"
+        time.sleep(0.05)
+
+
+def num_steps(spec: JobSpec) -> int:
+    return len(metrics_of(spec, "train_loss"))
+
+
+def processes_of(spec: JobSpec) -> dict[str, psutil.Process]:
+    """A running job's processes, told apart by the files that only they have open or mapped."""
+    found: dict[str, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            held = {Path(each.path) for each in (*process.open_files(), *process.memory_maps())}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if not any(spec.job in path.name and path.suffix == ".arena" for path in held):
+            continue
+        stores = [i for i, name in enumerate(spec.ssd_dirs) if any(path.parent == Path(name) for path in held)]
+        if stores:
+            found[f"ssd-{stores[0]}"] = process
+        elif Path(spec.dataset_dir, "train.tokens") in held:
+            found["gpu-0"] = process
+        elif Path(spec.job_dir, "journal.jsonl") in held:
+            found["runner"] = process
+        else:
+            found["optimizer-0"] = process
+    return found
+
+
+def test_the_working_directory_comes_first_on_the_workers_import_path(driver: Driver, cwd: Path) -> None:
+    """Else the other tests would show nothing about names that are shadowed there."""
+    path = driver.ask("import path")
+    assert path.index(str(cwd)) < min(i for i, each in enumerate(path) if each.endswith("site-packages"))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_thirty_steps_agree_with_plain_pytorch(
+    driver: Driver, tmp_path: Path, precision: Precision, num_microbatches: int
+) -> None:
+    spec = make_spec(
+        tmp_path,
+        tied=num_microbatches == 4,
+        precision=precision,
+        num_microbatches=num_microbatches,
+        clip_norm=0.5 if precision is Precision.BF16 else None,
+        num_cpu_optimizers=2 if num_microbatches == 4 else 1,
+        checkpoint_every=20,
+    )
+    driver.start(spec)
+    outcome = driver.await_end(spec)
+    assert outcome["status"] == "succeeded", outcome
+    assert outcome["model_dir"] == spec.output_dir
+    assert leftovers_of(spec) == []
+
+    plain = train_plainly(spec)
+    tolerance = LOSS_TOLERANCE[precision]
+    assert losses_of(spec) == pytest.approx(plain.losses, rel=tolerance)
+    assert metrics_of(spec, "valid_loss") == pytest.approx(plain.validation_losses, rel=tolerance)
+    checkpoints = [record.data for record in journal_of(spec) if record.kind == "checkpoint"]
+    assert [each["step_number"] for each in checkpoints] == [20, 30]
+    assert all((Path(each["path"]) / "model.safetensors").is_file() for each in checkpoints)
+
+
+def test_actors_are_processes_of_their_own_that_end_with_the_job(driver: Driver, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, total_steps=2000)
+    driver.start(spec)
+    wait_for(lambda: num_steps(spec) >= 2, "the first steps", spec)
+    processes = processes_of(spec)
+    assert set(processes) == {"runner", "gpu-0", "optimizer-0", "ssd-0", "ssd-1"}
+    assert len({process.pid for process in processes.values()}) == 5
+    for name in ("runner", "ssd-0", "ssd-1"):
+        libraries = {Path(each.path).name for each in processes[name].memory_maps()}
+        assert not any(library.startswith("libtorch") for library in libraries), f"{name} has loaded torch"
+    identities = [find_process(process.pid) for process in processes.values()]
+    driver.cancel(spec)
+    assert driver.await_end(spec)["status"] == "cancelled"
+    assert wait_until_gone([each for each in identities if each is not None], timeout_s=DEADLINE_S)
+
+
+def test_cancelled_within_a_step(driver: Driver, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, total_steps=2000, checkpoint_every=1000)
+    driver.start(spec)
+    wait_for(lambda: num_steps(spec) >= 3, "the first steps", spec)
+    driver.cancel(spec)
+    committed = num_steps(spec)
+    outcome = driver.await_end(spec)
+    assert outcome["status"] == "cancelled"
+    assert outcome["error"] is None
+    # The step whose update is being written, and the one whose forward pass has begun meanwhile.
+    assert committed <= len(losses_of(spec)) <= committed + 2
+    assert not Path(spec.output_dir).exists()
+    assert leftovers_of(spec) == []
+
+
+def test_cancelled_before_it_trains(driver: Driver, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    driver.start(spec)
+    driver.cancel(spec)
+    assert driver.await_end(spec)["status"] == "cancelled"
+    assert num_steps(spec) == 0
+    assert leftovers_of(spec) == []
+
+
+@pytest.mark.parametrize("victim", ["gpu-0", "optimizer-0", "ssd-0"])
+def test_a_killed_process_ends_the_job_with_its_name(driver: Driver, tmp_path: Path, victim: str) -> None:
+    # The deadline is longer than this test may take: what waits for the dead process must not wait for it.
+    spec = make_spec(tmp_path, total_steps=2000, deadline_s=600.0)
+    driver.start(spec)
+    wait_for(lambda: num_steps(spec) >= 2, "the first steps", spec)
+    processes_of(spec)[victim].kill()
+    outcome = driver.await_end(spec)
+    assert outcome["status"] == "failed"
+    assert outcome["error"]["code"] == "training_failed"
+    assert f"the process of {victim} died" in outcome["error"]["message"]
+    # A server that was killed can't remove its store; the service does.
+    left = [path for path in leftovers_of(spec) if victim != "ssd-0" or not path.startswith(spec.ssd_dirs[0])]
+    assert left == []
+
+
+def test_a_budget_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, host_memory_nbytes=100_000)
+    driver.start(spec)
+    error = driver.await_end(spec)["error"]
+    assert "its budget is 100000 bytes" in error["message"]
+    assert leftovers_of(spec) == []
+
+
+def test_a_disk_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    layout = huge_layout()
+    Path(spec.layout_file).write_text(layout.to_json())
+    driver.start(spec)
+    message = driver.await_end(spec)["error"]["message"]
+    # Two generations of master, exp_avg and exp_avg_sq, and a MiB in front of each of the two stores.
+    assert f"({2 * 12 * layout.numel + 2 * 2**20} bytes) needed" in message
+    assert " free" in message
+    assert leftovers_of(spec) == []
+
+
+def huge_layout() -> ModelLayout:
+    """Of a model with some 10^13 parameters, in full chunks."""
+    chunk_numel = 2**24
+    numel = 150_000 * chunk_numel
+    params = [ParamSlice(name=f"weight{i}", shape=(numel,), offset=0, numel=numel, decay=True) for i in range(4)]
+    blocks = tuple(BlockLayout(index=BlockIndex(i), name=f"{i}", params=(param,)) for i, param in enumerate(params))
+    shared = tuple((block.index,) for block in blocks)
+    return ModelLayout(blocks=blocks, tied={}, chunk_numel=chunk_numel, shared=shared)
+
+
+def test_the_death_of_who_started_it_does_not_end_a_job(home: Path, cwd: Path, driver: Driver, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, total_steps=20)
+    starter = Driver(home, cwd)
+    starter.start(spec)
+    starter.kill()
+    assert num_steps(spec) < 20
+    assert driver.await_end(spec)["status"] == "succeeded"
+    assert len(losses_of(spec)) == 20
+    assert leftovers_of(spec) == []

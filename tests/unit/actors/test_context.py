@@ -1,0 +1,108 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.actors.specs import make_layout, make_spec
+from windlass.actors.context import (
+    aligned,
+    evaluation_batch_size,
+    grad_itemsize,
+    make_context,
+    num_evaluation_groups,
+    optimizer_name,
+    ssd_name,
+)
+from windlass.planner.plan import PlanError
+from windlass.storage.ids import STATE_ITEMSIZE, BlockIndex, ChunkIndex, ChunkKey, Precision, StateKind
+
+LAYOUT = make_layout(3000, 5000, 5000, 100)
+
+
+def key(block: int, chunk: int) -> ChunkKey:
+    return ChunkKey(BlockIndex(block), ChunkIndex(chunk))
+
+
+def test_names_of_actors() -> None:
+    assert [optimizer_name(0), optimizer_name(1), ssd_name(3)] == ["optimizer-0", "optimizer-1", "ssd-3"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_microbatches", "nbytes"),
+    [(Precision.BF16, 1, 2), (Precision.BF16, 2, 4), (Precision.FP32, 1, 4), (Precision.FP32, 4, 4)],
+)
+def test_gradients_travel_in_the_type_they_are_summed_in(
+    precision: Precision, num_microbatches: int, nbytes: int
+) -> None:
+    spec = make_spec(hyperparameters={"precision": precision, "num_microbatches": num_microbatches})
+    assert grad_itemsize(spec) == nbytes
+    plan = make_context(spec, LAYOUT, "/arena").plan
+    assert plan.grads.slot_nbytes == nbytes * LAYOUT.chunk_numel
+
+
+@given(num_examples=st.integers(0, 200), batch_size=st.integers(1, 40), num_microbatches=st.integers(1, 8))
+def test_evaluation_groups_hold_every_example_in_parts_no_larger_than_in_training(
+    num_examples: int, batch_size: int, num_microbatches: int
+) -> None:
+    spec = make_spec(
+        num_validation_examples=num_examples,
+        hyperparameters={"batch_size": batch_size, "num_microbatches": num_microbatches},
+    )
+    size, num_groups = evaluation_batch_size(spec), num_evaluation_groups(spec)
+    assert (size - 1) * num_microbatches < batch_size <= size * num_microbatches
+    assert spec.has_validation == (num_examples > 0) == (num_groups > 0)
+    # As the worker cuts them: micro-batches, then groups of as many as in training.
+    microbatches = [range(i, min(i + size, num_examples)) for i in range(0, num_examples, size)]
+    assert num_groups == len(range(0, len(microbatches), num_microbatches))
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_all_states_of_a_chunk_fit_one_slot_side_by_side(precision: Precision) -> None:
+    context = make_context(make_spec(hyperparameters={"precision": precision}), LAYOUT, "/arena")
+    ends = []
+    for kind, offset in context.state_offsets().items():
+        assert offset == (ends[-1] if ends else 0)
+        assert offset % 4096 == 0
+        ends.append(offset + STATE_ITEMSIZE[precision][kind] * LAYOUT.chunk_numel)
+    assert set(context.state_offsets()) == set(STATE_ITEMSIZE[precision])
+    assert all(pool.slot_nbytes == ends[-1] for pool in context.plan.states)
+    assert context.plan.params.slot_nbytes == LAYOUT.chunk_numel * (2 if precision is Precision.BF16 else 4)
+    assert (StateKind.PARAM in context.state_offsets()) == (precision is Precision.BF16)
+
+
+def test_geometries_share_out_all_chunks() -> None:
+    context = make_context(make_spec(), LAYOUT, "/arena")
+    geometries = [context.geometry(i) for i in range(2)]
+    assert [geometry.num_extents for geometry in geometries] == [5, 4]
+    assert geometries[0].chunks_per_block == (2, 3, 3, 1)
+    assert {int(geometries[0].ssd_of(k)) for block in LAYOUT.blocks for k in LAYOUT.chunk_keys(block.index)} == {0, 1}
+    assert (geometries[1].job, geometries[1].attempt, int(geometries[1].ssd)) == ("ftjob-1", 2, 1)
+
+
+def test_a_block_without_parameters_is_stored_like_any_other() -> None:
+    context = make_context(make_spec(), make_layout(3000, 5000, 0), "/arena")
+    assert context.geometry(0).chunks_per_block == (2, 3, 1)
+    assert context.chunk_numel(key(2, 0)) == 0
+
+
+def test_the_last_chunk_of_a_block_may_be_short() -> None:
+    context = make_context(make_spec(), LAYOUT, "/arena")
+    assert [context.chunk_numel(k) for k in LAYOUT.chunk_keys(BlockIndex(1))] == [2048, 2048, 904]
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_transfers_are_whole_pages(nbytes: int, expected: int) -> None:
+    assert aligned(nbytes) == expected
+
+
+@pytest.mark.parametrize(("clip_norm", "num_slots"), [(None, 6), (1.0, 9)])
+def test_clipping_keeps_every_gradient(clip_norm: float | None, num_slots: int) -> None:
+    spec = make_spec(hyperparameters={"clip_norm": clip_norm})
+    assert make_context(spec, LAYOUT, "/arena").plan.grads.num_slots == num_slots
+
+
+def test_a_budget_that_is_too_small_is_refused() -> None:
+    changes: dict[str, Any] = {"host_memory_nbytes": 10_000}
+    with pytest.raises(PlanError, match="its budget is 10000 bytes"):
+        make_context(make_spec(**changes), LAYOUT, "/arena")

@@ -1,0 +1,192 @@
+"""Qwen2 with one oddity each: what cannot be trained block by block, or only with care."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Model
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+class PlainModel(Qwen2Model):
+    """The loop over layers, written out so that the others can change a part of it."""
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
+        hidden = self.enter(self.embed_tokens(input_ids))
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        embeddings = self.rotary_emb(hidden, positions)
+        hidden = self.run_layers(hidden, {"attention_mask": None, "position_embeddings": embeddings})
+        return BaseModelOutputWithPast(last_hidden_state=self.leave(hidden))
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def run_layers(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, **kwargs)
+        return hidden
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden)
+
+
+class CodeBetweenLayersModel(PlainModel):
+    def run_layers(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, **kwargs) * 0.5
+        return hidden
+
+
+class BackwardsModel(PlainModel):
+    def run_layers(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            hidden = layer(hidden, **kwargs)
+        return hidden
+
+
+class LayersTwiceModel(PlainModel):
+    def run_layers(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(layer(hidden, **kwargs), **kwargs)
+        return hidden
+
+
+class SkippedLayerModel(PlainModel):
+    def run_layers(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        for layer in list(self.layers)[:-1]:
+            hidden = layer(hidden, **kwargs)
+        return hidden
+
+
+class ConditioningModel(PlainModel):
+    """Hands every layer the embedded tokens as well."""
+
+    def run_layers(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        embedded = hidden
+        for layer in self.layers:
+            hidden = layer(hidden, conditioning=embedded, **kwargs)
+        return hidden
+
+
+class StringFirstModel(PlainModel):
+    def run_layers(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer("hidden", x=hidden, **kwargs)
+        return hidden
+
+
+class SequentialModel(PlainModel):
+    """Its layers are in no ModuleList."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.Sequential(*self.layers)
+
+
+class PersistentBufferModel(PlainModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("running_mean", torch.zeros(4))
+
+
+class MixedTypesModel(PlainModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.norm.weight = nn.Parameter(torch.ones(32, dtype=torch.float64))
+
+
+class BorrowedWeightModel(PlainModel):
+    """Uses a module's parameter without calling the module."""
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.norm.weight
+
+
+class TokenMixingModel(PlainModel):
+    """After the last layer, a token's logits depend on the tokens before it."""
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden.cumsum(1))
+
+
+class HeadDropoutModel(PlainModel):
+    """Randomness in every block: after the embedding and before the head too."""
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(hidden, 0.2, self.training)
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.norm(hidden), 0.2, self.training)
+
+
+class _CountingLayer(Qwen2DecoderLayer):
+    """Computes something else each time it is called."""
+
+    num_calls = 0
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.num_calls += 1
+        return super().forward(hidden_states, **kwargs) * (1 + 0.1 * self.num_calls)
+
+
+class CountingModel(PlainModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(_CountingLayer(config, i) for i in range(config.num_hidden_layers))
+
+
+class _NotingLayer(Qwen2DecoderLayer):
+    """Adds what the layer before it wrote into a note that the trace does not see."""
+
+    def __init__(self, config: Any, layer_idx: int, note: list[torch.Tensor]) -> None:
+        super().__init__(config, layer_idx)
+        self.note = note
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = super().forward(hidden_states, **kwargs)
+        if self.note:
+            output = output + self.note.pop()
+        self.note.append(hidden_states)
+        return output
+
+
+class NotingModel(PlainModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        note: list[torch.Tensor] = []
+        self.layers = nn.ModuleList(_NotingLayer(config, i, note) for i in range(config.num_hidden_layers))
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        if len(self.layers):
+            self.layers[0].note.clear()
+        return hidden
+
+
+def odd_config(body: type[PlainModel], **options: Any) -> Any:
+    """A config from which AutoModelForCausalLM builds a causal LM around `body`."""
+    name = body.__name__.removesuffix("Model")
+    config_class = type(f"{name}Config", (Qwen2Config,), {"model_type": f"odd-{name.lower()}"})
+
+    def build(self: Any, config: Any) -> None:
+        Qwen2ForCausalLM.__init__(self, config)
+        self.model = body(config)
+        self.post_init()
+
+    lm_class = type(f"{name}ForCausalLM", (Qwen2ForCausalLM,), {"__init__": build, "config_class": config_class})
+    AutoModelForCausalLM.register(config_class, lm_class)
+    return config_class(**(SIZES | options))

@@ -1,0 +1,119 @@
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTJConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tests.unit.engine import odd_models
+from tests.unit.engine.architectures import ARCHITECTURES
+from tests.unit.engine.odd_models import odd_config
+from windlass.engine import self_check
+from windlass.engine.partition import UnsupportedArchitectureError
+from windlass.engine.self_check import check_architecture, tiny_config
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_supported_architectures_pass_as_their_class_comes(architecture: Any) -> None:
+    check_architecture(type(architecture.make())())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(
+            num_hidden_layers=28,
+            layer_types=["full_attention"] * 14 + ["sliding_attention"] * 14,
+            use_sliding_window=True,
+        ),
+        Qwen3Config(tie_word_embeddings=True, head_dim=128, hidden_size=1024, num_attention_heads=16),
+        LlamaConfig(
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            max_position_embeddings=131072,
+        ),
+        MixtralConfig(attention_dropout=0.1),
+        Qwen3MoeConfig(num_experts=128, num_experts_per_tok=8),
+        GPTJConfig(),
+        GPT2Config(n_embd=1600, n_head=25, n_layer=48),
+    ],
+    ids=["Qwen2-two-kinds", "Qwen3-0.6B", "Llama-3.1", "Mixtral-dropout", "Qwen3-30B-A3B", "GPT-J", "GPT-2-XL"],
+)
+def test_so_do_variants_that_people_have(config: Any) -> None:
+    check_architecture(config)
+
+
+def test_a_tiny_config_keeps_one_layer_of_each_kind_and_the_original() -> None:
+    config = Gemma3TextConfig()
+    tiny = tiny_config(config)
+    assert tiny.layer_types == ["sliding_attention", "full_attention", "full_attention"]
+    assert tiny.num_hidden_layers == 3
+    assert (tiny.hidden_size, tiny.vocab_size) == (64, 96)
+    assert max(tiny.bos_token_id, tiny.eos_token_id, tiny.pad_token_id) < 96
+    assert (config.hidden_size, config.num_hidden_layers) == (2304, 26)
+
+
+def test_what_is_small_already_stays() -> None:
+    tiny = tiny_config(odd_config(odd_models.PlainModel))
+    assert (tiny.hidden_size, tiny.intermediate_size, tiny.num_attention_heads) == (32, 48, 4)
+
+
+def test_the_plain_loop_passes() -> None:
+    check_architecture(odd_config(odd_models.PlainModel))
+    check_architecture(odd_config(odd_models.HeadDropoutModel))
+
+
+@pytest.mark.parametrize(
+    "body", [odd_models.TokenMixingModel, odd_models.CountingModel, odd_models.NotingModel], ids=lambda b: b.__name__
+)
+def test_what_the_trace_does_not_see_is_caught(body: Any) -> None:
+    config = odd_config(body)
+    config.architectures = ["TheirModel"]
+    with pytest.raises(
+        UnsupportedArchitectureError, match=r"TheirModel is not supported: block by block it computes other gradients"
+    ):
+        check_architecture(config)
+
+
+def test_what_the_trace_sees_keeps_its_reason() -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="has code between layer 0 and layer 1"):
+        check_architecture(odd_config(odd_models.CodeBetweenLayersModel))
+
+
+def test_a_model_that_cannot_be_built_is_refused_and_threads_are_put_back() -> None:
+    config = odd_config(odd_models.PlainModel, hidden_act="no such thing")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads + 1)
+    try:
+        with pytest.raises(UnsupportedArchitectureError, match=r"PlainConfig cannot be checked: .* KeyError"):
+            check_architecture(config)
+        assert torch.get_num_threads() == num_threads + 1
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_a_gradient_that_is_nan_on_one_side_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = self_check.block_gradients
+
+    def spoiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        found = gradients(*args, **kwargs)
+        found["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+        return found
+
+    monkeypatch.setattr(self_check, "block_gradients", spoiled)
+    with pytest.raises(UnsupportedArchitectureError, match=r"first at model\.layers\.1\.mlp\.up_proj\.weight"):
+        check_architecture(LlamaConfig())

@@ -1,0 +1,49 @@
+"""The command line's own parts: what it makes of arguments and shows of events."""
+
+import pytest
+
+from windlass.service.cli_errors import CommandError
+from windlass.service.cli_follow import _loss, _time_left, format_event
+from windlass.service.cli_jobs import _parse_settings
+from windlass.service.cli_table import print_columns
+
+
+def test_settings_are_json_where_they_can_be() -> None:
+    pairs = ["clip_norm=null", "weight_decay=0.1", "schedule=cosine", "budgets.host_memory_gib=4"]
+    assert _parse_settings(pairs) == {
+        "clip_norm": None,
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+        "budgets": {"host_memory_gib": 4},
+    }
+
+
+@pytest.mark.parametrize("pair", ["seed", "=1", "a=1 a.b=2"])
+def test_a_setting_without_key_or_value_is_refused(pair: str) -> None:
+    with pytest.raises(CommandError, match="--set"):
+        _parse_settings(pair.split())
+
+
+def test_events_are_one_line_and_tell_what_is_not_well() -> None:
+    event = {"created_at": 0, "level": "warn", "message": "2 examples were cut"}
+    assert format_event(event).endswith(" warn: 2 examples were cut")
+    assert format_event(event | {"level": "info"}).endswith(":00 2 examples were cut")
+
+
+def test_the_bar_keeps_the_loss_beside_a_validation() -> None:
+    loss = _loss({"train_loss": 2.5}, "")
+    assert loss == "loss 2.5000"
+    assert _loss({"valid_loss": 2.25}, loss) == "loss 2.5000, validation 2.2500"
+    assert _loss({"train_loss": None}, loss) == loss
+
+
+def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    assert _time_left({"estimated_finish": 1000 + 3600 + 61}) == "1:01:01 left"
+    assert _time_left({"estimated_finish": 990}) == "0:00:00 left"
+    assert _time_left({"estimated_finish": None}) == ""
+
+
+def test_columns_line_up_and_end_without_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    print_columns([("job", "step"), ("ftjob-1", 5), ("x", "")])
+    assert capsys.readouterr().out == "job      step\nftjob-1  5\nx\n"

@@ -1,0 +1,55 @@
+"""The machine as jobs may use it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from windlass.service.job_specs import Machinery
+from windlass.service.machine import find_gpus, inspect_machine
+
+
+@pytest.fixture
+def gpu_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for the driver's tool: prints a line a GPU, and notes how it was called."""
+    tool = tmp_path / "nvidia-smi"
+    lines = "NVIDIA RTX 4090, 24564, 570.1\nRTX 3090, 24576, 570.1\n"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\nprintf "{lines}"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tool
+
+
+def test_gpus_are_what_the_driver_lists(gpu_tool: Path) -> None:
+    first, second = find_gpus()
+    assert (first.name, first.memory_nbytes, first.driver_version) == ("NVIDIA RTX 4090", 24564 * 1024**2, "570.1")
+    assert second.name == "RTX 3090"
+
+
+def test_hidden_gpus_do_not_count(gpu_tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find_gpus() == ()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    find_gpus()
+    assert "--id=1" in (gpu_tool.parent / "called").read_text()
+
+
+def test_a_tool_without_a_driver_means_no_gpu(gpu_tool: Path) -> None:
+    gpu_tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n")
+    assert find_gpus() == ()
+
+
+def test_room_is_that_of_the_file_system_a_path_will_lie_on(tmp_path: Path) -> None:
+    machine = inspect_machine((tmp_path, tmp_path / "not" / "there yet"))
+    assert machine.num_cores == len(os.sched_getaffinity(0))
+    assert machine.spaces[0].total_nbytes == machine.spaces[1].total_nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_gpus", "expected"),
+    [(2, 0, (1, 2, 1)), (1, 0, (1, 1, 1)), (16, 0, (1, 16, 8)), (16, 1, (1, 2, 14)), (4, 4, (4, 2, 1))],
+)
+def test_threads_of_a_job(num_cores: int, num_gpus: int, expected: tuple[int, int, int]) -> None:
+    machinery = Machinery(num_cores=num_cores, num_gpus=num_gpus)
+    assert (machinery.num_devices, machinery.compute_threads, machinery.optimizer_threads) == expected
