@@ -25,6 +25,7 @@ from windlass.actors.scheduler import JobFailedError, Scheduler
 from windlass.engine.layout import ModelLayout
 from windlass.storage.arena import Arena, arena_path
 from windlass.storage.ids import ActorName, Attempt, JobId
+from windlass.storage.room import NotEnoughRoom
 
 NAMESPACE = "windlass"
 # The custom resource that stands for what a rank computes on: a GPU, or the CPU of a machine that has none.
@@ -147,9 +148,8 @@ class Runner:
             journal = Journal(Path(self.spec.job_dir) / "journal.jsonl", self.spec.attempt)
             # Ray wraps what an actor raised; the cause is what people need.
             cause = getattr(error, "cause", None) or error
-            message = (
-                str(cause) if isinstance(cause, JobFailedError | ValueError) else f"{type(cause).__name__}: {cause}"
-            )
+            is_for_people = isinstance(cause, JobFailedError | NotEnoughRoom | ValueError)
+            message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
             journal.append_outcome(
                 "failed", message, {"code": "start_failed", "message": message, "param": None}, model_dir=None
             )
