@@ -32,7 +32,7 @@ from windlass.actors.messages import (
     WriteChunks,
 )
 from windlass.actors.model_io import ModelIo
-from windlass.engine.optimizer_kernel import AdamWSettings, ChunkStates, adamw_step
+from windlass.engine.optimizer_kernel import AdamW, AdamWSettings, ChunkStates
 from windlass.storage.arena import Arena, SlotPool
 from windlass.storage.ids import STATE_ITEMSIZE, ActorName, ChunkKey, CorrelationId, Precision, Span, StateKind, Step
 
@@ -62,8 +62,8 @@ class CpuOptimizer:
         self._pool = context.plan.states[index]
         self._offsets = context.state_offsets()
         hyper = self.spec.hyperparameters
-        self._settings = AdamWSettings(
-            beta1=hyper.beta1, beta2=hyper.beta2, epsilon=hyper.epsilon, weight_decay=hyper.weight_decay
+        self._adamw = AdamW(
+            AdamWSettings(beta1=hyper.beta1, beta2=hyper.beta2, epsilon=hyper.epsilon, weight_decay=hyper.weight_decay)
         )
         self._grad_dtype = _DTYPE[grad_itemsize(self.spec)]
         self._updates: queue.Queue[UpdateBlock | LoadModel | ExportModel | None] = queue.Queue()
@@ -232,9 +232,8 @@ class CpuOptimizer:
             exp_avg_sq=self.chunk_view(chunk.slot, key, StateKind.EXP_AVG_SQ),
             param=self.chunk_view(chunk.slot, key, StateKind.PARAM) if is_bf16 else None,
         )
-        adamw_step(
+        self._adamw.update(
             states,
-            self._settings,
             learning_rate=update.learning_rate,
             step=update.step,
             grad_scale=update.grad_scale,

@@ -89,10 +89,12 @@ def run_contender(contender: Contender, workload: Workload, folder: Path) -> Con
     """Train the workload in `folder` from its initial weights. Raises `ContenderFailedError`."""
     command = [sys.executable, "-W", "ignore", "-m", contender.module, str(folder), *contender.arguments]
     log_path = folder / f"{contender.name}.log"
-    with log_path.open("w") as log:
-        process = subprocess.Popen(
+    with (
+        log_path.open("w") as log,
+        subprocess.Popen(
             command, env=_environment(workload), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
+        ) as process,
+    ):
         roots = {process.pid}
 
         def sample() -> Memory:

@@ -213,7 +213,7 @@ def full_plan(num_threads: int) -> Plan:
 
 def quick_plan(num_threads: int) -> Plan:
     """Shows that everything runs; its figures mean little."""
-    shape = ModelShape(hidden=1024, num_layers=2, vocab=2048, intermediate=2816, num_heads=16)
+    shape = ModelShape(hidden=1024, num_layers=4, vocab=4096, intermediate=2816, num_heads=16)
     workload = Workload(
         shape=shape,
         batch_size=1,

@@ -19,8 +19,9 @@ from benchmarks.pss import process_tree, thread_seconds
 from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
 from windlass.actors.journal import METRICS, OUTCOME, JournalReader, JournalRecord
-from windlass.service.job_specs import Machinery
+from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
+from windlass.storage.arena import remove_leftovers
 from windlass.storage.ids import Attempt, JobId, Precision
 
 _POLL_S = 0.05
@@ -53,17 +54,23 @@ def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path])
         train(workload, spec, ssd_dirs, cluster.pids)
     finally:
         cluster.stop()
+        remove_leftovers(ARENA_DIR)
 
 
 def train(workload: Workload, spec: JobSpec, ssd_dirs: Sequence[Path], ray_pids: Sequence[int]) -> None:
-    """Run the job on the Ray that this process is connected to, and disconnect."""
+    """Run the job on the Ray that this process is connected to, until its processes are gone, and disconnect."""
     import ray
 
-    from windlass.actors.deploy import start_runner
+    from windlass.actors.deploy import find_runner, start_runner
 
     try:
         start_runner(spec)
         follow(spec, workload, ssd_dirs, ray_pids)
+        until_s = time.monotonic() + _DEADLINE_S
+        while find_runner(spec.job, spec.attempt) is not None:  # it still has files and memory to give back
+            if time.monotonic() > until_s:
+                raise WindlassFailedError(f"the runner did not end within {_DEADLINE_S:g} s of its outcome")
+            time.sleep(_POLL_S)
     finally:
         ray.shutdown()  # before the daemon ends: a driver that lost it waits a minute for it
 
@@ -87,7 +94,7 @@ def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Pa
         job_dir=str(home),
         output_dir=str(home / "trained"),
         ssd_dirs=tuple(str(directory) for directory in ssd_dirs),
-        arena_dir="/dev/shm",
+        arena_dir=str(ARENA_DIR),
         hyperparameters=Hyperparameters(
             epochs=1,
             batch_size=workload.batch_size,

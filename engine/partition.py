@@ -253,7 +253,6 @@ class Partition:
         trace = self._trace()
         self.num_returned = trace.num_returned
         self._assign(trace, chunk_numel)
-        self.epilogue_buffers = {id(module) for module in trace.after}
 
     @property
     def head(self) -> BlockIndex:

@@ -25,8 +25,8 @@ from windlass.storage.ids import Attempt, JobId, Precision
 
 VOCABULARY = 128
 NUM_VALIDATION_EXAMPLES = 7
-# Several chunks a block, the last of each short, and one that holds parameters with and without weight decay.
-CHUNK_NUMEL = 4096
+# Five chunks a layer: the last is short and holds parameters with and without weight decay.
+CHUNK_NUMEL = 8192
 DTYPE = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 HYPERPARAMETERS = Hyperparameters(
     epochs=6,
@@ -261,7 +261,7 @@ def _accumulate(model: Any, masters: dict[str, torch.nn.Parameter], batch: Seque
     for microbatch in batch:
         loss_sum = _loss_sum(model, microbatch)
         model.zero_grad()
-        (loss_sum / num_targets).backward()
+        torch.autograd.backward(loss_sum / num_targets)
         total += float(loss_sum.detach())
         for name, param in model.named_parameters():
             masters[name].grad += param.grad.float()

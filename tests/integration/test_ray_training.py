@@ -148,7 +148,8 @@ def processes_of(spec: JobSpec) -> dict[str, psutil.Process]:
     found: dict[str, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
-            held = {Path(each.path) for each in (*process.open_files(), *process.memory_maps())}
+            held = {Path(each.path) for each in process.open_files()}
+            held |= {Path(each.path) for each in process.memory_maps(grouped=True)}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         if not any(spec.job in path.name and path.suffix == ".arena" for path in held):

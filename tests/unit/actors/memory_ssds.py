@@ -1,4 +1,4 @@
-"""Stands in for the other actors of a job: SSD servers that keep their states in memory, and a list of what was sent."""
+"""Stands in for the other actors of a job: SSD servers with their states in memory, and a list of what was sent."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class MemorySsds:
-    """All SSD servers of a job. `send` is what the actor under test is given; it answers at once unless `hold` is set."""
+    """All SSD servers of a job. The actor under test sends to `send`; it is answered at once unless `hold` is set."""
 
     def __init__(self, context: JobContext, arena: Arena) -> None:
         self.context = context

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.engine.optimizer_kernel import AdamWSettings, ChunkStates, adamw_step
+from windlass.engine.optimizer_kernel import AdamW, AdamWSettings, ChunkStates
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
 NUM_STEPS = 5
@@ -53,7 +53,7 @@ def test_it_equals_torchs_adamw(
     )
     for step, (grad, rate) in enumerate(zip(grads, rates, strict=True), start=1):
         states.grad = grad.clone()
-        adamw_step(states, SETTINGS, learning_rate=rate, step=step, grad_scale=grad_scale, decay_numel=decay_numel)
+        AdamW(SETTINGS).update(states, learning_rate=rate, step=step, grad_scale=grad_scale, decay_numel=decay_numel)
         assert torch.equal(states.grad, grad)  # the slot may be read again, by a retry
     expected = reference(master, [grad.float() * grad_scale for grad in grads], decay_numel, rates)
     for found, wanted in zip((states.master, states.exp_avg, states.exp_avg_sq), expected, strict=True):
@@ -69,7 +69,7 @@ def test_cutting_a_vector_into_chunks_changes_no_bit() -> None:
     whole = ChunkStates(
         grad=grad, master=master.clone(), exp_avg=torch.zeros(numel), exp_avg_sq=torch.zeros(numel), param=None
     )
-    adamw_step(whole, SETTINGS, learning_rate=1e-3, step=1, grad_scale=1.0, decay_numel=decay_numel)
+    AdamW(SETTINGS).update(whole, learning_rate=1e-3, step=1, grad_scale=1.0, decay_numel=decay_numel)
     for start in range(0, numel, cut):
         stop = min(start + cut, numel)
         size = stop - start
@@ -81,7 +81,7 @@ def test_cutting_a_vector_into_chunks_changes_no_bit() -> None:
             param=None,
         )
         decay = min(max(decay_numel - start, 0), size)
-        adamw_step(part, SETTINGS, learning_rate=1e-3, step=1, grad_scale=1.0, decay_numel=decay)
+        AdamW(SETTINGS).update(part, learning_rate=1e-3, step=1, grad_scale=1.0, decay_numel=decay)
         assert torch.equal(part.master, whole.master[start:stop])
         assert torch.equal(part.exp_avg_sq, whole.exp_avg_sq[start:stop])
 
@@ -92,7 +92,7 @@ def test_it_updates_in_place() -> None:
     grad, master, exp_avg, exp_avg_sq = slot.split(64)
     grad.fill_(1.0)
     states = ChunkStates(grad=grad, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, param=None)
-    adamw_step(states, SETTINGS, learning_rate=1e-2, step=1, grad_scale=1.0, decay_numel=0)
+    AdamW(SETTINGS).update(states, learning_rate=1e-2, step=1, grad_scale=1.0, decay_numel=0)
     assert slot[64:].all()
     assert slot[64:128].tolist() == pytest.approx([-1e-2] * 64, rel=1e-5)
 
@@ -100,4 +100,4 @@ def test_it_updates_in_place() -> None:
 def test_a_chunk_without_elements_is_nothing_to_do() -> None:
     empty = [torch.zeros(0) for _ in range(4)]
     states = ChunkStates(grad=empty[0], master=empty[1], exp_avg=empty[2], exp_avg_sq=empty[3], param=None)
-    adamw_step(states, SETTINGS, learning_rate=1e-2, step=1, grad_scale=0.5, decay_numel=0)
+    AdamW(SETTINGS).update(states, learning_rate=1e-2, step=1, grad_scale=0.5, decay_numel=0)

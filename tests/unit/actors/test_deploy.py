@@ -1,0 +1,126 @@
+"""The shells that Ray runs, without Ray."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from tests.unit.actors.specs import make_layout, make_spec
+from windlass.actors import deploy
+from windlass.actors.context import SCHEDULER, make_context
+from windlass.actors.deploy import ActorShell, runner_name
+from windlass.actors.messages import ActorFailed, CommitStore, Message, StoreCommitted
+from windlass.actors.scheduler import JobFailedError
+from windlass.storage.arena import Arena
+from windlass.storage.ids import ActorName, Attempt, JobId, Step
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """These tests start no cluster, and what a shell sets for its process is undone."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a unit test called ray.init")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    yield
+    assert not ray.is_initialized()
+
+
+class Mailbox:
+    """A handle of an actor: what is posted to it is kept."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.post = SimpleNamespace(remote=self.messages.append)
+
+
+@pytest.fixture
+def scheduler() -> Mailbox:
+    return Mailbox()
+
+
+@pytest.fixture
+def shell(tmp_path: Path, scheduler: Mailbox) -> ActorShell:
+    """Of the first SSD server of a small job whose directories do not exist yet."""
+    spec = make_spec(ssd_dirs=(str(tmp_path / "ssd"),))
+    context = make_context(spec, make_layout(2048, 5000), str(tmp_path / "arena"))
+    Arena.create(context.arena_path, context.plan.arena_nbytes).close()
+    shell = ActorShell(ActorName("ssd-0"), context, 3)
+    shell.connect({SCHEDULER: scheduler})
+    return shell
+
+
+def commit(step: int) -> CommitStore:
+    return CommitStore(job=JobId("ftjob-1"), step=Step(step), attempt=Attempt(2), trainer_state="{}")
+
+
+def test_a_runner_is_named_by_job_and_attempt() -> None:
+    assert runner_name(JobId("ftjob-7"), Attempt(3)) == "job-ftjob-7-3"
+
+
+def test_threads_are_set_before_torch_is_imported(shell: ActorShell) -> None:
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
+
+
+def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Mailbox, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    shell.setup()
+    (store,) = (tmp_path / "ssd").iterdir()
+    shell.post(commit(0))
+    shell.stop(False)
+    (committed,) = scheduler.messages
+    assert isinstance(committed, StoreCommitted)
+    assert (committed.actor, committed.step) == ("ssd-0", 0)
+    assert store.exists()
+    shell.wait_until_stopped()
+
+
+def test_an_ssd_server_deletes_its_store_when_told(shell: ActorShell, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    shell.setup()
+    shell.stop(True)
+    assert list((tmp_path / "ssd").iterdir()) == []
+
+
+def test_a_failed_setup_reaches_the_caller(shell: ActorShell) -> None:
+    with pytest.raises(ValueError, match=r"SSD directory .* does not exist"):
+        shell.setup()
+
+
+def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, scheduler: Mailbox, tmp_path: Path) -> None:
+    """Nobody waits for the call that brought the message."""
+    (tmp_path / "ssd").mkdir()
+    shell.setup()
+    shell.stop(True)
+    shell.post(commit(5))
+    (failed,) = scheduler.messages
+    assert isinstance(failed, ActorFailed)
+    assert (failed.actor, failed.step) == ("ssd-0", 5)
+    assert failed.error == "RuntimeError: ssd-0 of job ftjob-1 is stopped and takes no messages"
+    assert failed.detail.startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ray.exceptions.GetTimeoutError("not ready"), "optimizer-0 was not ready within 120 s"),
+        (ray.exceptions.ActorDiedError(), "the process of optimizer-0 died while it started"),
+    ],
+)
+def test_who_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+    def get(reference: str, timeout: float) -> Any:
+        assert timeout > 0
+        if reference == "second":
+            raise error
+
+    monkeypatch.setattr(ray, "get", get)
+    deploy._await_setup({ActorName("gpu-0"): "first"})
+    with pytest.raises(JobFailedError, match=message):
+        deploy._await_setup({ActorName("gpu-0"): "first", ActorName("optimizer-0"): "second"})

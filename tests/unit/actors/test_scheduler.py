@@ -1,0 +1,269 @@
+"""The shell around the policy: actors that answer at once, or not at all, and what the journal tells of them."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import journal_of, losses_of, metrics_of
+from tests.unit.actors.specs import make_layout, make_spec
+from windlass.actors import scheduler
+from windlass.actors.context import make_context
+from windlass.actors.job_spec import JobSpec
+from windlass.actors.messages import (
+    ActorFailed,
+    BlockBackwardDone,
+    BlockComputed,
+    BlockUpdated,
+    CommitStore,
+    ComputeBlock,
+    ExportModel,
+    GradChunk,
+    GradOffloaded,
+    LoadModel,
+    LoadProgressed,
+    LossComputed,
+    Message,
+    ModelExported,
+    ModelLoaded,
+    OffloadGrad,
+    Phase,
+    StoreCommitted,
+    UpdateBlock,
+)
+from windlass.actors.scheduler import JobFailedError, Scheduler, job_shape
+from windlass.storage.ids import ActorName, Attempt, JobId, Span, Step
+
+LAYOUT = make_layout(2048, 5000, 4096)
+NUM_TARGETS = 10
+
+
+class Stage:
+    """A scheduler whose actors answer each message inside the call that brings it."""
+
+    def __init__(self, directory: Path, *, initial_step: Step | None = None, **changes: Any) -> None:
+        options: dict[str, Any] = {"total_steps": 4, "deadline_s": 60.0, **changes}
+        self.spec: JobSpec = make_spec(job_dir=str(directory), output_dir=str(directory / "out"), **options)
+        self.context = make_context(self.spec, LAYOUT, str(directory / "arena"))
+        self.received: list[tuple[ActorName, Message]] = []
+        self.silent: set[type[Message]] = set()  # what no actor answers
+        self.loss = 3.0
+        self.before: Callable[[Message], None] = lambda message: None
+        self.check_actors: Callable[[], None] = lambda: None
+        self.scheduler = Scheduler(
+            self.context, self._send, initial_step=initial_step, check_actors=lambda: self.check_actors()
+        )
+
+    def _send(self, to: ActorName, message: Message) -> None:
+        self.received.append((to, message))
+        self.before(message)
+        if type(message) not in self.silent:
+            for event in self._answers(to, message):
+                self.scheduler.post(event)
+
+    def _answers(self, to: ActorName, message: Message) -> list[Message]:
+        facts: dict[str, Any] = {"job": message.job, "step": message.step}
+        match message:
+            case LoadModel():
+                progress = LoadProgressed(**facts, num_params=LAYOUT.numel // 2, total_params=LAYOUT.numel)
+                return [progress, ModelLoaded(**facts)]
+            case ComputeBlock():
+                return self._computed(message, facts)
+            case OffloadGrad():
+                keys = LAYOUT.chunk_keys(message.block)
+                chunks = tuple(GradChunk(key, Span(0, 4096)) for key in keys)
+                return [GradOffloaded(**facts, block=message.block, chunks=chunks)]
+            case UpdateBlock():
+                return [BlockUpdated(**facts, block=message.block, actor=to)]
+            case CommitStore():
+                return [StoreCommitted(**facts, actor=to, bytes_read=100, bytes_written=50)]
+            case ExportModel():
+                Path(message.path).mkdir()
+                return [ModelExported(**facts, path=message.path)]
+        return []
+
+    def _computed(self, message: ComputeBlock, facts: dict[str, Any]) -> list[Message]:
+        events: list[Message] = []
+        if message.phase in (Phase.HEAD, Phase.EVALUATE_HEAD):
+            counts: dict[str, Any] = {"num_targets": NUM_TARGETS, "num_correct": 4, "group": message.group}
+            loss_sum = self.loss * NUM_TARGETS
+            events.append(LossComputed(**facts, phase=message.phase, loss_sum=loss_sum, **counts))
+        if message.phase in (Phase.HEAD, Phase.BACKWARD):
+            events.append(BlockBackwardDone(**facts, block=message.block, grad_sq_sum=12.0))
+        done = BlockComputed(**facts, op=message.op, phase=message.phase, block=message.block, compute_s=0.1)
+        return [*events, done]
+
+    def run(self) -> dict[str, Any]:
+        outcome = self.scheduler.run()
+        last = journal_of(self.spec)[-1]
+        assert (last.kind, last.data) == ("outcome", outcome)
+        assert last.level == ("error" if outcome["status"] == "failed" else "info")
+        return outcome
+
+
+def failure(actor: str, error: str) -> ActorFailed:
+    return ActorFailed(job=JobId("ftjob-1"), step=Step(1), actor=ActorName(actor), error=error, detail="Traceback")
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_a_job_from_its_first_message_to_its_outcome(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, num_validation_examples=9, evaluate_every=2, checkpoint_every=2)
+    assert stage.run() == {
+        "status": "succeeded",
+        "error": None,
+        "trained_tokens": 4 * NUM_TARGETS,
+        "model_dir": stage.spec.output_dir,
+    }
+    records = journal_of(stage.spec)
+    assert {record.attempt for record in records} == {stage.spec.attempt}
+    assert "Loaded 50% of 11,144 parameters" in [record.message for record in records]
+    assert losses_of(stage.spec) == [3.0] * 4
+    assert metrics_of(stage.spec, "train_mean_token_accuracy") == dict.fromkeys(range(1, 5), 0.4)
+    assert metrics_of(stage.spec, "valid_loss") == {2: 3.0, 4: 3.0}
+    shape = job_shape(stage.context)
+    assert metrics_of(stage.spec, "learning_rate") == {step: shape.learning_rate(step) for step in range(1, 5)}
+    assert metrics_of(stage.spec, "ssd_bytes_read") == dict.fromkeys(range(1, 5), 200)
+    checkpoints = [record.data for record in records if record.kind == "checkpoint"]
+    assert [each["fine_tuned_model_checkpoint"] for each in checkpoints] == ["out-step-2", "out"]
+    metrics = {"train_loss": 3.0, "train_mean_token_accuracy": 0.4, "valid_mean_token_accuracy": 0.4}
+    metrics |= {"valid_loss": 3.0, "full_valid_loss": 3.0}
+    assert checkpoints[-1]["metrics"] == {"step": 4, **metrics}
+
+
+def test_each_actor_is_told_what_is_its_own(stage: Stage) -> None:
+    stage.run()
+    receivers: dict[type[Message], set[str]] = {}
+    for to, message in stage.received:
+        receivers.setdefault(type(message), set()).add(to)
+    assert receivers[LoadModel] == receivers[ExportModel] == {"optimizer-0"}
+    assert receivers[ComputeBlock] == receivers[OffloadGrad] == {"gpu-0"}
+    assert receivers[UpdateBlock] == {"optimizer-0", "optimizer-1"}
+    assert receivers[CommitStore] == {"ssd-0", "ssd-1"}
+
+
+def test_clipping_tells_the_norm_and_scales_by_it(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, hyperparameters={"clip_norm": 0.5})
+    stage.run()
+    norm = math.sqrt(3 * 12.0)
+    assert metrics_of(stage.spec, "grad_norm") == pytest.approx(dict.fromkeys(range(1, 5), norm))
+    (scale,) = {message.grad_scale for _, message in stage.received if isinstance(message, UpdateBlock)}
+    assert scale == pytest.approx(0.5 / norm, rel=1e-5)
+
+
+def test_a_failure_ends_the_job_and_names_the_actor(stage: Stage) -> None:
+    def fail(message: Message) -> None:
+        if isinstance(message, UpdateBlock) and message.step == 2:
+            stage.scheduler.post(failure("optimizer-1", "no room"))
+
+    stage.before = fail
+    outcome = stage.run()
+    assert outcome["status"] == "failed"
+    assert outcome["error"] == {"code": "training_failed", "message": "optimizer-1: no room", "param": None}
+    assert outcome["model_dir"] is None
+    assert Path(stage.spec.job_dir, "error.txt").read_text() == "optimizer-1\nTraceback"
+
+
+def test_an_actor_that_is_gone_ends_the_job(stage: Stage) -> None:
+    def gone() -> None:
+        raise JobFailedError("the process of gpu-0 died")
+
+    stage.silent = {ComputeBlock}
+    stage.check_actors = gone
+    assert stage.run()["error"]["message"] == "the process of gpu-0 died"
+
+
+@pytest.mark.parametrize(
+    ("silent", "message"),
+    [
+        (LoadModel, "optimizer-0 did not finish loading the model within 0.5 s"),
+        (ComputeBlock, "gpu-0 did not finish the forward of block 0 in step 1 within 0.5 s"),
+        (OffloadGrad, "gpu-0 did not finish the gradient offload of block 2 in step 1 within 0.5 s"),
+        (CommitStore, "ssd-0 did not finish the commit of step 0 within 0.5 s"),
+        (ExportModel, "optimizer-0 did not finish the export of step 4 within 0.5 s"),
+    ],
+)
+def test_a_wait_that_is_too_long_names_step_block_and_actor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: type[Message], message: str
+) -> None:
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
+    stage = Stage(tmp_path, deadline_s=0.5)
+    stage.silent = {silent}
+    outcome = stage.run()
+    assert outcome["status"] == "failed"
+    assert outcome["error"]["code"] == "training_stalled"
+    assert outcome["error"]["message"].startswith(message)
+
+
+def test_an_answer_that_nobody_asked_for_ends_the_job(stage: Stage) -> None:
+    def stray(message: Message) -> None:
+        if isinstance(message, LoadModel):
+            stage.scheduler.post(ModelExported(job=message.job, step=Step(3), path="/elsewhere"))
+
+    stage.before = stray
+    assert "nobody asked for" in stage.run()["error"]["message"]
+
+
+def test_cancelled_before_it_begins(stage: Stage) -> None:
+    stage.silent = {LoadModel}
+    stage.scheduler.cancel()
+    outcome = stage.run()
+    assert (outcome["status"], outcome["trained_tokens"], outcome["model_dir"]) == ("cancelled", 0, None)
+
+
+def test_cancelled_in_a_step_it_ends_with_that_step(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, total_steps=100, checkpoint_every=1)
+
+    def cancel(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.step == 3:
+            stage.scheduler.cancel()
+
+    stage.before = cancel
+    assert stage.run()["status"] == "cancelled"
+    assert len(losses_of(stage.spec)) == 3
+    exports = [message.step for _, message in stage.received if isinstance(message, ExportModel)]
+    assert exports == [1, 2]
+
+
+def test_cancelled_when_the_model_is_written_it_has_succeeded(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+
+    def cancel(message: Message) -> None:
+        if isinstance(message, ExportModel):
+            stage.scheduler.cancel()
+
+    stage.before = cancel
+    assert stage.run()["status"] == "succeeded"
+
+
+def test_it_goes_on_after_a_committed_step(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, initial_step=Step(2))
+    outcome = stage.run()
+    assert outcome["status"] == "succeeded"
+    assert outcome["trained_tokens"] == 2 * NUM_TARGETS
+    assert list(metrics_of(stage.spec, "train_loss")) == [3, 4]
+    assert journal_of(stage.spec)[0].message == "Resuming after step 2"
+    assert not any(isinstance(message, LoadModel) for _, message in stage.received)
+
+
+def test_a_loss_that_is_no_number_is_told_as_null(stage: Stage) -> None:
+    stage.loss = math.nan
+    assert stage.run()["status"] == "succeeded"
+    assert losses_of(stage.spec) == [None] * 4
+
+
+def test_a_later_attempt_appends_to_the_journal(tmp_path: Path) -> None:
+    first = Stage(tmp_path)
+    first.silent = {ComputeBlock}
+    first.scheduler.post(failure("ssd-1", "no room"))
+    assert first.run()["status"] == "failed"
+    second = Stage(tmp_path, attempt=Attempt(3))
+    second.run()
+    attempts = [(record.attempt, record.seq) for record in journal_of(second.spec)]
+    assert attempts == sorted(attempts)
+    assert {attempt for attempt, _ in attempts} == {2, 3}

@@ -1,0 +1,32 @@
+"""A contender that trains nothing: it says what its second argument asks it to."""
+
+import sys
+import time
+
+from benchmarks.peer import emit
+
+
+def main(mode: str) -> None:
+    """Tell of two steps, the first of which is warm-up, holding 80 MiB while they run."""
+    print("noise of a library")
+    if mode == "missing":
+        emit("missing", reason="not installed")
+        return
+    emit("ready")
+    held = bytearray(b"x") * (80 << 20)
+    for index in range(2):
+        if index == 1:
+            emit("timed")
+        time.sleep(0.3)
+        emit("step", index=index, step_s=float(index + 1), loss=9.0 - index)
+        if mode == "fail":
+            raise ValueError("cannot open /secret/place/file.bin")
+    del held
+    if mode == "stop":
+        return
+    emit("done")
+    emit("totals", values={"ssd_nbytes": [30, 20], "control_s": 0.5})
+
+
+if __name__ == "__main__":
+    main(sys.argv[2])

@@ -1,0 +1,33 @@
+"""Which processor time counts as control."""
+
+import os
+from pathlib import Path
+
+from benchmarks.control_share import Role, control_seconds, role_of
+
+
+def test_each_role_is_counted_its_way() -> None:
+    roles = {1: Role.COMPUTE, 2: Role.SSD, 3: Role.CONTROL}
+    before = {(1, 10): (1.0, 0.0), (2, 20): (0.0, 1.0)}
+    after = {
+        # The two hottest threads of a worker that computes are kernels; the third is not.
+        (1, 10): (9.0, 1.0),
+        (1, 11): (7.0, 0.0),
+        (1, 12): (0.25, 0.25),
+        # Of an SSD server the time inside the system is I/O.
+        (2, 20): (0.5, 6.0),
+        (3, 30): (0.125, 0.125),
+        # A process that nobody classified.
+        (4, 40): (1.0, 0.0),
+    }
+    assert control_seconds(before, after, roles, num_threads=2) == 0.5 + 0.5 + 0.25 + 1.0
+
+
+def test_what_was_used_before_does_not_count() -> None:
+    seconds = {(3, 30): (5.0, 5.0)}
+    assert control_seconds(seconds, seconds, {}, num_threads=1) == 0.0
+
+
+def test_processes_that_are_no_workers_are_control(tmp_path: Path) -> None:
+    assert role_of(os.getpid(), [tmp_path]) is Role.CONTROL
+    assert role_of(2**22 + 1, [tmp_path]) is Role.CONTROL

@@ -1,0 +1,81 @@
+"""What `benchmarks.step` and `benchmarks.memory` make of their measurements."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contenders import ContenderRun
+from benchmarks.memory import growth_share
+from benchmarks.peers_deepspeed import deepspeed_config
+from benchmarks.step import _KEYS, SizeResults, full_plan, loss_difference, quick_plan, ratios_of
+
+
+def results(**runs: list[ContenderRun]) -> SizeResults:
+    found = SizeResults()
+    found.runs.update(runs)
+    found.mix_bytes_per_s["slow"] = [50.0, 60.0]
+    found.mix_bytes_per_s["fast"] = [90.0, 100.0, 110.0]
+    return found
+
+
+OURS = ContenderRun(
+    step_s=(3.0, 4.0, 5.0), losses=(9.0, 8.0), steps_peak_nbytes=50, ssd_nbytes=(300, 200), control_s=0.4
+)
+PLAIN = ContenderRun(step_s=(2.0, 2.0), losses=(9.0, 8.08), steps_peak_nbytes=70)
+NVME = ContenderRun(step_s=(8.0,), losses=(9.0, 8.0), steps_peak_nbytes=200)
+
+
+def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.step.num_cores", lambda: 2)
+    ratios = ratios_of(results(ssd=[OURS], plain=[PLAIN], deepspeed_nvme=[NVME]), "ssd")
+    assert set(ratios) == set(_KEYS)
+    assert ratios["step_over_plain"] == 2.0
+    # 500 bytes at 100 bytes a second take longer than plain PyTorch's step.
+    assert ratios["step_over_limit"] == 4.0 / 5.0
+    assert ratios["step_over_deepspeed_nvme"] == 0.5
+    assert ratios["peak_over_deepspeed_nvme"] == 0.25
+    assert ratios["control_share"] == pytest.approx(0.4 / (4.0 * 2))
+    assert ratios["loss_difference"] == pytest.approx(0.08 / 8.08)
+    assert ratios["step_over_deepspeed_cpu"] is None
+
+
+def test_the_limit_is_plain_pytorch_where_the_ssds_are_faster() -> None:
+    found = results(ssd=[OURS], plain=[PLAIN])
+    found.mix_bytes_per_s["fast"] = [1000.0]
+    assert ratios_of(found, "ssd")["step_over_limit"] == 2.0
+
+
+def test_a_missing_peer_gives_null_and_never_a_guess() -> None:
+    absent = ContenderRun(missing="not installed")
+    ratios = ratios_of(results(ssd=[OURS], plain=[absent], deepspeed_cpu=[absent], deepspeed_nvme=[absent]), "ssd")
+    assert {key for key, value in ratios.items() if value is not None} == {"control_share"}
+
+
+def test_losses_are_compared_step_by_step() -> None:
+    assert loss_difference([PLAIN, OURS], [PLAIN]) == pytest.approx(0.08 / 8.08)
+    assert loss_difference([OURS], []) is None
+    with pytest.raises(ValueError, match="zip"):
+        loss_difference([ContenderRun(losses=(9.0,))], [PLAIN])
+
+
+def test_the_sizes_are_those_that_results_are_quoted_for() -> None:
+    shapes = [workload.shape for workload in full_plan(2).workloads.values()]
+    assert [(shape.hidden, shape.num_layers, shape.vocab) for shape in shapes] == [(1024, 12, 8192), (2048, 12, 8192)]
+    assert round(shapes[0].num_params / 1e6) == 171
+    assert [(w.batch_size, w.sequence_length) for w in full_plan(2).workloads.values()] == [(4, 256), (1, 256)]
+
+
+def test_growth_share_is_of_the_model_states() -> None:
+    peaks = {8: [1000, 1002, 998], 32: [1700, 1702, 1600]}
+    assert growth_share(peaks, {8: 100, 32: 600}) == pytest.approx(700 / (14 * 500))
+
+
+def test_deepspeed_swaps_only_what_the_peer_is_named_for() -> None:
+    workload = quick_plan(2).workloads["quick"]
+    cpu, nvme = (deepspeed_config(workload, device, Path("ssd"))["zero_optimization"] for device in ("cpu", "nvme"))
+    assert cpu["offload_param"] == {"device": "cpu"}
+    assert cpu["offload_optimizer"] == {"device": "cpu"}
+    assert nvme["offload_param"]["nvme_path"] == nvme["offload_optimizer"]["nvme_path"] == "ssd"
+    # Every tensor must fit a buffer.
+    shape = workload.shape
+    assert nvme["offload_param"]["buffer_size"] >= max(shape.vocab, shape.intermediate) * shape.hidden
