@@ -16,6 +16,7 @@ from windlass.actors.context import GPU_WORKER, JobContext, num_evaluation_group
 from windlass.actors.journal import Journal
 from windlass.actors.messages import (
     ActorFailed,
+    BlockComputed,
     LoadProgressed,
     LossComputed,
     Message,
@@ -104,6 +105,7 @@ class Scheduler:
         self._first_step = (initial_step or 0) + 1
         self._trained_tokens = 0
         self._losses: dict[int, LossComputed] = {}
+        self._compute_s: dict[int, float] = {}  # of each step, evaluation included
         self._evaluations: dict[int, _Losses] = {}
         self._last_metrics: dict[str, Any] = {}
         self._ssd_bytes: dict[ActorName, tuple[int, int]] = {}
@@ -190,6 +192,8 @@ class Scheduler:
                     self._on_step_committed(event.step)
             case ModelExported():
                 self._on_exported(event)
+            case BlockComputed():
+                self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
 
     def _on_loss(self, event: LossComputed) -> None:
         if event.phase is Phase.HEAD:
@@ -228,6 +232,7 @@ class Scheduler:
             "learning_rate": self.pipeline.shape.learning_rate(step),
             "grad_norm": self.pipeline.grad_norms.pop(step, None),
             "step_s": step_s,
+            "compute_s": self._compute_s.pop(step, 0.0),
             "tokens_per_s": loss.num_targets / step_s,
             "elapsed_s": elapsed_s,
             "remaining_s": elapsed_s / done * (self.spec.total_steps - step),

@@ -110,6 +110,10 @@ class RayCluster:
 
     def connect(self) -> None:
         """Make this process a Ray driver in our namespace. The daemon must be running."""
+        missing = {key for key, value in self.environment.items() if os.environ.get(key) != value}
+        if "ray" in sys.modules and missing:
+            # It would look for the daemon on the machine's outer address, and wait there for ever.
+            raise RayStartError(f"ray was imported before its environment was set: {', '.join(sorted(missing))}")
         os.environ.update(self.environment)
         import ray  # which reads some of its environment when it is imported
 

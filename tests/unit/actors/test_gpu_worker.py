@@ -1,5 +1,6 @@
 """One rank, with SSD servers that keep params in memory: it computes what plain autograd does."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +232,7 @@ def test_stopping_does_not_wait_for_what_never_comes(tmp_path: Path, waits_for: 
         bench.prefetch(2, op=2)  # all slots are taken
     if waits_for != "slots":
         bench.compute(Phase.FORWARD, 1, op=1)
+    time.sleep(0.2)  # for its threads to begin to wait
     bench.worker.stop()
     assert bench.ssds.of(ActorFailed) == []
 
