@@ -31,6 +31,7 @@ NAMESPACE = "windlass"
 # The custom resource that stands for what a rank computes on: a GPU, or the CPU of a machine that has none.
 DEVICE_RESOURCE = "device"
 _START_DEADLINE_S = 120.0
+_NICE = 10
 
 
 def runner_name(job: JobId, attempt: Attempt) -> str:
@@ -41,11 +42,14 @@ def runner_name(job: JobId, attempt: Attempt) -> str:
 class ActorShell:
     """One worker process: builds its actor there, passes messages on, reports what goes wrong."""
 
-    def __init__(self, name: ActorName, context: JobContext, num_threads: int) -> None:
+    def __init__(self, name: ActorName, context: JobContext, num_threads: int, yields_cores: bool) -> None:
         # Read by OpenMP and MKL when torch is imported, which happens in `setup`; Ray's default is one thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         # Threads that wait must not spin: the optimizer, the copies and the I/O run on the same cores.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        if yields_cores:
+            # Without a GPU the compute runs on the same cores, and what takes one from it stalls all its threads.
+            os.nice(_NICE)
         self.name = name
         self.context = context
         self.handles: Mapping[ActorName, Any] = {}
@@ -188,15 +192,16 @@ class Runner:
         threads = {GPU_WORKER: spec.compute_threads}
         threads |= {optimizer_name(i): spec.optimizer_threads for i in range(spec.num_cpu_optimizers)}
         threads |= {ssd_name(i): 1 for i in range(len(spec.ssd_dirs))}
+        num_gpus = ray.cluster_resources().get("GPU", 0)
         for name, num_threads in threads.items():
             options: dict[str, Any] = {"resources": {DEVICE_RESOURCE: 1}} if name == GPU_WORKER else {}
-            if name == GPU_WORKER and ray.cluster_resources().get("GPU", 0) > 0:
+            if name == GPU_WORKER and num_gpus:
                 options["num_gpus"] = 1
             self._workers[name] = _RemoteShell.options(
                 num_cpus=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
                 **options,
-            ).remote(name, context, num_threads)
+            ).remote(name, context, num_threads, yields_cores=name != GPU_WORKER and not num_gpus)
         me = ray.get_runtime_context().current_actor
         handles = {**self._workers, SCHEDULER: me}
         ray.get([handle.connect.remote(handles) for handle in self._workers.values()], timeout=_START_DEADLINE_S)

@@ -236,9 +236,9 @@ class GpuWorker:
             torch.set_num_threads(self.spec.compute_threads)
         while (operation := self._to_compute.get()) is not None:
             fetches = [self._await_params(operation, block) for block in operation.blocks]
-            started_s = time.perf_counter()
             flats = {fetch.block: fetch.buffer for fetch in fetches}
             grads = self._grad_buffers(operation)
+            started_s = time.perf_counter()
             self.runner.install(operation.block, flats, grads)
             events = self._compute(operation)
             self.runner.remove(operation.block)

@@ -1,6 +1,7 @@
 """Loading a model into the store and exporting it, chunk by chunk through an optimizer's slots."""
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 
@@ -63,6 +64,8 @@ class ModelIo:
                     shown_at = num_params
                     yield {"num_params": num_params, "total_params": layout.numel}
         self._drain()
+        # What whole tensors passed through stays in the C library's heap otherwise, beside every later step.
+        ctypes.CDLL(None).malloc_trim(0)
 
     def _source(self) -> CheckpointReader | BlockInitializer:
         spec = self.context.spec

@@ -4,6 +4,7 @@ A thin shell: what runs when is decided in `actors/policy/pipeline.py`. It impor
 """
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -196,6 +197,11 @@ class Scheduler:
                 self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
 
     def _on_loss(self, event: LossComputed) -> None:
+        if not math.isfinite(event.loss_sum):
+            raise JobFailedError(
+                f"the loss of step {event.step} is {event.loss_sum}: training has diverged, or the weights or the data "
+                "are broken; try a lower learning rate or more warm-up"
+            )
         if event.phase is Phase.HEAD:
             self._losses[event.step] = event
             return

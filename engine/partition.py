@@ -20,7 +20,7 @@ from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.storage.ids import BlockIndex, Precision
 
 TORCH_DTYPE = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
-MAX_CHUNK_NUMEL = 16 * 2**20
+MIN_CHUNK_NUMEL = 8 * 2**20
 # O_DIRECT wants 4096-byte regions: 2048 elements of the smallest state, bf16.
 CHUNK_GRANULE = 2048
 
@@ -83,11 +83,14 @@ def build_meta_model(config: Any, precision: Precision) -> Any:
 
 
 def choose_chunk_numel(block_numels: list[int]) -> int:
-    """A chunk size that cuts the largest blocks evenly, so that little of a slot or an extent stays empty."""
+    """A chunk size that cuts layers evenly, so that little of a slot or an extent stays empty.
+
+    Between 8 and 16 Mi elements where layers are that large: small chunks need less memory, large ones fewer messages.
+    """
     largest = max(block_numels)
     # Layers are nearly all of a model: fit the most common size, which is theirs.
     common = max(set(block_numels), key=lambda numel: (block_numels.count(numel) * numel, numel))
-    parts = -(-common // MAX_CHUNK_NUMEL)
+    parts = max(1, common // MIN_CHUNK_NUMEL)
     chunk = -(-common // parts)
     chunk = min(chunk, largest)
     return -(-chunk // CHUNK_GRANULE) * CHUNK_GRANULE

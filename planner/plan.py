@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 # Chunks of one block's params that may be on their way from the SSDs at once, beyond those being copied to the device.
 FETCH_DEPTH = 4
-# Chunks at one optimizer at once: one being read, one updated, one or two written back.
-STATE_DEPTH = 4
+# Chunks at one optimizer at once: one being read, one updated, one written back.
+STATE_DEPTH = 3
 MIN_STATE_DEPTH = 2
 
 

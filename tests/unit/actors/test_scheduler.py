@@ -251,10 +251,12 @@ def test_it_goes_on_after_a_committed_step(tmp_path: Path) -> None:
     assert not any(isinstance(message, LoadModel) for _, message in stage.received)
 
 
-def test_a_loss_that_is_no_number_is_told_as_null(stage: Stage) -> None:
+def test_a_loss_that_is_not_a_number_ends_the_job(stage: Stage) -> None:
     stage.loss = math.nan
-    assert stage.run()["status"] == "succeeded"
-    assert losses_of(stage.spec) == [None] * 4
+    outcome = stage.run()
+    assert outcome["status"] == "failed"
+    assert "the loss of step 1 is nan" in outcome["error"]["message"]
+    assert losses_of(stage.spec) == []
 
 
 def test_a_later_attempt_appends_to_the_journal(tmp_path: Path) -> None:

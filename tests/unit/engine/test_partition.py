@@ -16,7 +16,7 @@ from tests.unit.engine.odd_models import odd_config
 from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import (
     CHUNK_GRANULE,
-    MAX_CHUNK_NUMEL,
+    MIN_CHUNK_NUMEL,
     Partition,
     UnsupportedArchitectureError,
     build_meta_model,
@@ -127,7 +127,7 @@ def test_a_layout_does_not_depend_on_the_run() -> None:
 def test_chunks_are_aligned_small_enough_and_waste_little_of_the_largest_share(numels: list[int]) -> None:
     chunk = choose_chunk_numel(numels)
     assert chunk % CHUNK_GRANULE == 0
-    assert 0 < chunk <= MAX_CHUNK_NUMEL
+    assert 0 < chunk < 2 * MIN_CHUNK_NUMEL + CHUNK_GRANULE
     common = max(set(numels), key=lambda n: (numels.count(n) * n, n))
     num_chunks = -(-common // chunk)
     assert num_chunks * chunk - common < num_chunks * CHUNK_GRANULE
@@ -136,8 +136,8 @@ def test_chunks_are_aligned_small_enough_and_waste_little_of_the_largest_share(n
 def test_a_layer_of_a_7b_model_is_cut_evenly() -> None:
     layer, embedding = 233_057_792, 544_997_376  # Qwen2-7B
     chunk = choose_chunk_numel([embedding, *[layer] * 28, embedding + 3584])
-    assert chunk == -(-layer // 14 // 2048) * 2048
-    assert chunk < MAX_CHUNK_NUMEL
+    assert chunk == -(-layer // 27 // 2048) * 2048
+    assert MIN_CHUNK_NUMEL <= chunk < 2 * MIN_CHUNK_NUMEL
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
