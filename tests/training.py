@@ -208,20 +208,21 @@ class PlainRun:
     grad_norms: list[float]
 
 
-def train_plainly(spec: JobSpec) -> PlainRun:
+def train_plainly(spec: JobSpec, device: str = "cpu") -> PlainRun:
     """The job in plain PyTorch: the whole model, torch.optim.AdamW on fp32 masters, one count of targets a step."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(spec.compute_threads)
     try:
-        return _train_plainly(spec)
+        return _train_plainly(spec, torch.device(device))
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _train_plainly(spec: JobSpec) -> PlainRun:
+def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
     hyper = spec.hyperparameters
-    masters = dict(AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=torch.float32).named_parameters())
-    model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=DTYPE[hyper.precision]).train()
+    whole = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=torch.float32).to(device)
+    masters = dict(whole.named_parameters())
+    model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=DTYPE[hyper.precision]).to(device).train()
     optimizer = _optimizer(spec, masters)
     schedule = get_cosine_schedule_with_warmup(optimizer, hyper.warmup_steps, spec.total_steps)
     train, validation = (PreparedDataset.open(spec.dataset_dir, split) for split in ("train", "validation"))
@@ -238,7 +239,7 @@ def _train_plainly(spec: JobSpec) -> PlainRun:
                 param.copy_(masters[name])
         if step == spec.total_steps or step % (spec.evaluate_every or spec.total_steps) == 0:
             validation_losses[step] = _evaluate(model, list(validation.evaluation_batches(1)))
-    params = {name: param.detach() for name, param in masters.items()}
+    params = {name: param.detach().cpu() for name, param in masters.items()}
     return PlainRun(losses=losses, validation_losses=validation_losses, params=params, grad_norms=grad_norms)
 
 
@@ -277,6 +278,6 @@ def _evaluate(model: Any, batches: Sequence[MicroBatch]) -> float:
 
 
 def _loss_sum(model: Any, microbatch: MicroBatch) -> torch.Tensor:
-    logits = model(input_ids=microbatch.input_ids, use_cache=False).logits.float()
-    flat_targets = microbatch.targets.flatten()
+    logits = model(input_ids=microbatch.input_ids.to(model.device), use_cache=False).logits.float()
+    flat_targets = microbatch.targets.flatten().to(model.device)
     return F.cross_entropy(logits.flatten(0, 1), flat_targets, ignore_index=NO_TARGET, reduction="sum")

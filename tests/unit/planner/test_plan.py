@@ -67,7 +67,7 @@ def test_the_plan_of_a_small_model_to_the_byte() -> None:
     assert (found.params.slot_nbytes, found.params.num_slots) == (2 * CHUNK, FETCH_DEPTH)
     assert (found.grads.slot_nbytes, found.grads.num_slots) == (2 * CHUNK, 6)  # two layers of three chunks
     assert [(s.slot_nbytes, s.num_slots) for s in found.states] == [(14 * CHUNK, STATE_DEPTH)] * 2
-    assert found.arena_nbytes == CHUNK * (4 * 2 + 6 * 2 + 2 * 4 * 14)
+    assert found.arena_nbytes == CHUNK * (4 * 2 + 6 * 2 + 2 * 3 * 14)
     assert found.ssd_nbytes == 2 * 17 * CHUNK * 14
 
 
