@@ -4,6 +4,7 @@ The runner is detached and named; it makes the placement group and all other act
 actors are calls of `post` that nobody waits for: they carry descriptors, and their order between two actors is kept.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -32,6 +33,7 @@ NAMESPACE = "windlass"
 DEVICE_RESOURCE = "device"
 _START_DEADLINE_S = 120.0
 _NICE = 10
+_M_ARENA_MAX = -8  # of malloc.h
 
 
 def runner_name(job: JobId, attempt: Attempt) -> str:
@@ -61,6 +63,8 @@ class ActorShell:
 
     def setup(self) -> None:
         """Builds the actor and opens its devices and files; a failure reaches the caller."""
+        # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
         self.actor = _build(self.name, self.context, self._send)
         self.actor.setup()
 

@@ -296,8 +296,12 @@ class GpuWorker:
         return {block: self._grads[block] for block in operation.blocks}
 
     def _accumulation_dtype(self, operation: ComputeBlock, block: BlockIndex) -> torch.dtype:
-        """fp32 wherever gradients are summed; a bf16 layer in one micro-batch has nothing to sum."""
-        summed = operation.phase is Phase.HEAD or self.hyper.num_microbatches > 1 or block == 0
+        """fp32 wherever gradients are summed: over micro-batches, slices of the head, or uses of a tied tensor."""
+        is_sliced = (
+            operation.phase is Phase.HEAD and self._batch[0].targets.numel() > self.runner.num_tokens_of_head_slice
+        )
+        is_tied = any(block in shared[1:] for shared in self.context.layout.shared)
+        summed = self.hyper.num_microbatches > 1 or is_sliced or is_tied
         return torch.float32 if summed or self.hyper.precision is Precision.FP32 else torch.bfloat16
 
     def _compute(self, operation: ComputeBlock) -> list[Message]:

@@ -106,6 +106,11 @@ class BlockRunner:
         self.calls: list[list[LayerCall]] = []  # calls[m][layer]
         self.grads: list[torch.Tensor] = []  # grads[m]: of the hidden state that flows backward
 
+    @property
+    def num_tokens_of_head_slice(self) -> int:
+        """Tokens whose logits exist at once."""
+        return max(64, MAX_LOGITS_NUMEL // int(self.model.config.vocab_size))
+
     # --- params -----------------------------------------------------------------------------------------------------
 
     def install(
@@ -261,7 +266,7 @@ class BlockRunner:
         flat_hidden = hidden.reshape(1, -1, hidden.shape[-1])
         flat_target = target.reshape(-1)
         grad = torch.empty_like(flat_hidden) if train else flat_hidden
-        size = max(64, MAX_LOGITS_NUMEL // int(self.model.config.vocab_size))
+        size = self.num_tokens_of_head_slice
         for start in range(0, flat_target.numel(), size):
             piece = flat_target[start : start + size]
             entering = flat_hidden[:, start : start + size].detach().requires_grad_(train)

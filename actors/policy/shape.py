@@ -26,7 +26,7 @@ class JobShape:
     ssd_servers: tuple[ActorName, ...]
     output_dir: str
     # How many may be outstanding at each resource: enough to keep it busy, few for a late urgent block to overtake.
-    max_prefetched: int = 3  # operations whose params have been asked for and which are not done: device buffers
+    max_prefetched: int = 2  # operations whose params have been asked for and which are not done: device buffers
     max_offloading: int = 2  # blocks
     max_updating: int = 2  # blocks
     deadline_s: float = 120.0
