@@ -20,6 +20,7 @@ _NUM_TRAIN, _NUM_VALIDATION = 4096, 128
 _JOB = {
     "epochs": 2,
     "batch_size": 32,
+    "num_microbatches": 1,
     "learning_rate": 1e-3,
     "warmup_steps": 20,
     "schedule": "cosine",
