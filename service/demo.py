@@ -24,7 +24,7 @@ _JOB = {
     "learning_rate": 1e-3,
     "warmup_steps": 20,
     "schedule": "cosine",
-    "sequence_length": 128,
+    "sequence_length": 96,
 }
 _QUESTION = "What does the function json.dumps do?"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 # Folders of the standard library that are programs or tests, not an interface that people ask about.
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "ensurepip", "turtledemo"}
-_SHORTEST, _LONGEST = 30, 300  # characters of an answer
+_SHORTEST, _LONGEST = 30, 160  # characters of an answer
 
 
 def write_demo_files(train: Path, validation: Path, *, num_train: int, num_validation: int) -> None:
