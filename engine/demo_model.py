@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+from transformers.utils import logging
 
 from windlass.engine.chat import ChatRenderer
 from windlass.engine.data import ChatExample, DataFile
@@ -104,5 +105,6 @@ def answer(model_dir: Path, question: str, *, max_new_tokens: int = 48) -> str:
 
 
 def _load(model_dir: Path) -> tuple[Any, Any]:
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
     return model, AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
