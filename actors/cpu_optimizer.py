@@ -6,7 +6,6 @@ thread updates what has arrived, and write-backs are reported by the SSD servers
 
 import queue
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -118,14 +117,7 @@ class CpuOptimizer:
             target()
         except Exception as error:  # noqa: BLE001 - an actor's thread has nobody else to tell
             if not self._stopping:
-                failed = ActorFailed(
-                    job=self.spec.job,
-                    step=Step(0),
-                    actor=self.name,
-                    error=f"{type(error).__name__}: {error}",
-                    detail=traceback.format_exc(),
-                )
-                self.send(SCHEDULER, failed)
+                self.send(SCHEDULER, ActorFailed.of(error, job=self.spec.job, step=Step(0), actor=self.name))
 
     # --- what a chunk's states are ----------------------------------------------------------------------------------
 

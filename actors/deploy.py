@@ -73,14 +73,7 @@ class ActorShell:
         try:
             self.actor.post(message)
         except Exception as error:  # noqa: BLE001 - nobody waits for this call
-            failed = ActorFailed(
-                job=message.job,
-                step=message.step,
-                actor=self.name,
-                error=f"{type(error).__name__}: {error}",
-                detail=traceback.format_exc(),
-            )
-            self._send(SCHEDULER, failed)
+            self._send(SCHEDULER, ActorFailed.of(error, job=message.job, step=message.step, actor=self.name))
 
     def stop(self, delete_store: bool) -> None:
         """Ends the actor's threads and closes its files."""

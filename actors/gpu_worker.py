@@ -8,7 +8,6 @@ spoken to in chunks.
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -160,14 +159,7 @@ class GpuWorker:
             target()
         except Exception as error:  # noqa: BLE001 - an actor's thread has nobody else to tell
             if not self._stopping:
-                failed = ActorFailed(
-                    job=self.spec.job,
-                    step=Step(0),
-                    actor=self.name,
-                    error=f"{type(error).__name__}: {error}",
-                    detail=traceback.format_exc(),
-                )
-                self.send(SCHEDULER, failed)
+                self.send(SCHEDULER, ActorFailed.of(error, job=self.spec.job, step=Step(0), actor=self.name))
 
     # --- params in --------------------------------------------------------------------------------------------------
 

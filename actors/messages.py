@@ -4,6 +4,7 @@ Commands are imperative, events past tense, failures are events too. Every messa
 a step and block, or a correlation id. The scheduler speaks blocks; workers speak chunks, directly to each other.
 """
 
+import traceback
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -236,3 +237,10 @@ class ActorFailed(Message):
     actor: ActorName
     error: str  # one line for people: what was wrong, with the values, and what to do
     detail: str  # traceback
+
+    @classmethod
+    def of(cls, error: Exception, *, job: JobId, step: Step, actor: ActorName) -> "ActorFailed":
+        """The failure that is being handled."""
+        return cls(
+            job=job, step=step, actor=actor, error=f"{type(error).__name__}: {error}", detail=traceback.format_exc()
+        )

@@ -274,12 +274,11 @@ class Scheduler:
 
     def _end(self, status: str, error: dict[str, Any] | None) -> dict[str, Any]:
         message = {"succeeded": "The model is ready", "cancelled": "The job was cancelled"}.get(status)
-        outcome = {
+        outcome: dict[str, Any] = {
             "status": status,
             "error": error,
             "trained_tokens": self._trained_tokens,
             "model_dir": self.spec.output_dir if status == "succeeded" else None,
         }
-        level = "error" if error else "info"
-        self._journal.append("outcome", message or str(error and error["message"]), level=level, **outcome)
+        self._journal.append_outcome(message=message or str(error and error["message"]), **outcome)
         return outcome

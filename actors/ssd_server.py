@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from windlass.actors.context import SCHEDULER
 from windlass.actors.messages import (
     ActorFailed,
     ChunkIo,
@@ -27,7 +28,6 @@ from windlass.storage.ids import ActorName, Step
 from windlass.storage.store_format import CommitRecord, StoreError, StoreGeometry
 from windlass.storage.tensor_store import Region, TensorStore, store_path
 
-SCHEDULER = ActorName("scheduler")
 _STOP_DEADLINE_S = 60.0
 
 
