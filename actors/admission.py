@@ -1,25 +1,122 @@
-"""Is there room for a job? Asked before anything of it is written."""
+"""Before anything of a job is written: how its SSDs are used, and whether there is room."""
 
+import time
 from collections import defaultdict
 from pathlib import Path
 
-from windlass.actors.context import JobContext
-from windlass.storage.room import require_arena_room, require_disk_room
+from windlass.actors.context import JobContext, SsdFacts
+from windlass.actors.job_spec import JobSpec
+from windlass.storage.calibration import Calibration, calibrate, stripe_weights
+from windlass.storage.ids import JobId
+from windlass.storage.raw_device import is_block_device, is_device_path
+from windlass.storage.room import require_arena_room
+from windlass.storage.store_errors import StoreError
+from windlass.storage.tensor_store import stored_geometry
+from windlass.storage.transfers import Backend, uring_refusal
+from windlass.storage.volume import Volume
+from windlass.storage.volume_format import UNIT_NBYTES, Demand
+
+_SCRATCH_NBYTES = 128 << 20
+_MIN_SCRATCH_NBYTES = 16 << 20
+_SCRATCH = JobId("calibration")
+_MEASURE_DEADLINE_S = 60.0
 
 
-def require_room(context: JobContext) -> None:
-    """Checks the disks under the SSD directories, together where several share one, and the memory for the arena.
+def survey_ssds(spec: JobSpec, *, direct: bool = True) -> tuple[SsdFacts, ...]:
+    """How each SSD of a job is to be used: as it was measured, now if never before. Makes missing SSD directories.
 
-    Makes the SSD directories. Raises NotEnoughRoom with the bytes needed and free.
+    A job keeps the weights that it began with, as they tell where its chunks lie.
+    """
+    calibrations: list[Calibration] = []
+    weights: tuple[int, ...] | None = None
+    measured: dict[int, Calibration] = {}  # by the disk below, which two directories may share
+    for name in spec.ssd_dirs:
+        path = Path(name)
+        if not is_device_path(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        volume = Volume.open(path, direct=direct)
+        try:
+            calibration = calibration_of(volume, measured.get(_disk(path)))
+            geometry = stored_geometry(volume, spec.job)
+        finally:
+            volume.close()
+        calibrations.append(calibration)
+        measured[_disk(path)] = calibration
+        if geometry is not None and geometry.num_ssds == len(spec.ssd_dirs):
+            weights = geometry.ssd_weights
+    weights = weights or stripe_weights([each.mixed_bytes_per_s for each in calibrations])
+    return tuple(SsdFacts(io=each.io, weight=weight) for each, weight in zip(calibrations, weights, strict=True))
+
+
+def calibration_of(volume: Volume, of_same_disk: Calibration | None = None) -> Calibration:
+    """What a volume knows of its SSD; if nothing, what is known of the same disk, or is measured now. Kept there."""
+    calibration = _known_calibration(volume)
+    if calibration is None:
+        calibration = of_same_disk or _measure(volume)
+        volume.keep_calibration(calibration.to_json())
+    return calibration
+
+
+def require_room(context: JobContext, *, direct: bool = True) -> None:
+    """Checks the SSDs, together where several directories share a disk, and the memory for the arena.
+
+    What a resumed job holds already counts. Raises NotEnoughRoom with the bytes needed and free.
     """
     needed: dict[int, int] = defaultdict(int)
-    directories: dict[int, Path] = {}
-    for index, name in enumerate(context.spec.ssd_dirs):
-        directory = Path(name)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        device = directory.stat().st_dev
-        needed[device] += context.geometry(index).file_nbytes
-        directories.setdefault(device, directory)
-    for device, directory in directories.items():
-        require_disk_room("the model states", directory, needed[device])
+    volumes: dict[int, Volume] = {}
+    try:
+        for index, name in enumerate(context.spec.ssd_dirs):
+            volume = Volume.open(name, direct=direct)
+            disk = _disk(Path(name))
+            volumes.setdefault(disk, volume)
+            if context.spec.job not in volume.allocations():
+                needed[disk] += context.geometry(index).demand.nbytes
+            if volumes[disk] is not volume:
+                volume.close()
+        for disk, volume in volumes.items():
+            volume.require_room("the model states", needed[disk])
+    finally:
+        for volume in volumes.values():
+            volume.close()
     require_arena_room(Path(context.spec.arena_dir), context.plan.arena_nbytes)
+
+
+def _known_calibration(volume: Volume) -> Calibration | None:
+    """None also where what is kept is of another version, or needs io_uring, which is not here any more."""
+    if (known := volume.calibration()) is None:
+        return None
+    try:
+        calibration = Calibration.from_json(known)
+    except ValueError:
+        return None
+    is_usable = calibration.io.backend is not Backend.URING or uring_refusal() is None
+    return calibration if is_usable else None
+
+
+def _disk(path: Path) -> int:
+    facts = path.stat()
+    return facts.st_rdev if is_block_device(path) else facts.st_dev
+
+
+def _measure(volume: Volume) -> Calibration:
+    """One process at a time measures an SSD: two would find half of what it can."""
+    until_s = time.monotonic() + _MEASURE_DEADLINE_S
+    while not volume.device.claim():
+        if time.monotonic() > until_s:
+            raise StoreError(
+                f"SSD {volume.path}: another process has been measuring it for {_MEASURE_DEADLINE_S:g} s; end it"
+            )
+        time.sleep(0.1)
+    try:
+        if (known := _known_calibration(volume)) is not None:
+            return known  # by whom we waited for
+        volume.free(_SCRATCH)  # of a process that was killed in here
+        fits = min(_SCRATCH_NBYTES, volume.free_nbytes() // 2 // UNIT_NBYTES * UNIT_NBYTES)
+        nbytes = max(_MIN_SCRATCH_NBYTES, fits)
+        allocation = volume.reserve(_SCRATCH, Demand(head_nbytes=nbytes, extent_nbytes=UNIT_NBYTES, num_extents=0))
+        try:
+            return calibrate(volume.device, allocation.head_offset, nbytes)
+        finally:
+            volume.free(_SCRATCH)
+    finally:
+        volume.device.release()

@@ -16,6 +16,7 @@ from windlass.storage.ids import (
     param_kind,
 )
 from windlass.storage.store_format import StoreGeometry
+from windlass.storage.transfers import DEFAULT_IO, IoSettings
 
 SCHEDULER = ActorName("scheduler")
 GPU_WORKER = ActorName("gpu-0")
@@ -52,6 +53,14 @@ def num_evaluation_groups(spec: JobSpec) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SsdFacts:
+    """How one SSD is used by a job."""
+
+    io: IoSettings
+    weight: int  # its share of the chunks, beside the other SSDs' weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
     """One attempt at a job, as its actors see it."""
 
@@ -59,6 +68,7 @@ class JobContext:
     layout: ModelLayout
     plan: Plan
     arena_path: str
+    ssds: tuple[SsdFacts, ...]  # of each of the job's SSDs
 
     @property
     def precision(self) -> Precision:
@@ -72,7 +82,7 @@ class JobContext:
             rank=Rank(0),
             attempt=self.spec.attempt,
             ssd=SsdIndex(ssd),
-            num_ssds=len(self.spec.ssd_dirs),
+            ssd_weights=tuple(each.weight for each in self.ssds),
             precision=self.precision,
             chunk_numel=self.layout.chunk_numel,
             chunks_per_block=tuple(self.layout.num_chunks(block.index) for block in self.layout.blocks),
@@ -97,8 +107,11 @@ def aligned(nbytes: int, alignment: int = 4096) -> int:
     return max(1, -(-nbytes // alignment)) * alignment
 
 
-def make_context(spec: JobSpec, layout: ModelLayout, arena_path: str) -> JobContext:
-    """Plans the job. Raises PlanError where its budget is too small."""
+def make_context(
+    spec: JobSpec, layout: ModelLayout, arena_path: str, ssds: tuple[SsdFacts, ...] | None = None
+) -> JobContext:
+    """Plans the job; `ssds` None: all alike. Raises PlanError where its budget is too small."""
+    ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
     itemsizes = STATE_ITEMSIZE[spec.hyperparameters.precision]
     size = ModelSize(
         block_numels=tuple(block.numel for block in layout.blocks),
@@ -113,4 +126,4 @@ def make_context(spec: JobSpec, layout: ModelLayout, arena_path: str) -> JobCont
         keep_grads=spec.hyperparameters.clip_norm is not None,
         host_memory_nbytes=spec.host_memory_nbytes,
     )
-    return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path)
+    return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)

@@ -166,6 +166,7 @@ class CpuOptimizer:
             correlation=correlation,
             reply_to=self.name,
             priority=(urgency, item.key.block),
+            deadline_s=self.spec.deadline_s,
             items=(item,),
         )
         self.send(ssd_name(self._geometry.ssd_of(item.key)), request)

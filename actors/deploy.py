@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,20 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from windlass.actors.admission import require_room
+from windlass.actors.admission import require_room, survey_ssds
+from windlass.actors.attempt_lock import begin_attempt, join_attempt
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, make_context, optimizer_name, ssd_name
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
 from windlass.actors.messages import ActorFailed, Message
-from windlass.actors.scheduler import JobFailedError, Scheduler
+from windlass.actors.outbox import Outbox
+from windlass.actors.scheduler import INTERRUPTED, ActorLostError, JobFailedError, Scheduler
 from windlass.engine.layout import ModelLayout
-from windlass.storage.arena import Arena, arena_path
+from windlass.storage.arena import Arena, arena_path, remove_leftovers
 from windlass.storage.ids import ActorName, Attempt, JobId
 from windlass.storage.room import NotEnoughRoom
+from windlass.storage.store_errors import StoreError
+from windlass.storage.store_format import CommitRecord, last_common_commit
 
 NAMESPACE = "windlass"
 # The custom resource that stands for what a rank computes on: a GPU, or the CPU of a machine that has none.
@@ -55,25 +59,41 @@ class ActorShell:
         self.name = name
         self.context = context
         self.handles: Mapping[ActorName, Any] = {}
+        self._outbox = Outbox(self._deliver)
         self._stopped = threading.Event()
 
     def connect(self, handles: Mapping[ActorName, Any]) -> None:
         """Learns whom to send to."""
         self.handles = handles
 
+    def join_attempt(self) -> None:
+        """From now on the attempt is not over while this process lives. Before it opens anything."""
+        self._attempt_lock = join_attempt(Path(self.context.spec.job_dir), self.context.spec.attempt)
+
     def setup(self) -> None:
         """Builds the actor and opens its devices and files; a failure reaches the caller."""
         # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-        self.actor = _build(self.name, self.context, self._send)
+        self.actor = _build(self.name, self.context, self._outbox.send)
         self.actor.setup()
 
-    def post(self, message: Message) -> None:
-        """Hands a message to the actor."""
-        try:
-            self.actor.post(message)
-        except Exception as error:  # noqa: BLE001 - nobody waits for this call
-            self._send(SCHEDULER, ActorFailed.of(error, job=message.job, step=message.step, actor=self.name))
+    def post(self, messages: Sequence[Message]) -> None:
+        """Hands messages to the actor."""
+        for message in messages:
+            try:
+                self.actor.post(message)
+            except Exception as error:  # noqa: BLE001 - nobody waits for this call
+                failed = ActorFailed.of(error, job=message.job, step=message.step, actor=self.name)
+                self._outbox.send(SCHEDULER, failed)
+
+    def commits(self) -> list[CommitRecord]:
+        """The journal of an SSD server."""
+        commits: list[CommitRecord] = self.actor.commits()
+        return commits
+
+    def resume_from(self, commit: CommitRecord | None) -> None:
+        """Tells an SSD server where the job goes on."""
+        self.actor.resume_from(commit)
 
     def stop(self, delete_store: bool) -> None:
         """Ends the actor's threads and closes its files."""
@@ -88,8 +108,8 @@ class ActorShell:
         """Returns when the actor was stopped: its reference fails at once when the process dies."""
         self._stopped.wait()
 
-    def _send(self, to: ActorName, message: Message) -> None:
-        self.handles[to].post.remote(message)
+    def _deliver(self, to: ActorName, messages: Sequence[Message]) -> None:
+        self.handles[to].post.remote(messages)
 
 
 def _build(name: ActorName, context: JobContext, send: Any) -> Any:
@@ -99,8 +119,8 @@ def _build(name: ActorName, context: JobContext, send: Any) -> Any:
     if kind == "ssd":
         from windlass.actors.ssd_server import SsdServer
 
-        directory = Path(context.spec.ssd_dirs[index])
-        return SsdServer(name, directory, context.geometry(index), context.arena_path, send)
+        path, facts = context.spec.ssd_dirs[index], context.ssds[index]
+        return SsdServer(name, path, context.geometry(index), context.arena_path, send, io=facts.io)
     if kind == "optimizer":
         from windlass.actors.cpu_optimizer import CpuOptimizer
 
@@ -127,13 +147,15 @@ class Runner:
 
     def start(self) -> None:
         """Begins; returns at once, so that the attempt does not depend on who started it."""
+        self._attempt_lock = begin_attempt(Path(self.spec.job_dir), self.spec.attempt)
         threading.Thread(target=self._run, name="runner", daemon=True).start()
 
-    def post(self, message: Message) -> None:
+    def post(self, messages: Sequence[Message]) -> None:
         """Events of the other actors."""
         self._connected.wait()
         assert self._scheduler is not None
-        self._scheduler.post(message)
+        for message in messages:
+            self._scheduler.post(message)
 
     def cancel(self) -> None:
         """The job ends after its current step."""
@@ -149,10 +171,12 @@ class Runner:
             journal = Journal(Path(self.spec.job_dir) / "journal.jsonl", self.spec.attempt)
             # Ray wraps what an actor raised; the cause is what people need.
             cause = getattr(error, "cause", None) or error
-            is_for_people = isinstance(cause, JobFailedError | NotEnoughRoom | ValueError)
+            is_for_people = isinstance(cause, JobFailedError | NotEnoughRoom | StoreError | ValueError)
             message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
+            was_lost = isinstance(cause, ActorLostError | ray.exceptions.RayActorError)
+            status = INTERRUPTED if was_lost else "failed"
             journal.append_outcome(
-                "failed", message, {"code": "start_failed", "message": message, "param": None}, model_dir=None
+                status, message, {"code": "start_failed", "message": message, "param": None}, model_dir=None
             )
             journal.close()
         finally:
@@ -162,21 +186,25 @@ class Runner:
         spec = self.spec
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
         path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
-        context = make_context(spec, layout, str(path))
+        remove_leftovers(Path(spec.arena_dir))
+        context = make_context(spec, layout, str(path), survey_ssds(spec))
         require_room(context)
         arena = Arena.create(path, context.plan.arena_nbytes)
         group = placement_group([{DEVICE_RESOURCE: 1}], strategy="STRICT_PACK")
         try:
             if not group.wait(_START_DEADLINE_S):
                 raise JobFailedError(f"no device came free within {_START_DEADLINE_S:g} s; another job holds it")
-            self._make_workers(context, group)
-            self._scheduler = Scheduler(context, self._send, check_actors=self._check_workers)
+            commit = self._make_workers(context, group)
+            self._scheduler = Scheduler(
+                context, Outbox(self._deliver).send, resume_from=commit, check_actors=self._check_workers
+            )
             self._connected.set()
             if self._cancelled.is_set():
                 self._scheduler.cancel()
-            self._scheduler.run()
-            stops = [handle.stop.remote(True) for handle in self._workers.values()]
-            ray.wait(stops, num_returns=len(stops), timeout=spec.deadline_s)
+            outcome = self._scheduler.run()
+            if outcome["status"] != INTERRUPTED:  # else the states stay, and the workers are of no use any more
+                stops = [handle.stop.remote(True) for handle in self._workers.values()]
+                ray.wait(stops, num_returns=len(stops), timeout=spec.deadline_s)
         finally:
             for handle in self._workers.values():
                 ray.kill(handle)
@@ -184,7 +212,8 @@ class Runner:
             arena.close()
             arena.unlink()
 
-    def _make_workers(self, context: JobContext, group: Any) -> None:
+    def _make_workers(self, context: JobContext, group: Any) -> CommitRecord | None:
+        """Returns the commit that they go on from."""
         spec = self.spec
         threads = {GPU_WORKER: spec.compute_threads}
         threads |= {optimizer_name(i): spec.optimizer_threads for i in range(spec.num_cpu_optimizers)}
@@ -202,17 +231,23 @@ class Runner:
         me = ray.get_runtime_context().current_actor
         handles = {**self._workers, SCHEDULER: me}
         ray.get([handle.connect.remote(handles) for handle in self._workers.values()], timeout=_START_DEADLINE_S)
+        ray.get([handle.join_attempt.remote() for handle in self._workers.values()], timeout=_START_DEADLINE_S)
         _await_setup({name: handle.setup.remote() for name, handle in self._workers.items()})
         self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
+        servers = [self._workers[ssd_name(i)] for i in range(len(spec.ssd_dirs))]
+        journals = ray.get([server.commits.remote() for server in servers], timeout=_START_DEADLINE_S)
+        commit = last_common_commit(journals)
+        ray.get([server.resume_from.remote(commit) for server in servers], timeout=_START_DEADLINE_S)
+        return commit
 
-    def _send(self, to: ActorName, message: Message) -> None:
-        self._workers[to].post.remote(message)
+    def _deliver(self, to: ActorName, messages: Sequence[Message]) -> None:
+        self._workers[to].post.remote(messages)
 
     def _check_workers(self) -> None:
         done, _ = ray.wait(list(self._alive), num_returns=1, timeout=0)
         for reference in done:
             name = self._alive[reference]
-            raise JobFailedError(f"the process of {name} died; the kernel log tells whether memory ran out")
+            raise ActorLostError(f"the process of {name} died; the kernel log tells whether memory ran out")
 
 
 def _await_setup(setups: Mapping[ActorName, Any]) -> None:
@@ -226,7 +261,7 @@ def _await_setup(setups: Mapping[ActorName, Any]) -> None:
                 f"{name} was not ready within {_START_DEADLINE_S:g} s; the machine is overloaded, or a disk hangs"
             ) from error
         except ray.exceptions.ActorDiedError as error:
-            raise JobFailedError(
+            raise ActorLostError(
                 f"the process of {name} died while it started; the kernel log tells whether memory ran out"
             ) from error
 

@@ -198,6 +198,7 @@ class GpuWorker:
                 correlation=correlation,
                 reply_to=self.name,
                 priority=(request.step, request.op),
+                deadline_s=self.spec.deadline_s,
                 items=tuple(items),
             )
             self.send(ssd_name(ssd), read)

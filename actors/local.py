@@ -4,17 +4,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from windlass.actors.admission import require_room
-from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, make_context, optimizer_name, ssd_name
+from windlass.actors.admission import require_room, survey_ssds
+from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, SsdFacts, make_context, optimizer_name, ssd_name
 from windlass.actors.cpu_optimizer import CpuOptimizer
 from windlass.actors.gpu_worker import GpuWorker
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import Message
-from windlass.actors.scheduler import Scheduler
+from windlass.actors.scheduler import INTERRUPTED, Scheduler
 from windlass.actors.ssd_server import SsdServer
 from windlass.engine.partition import Partition, partition_folder
-from windlass.storage.arena import Arena, arena_path
+from windlass.storage.arena import Arena, arena_path, remove_leftovers
 from windlass.storage.ids import ActorName
+from windlass.storage.store_format import last_common_commit
 
 
 class _Actor(Protocol):
@@ -28,14 +29,19 @@ def run_local(
     device: str = "cpu",
     poison_released: bool = False,
     direct: bool = True,
-    num_ssd_threads: int = 4,
+    ssds: tuple[SsdFacts, ...] | None = None,
     on_message: Callable[[ActorName, Message], None] | None = None,
 ) -> dict[str, Any]:
-    """Trains a job in this process and returns its outcome. `on_message` sees every message between actors."""
+    """Trains a job in this process, from its last commit if it has one, and returns its outcome.
+
+    `ssds` None: as they were, or are now, measured. `on_message` sees every message between actors. An exception leaves
+    the job's states where they are.
+    """
     partition = partition or partition_folder(spec.model_dir, spec.hyperparameters.precision)
     path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
-    context = make_context(spec, partition.layout, str(path))
-    require_room(context)
+    remove_leftovers(Path(spec.arena_dir))
+    context = make_context(spec, partition.layout, str(path), ssds or survey_ssds(spec, direct=direct))
+    require_room(context, direct=direct)
     arena = Arena.create(path, context.plan.arena_nbytes)
     actors: dict[ActorName, _Actor] = {}
 
@@ -44,41 +50,47 @@ def run_local(
             on_message(to, message)
         actors[to].post(message)
 
-    servers = {ssd_name(i): _ssd_server(context, i, send, direct, num_ssd_threads) for i in range(len(spec.ssd_dirs))}
+    servers = {ssd_name(i): _ssd_server(context, i, send, direct) for i in range(len(spec.ssd_dirs))}
     optimizers = {
         optimizer_name(i): CpuOptimizer(optimizer_name(i), i, context, send) for i in range(spec.num_cpu_optimizers)
     }
     worker = GpuWorker(context, partition, send, device=device, poison_released=poison_released)
-    stages: list[SsdServer | CpuOptimizer | GpuWorker] = [*servers.values(), *optimizers.values(), worker]
+    is_over = False
     started: list[SsdServer | CpuOptimizer | GpuWorker] = []
     try:
         actors |= {**servers, **optimizers, GPU_WORKER: worker}
-        scheduler = Scheduler(context, send)
+        for server in servers.values():
+            server.setup()
+            started.append(server)
+        commit = last_common_commit([server.commits() for server in servers.values()])
+        for server in servers.values():
+            server.resume_from(commit)
+        scheduler = Scheduler(context, send, resume_from=commit)
         actors[SCHEDULER] = scheduler
-        for actor in stages:
+        others: list[CpuOptimizer | GpuWorker] = [*optimizers.values(), worker]
+        for actor in others:
             actor.setup()
             started.append(actor)
-        return scheduler.run()
+        outcome = scheduler.run()
+        is_over = outcome["status"] != INTERRUPTED
+        return outcome
     finally:
-        for actor in reversed(started):
-            if isinstance(actor, SsdServer):
-                actor.stop(delete_store=True)
+        for each in reversed(started):
+            if isinstance(each, SsdServer):
+                each.stop(delete_store=is_over)
             else:
-                actor.stop()
+                each.stop()
         arena.close()
         arena.unlink()
 
 
-def _ssd_server(
-    context: JobContext, index: int, send: Callable[[ActorName, Message], None], direct: bool, num_threads: int
-) -> SsdServer:
-    directory = Path(context.spec.ssd_dirs[index])
+def _ssd_server(context: JobContext, index: int, send: Callable[[ActorName, Message], None], direct: bool) -> SsdServer:
     return SsdServer(
         ssd_name(index),
-        directory,
+        context.spec.ssd_dirs[index],
         context.geometry(index),
         context.arena_path,
         send,
-        num_threads=num_threads,
+        io=context.ssds[index].io,
         direct=direct,
     )

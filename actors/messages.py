@@ -45,6 +45,7 @@ class ReadChunks(Message):
     correlation: CorrelationId
     reply_to: ActorName
     priority: tuple[int, int]  # smaller first; ties in order of arrival
+    deadline_s: float  # longest that a chunk may take once it has arrived
     items: tuple[ChunkIo, ...]
 
 
@@ -55,6 +56,7 @@ class WriteChunks(Message):
     correlation: CorrelationId
     reply_to: ActorName
     priority: tuple[int, int]
+    deadline_s: float
     items: tuple[ChunkIo, ...]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -76,6 +77,8 @@ class ModelIo:
 
     def export(self, path: str, step: Step) -> None:
         """Writes the params of `step` as a Hugging Face folder. A failure leaves nothing at `path`."""
+        if Path(path).exists():
+            return  # by an attempt that was lost before it could tell; a folder that exists is whole
         spec, layout = self.context.spec, self.context.layout
         dtype = TORCH_DTYPE[self.context.precision]
         exporter = ModelExporter(spec.model_dir, layout, load_config(spec.model_dir), path, dtype)

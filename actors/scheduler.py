@@ -4,6 +4,7 @@ A thin shell: what runs when is decided in `actors/policy/pipeline.py`. It impor
 """
 
 import contextlib
+import json
 import math
 import queue
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.context import GPU_WORKER, JobContext, num_evaluation_groups, optimizer_name, ssd_name
-from windlass.actors.journal import Journal
+from windlass.actors.journal import Journal, read_journal
 from windlass.actors.messages import (
     ActorFailed,
     BlockComputed,
@@ -29,14 +30,23 @@ from windlass.actors.messages import (
 from windlass.actors.policy.pipeline import DeadlineMissedError, Instruction, Pipeline, UnexpectedEventError
 from windlass.actors.policy.shape import JobShape
 from windlass.engine.learning_rate import learning_rate
-from windlass.storage.ids import ActorName, Step
+from windlass.storage.ids import ActorName
+from windlass.storage.store_format import CommitRecord
 
 # How often deadlines and lost actors are looked for.
 _TICK_S = 1.0
 
 
+# The outcome of an attempt that was lost through no fault of the job's: another can go on from the last commit.
+INTERRUPTED = "interrupted"
+
+
 class JobFailedError(Exception):
     """The attempt ended without a model; the text is for people."""
+
+
+class ActorLostError(Exception):
+    """A process of the job is gone; the text is for people."""
 
 
 @dataclass(slots=True)
@@ -49,8 +59,8 @@ class _Losses:
     num_groups: int = 0
 
 
-def job_shape(context: JobContext) -> JobShape:
-    """What the policy needs to know of a job."""
+def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobShape:
+    """What the policy needs to know of a job. `trainer_state`: what a commit of a step keeps for a restart, JSON."""
     spec, layout, hyper = context.spec, context.layout, context.spec.hyperparameters
 
     def rate(step: int) -> float:
@@ -73,12 +83,32 @@ def job_shape(context: JobContext) -> JobShape:
         checkpoint_every=spec.checkpoint_every or 0,
         clip_norm=hyper.clip_norm,
         learning_rate=rate,
+        trainer_state=trainer_state,
         gpu_worker=GPU_WORKER,
         optimizers=tuple(optimizer_name(i) for i in range(spec.num_cpu_optimizers)),
         ssd_servers=tuple(ssd_name(i) for i in range(len(spec.ssd_dirs))),
         output_dir=spec.output_dir,
         deadline_s=spec.deadline_s,
     )
+
+
+@dataclass(slots=True)
+class _History:
+    """What earlier attempts have told in the journal."""
+
+    steps: set[int]  # whose training loss is there
+    ssd_bytes_written: list[int]  # of each SSD, as of the last step
+
+
+def _history(journal: Path, num_ssds: int) -> _History:
+    history = _History(set(), [0] * num_ssds)
+    for record in read_journal(journal):
+        if "train_loss" in record.data:
+            history.steps.add(record.data["step"])
+        written = record.data.get("ssd_bytes_written_by_ssd", ())
+        if len(written) == num_ssds:  # else of other SSDs
+            history.ssd_bytes_written = written
+    return history
 
 
 class Scheduler:
@@ -89,18 +119,22 @@ class Scheduler:
         context: JobContext,
         send: Callable[[ActorName, Message], None],
         *,
-        initial_step: Step | None = None,
+        resume_from: CommitRecord | None = None,
         check_actors: Callable[[], None] | None = None,
     ) -> None:
-        """`initial_step`: the committed step to go on from. `check_actors` raises when an actor is gone."""
+        """`resume_from`: the commit to go on from. `check_actors` raises ActorLostError when an actor is gone."""
         self.context = context
         self.spec = context.spec
-        self.pipeline = Pipeline(job_shape(context), initial_step)
+        self._resumed = resume_from
+        initial_step = None if resume_from is None else resume_from.step
+        self.pipeline = Pipeline(job_shape(context, self._trainer_state), initial_step)
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
         self._cancelled = threading.Event()
-        self._journal = Journal(Path(self.spec.job_dir) / "journal.jsonl", self.spec.attempt)
+        journal_path = Path(self.spec.job_dir) / "journal.jsonl"
+        self._history = _history(journal_path, len(self.spec.ssd_dirs))
+        self._journal = Journal(journal_path, self.spec.attempt)
         self._started_s = 0.0
         self._step_began_s = 0.0
         self._first_step = (initial_step or 0) + 1
@@ -109,7 +143,7 @@ class Scheduler:
         self._compute_s: dict[int, float] = {}  # of each step, evaluation included
         self._evaluations: dict[int, _Losses] = {}
         self._last_metrics: dict[str, Any] = {}
-        self._ssd_bytes: dict[ActorName, tuple[int, int]] = {}
+        self._ssd_bytes: dict[ActorName, tuple[int, int, int]] = {}  # read, written, written since the last commit
 
     # --- what others call -------------------------------------------------------------------------------------------
 
@@ -128,6 +162,8 @@ class Scheduler:
                 self._loop()
             except JobFailedError as error:
                 return self._end("failed", {"code": "training_failed", "message": str(error), "param": None})
+            except ActorLostError as error:
+                return self._end(INTERRUPTED, {"code": "process_lost", "message": str(error), "param": None})
             except (DeadlineMissedError, UnexpectedEventError) as error:
                 return self._end("failed", {"code": "training_stalled", "message": str(error), "param": None})
             return self._end("cancelled" if self._cancelled.is_set() and not self._exported() else "succeeded", None)
@@ -137,9 +173,15 @@ class Scheduler:
     def _loop(self) -> None:
         self._started_s = self._step_began_s = time.monotonic()
         if self.pipeline.committed < 0:
+            if self._history.steps:
+                raise JobFailedError(
+                    f"step {max(self._history.steps)} was committed, and none of the job's SSDs "
+                    f"({', '.join(self.spec.ssd_dirs)}) holds states of it: they are not the ones that it began with, "
+                    "or not mounted, or were emptied; put them back, or submit the job again"
+                )
             self._journal.append("message", "Loading the model's weights into the tensor store")
         else:
-            self._journal.append("message", f"Resuming after step {self.pipeline.committed}")
+            self._restore()
         self._carry_out(self.pipeline.start(time.monotonic()))
         next_tick_s = time.monotonic() + _TICK_S
         while not self.pipeline.finished:
@@ -156,6 +198,30 @@ class Scheduler:
                 self.pipeline.check_deadlines(time.monotonic())
                 if self._check_actors is not None:
                     self._check_actors()
+
+    def _trainer_state(self, step: int) -> str:
+        """What the next attempt must know of a step that is about to be committed."""
+        state: dict[str, Any] = {"optimizer_step": step, "trained_tokens": self._trained_tokens}
+        if (loss := self._losses.get(step)) is not None:
+            state["trained_tokens"] += loss.num_targets
+            state |= {"train_loss": loss.loss_sum / loss.num_targets}
+            state |= {"train_mean_token_accuracy": loss.num_correct / loss.num_targets}
+            state |= {"grad_norm": self.pipeline.grad_norms.get(step)}
+        return json.dumps(state)
+
+    def _restore(self) -> None:
+        """Takes up what the commit knows. The attempt before may have died before it could tell of that step."""
+        assert self._resumed is not None
+        step, state = self._resumed.step, json.loads(self._resumed.trainer_state)
+        self._trained_tokens = state.pop("trained_tokens")
+        del state["optimizer_step"]
+        self._journal.append("message", f"Resuming after step {step}")
+        if state:
+            data = {"step": step, "total_steps": self.spec.total_steps, "trained_tokens": self._trained_tokens, **state}
+            self._last_metrics |= data
+            if step not in self._history.steps:
+                message = f"Step {step}/{self.spec.total_steps}: training loss={data['train_loss']:.4f}"
+                self._journal.append("metrics", message, **data)
 
     def _take(self, event: Message) -> None:
         match event:
@@ -188,7 +254,8 @@ class Scheduler:
                 self._journal.append("message", f"Loaded {total:,} parameters in {seconds:.1f} s; training begins")
                 self._step_began_s = time.monotonic()
             case StoreCommitted():
-                self._ssd_bytes[event.actor] = (event.bytes_read, event.bytes_written)
+                _, written, _ = self._ssd_bytes.get(event.actor, (0, 0, 0))
+                self._ssd_bytes[event.actor] = (event.bytes_read, event.bytes_written, event.bytes_written - written)
                 if event.step > 0 and self.pipeline.committed == event.step:
                     self._on_step_committed(event.step)
             case ModelExported():
@@ -230,6 +297,7 @@ class Scheduler:
         self._trained_tokens += loss.num_targets
         elapsed_s = now_s - self._started_s
         done = step - self._first_step + 1
+        ssds = [self._ssd_bytes[name] for name in self.pipeline.shape.ssd_servers]
         data: dict[str, Any] = {
             "step": step,
             "total_steps": self.spec.total_steps,
@@ -243,8 +311,13 @@ class Scheduler:
             "elapsed_s": elapsed_s,
             "remaining_s": elapsed_s / done * (self.spec.total_steps - step),
             "trained_tokens": self._trained_tokens,
-            "ssd_bytes_read": sum(read for read, _ in self._ssd_bytes.values()),
-            "ssd_bytes_written": sum(written for _, written in self._ssd_bytes.values()),
+            "ssd_bytes_read": sum(read for read, _, _ in ssds),
+            "ssd_bytes_written": sum(written for _, written, _ in ssds),
+            "ssd_bytes_written_step": sum(in_step for _, _, in_step in ssds),
+            "ssd_bytes_written_step_by_ssd": [in_step for _, _, in_step in ssds],
+            "ssd_bytes_written_by_ssd": [
+                before + written for before, (_, written, _) in zip(self._history.ssd_bytes_written, ssds, strict=True)
+            ],
         }
         self._last_metrics |= data
         message = f"Step {step}/{self.spec.total_steps}: training loss={data['train_loss']:.4f}"

@@ -1,6 +1,6 @@
 """One SSD of one job: moves chunks between its store and the arena, most urgent first.
 
-The threads spend their time in system calls that release the GIL; no torch and no Ray here.
+The threads spend their time in system calls that release the GIL, and a little in checksums; no torch and no Ray here.
 """
 
 import heapq
@@ -23,12 +23,19 @@ from windlass.actors.messages import (
     StoreCommitted,
     WriteChunks,
 )
-from windlass.storage.arena import ALIGNMENT_NBYTES, Arena
-from windlass.storage.ids import ActorName, Step
-from windlass.storage.store_format import CommitRecord, StoreError, StoreGeometry
-from windlass.storage.tensor_store import Region, TensorStore, store_path
+from windlass.storage.arena import Arena
+from windlass.storage.ids import ActorName, Span, Step
+from windlass.storage.store_errors import StoreError, StoreMissing
+from windlass.storage.store_format import CommitRecord, StoreGeometry
+from windlass.storage.tensor_store import Region, TensorStore
+from windlass.storage.transfers import DEFAULT_IO, IoSettings, Transfer, TransferEngine, open_engine
+from windlass.storage.volume import Volume
 
 _STOP_DEADLINE_S = 60.0
+# How often requests past their deadline are looked for.
+_TICK_S = 1.0
+# Chunks waiting or on their way. Their slots bound them too: this is for askers that have lost count.
+_MAX_OPEN_CHUNKS = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +45,7 @@ class _ChunkJob:
     request: ReadChunks | WriteChunks
     item: ChunkIo
     arrival: int
+    late_at_s: float
     pieces: deque["_Piece"] | None = None  # not yet taken by a thread; None: not planned
     num_unfinished: int = 0
     failed: bool = False
@@ -47,47 +55,67 @@ class _ChunkJob:
         self.entry = (self.request.priority, self.arrival, self)  # arrivals differ, so jobs are never compared
 
 
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A part of one state, from a granule on."""
+
+    region: Region
+    start: int  # in the region
+    span: Span  # in the arena
+
+    @property
+    def offset(self) -> int:
+        """Where on the SSD it begins."""
+        return self.region.offset + self.start
+
+
 @dataclass(slots=True, eq=False)
 class _Piece:
+    """What is moved at once: segments that follow each other on the SSD and in the arena."""
+
     job: _ChunkJob
-    region: Region
-    start: int
-    buffer: memoryview
+    segments: list[_Segment]
+    nbytes: int
 
 
 class SsdServer:
-    """Serves one SSD directory to the other actors of a job."""
+    """Serves one SSD to the other actors of a job.
+
+    A slot named in a request belongs to the server until it reports the chunk done; it never reports one that failed or
+    missed its deadline, so nothing of it can land in memory that has a new owner.
+    """
 
     def __init__(
         self,
         name: ActorName,
-        directory: Path | str,
+        path: Path | str,
         geometry: StoreGeometry,
         arena_path: Path | str,
         send: Callable[[ActorName, Message], None],
         *,
-        num_threads: int = 4,
-        piece_nbytes: int = 4 << 20,
+        io: IoSettings = DEFAULT_IO,
         direct: bool = True,
+        checksums: bool = True,
+        max_open_chunks: int = _MAX_OPEN_CHUNKS,
     ) -> None:
-        """`send` is called from the server's threads. `direct=False` is for file systems without O_DIRECT."""
-        if num_threads < 1 or piece_nbytes <= 0 or piece_nbytes % ALIGNMENT_NBYTES:
-            raise ValueError(
-                f"an SSD server needs at least one thread, not {num_threads}, and a piece size that is a positive "
-                f"multiple of {ALIGNMENT_NBYTES} bytes, not {piece_nbytes}"
-            )
+        """`path`: an SSD directory or a raw device. `send` is called from the server's threads.
+
+        `direct=False` is for file systems without O_DIRECT. `checksums=False` leaves them out, to measure them.
+        """
         self.name = name
-        self._directory = Path(directory)
+        self._path = Path(path)
         self._geometry = geometry
         self._arena_path = Path(arena_path)
         self._send = send
-        self._num_threads = num_threads
-        self._piece_nbytes = piece_nbytes
+        self._io = io
         self._direct = direct
+        self._checksums = checksums
+        self._max_open_chunks = max_open_chunks
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         # All below is guarded by `_changed`.
         self._queue: list[tuple[tuple[int, int], int, _ChunkJob]] = []  # heap by (priority, arrival)
+        self._open: set[_ChunkJob] = set()  # waiting or on their way
         self._commits: deque[CommitStore] = deque()  # may run now
         self._commits_waiting: dict[Step, CommitStore] = {}  # until the step's writes are done
         self._num_open_writes: Counter[Step] = Counter()
@@ -108,33 +136,51 @@ class SsdServer:
         return self._bytes_written
 
     def setup(self) -> None:
-        """Map the arena, create the store or open the one that is there, and start the threads.
+        """Map the arena, and create the store or open the one that is there. `resume_from` must follow.
 
         Raises:
-            StoreError: the store on the disk was made for another geometry, damaged, or taken by a newer attempt.
-            NotEnoughRoom: the disk is too small for the model states.
+            StoreError: the store on the SSD was made for another geometry, damaged, or taken by a newer attempt.
+            NotEnoughRoom: the SSD is too full for the model states.
         """
-        self._arena = Arena.open(self._arena_path)
+        self._volume = Volume.open(self._path, direct=self._direct)
         try:
             self._store = self._create_or_open()
+            self._arena = Arena.open(self._arena_path)
         except BaseException:
-            self._arena.close()
+            self._volume.close()
             raise
-        for i in range(self._num_threads):
-            thread = threading.Thread(target=self._run, name=f"{self.name}-{i}", daemon=True)
+
+    def commits(self) -> list[CommitRecord]:
+        """The journal of this SSD, oldest first."""
+        return self._store.commits()
+
+    def resume_from(self, commit: CommitRecord | None) -> None:
+        """Go on from the last commit that every SSD of the job has, None: from the beginning; and start to serve.
+
+        Raises:
+            StoreCorrupt: this SSD lacks that commit, or it is damaged.
+        """
+        self._store.resume_from(commit)
+        engines: list[TransferEngine] = []
+        try:
+            for _ in range(self._io.num_threads):
+                engines.append(open_engine(self._volume.device, self._io))
+        except BaseException:
+            for engine in engines:
+                engine.close()
+            raise
+        targets: list[tuple[Callable[..., None], tuple[TransferEngine, ...]]] = [(self._run_control, ())]
+        targets += [(self._run_transfers, (engine,)) for engine in engines]
+        for i, (target, arguments) in enumerate(targets):
+            thread = threading.Thread(target=target, args=arguments, name=f"{self.name}-{i}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def last_commit(self) -> CommitRecord | None:
-        """The states that a restart finds on this SSD; None before the first commit."""
-        return self._store.last_commit()
-
-    def roll_back(self, step: Step) -> None:
-        """Go back to `step`, the last that every SSD of the job has committed. Before any other message."""
-        self._store.roll_back(step)
-
     def post(self, message: Message) -> None:
-        """Take a command; returns at once. Answers and failures go out through `send`."""
+        """Take a command; returns at once, unless too many chunks are waiting: then once there is room.
+
+        Answers and failures go out through `send`.
+        """
         if message.job != self._geometry.job or not isinstance(message, ReadChunks | WriteChunks | CommitStore):
             error = (
                 f"{self.name} of job {self._geometry.job} has no use for {type(message).__name__} of job {message.job}"
@@ -149,6 +195,12 @@ class SsdServer:
                     self._commits_waiting[message.step] = message
                 else:
                     self._commits.append(message)
+            elif not self._changed.wait_for(self._has_room, timeout=message.deadline_s):
+                error = (
+                    f"the SSD at {self._path} left {len(self._open)} chunks waiting for {message.deadline_s:g} s; "
+                    "check the disk"
+                )
+                self._send(SCHEDULER, self._failure(message, error, detail=""))
             else:
                 self._enqueue(message)
             self._changed.notify_all()
@@ -167,62 +219,82 @@ class SsdServer:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
             if thread.is_alive():
                 raise TimeoutError(
-                    f"{self.name} of job {self._geometry.job}: the SSD at {self._directory} did not finish within "
+                    f"{self.name} of job {self._geometry.job}: the SSD at {self._path} did not finish within "
                     f"{_STOP_DEADLINE_S} s; check the disk"
                 )
         self._threads.clear()
         if delete_store:
-            self._store.delete()
-        else:
-            self._store.close()
+            TensorStore.delete(self._volume, self._geometry.job)
+        self._volume.close()
         self._arena.close()
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- inside: what is to be done -----------------------------------------------------------------------------------
 
     def _create_or_open(self) -> TensorStore:
         wanted = self._geometry
-        if not store_path(self._directory, wanted.job).exists():
-            return TensorStore.create(self._directory, wanted, direct=self._direct)
-        store = TensorStore.open(self._directory, wanted.job, wanted.attempt, direct=self._direct)
+        try:
+            store = TensorStore.open(self._volume, wanted.job, wanted.attempt)
+        except StoreMissing:
+            return TensorStore.create(self._volume, wanted)
         found = store.geometry
         if replace(found, attempt=wanted.attempt) != wanted:
-            store.close()
-            raise StoreError(f"{store.path} was made for {found}, not for {wanted}; delete it if the job starts over")
+            names = ("ssd", "ssd_weights", "rank", "precision", "chunk_numel", "chunks_per_block")
+            differences = "; ".join(
+                f"{name} {getattr(found, name)}, now {getattr(wanted, name)}"
+                for name in names
+                if getattr(found, name) != getattr(wanted, name)
+            )
+            raise StoreError(
+                f"{store.name}: the states were laid out for other settings ({differences}); a job's model and SSDs "
+                "can't change while it lives: restore the settings, or submit the job again"
+            )
         return store
 
+    def _has_room(self) -> bool:
+        # A server's own thread may be told something on its way out of `send`; it must not wait for itself.
+        return len(self._open) < self._max_open_chunks or threading.current_thread() in self._threads
+
     def _enqueue(self, request: ReadChunks | WriteChunks) -> None:
+        late_at_s = time.monotonic() + request.deadline_s
         for item in request.items:
-            job = _ChunkJob(request, item, self._num_arrived)
+            job = _ChunkJob(request, item, self._num_arrived, late_at_s)
             self._num_arrived += 1
+            self._open.add(job)
             heapq.heappush(self._queue, job.entry)
         if isinstance(request, WriteChunks):
             self._num_open_writes[request.step] += len(request.items)
 
-    def _run(self) -> None:
-        while True:
-            match self._take():
-                case None:
-                    return
-                case _Piece() as piece:
-                    self._move(piece)
-                case _ChunkJob() as job:
-                    self._plan(job)
-                case CommitStore() as command:
-                    self._commit(command)
+    # --- inside: transfers --------------------------------------------------------------------------------------------
 
-    def _take(self) -> _Piece | _ChunkJob | CommitStore | None:
-        """The most urgent thing to do; None when the server is stopped and everything is done."""
+    def _run_transfers(self, engine: TransferEngine) -> None:
+        try:
+            while True:
+                taken = self._take(engine)
+                if isinstance(taken, _ChunkJob):
+                    self._plan(taken)
+                elif taken is not None:
+                    self._submit(engine, taken)
+                elif engine.num_in_flight:
+                    for transfer in engine.wait(None):
+                        self._complete(transfer)
+                else:
+                    return
+        finally:
+            engine.close()
+
+    def _take(self, engine: TransferEngine) -> _Piece | _ChunkJob | None:
+        """The most urgent thing to do; None when there is only the engine to wait for, or nothing will come again."""
         with self._changed:
-            while not self._commits and not self._queue:
-                if self._stopping:
+            while not self._queue:
+                if self._stopping or engine.num_in_flight:
                     return None
                 self._changed.wait()
-            if self._commits:
-                return self._commits.popleft()
             _, _, job = self._queue[0]
             if job.pieces is None:
                 heapq.heappop(self._queue)
                 return job
+            if engine.num_in_flight == engine.depth:
+                return None
             piece = job.pieces.popleft()
             if not job.pieces:
                 heapq.heappop(self._queue)
@@ -232,14 +304,19 @@ class SsdServer:
         """Check a chunk against the store and cut it; outside the lock, as the store reads its fence."""
         pieces: deque[_Piece] = deque()
         try:
+            is_read = isinstance(job.request, ReadChunks)
+            locate = self._store.region_to_read if is_read else self._store.region_to_write
             for part in job.item.parts:
-                locate = (
-                    self._store.region_to_read if isinstance(job.request, ReadChunks) else self._store.region_to_write
-                )
                 region = locate(job.item.key, part.kind, job.request.step, part.span.nbytes)
-                buffer = self._arena.buffer(part.span)
-                for start in range(0, part.span.nbytes, self._piece_nbytes):
-                    pieces.append(_Piece(job, region, start, buffer[start : start + self._piece_nbytes]))
+                self._arena.buffer(part.span)  # raises if there is no such span
+                for start in range(0, part.span.nbytes, self._io.piece_nbytes):
+                    nbytes = min(self._io.piece_nbytes, part.span.nbytes - start)
+                    segment = _Segment(region, start, Span(part.span.offset + start, nbytes))
+                    if pieces and _continues(pieces[-1], segment, self._io.piece_nbytes):
+                        pieces[-1].segments.append(segment)
+                        pieces[-1].nbytes += nbytes
+                    else:
+                        pieces.append(_Piece(job, [segment], nbytes))
         except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
             self._fail(job, error)
             pieces.clear()
@@ -252,29 +329,50 @@ class SsdServer:
             heapq.heappush(self._queue, job.entry)
             self._changed.notify(len(pieces) - 1)
 
-    def _move(self, piece: _Piece) -> None:
-        job = piece.job
-        is_read = isinstance(job.request, ReadChunks)
-        nbytes = 0
-        if not job.failed:
-            try:
-                transfer = self._store.read_piece if is_read else self._store.write_piece
-                transfer(piece.region, piece.start, piece.buffer)
-                nbytes = piece.buffer.nbytes
-            except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
-                self._fail(job, error)
+    def _submit(self, engine: TransferEngine, piece: _Piece) -> None:
+        is_read = isinstance(piece.job.request, ReadChunks)
+        if piece.job.failed:
+            self._settle(piece)
+            return
+        if not is_read and self._checksums:
+            for each in piece.segments:
+                self._store.note_written(each.region, each.start, self._arena.buffer(each.span))
+        first = piece.segments[0]
+        buffer = self._arena.buffer(Span(first.span.offset, piece.nbytes))
+        engine.submit(Transfer(is_read=is_read, offset=first.offset, buffer=buffer, tag=piece))
+
+    def _complete(self, transfer: Transfer) -> None:
+        piece = transfer.tag
+        assert isinstance(piece, _Piece)
+        verb = "read" if transfer.is_read else "write"
+        try:
+            if transfer.error is not None:
+                raise self._store.io_error(verb, piece.segments[0].region, transfer.error) from transfer.error
+            if transfer.is_read and self._checksums and not piece.job.failed:
+                for each in piece.segments:
+                    self._store.verify(each.region, each.start, self._arena.buffer(each.span))
+        except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
+            self._fail(piece.job, error)
+        else:
+            with self._changed:
+                if transfer.is_read:
+                    self._bytes_read += piece.nbytes
+                else:
+                    self._bytes_written += piece.nbytes
+        self._settle(piece)
+
+    def _settle(self, piece: _Piece) -> None:
         with self._changed:
-            if is_read:
-                self._bytes_read += nbytes
-            else:
-                self._bytes_written += nbytes
-            job.num_unfinished -= 1
-            is_last = job.num_unfinished == 0
+            piece.job.num_unfinished -= 1
+            is_last = piece.job.num_unfinished == 0
         if is_last:
-            self._finish(job)
+            self._finish(piece.job)
 
     def _finish(self, job: _ChunkJob) -> None:
         request, step = job.request, job.request.step
+        with self._changed:
+            self._open.discard(job)
+            self._changed.notify_all()
         if not job.failed:
             done = ChunkIoDone(job=request.job, step=step, correlation=request.correlation, key=job.item.key)
             self._send(request.reply_to, done)
@@ -285,7 +383,7 @@ class SsdServer:
                     del self._num_open_writes[step]
                     if step in self._commits_waiting:
                         self._commits.append(self._commits_waiting.pop(step))
-                        self._changed.notify()
+                        self._changed.notify_all()
 
     def _fail(self, job: _ChunkJob, error: Exception) -> None:
         with self._changed:
@@ -294,12 +392,41 @@ class SsdServer:
             job.failed = True
             if isinstance(job.request, WriteChunks):
                 self._failed_steps.add(job.request.step)
-        self._send(SCHEDULER, self._failure(job.request, str(error), traceback.format_exc()))
+        detail = "".join(traceback.format_exception(error))
+        self._send(SCHEDULER, self._failure(job.request, str(error), detail))
+
+    # --- inside: commits and deadlines --------------------------------------------------------------------------------
+
+    def _run_control(self) -> None:
+        """In a thread of its own: a sync can take long, and an SSD that hangs must not hide that it does."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_control_work, timeout=_TICK_S)
+                command = self._commits.popleft() if self._commits else None
+                if command is None and self._stopping and not self._open and not self._commits_waiting:
+                    return
+                now_s = time.monotonic()
+                late = [job for job in self._open if job.late_at_s < now_s and not job.failed]
+            for job in late:
+                self._fail(job, TimeoutError(self._lateness(job)))
+            if command is not None:
+                self._commit(command)
+
+    def _has_control_work(self) -> bool:
+        return bool(self._commits) or (self._stopping and not self._open)
+
+    def _lateness(self, job: _ChunkJob) -> str:
+        verb = "read" if isinstance(job.request, ReadChunks) else "write"
+        key = job.item.key
+        return (
+            f"{self._store.name}: could not {verb} block {key.block}, chunk {key.chunk}, step {job.request.step} "
+            f"within {job.request.deadline_s:g} s; the SSD is slow or hangs: check the disk"
+        )
 
     def _commit(self, command: CommitStore) -> None:
         try:
             if command.step in self._failed_steps:
-                raise StoreError(f"a write of step {command.step} failed, so it cannot be committed")
+                raise StoreError(f"{self._store.name}: a write of step {command.step} failed; it cannot be committed")
             self._store.commit(command.step, command.attempt, command.trainer_state)
         except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
             self._send(SCHEDULER, self._failure(command, str(error), traceback.format_exc()))
@@ -315,3 +442,13 @@ class SsdServer:
 
     def _failure(self, message: Message, error: str, detail: str) -> ActorFailed:
         return ActorFailed(job=message.job, step=message.step, actor=self.name, error=error, detail=detail)
+
+
+def _continues(piece: _Piece, segment: _Segment, limit_nbytes: int) -> bool:
+    """Whether a segment can be moved with those before it."""
+    last = piece.segments[-1]
+    return (
+        piece.nbytes + segment.span.nbytes <= limit_nbytes
+        and segment.offset == last.offset + last.span.nbytes
+        and segment.span.offset == last.span.offset + last.span.nbytes
+    )

@@ -6,7 +6,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-NAMES = ("memory", "step")
+NAMES = ("memory", "ssd", "step")
 REPORTS_DIR = Path(__file__).parent / "reports"
 
 

@@ -12,6 +12,10 @@ import numpy as np
 import torch
 
 
+class PinError(RuntimeError):
+    """Host memory could not be registered with CUDA, or is not registered."""
+
+
 class Device:
     """Buffers on the device, reused by size, and the streams that fill and drain them."""
 
@@ -21,6 +25,7 @@ class Device:
         self.is_cuda = device.type == "cuda"
         self._poison = poison_released
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._pinned: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._h2d = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
         self._d2h = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
@@ -69,21 +74,44 @@ class Device:
             torch.cuda.current_stream(self.device).synchronize()
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Registers host memory with CUDA, at its exact size: no rounding, unlike torch's pinned allocator."""
+        """Registers host memory with CUDA, at its exact size: no rounding, unlike torch's pinned allocator.
+
+        The tensor is kept until `unpin`, so that its memory cannot be unmapped while CUDA knows it. Without a GPU
+        nothing is registered, and everything else is the same.
+
+        Raises:
+            PinError: CUDA refuses, or the memory is registered already.
+        """
+        address = memory.data_ptr()
+        if address in self._pinned:
+            raise PinError(f"host memory at {address:#x} is registered already; unpin it first")
         if self.is_cuda:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            result = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            result = runtime.cudaHostRegister(address, memory.nbytes, 0)
             if int(result) != 0:
-                raise RuntimeError(
-                    f"cudaHostRegister of {memory.nbytes} bytes failed with error {int(result)}; "
-                    "raise the memlock limit (ulimit -l)"
+                raise PinError(
+                    f"CUDA did not register {memory.nbytes} bytes of host memory: error {int(result)}, "
+                    f"{runtime.cudaGetErrorString(result)}; lower the job's host memory budget, or raise the limit of "
+                    "locked memory (ulimit -l)"
                 )
+        self._pinned[address] = memory
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Undoes `pin`."""
+        """Undoes `pin`; copies to and from the memory must have ended.
+
+        Where CUDA cannot, because an earlier error broke it, the memory stays mapped until the process ends.
+
+        Raises:
+            PinError: the memory is not registered.
+        """
+        address = memory.data_ptr()
+        if address not in self._pinned:
+            raise PinError(f"host memory at {address:#x} is not registered; it was never pinned, or unpinned before")
         if self.is_cuda:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(memory.data_ptr())
+            if int(runtime.cudaHostUnregister(address)) != 0:
+                return
+        del self._pinned[address]
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from windlass.engine.layout import ModelLayout, ParamSlice
+from windlass.engine.partial_folder import make_partial_folder, remove_partial_folders
 from windlass.engine.partition import build_meta_model
 from windlass.engine.safetensors_file import encode_header
 from windlass.engine.weight_names import NameRules
@@ -156,14 +156,11 @@ class ModelExporter:
         needed = self._layout.numel * self._dtype.itemsize + _MARGIN_NBYTES
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            for leftover in self._path.parent.glob(f".{self._path.name}.*.partial"):
-                shutil.rmtree(leftover)  # of an attempt that died
+            remove_partial_folders(self._path)  # of an attempt that died
             free = shutil.disk_usage(self._path.parent).free
             if free < needed:
                 raise ExportError(f"the model needs {needed} bytes at {self._path.parent}, where {free} are free")
-            # A name of its own: a lost runner that wakes up must not write into its successor's folder.
-            self._partial = self._path.parent / f".{self._path.name}.{uuid.uuid4().hex}.partial"
-            self._partial.mkdir()
+            self._partial = make_partial_folder(self._path)
         except OSError as error:
             raise ExportError(f"cannot write the model to {self._path}: {error}") from error
 

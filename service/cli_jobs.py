@@ -87,6 +87,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,
         "last metrics": metrics[-1]["message"] if metrics else None,
         "trained tokens": found["trained_tokens"],
+        "SSD wear": extra["ssd_wear"] and extra["ssd_wear"]["summary"],
         "created": _time(found["created_at"]),
         "will finish": found["estimated_finish"] and _time(found["estimated_finish"]),
         "finished": found["finished_at"] and _time(found["finished_at"]),

@@ -13,10 +13,11 @@ from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.home import find_serving
 from windlass.service.lifecycle import running_jobs, shut_down, start_detached
-from windlass.service.machine import inspect_machine
+from windlass.service.machine import Drive, inspect_machine
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import Settings, load_settings
 from windlass.service.supervisor import Supervisor
+from windlass.storage.raw_device import is_device_path
 
 _GIB = 1024**3
 
@@ -84,12 +85,14 @@ def status(home: Home = None) -> None:
 def doctor(home: Home = None) -> None:
     """Show what this machine has for jobs."""
     settings = load_settings(home)
-    shm, disks = Path("/dev/shm"), (settings.home, *settings.ssd_dirs)
-    machine = inspect_machine((shm, *disks))
+    directories = [path for path in settings.ssd_dirs if not is_device_path(path)]
+    devices = tuple(path for path in settings.ssd_dirs if is_device_path(path))
+    machine = inspect_machine((Path("/dev/shm"), settings.home, *directories), devices)
     rows = [
         ("cores", str(machine.num_cores)),
         ("memory", _of(machine.available_memory_nbytes, machine.memory_nbytes)),
         *((str(space.path), _of(space.free_nbytes, space.total_nbytes)) for space in machine.spaces),
+        *((str(drive.path), _describe_drive(drive)) for drive in machine.drives),
         *(
             ("GPU", f"{gpu.name}, {gpu.memory_nbytes / _GIB:.1f} GiB, driver {gpu.driver_version}")
             for gpu in machine.gpus
@@ -98,6 +101,13 @@ def doctor(home: Home = None) -> None:
     if not machine.gpus:
         rows.append(("GPU", "none that may be used; jobs train on the CPU"))
     print_columns(rows)
+
+
+def _describe_drive(drive: Drive) -> str:
+    if drive.nbytes is None:
+        return "there is no such block device"
+    size = f"block device of {drive.nbytes / _GIB:.1f} GiB"
+    return size if drive.may_be_used else f"{size}, which you may not read and write; group disk may, as a rule"
 
 
 def _of(free_nbytes: int, total_nbytes: int) -> str:

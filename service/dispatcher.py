@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JournalReader
-from windlass.service.job_specs import Machinery, build_job_spec, preparation_order, resolve_job
-from windlass.service.outcomes import fail_job, has_states, open_journal, remove_states, take_in
+from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
+from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_states
+from windlass.service.outcomes import fail_job, open_journal, resume, take_in
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
@@ -28,19 +30,25 @@ _LOG = logging.getLogger(__name__)
 
 # How long a runner that was asked to end may take before it is asked again.
 _TELL_AGAIN_S = 10.0
-# How long a runner whose job has ended may take to close its files and to end its other actors.
+# How long a runner whose attempt is over may take to close its files and to end its other actors.
 _KILL_AFTER_S = 180.0
-_LOST = (
-    "the job's processes ended without an outcome: killed for lack of memory, by hand, or with the machine; "
-    "check `windlass doctor` and submit the job again"
-)
+# How long those may outlive their runner; Ray ends them with it.
+_KILL_ORPHANS_AFTER_S = 5.0
+_LOST = "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine"
+
+
+class RunnerLostError(RuntimeError):
+    """A runner died while it started, or could not be reached; that is no fault of the job's."""
 
 
 class Runners(Protocol):
     """Where jobs run: on Ray, or in a test's stand-in."""
 
     def start(self, spec: JobSpec) -> None:
-        """Launch a job; returns once its runner can be found. Raises what keeps it from running."""
+        """Launch a job; returns once its runner has begun.
+
+        Raises RunnerLostError, or what keeps the job from running.
+        """
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
         """Whether the runner is there."""
@@ -52,12 +60,13 @@ class Runners(Protocol):
         """End the runner at once; nothing happens if there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaving:
-    """A runner whose job has ended, and which should be gone soon."""
+@dataclass(slots=True, kw_only=True)
+class _Over:
+    """An attempt that is over, until the job's next attempt begins or nothing is left of the job."""
 
     attempt: Attempt
     kill_at: float
+    is_gone: bool = False  # its processes, so that what they held is free
 
 
 class Dispatcher:
@@ -81,22 +90,28 @@ class Dispatcher:
         self._clock = clock
         self._preparations: dict[str, Preparation] = {}
         self._readers: dict[str, JournalReader] = {}  # of running jobs
-        self._leaving: dict[str, _Leaving] = {}  # finished jobs whose runner has not ended yet
+        self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
         self._told_at: dict[str, float] = {}  # when the runner of a job to be cancelled was last told
 
     def reconcile(self) -> None:
-        """See off the runners of finished jobs whose dispatcher was killed before it could; the first thing to do."""
+        """Take up what a dispatcher that was killed had in hand; the first thing to do."""
+        with_states = jobs_with_states(self._settings)
         for job in self._jobs(*TERMINAL_STATUSES):
-            if has_states(self._settings, job.id):
+            if job.id in with_states:
                 self._await_end(job.id, job.attempt)
+        for job in self._jobs(JobStatus.QUEUED):
+            if job.attempt:
+                self._await_end(job.id, job.attempt)
+        for job in self._jobs(JobStatus.RUNNING, JobStatus.PAUSING):
+            self._guarded(job.id, self._end_unless_begun, job)
 
     def tick(self) -> None:
         """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other."""
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
         for job in running:
             self._guarded(job.id, self._watch, job)
-        for job_id, leaving in tuple(self._leaving.items()):
-            self._guarded(job_id, self._see_off, job_id, leaving)
+        for job_id, over in tuple(self._over.items()):
+            self._guarded(job_id, self._see_off, job_id, over)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
         self._drop_preparations(keep={job.id for job in validating})
         for job in validating:
@@ -116,18 +131,28 @@ class Dispatcher:
             self._tell_to_end(job)
         reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
         try:
-            finished = take_in(
-                self._database, self._settings, job, reader.read_new(), lost=None if alive else ("runner_lost", _LOST)
+            is_over = take_in(
+                self._database,
+                self._settings,
+                job,
+                reader.read_new(),
+                lost=None if alive else _LOST,
+                when_lost=resume,
             )
         except JournalError as error:
             with self._database.write() as session:
                 fail_job(session, job, "journal_damaged", str(error))
-            finished = True
-        if finished:
+            is_over = True
+        if is_over:
             self._await_end(job.id, job.attempt)
         else:
             # Not kept if anything above failed: what was not imported must be read again.
             self._readers[job.id] = reader
+
+    def _end_unless_begun(self, job: Job) -> None:
+        """A runner that was made, but whose dispatcher was killed before it told it to begin, would wait for ever."""
+        if not has_begun(job_dir(self._settings, job.id), Attempt(job.attempt)):
+            self._runners.kill(JobId(job.id), Attempt(job.attempt))
 
     def _tell_to_end(self, job: Job) -> None:
         now = self._clock()
@@ -135,18 +160,37 @@ class Dispatcher:
             self._told_at[job.id] = now
             self._runners.cancel(JobId(job.id), Attempt(job.attempt))
 
-    def _see_off(self, job_id: str, leaving: _Leaving) -> None:
-        """A finished job's device, memory and SSD space are free once its runner is gone."""
-        if self._runners.is_alive(JobId(job_id), leaving.attempt):
-            if self._clock() >= leaving.kill_at:
-                self._runners.kill(JobId(job_id), leaving.attempt)
-            return
-        remove_states(self._settings, job_id)
-        self._told_at.pop(job_id, None)
-        del self._leaving[job_id]
+    def _see_off(self, job_id: str, over: _Over) -> None:
+        """The device, memory and SSD space of an attempt that is over are free once its processes are gone."""
+        if not over.is_gone:
+            if not self._are_gone(job_id, over):
+                return
+            over.is_gone = True
+            self._told_at.pop(job_id, None)
+            remove_arenas()
+        with self._database.read() as session:
+            job = JobRepository(session).get(job_id)
+        if job.status in TERMINAL_STATUSES:  # else the states wait for the next attempt
+            remove_states(self._settings, job)
+            del self._over[job_id]
+
+    def _are_gone(self, job_id: str, over: _Over) -> bool:
+        """Whether the attempt's processes are, so that nothing of theirs can be written any more; kills who stays."""
+        now = self._clock()
+        if self._runners.is_alive(JobId(job_id), over.attempt):
+            if now >= over.kill_at:
+                self._runners.kill(JobId(job_id), over.attempt)
+            return False
+        folder = job_dir(self._settings, job_id)
+        if close_attempt(folder, over.attempt):
+            return True
+        over.kill_at = min(over.kill_at, now + _KILL_ORPHANS_AFTER_S)
+        if now >= over.kill_at and (killed := kill_attempt(folder, over.attempt)):
+            _LOG.warning("job %s: processes %s outlived their runner and were killed", job_id, killed)
+        return False
 
     def _await_end(self, job_id: str, attempt: int) -> None:
-        self._leaving[job_id] = _Leaving(attempt=Attempt(attempt), kill_at=self._clock() + _KILL_AFTER_S)
+        self._over[job_id] = _Over(attempt=Attempt(attempt), kill_at=self._clock() + _KILL_AFTER_S)
 
     # --- preparation ------------------------------------------------------------------------------------------------
 
@@ -194,18 +238,27 @@ class Dispatcher:
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _launch_next(self) -> None:
-        for position, job in enumerate(self._jobs(JobStatus.QUEUED)):
-            holders = [*(each.id for each in self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)), *self._leaving]
-            if len(holders) < self._machinery.num_devices:
+        # Who has run before keeps its place, whatever came meanwhile.
+        queued = sorted(self._jobs(JobStatus.QUEUED), key=lambda job: job.attempt == 0)
+        for position, job in enumerate(queued):
+            leaving = {job_id for job_id, over in self._over.items() if not over.is_gone}
+            holders = [*(each.id for each in self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)), *leaving]
+            if job.id in leaving:
+                reason = f"the processes of attempt {job.attempt} have not ended yet"
+                self._guarded(job.id, self._explain_wait, job, reason)
+            elif len(holders) < self._machinery.num_devices:
                 self._guarded(job.id, self._launch, job)
             else:
-                self._guarded(job.id, self._explain_wait, job, holders, position)
+                self._guarded(job.id, self._explain_wait, job, self._reason_to_wait(holders, position))
 
-    def _explain_wait(self, job: Job, holders: Sequence[str], position: int) -> None:
+    def _reason_to_wait(self, holders: Sequence[str], position: int) -> str:
         device = "the CPU" if self._machinery.num_gpus == 0 else "every GPU"
         reason = f"{device} is in use by job {', '.join(holders)}"
         if position:
             reason += f"; {position} queued job{'s' if position > 1 else ''} will start before this one"
+        return reason
+
+    def _explain_wait(self, job: Job, reason: str) -> None:
         if reason != job.waiting_reason:
             with self._database.write() as session:
                 JobRepository(session).set_waiting_reason(job.id, reason)
@@ -217,10 +270,11 @@ class Dispatcher:
                 job.id,
                 JobStatus.QUEUED,
                 JobStatus.RUNNING,
-                message="Fine-tuning job started",
+                message="Fine-tuning job started" if attempt == 1 else f"Attempt {attempt} started",
                 expected_attempt=job.attempt,
                 attempt=attempt,
             )
+        self._over.pop(job.id, None)
         try:
             self._runners.start(build_job_spec(self._settings, self._machinery, claimed))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
@@ -229,7 +283,10 @@ class Dispatcher:
             self._await_end(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:
-                fail_job(session, claimed, getattr(error, "code", "start_failed"), str(error) or repr(error))
+                if isinstance(error, RunnerLostError):
+                    resume(session, claimed, str(error))
+                else:
+                    fail_job(session, claimed, getattr(error, "code", "start_failed"), str(error) or repr(error))
 
     # --- all of them ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import ray
 
 from windlass.actors import deploy
 from windlass.actors.job_spec import JobSpec
-from windlass.service.dispatcher import Dispatcher
+from windlass.service.dispatcher import Dispatcher, RunnerLostError
 from windlass.service.job_specs import Machinery
 from windlass.service.ray_cluster import NAMESPACE, RayCluster
 from windlass.service.settings import Settings
@@ -29,7 +29,12 @@ class RayRunners:
 
     def start(self, spec: JobSpec) -> None:
         """Launch a job's runner."""
-        deploy.start_runner(spec)
+        try:
+            deploy.start_runner(spec)
+        except ray.exceptions.RayTaskError:
+            raise  # what the runner itself raised
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise RunnerLostError(f"its runner did not start ({error})") from error
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
         """Whether the job's runner is there."""
@@ -70,7 +75,7 @@ def run_dispatcher(settings: Settings) -> None:
     try:
         while not ending.is_set():
             if cluster is not None and not cluster.is_running:
-                raise RayLostError("the Ray daemon has ended; its jobs are lost and a new one will be started")
+                raise RayLostError("the Ray daemon has ended; a new one will be started, and its jobs go on there")
             dispatcher.tick()
             ending.wait(_INTERVAL_S)
     finally:

@@ -60,7 +60,7 @@ def list_jobs(request: Request, context: ContextDep, after: str | None = None, l
         # Read first: whoever follows the stream from here on misses nothing that the jobs do not show yet.
         last_event = EventRepository(session).last_ordinal()
         page = JobRepository(session).page(limit=limit, after=after, metadata=metadata)
-        data = _with_metrics(session, page.rows)
+        data = _with_metrics(context, session, page.rows)
     return {"object": "list", "data": data, "has_more": page.has_more, "windlass": {"last_event_ordinal": last_event}}
 
 
@@ -68,14 +68,14 @@ def list_jobs(request: Request, context: ContextDep, after: str | None = None, l
 def retrieve_job(context: ContextDep, job_id: str) -> JobObject:
     """A job."""
     with context.database.read() as session:
-        return _with_metrics(session, [JobRepository(session).get(job_id)])[0]
+        return _with_metrics(context, session, [JobRepository(session).get(job_id)])[0]
 
 
 @router.post("/{job_id}/cancel")
 def cancel_job(context: ContextDep, job_id: str) -> JobObject:
     """Cancel a job: at once, or, where it is training, as soon as its runner has stopped."""
     with context.database.write() as session:
-        return _with_metrics(session, [JobRepository(session).request_cancel(job_id)])[0]
+        return _with_metrics(context, session, [JobRepository(session).request_cancel(job_id)])[0]
 
 
 @router.post("/{job_id}/pause")
@@ -129,10 +129,11 @@ def list_checkpoints(context: ContextDep, job_id: str, after: str | None = None,
     return {"object": "list", "data": data, "has_more": page.has_more, **ends}
 
 
-def _with_metrics(session: Session, jobs: Iterable[Job]) -> list[JobObject]:
+def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> list[JobObject]:
     rows = list(jobs)
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
-    return [JobObject.of(job, last_metrics.get(job.id)) for job in rows]
+    rated_nbytes = context.settings.ssd_endurance_nbytes
+    return [JobObject.of(job, last_metrics.get(job.id), rated_nbytes) for job in rows]
 
 
 def _made_before(session: Session, key: str | None, digest: str) -> Job | None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from sqlalchemy.orm import Session
 
 from windlass.service.home import Serving, find_serving, prepare_home
-from windlass.service.outcomes import open_journal, remove_states, take_in
+from windlass.service.leftovers import remove_arenas, remove_states
+from windlass.service.outcomes import cancel_job, fail_job, open_journal, take_in
 from windlass.service.processes import end_processes
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import Settings
@@ -97,12 +99,20 @@ def running_jobs(settings: Settings) -> tuple[str, ...]:
 
 def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
     """End the jobs whose runners ended with Ray, unless they had an outcome just before."""
-    lost = ("service_stopped", "`windlass down --force` ended the service while this job ran; submit it again")
+    lost = "`windlass down --force` ended the service while this job ran; submit it again"
+
+    def end(session: Session, job: Job, _reason: str) -> None:
+        if job.cancel_requested:
+            cancel_job(session, job)
+        else:
+            fail_job(session, job, "service_stopped", lost)
+
     with _database(settings) as database:
         left = _jobs(database, JobStatus.RUNNING, JobStatus.PAUSING)
         for job in left:
-            take_in(database, settings, job, open_journal(settings, job).read_new(), lost=lost)
-            remove_states(settings, job.id)
+            take_in(database, settings, job, open_journal(settings, job).read_new(), lost=lost, when_lost=end)
+            remove_states(settings, job)
+        remove_arenas()
         failed = {job.id for job in _jobs(database, JobStatus.FAILED)}
     return tuple(job.id for job in left if job.id in failed)
 

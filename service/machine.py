@@ -28,6 +28,15 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """A raw block device that jobs are to use whole."""
+
+    path: Path
+    nbytes: int | None  # None: it is not there
+    may_be_used: bool  # this process may read and write it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What a job can use here."""
 
@@ -36,10 +45,11 @@ class Machine:
     available_memory_nbytes: int
     gpus: tuple[Gpu, ...]
     spaces: tuple[Space, ...]
+    drives: tuple[Drive, ...]
 
 
-def inspect_machine(paths: tuple[Path, ...]) -> Machine:
-    """Look at this machine, and at the file systems that hold `paths` or will hold them."""
+def inspect_machine(paths: tuple[Path, ...], devices: tuple[Path, ...] = ()) -> Machine:
+    """Look at this machine, at the file systems that hold `paths` or will hold them, and at block devices."""
     memory = psutil.virtual_memory()
     return Machine(
         num_cores=num_cores(),
@@ -47,6 +57,7 @@ def inspect_machine(paths: tuple[Path, ...]) -> Machine:
         available_memory_nbytes=memory.available,
         gpus=find_gpus(),
         spaces=tuple(_space(path) for path in paths),
+        drives=tuple(_drive(path) for path in devices),
     )
 
 
@@ -83,3 +94,12 @@ def _space(path: Path) -> Space:
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     usage = shutil.disk_usage(existing)
     return Space(path=path, total_nbytes=usage.total, free_nbytes=usage.free)
+
+
+def _drive(path: Path) -> Drive:
+    if not path.is_block_device():
+        return Drive(path=path, nbytes=None, may_be_used=False)
+    number = path.stat().st_rdev
+    # Sysfs tells the size to everybody, always in sectors of 512 bytes.
+    size = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/size").read_text()
+    return Drive(path=path, nbytes=int(size) * 512, may_be_used=os.access(path, os.R_OK | os.W_OK))

@@ -3,18 +3,17 @@
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy.orm import Session
 
 from windlass.actors.journal import JournalReader, JournalRecord
+from windlass.actors.scheduler import INTERRUPTED
 from windlass.service.files import RESULTS_PURPOSE
-from windlass.service.job_specs import ARENA_DIR, journal_path
-from windlass.service.model_ids import fine_tuned_model_id, model_dir
+from windlass.service.job_specs import journal_path
+from windlass.service.leftovers import output_dir
 from windlass.service.settings import Settings
-from windlass.storage.arena import remove_leftovers
-from windlass.storage.ids import JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.files import FileRepository, new_file_id
@@ -22,9 +21,11 @@ from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.journal import Outcome, import_journal
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
-from windlass.storage.tensor_store import store_path
 
 RESULT_FILENAME = "step_metrics.csv"
+# More in a row, without a step that is newly committed, and what ends them is taken to be the job itself.
+_MAX_FRUITLESS_ATTEMPTS = 3
+_NUM_METRICS_TO_SEARCH = 100
 # The file's columns, and where the metrics have them.
 _COLUMNS = {
     "step": "step",
@@ -65,39 +66,65 @@ def open_journal(settings: Settings, job: Job) -> JournalReader:
 
 
 def take_in(
-    database: Database, settings: Settings, job: Job, records: Sequence[JournalRecord], *, lost: tuple[str, str] | None
+    database: Database,
+    settings: Settings,
+    job: Job,
+    records: Sequence[JournalRecord],
+    *,
+    lost: str | None,
+    when_lost: Callable[[Session, Job, str], None],
 ) -> bool:
-    """Import records, and end the job if its outcome is among them; True if it has ended.
+    """Import records, and end the attempt if its outcome is among them; True if it is over.
 
-    `lost`: code and message of the error that the job ends with if its runner is gone and left no outcome; None while
-    the runner is there. One transaction; JournalError or StatusConflict, and nothing written, where it can't be done.
+    `lost` says why the runner is gone, should it have left no outcome; None while it is there. `when_lost` decides what
+    becomes of the job then, or when the runner tells that it lost a process; it gets the reason. One transaction;
+    JournalError or StatusConflict, and nothing written, where it can't be done.
     """
     if not records and lost is None:
         return False
     with database.write() as session:
         outcome = import_journal(session, job.id, job.attempt, records).outcome
         if outcome is not None and outcome.attempt == job.attempt:
-            _apply(session, settings, job, outcome)
+            if outcome.data.get("status") == INTERRUPTED:
+                when_lost(session, job, (outcome.data.get("error") or {}).get("message") or outcome.message)
+            else:
+                _apply(session, settings, job, outcome)
         elif lost is None:
             return False
-        elif job.cancel_requested:
-            cancel_job(session, job)
         else:
-            code, message = lost
-            fail_job(session, job, code, message)
+            when_lost(session, job, lost)
     return True
 
 
-def has_states(settings: Settings, job_id: str) -> bool:
-    """Whether model states of a job lie on an SSD."""
-    return any(store_path(ssd_dir, JobId(job_id)).exists() for ssd_dir in settings.ssd_dirs)
+def resume(session: Session, job: Job, reason: str) -> None:
+    """Put a job whose attempt was lost back into the queue, unless that has been of no use lately.
+
+    StatusConflict if it has ended or moved on meanwhile.
+    """
+    num_fruitless = job.attempt - _last_fruitful_attempt(session, job.id)
+    if JobRepository(session).get(job.id).cancel_requested:
+        cancel_job(session, job)
+    elif job.status is JobStatus.RUNNING and num_fruitless < _MAX_FRUITLESS_ATTEMPTS:
+        JobRepository(session).transition(
+            job.id,
+            job.status,
+            JobStatus.QUEUED,
+            message=f"Attempt {job.attempt} was lost: {reason}; going on from the last committed step",
+            level="warn",
+            expected_attempt=job.attempt,
+            estimated_finish=None,
+        )
+    else:
+        tried = f"; {num_fruitless} attempts in a row brought no newly committed step" if num_fruitless > 1 else ""
+        advice = "check `windlass doctor` and the kernel log, and submit the job again"
+        fail_job(session, job, "runner_lost", f"{reason}{tried}; {advice}")
 
 
-def remove_states(settings: Settings, job_id: str) -> None:
-    """Free the SSD space and the memory of a job whose runner is gone; one that was killed could not."""
-    for ssd_dir in settings.ssd_dirs:
-        store_path(ssd_dir, JobId(job_id)).unlink(missing_ok=True)
-    remove_leftovers(ARENA_DIR)
+def _last_fruitful_attempt(session: Session, job_id: str) -> int:
+    """The attempt that told a training loss last, which is told once its step is committed; 0 if none ever did."""
+    # Newest first. A few evaluations may have come since; attempts that brought nothing else are few.
+    page = EventRepository(session).page(job_id, limit=_NUM_METRICS_TO_SEARCH, after=None, type="metrics")
+    return next((event.attempt for event in page.rows if "train_loss" in event.data), 0)
 
 
 def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:
@@ -114,8 +141,7 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
 
 
 def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:
-    model = fine_tuned_model_id(job.model, job.suffix, job.id)
-    folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    folder = output_dir(settings, job)
     if not (folder / "config.json").is_file():
         fail_job(session, job, "model_missing", f"the runner reported success, but there is no model in {folder}")
         return
@@ -126,9 +152,9 @@ def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -
         job.id,
         job.status,
         JobStatus.SUCCEEDED,
-        message=f"The job has successfully completed. New fine-tuned model created: {model}",
+        message=f"The job has successfully completed. New fine-tuned model created: {folder.name}",
         expected_attempt=job.attempt,
-        fine_tuned_model=model,
+        fine_tuned_model=folder.name,
         result_files=[_write_result_file(session, settings, job.id)],
         **fields,
     )

@@ -1,10 +1,13 @@
 """The JSON that goes in and out: OpenAI's fine-tuning API, with what windlass adds under `windlass`."""
 
 import secrets
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
+from windlass.service.endurance import ssd_wear
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import (
     DEFAULT_LEARNING_RATE,
@@ -14,6 +17,7 @@ from windlass.service.hyperparameters import (
 )
 from windlass.service.model_ids import check_suffix
 from windlass.storage.sql.models import Checkpoint, File, Job, JobEvent
+from windlass.storage.sql.statuses import TERMINAL_STATUSES
 
 _MAX_METADATA_PAIRS = 16
 _FileId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -148,8 +152,10 @@ class JobObject(BaseModel):
     windlass: dict[str, Any]
 
     @classmethod
-    def of(cls, job: Job, last_metrics: dict[str, Any] | None = None) -> "JobObject":
-        """What clients see of a row, and the metrics of the last step."""
+    def of(
+        cls, job: Job, last_metrics: dict[str, Any] | None = None, ssd_endurance_nbytes: Sequence[float] = ()
+    ) -> "JobObject":
+        """What clients see of a row, the metrics of the last step, and their meaning for SSDs of these ratings."""
         hyperparameters = dict(job.method["supervised"]["hyperparameters"])
         if job.hyperparameters is not None:
             hyperparameters = {
@@ -187,6 +193,7 @@ class JobObject(BaseModel):
                 "waiting_reason": job.waiting_reason,
                 "cancel_requested": job.cancel_requested,
                 "last_metrics": last_metrics,
+                "ssd_wear": None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
             },
         )
 
@@ -271,6 +278,12 @@ def event_ordinal(public_id: str) -> int:
     if not (public_id.startswith("ftevent-") and digits.isascii() and digits.isdigit() and len(digits) < 19):
         raise ApiError(f"after: {public_id!r:.80} is not an event's id", param="after", code="invalid_value")
     return int(digits)
+
+
+def _ssd_wear(job: Job, metrics: dict[str, Any], rated_nbytes: Sequence[float]) -> dict[str, Any] | None:
+    is_over = job.status in TERMINAL_STATUSES
+    wear = ssd_wear(metrics, total_steps=job.total_steps or 0, is_over=is_over, rated_nbytes=rated_nbytes)
+    return None if wear is None else asdict(wear)
 
 
 def _seconds(time_s: float | None) -> int | None:

@@ -1,11 +1,12 @@
 """What a person sets about their installation: the environment, then `windlass.toml` in the home, then defaults."""
 
 import os
+import stat
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy import make_url
@@ -13,10 +14,14 @@ from sqlalchemy.exc import ArgumentError
 
 from windlass.service.errors import describe_value
 from windlass.service.security import is_loopback
+from windlass.storage.raw_device import is_device_path
 from windlass.storage.sql.database import SUPPORTED_DATABASES
 
 ENV_PREFIX = "WINDLASS_"
 SETTINGS_FILE = "windlass.toml"
+
+_TB_NBYTES = 10**12  # as data sheets count
+_Tbw = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SettingsError(ValueError):
@@ -33,19 +38,49 @@ class Settings(BaseSettings):
     port: int = Field(default=8642, ge=1, le=65535)
     database_url: str = ""
     ray_address: str | None = None  # None: a Ray daemon of windlass's own
-    # One SSD server each; name one directory on every SSD.
+    # One SSD server each; name one directory on every SSD, or the SSD's block device.
     ssd_dirs: Annotated[tuple[Path, ...], NoDecode] = ()
+    # Terabytes written that one SSD is rated for: none, one number for all, or one for each of ssd_dirs.
+    ssd_endurance_tbw: Annotated[tuple[_Tbw, ...], NoDecode] = ()
     models_dir: Path = Path()
     host_memory_gib: float | None = Field(default=None, gt=0)  # None: what the machine has free
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     max_file_mib: int = Field(default=512, ge=1)
 
-    @field_validator("ssd_dirs", mode="before")
+    @field_validator("ssd_dirs", "ssd_endurance_tbw", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        if isinstance(value, (int, float)):
+            return (value,)
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("ssd_dirs")
+    @classmethod
+    def _distinct_directories_or_devices(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+        if not paths:
+            raise ValueError("must name at least one directory or block device")
+        seen: dict[str, Path] = {}
+        for path in paths:
+            if not path.is_absolute():
+                raise ValueError(f"must be absolute paths, got {str(path)!r}")
+            _check_kind(path)
+            real = os.path.realpath(path)
+            if real in seen:
+                raise ValueError(f"{path} is the same place as {seen[real]}; name each SSD once")
+            seen[real] = path
+        return paths
+
+    @field_validator("ssd_endurance_tbw")
+    @classmethod
+    def _one_rating_or_one_for_each(cls, ratings: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        num_ssds = len(info.data.get("ssd_dirs", ratings))  # absent where it is wrong itself
+        if len(ratings) not in (0, 1, num_ssds):
+            raise ValueError(
+                f"must be one number, or one for each of the {num_ssds} entries of ssd_dirs, got {len(ratings)} numbers"
+            )
+        return ratings
 
     @field_validator("database_url")
     @classmethod
@@ -77,12 +112,9 @@ class Settings(BaseSettings):
         return {**defaults, **values, "home": home}
 
     @model_validator(mode="after")
-    def _paths_are_absolute_and_distinct(self) -> Self:
-        for path in (*self.ssd_dirs, self.models_dir):
-            if not path.is_absolute():
-                raise ValueError(f"ssd_dirs and models_dir must be absolute paths, got {str(path)!r}")
-        if not self.ssd_dirs or len(set(self.ssd_dirs)) != len(self.ssd_dirs):
-            raise ValueError(f"ssd_dirs must name at least one directory and none twice, got {self.ssd_dirs!r}")
+    def _models_dir_is_absolute(self) -> Self:
+        if not self.models_dir.is_absolute():
+            raise ValueError(f"models_dir must be an absolute path, got {str(self.models_dir)!r}")
         return self
 
     @property
@@ -106,14 +138,21 @@ class Settings(BaseSettings):
         return self.max_file_mib * 1024**2
 
     @property
+    def ssd_endurance_nbytes(self) -> tuple[float, ...]:
+        """Bytes that each SSD is rated for, in the order of `ssd_dirs`; empty where the setting is not given."""
+        ratings = tuple(tbw * _TB_NBYTES for tbw in self.ssd_endurance_tbw)
+        return ratings * len(self.ssd_dirs) if len(ratings) == 1 else ratings
+
+    @property
     def base_url(self) -> str:
         """Where the service answers."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     def make_dirs(self) -> None:
-        """Create the home's folders, readable by their owner only."""
-        for path in (self.home, self.files_dir, self.jobs_dir, self.fine_tuned_dir, self.models_dir, *self.ssd_dirs):
+        """Create the home's folders and the SSD directories, readable by their owner only; devices are left alone."""
+        ssd_dirs = (path for path in self.ssd_dirs if not is_device_path(path))
+        for path in (self.home, self.files_dir, self.jobs_dir, self.fine_tuned_dir, self.models_dir, *ssd_dirs):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -128,6 +167,20 @@ def load_settings(home: Path | None = None) -> Settings:
         return Settings(**{**values, "home": home})
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(detail, file) for detail in error.errors())) from None
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what is there and is neither a directory nor a block device; ValueError."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return  # a directory is made, a device may be plugged in later
+    except OSError as error:
+        raise ValueError(f"{path} cannot be looked at: {error.strerror}") from None
+    if stat.S_ISDIR(mode) or stat.S_ISBLK(mode):
+        return
+    kind = "a regular file" if stat.S_ISREG(mode) else "a character device" if stat.S_ISCHR(mode) else "something else"
+    raise ValueError(f"{path} is {kind}; name a directory on an SSD, or a block device such as /dev/nvme0n1")
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import re
+import stat
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,40 +19,39 @@ from windlass.storage.room import NotEnoughRoom, directory_free_nbytes, require_
 # Page size, and the strictest alignment that O_DIRECT asks for: every span and every transfer is a multiple of it.
 ALIGNMENT_NBYTES = 4096
 
-_ARENA_NAME = re.compile(r"windlass-.+-\d+-(?P<pid>\d+)-(?P<start_ticks>\d+)\.arena")
+_ARENA_NAME = re.compile(r"windlass-.+-\d+-\d+\.arena")
+_MADV_POPULATE_READ = 22  # of Linux's mman-common.h; Python has no name for it
+_POPULATE_STEP_NBYTES = 256 << 20
 
 
 def arena_path(directory: Path, job: JobId, attempt: Attempt) -> Path:
-    """Where this process puts the arena of a job: the name tells the creator, so that leftovers can be found."""
-    pid = os.getpid()
-    return directory / f"windlass-{job}-{attempt}-{pid}-{_start_ticks(pid)}.arena"
+    """Where this process puts the arena of a job: the name tells people whose it is, and leftovers are known by it."""
+    return directory / f"windlass-{job}-{attempt}-{os.getpid()}.arena"
 
 
 def remove_leftovers(directory: Path) -> list[Path]:
-    """Remove this user's arenas whose creator is gone, and say which they were. Those of the living stay."""
-    removed = []
-    for path in sorted(directory.glob("windlass-*.arena")):
-        name = _ARENA_NAME.fullmatch(path.name)
-        if name is None or _start_ticks(int(name["pid"])) == int(name["start_ticks"]):
-            continue
-        with suppress(FileNotFoundError):  # another process may be clearing up too
-            if path.stat().st_uid == os.geteuid() and not _is_locked(path):
-                path.unlink()
-                removed.append(path)
-    return removed
+    """Remove this user's arenas whose creator is gone, and say which they were. Those of the living stay.
+
+    The creator holds a lock on its arena, and the kernel lets go of it however the creator ends. So pids need not be
+    compared: those of another container mean nothing here, and they are used again.
+    """
+    return [path for path in sorted(directory.glob("windlass-*.arena")) if _remove_if_unlocked(path)]
 
 
 class Arena:
     """One shared-memory file. `create` in one process, `open` in the others; both map the same bytes."""
 
     def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+        """Not for callers: use `create` or `open`."""
         self.path = path
         self.nbytes = len(mapping)
-        self._mapping = mapping
+        self._mapping: mmap.mmap | None = mapping
 
     @classmethod
     def create(cls, path: Path | str, nbytes: int) -> "Arena":
         """Make the file, all of it backed by memory now, so that nothing fails for lack of room later.
+
+        The creator hardly touches the bytes, so its page tables stay empty.
 
         Raises:
             NotEnoughRoom: the directory or the memory cannot hold it; nothing is left behind.
@@ -60,16 +60,13 @@ class Arena:
         if nbytes <= 0 or nbytes % ALIGNMENT_NBYTES:
             raise ValueError(f"an arena's size must be a positive multiple of {ALIGNMENT_NBYTES} bytes, not {nbytes}")
         require_arena_room(path.parent, nbytes)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = _create_locked(path)
         try:
-            # Tells processes that cannot see our pid (another container) that the creator lives. The mapping keeps a
-            # duplicate of the descriptor, and with it the lock.
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, nbytes)
-            mapping = mmap.mmap(fd, nbytes)
-        except OSError as error:
-            path.unlink()
-            if error.errno == errno.ENOSPC:
+            mapping = mmap.mmap(fd, nbytes)  # keeps a duplicate of the descriptor, and with it the lock
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 free = directory_free_nbytes(path.parent)
                 advice = "something else took the room just now: lower the job's host memory budget"
                 raise NotEnoughRoom("the arena of host buffers", str(path.parent), nbytes, free, advice) from error
@@ -80,16 +77,25 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path | str) -> "Arena":
-        """Map an arena that another process created."""
+        """Map an arena that another process created, page tables filled: no transfer and no kernel stops at a page."""
         path = Path(path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(path, mmap.mmap(fd, os.fstat(fd).st_size))
+            mapping = mmap.mmap(fd, os.fstat(fd).st_size)
         finally:
             os.close(fd)
+        _populate(mapping)
+        return cls(path, mapping)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of memory that the kernel has set aside for the file, whoever maps it. OSError once it is unlinked."""
+        return self.path.stat().st_blocks * 512
 
     def buffer(self, span: Span) -> memoryview:
         """The bytes of `span`: writable, no copy, seen by every process that maps the arena."""
+        if self._mapping is None:
+            raise ValueError(f"the arena {self.path} is closed")
         stop = span.offset + span.nbytes
         if span.offset < 0 or span.nbytes < 0 or stop > self.nbytes:
             raise ValueError(f"{span} reaches outside the arena {self.path} of {self.nbytes} bytes")
@@ -97,8 +103,10 @@ class Arena:
 
     def close(self) -> None:
         """Unmap. Buffers that are still held stay valid, and the memory stays mapped until the last of them goes."""
-        with suppress(BufferError):
-            self._mapping.close()
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            with suppress(BufferError):
+                mapping.close()
 
     def unlink(self) -> None:
         """Remove the file; processes that map it keep their bytes. Its memory is free once all have closed."""
@@ -214,23 +222,42 @@ class SlotPool:
             )
 
 
-def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is no such process or it is a zombie."""
+def _create_locked(path: Path) -> int:
+    """A new, empty file that only its owner may open; returns a descriptor that holds the creator's lock."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)  # waits only while `remove_leftovers` looks at the file
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # it was taken for a leftover before it was locked
+
+
+def _remove_if_unlocked(path: Path) -> bool:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field is the command in parentheses and may hold anything; the state is the third, the start the 22nd.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def _is_locked(path: Path) -> bool:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        facts = path.lstat()
+        if not _ARENA_NAME.fullmatch(path.name) or not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+            return False
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:  # another process clears up too
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(fd).st_nlink:  # removed meanwhile, and the name may be another's by now
+            return False
+        path.unlink()  # under the lock, so that no creator takes it at this moment
     except BlockingIOError:
-        return True
+        return False
     finally:
         os.close(fd)
-    return False
+    return True
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Fill the page tables, in steps: Python holds its lock during each."""
+    for start in range(0, len(mapping), _POPULATE_STEP_NBYTES):
+        try:
+            mapping.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_STEP_NBYTES, len(mapping) - start))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return  # Linux before 5.14: the pages come in as they are touched

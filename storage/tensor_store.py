@@ -1,167 +1,289 @@
-"""The model states of a job on one SSD: one preallocated file, read and written past the page cache.
+"""The model states of a job on one SSD, read and written past the page cache, committed step by step.
 
-Step t's states go to generation t % 2 of every extent, so writing them never touches the committed step t - 1.
+Copy on write: a step's states go to extents that hold neither the last committed step nor a checkpoint.
 """
 
 import errno
-import fcntl
-import os
+import heapq
 import threading
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import xxhash
 
 from windlass.storage import store_format as layout
 from windlass.storage.arena import ALIGNMENT_NBYTES
+from windlass.storage.checksum import GRANULE_NBYTES, granule_digests
 from windlass.storage.ids import Attempt, ChunkKey, JobId, StateKind, Step
-from windlass.storage.room import NotEnoughRoom, directory_free_nbytes, require_disk_room
-from windlass.storage.store_format import CommitRecord, StoreCorrupt, StoreError, StoreGeometry
-
-
-class StoreExists(StoreError):
-    """The directory already holds a store of this job."""
-
-
-class StaleAttempt(StoreError):
-    """A newer attempt of the job has taken the store; this one may not change it."""
-
-
-class StepNotAllowed(StoreError):
-    """Reading or writing that step would give, or destroy, states of another one."""
-
-
-class DirectIoRefused(StoreError):
-    """The directory's file system cannot read and write past the page cache."""
-
-
-class StoreIoError(StoreError):
-    """The SSD failed to read, write or sync."""
+from windlass.storage.records import RECORD_NBYTES
+from windlass.storage.step_map import StepMap
+from windlass.storage.store_errors import (
+    StaleAttempt,
+    StepNotAllowed,
+    StoreCorrupt,
+    StoreIoError,
+    StoreMissing,
+)
+from windlass.storage.store_format import CommitRecord, Pin, StoreGeometry
+from windlass.storage.volume import Volume
+from windlass.storage.volume_format import Allocation
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where the bytes of one state of a chunk lie in the file; checked, so that its pieces need no further check."""
+    """Where the bytes of one state of a chunk lie; checked, so that its pieces need no further check."""
 
     key: ChunkKey
     kind: StateKind
     step: Step
-    offset: int
     nbytes: int  # that are to move: a last, partly filled chunk moves less than it could
+    extent: int
+    chunk: int  # its place among those of this SSD
+    offset: int  # on the SSD
+    step_map: StepMap
 
 
-def store_path(directory: Path | str, job: JobId) -> Path:
-    """The file that holds a job's states in an SSD directory."""
-    return Path(directory) / f"{job}.store"
+def stored_geometry(volume: Volume, job: JobId) -> StoreGeometry | None:
+    """How a job's states were laid out on an SSD; None if it has none there. Raises StoreCorrupt."""
+    allocation = volume.allocations().get(job)
+    if allocation is None or not allocation.is_ready:
+        return None
+    raw = _read(volume, allocation, layout.SUPERBLOCK_OFFSET, layout.SUPERBLOCK_NBYTES)
+    return layout.unpack_superblock(raw, allocation.nonce, f"SSD {volume.path}, job {job}")
 
 
 class TensorStore:
     """One job's states on one SSD, open for one attempt. Reads and writes are safe from many threads at once."""
 
-    def __init__(self, path: Path, geometry: StoreGeometry, attempt: Attempt, control_fd: int, data_fd: int) -> None:
+    def __init__(self, volume: Volume, allocation: Allocation, geometry: StoreGeometry, attempt: Attempt) -> None:
         """Not for callers: use `create` or `open`."""
-        self.path = path
+        self.volume = volume
         self.geometry = geometry
         self.attempt = attempt
-        # Small records go through the page cache on a descriptor of their own: no aligned buffers, and the fence is
-        # read at memory speed before every write. They share no page with the extents.
-        self._control_fd = control_fd
-        self._data_fd = data_fd
-        self._records = _read_journal(control_fd)  # oldest first
+        self._allocation = allocation
+        self._offsets = allocation.extent_offsets(geometry.demand)  # on the SSD, of every extent
+        self._records = self._read_journal()  # oldest first
+        self._committed: CommitRecord | None = None
+        self._begun = False
+        self._maps: dict[Step, StepMap] = {}  # of the last commit, and of the step that is being written
+        self._pins: dict[Step, tuple[Pin, StepMap]] = {}
+        self._free: list[int] = []  # heap of extents
         self._failed_sync: str | None = None
-        self._lock = threading.Lock()  # one commit at a time
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The SSD and the job, for people."""
+        return f"SSD {self.volume.path}, job {self.geometry.job}"
+
+    # --- life ---------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, directory: Path | str, geometry: StoreGeometry, *, direct: bool = True) -> "TensorStore":
-        """Make the store's file at its full size and open it for the attempt of `geometry`.
+    def create(cls, volume: Volume, geometry: StoreGeometry) -> "TensorStore":
+        """Reserve a job's space and open it for the attempt of `geometry`. `resume_from` must follow.
 
         Raises:
-            NotEnoughRoom: the disk is too small; nothing is left behind.
+            NotEnoughRoom: the SSD is too full; nothing has been taken.
             StoreExists: there is one already.
-            DirectIoRefused: the file system refuses O_DIRECT; nothing is left behind.
         """
-        directory = Path(directory)
-        path = store_path(directory, geometry.job)
-        if not directory.is_dir():
-            raise ValueError(f"SSD directory {directory} does not exist; create it, or correct the setting")
-        if path.exists():
-            raise StoreExists(f"{path} exists; open it, or delete it if the job starts over")
-        # Under another name until it is whole: a crash in here leaves nothing that looks like a store.
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.unlink(missing_ok=True)
+        job = geometry.job
+        found = volume.allocations().get(job)
+        if found is not None and not found.is_ready:
+            volume.free(job, nonce=found.nonce)  # somebody died in here
+        allocation = volume.reserve(job, geometry.demand)
         try:
-            _write_new_file(unfinished, geometry)
-            if direct:
-                os.close(_open_direct(unfinished))
-            unfinished.rename(path)
+            superblock = layout.pack_superblock(geometry, allocation.nonce)
+            fence = layout.pack_fence(geometry.attempt, allocation.nonce)
+            records = [(layout.SUPERBLOCK_OFFSET, superblock), *((offset, fence) for offset in layout.FENCE_OFFSETS)]
+            allocation = volume.set_up(allocation, records)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            volume.free(job, nonce=allocation.nonce)
             raise
-        _sync_directory(directory)
-        return cls._load(path, geometry.attempt, direct=direct)
+        return cls(volume, allocation, geometry, geometry.attempt)
 
     @classmethod
-    def open(cls, directory: Path | str, job: JobId, attempt: Attempt, *, direct: bool = True) -> "TensorStore":
+    def open(cls, volume: Volume, job: JobId, attempt: Attempt) -> "TensorStore":
         """Open a job's store for `attempt`, and note it there: from then on older attempts are refused.
 
-        A write of theirs that is in the kernel at this moment still lands: start only when their processes are gone.
+        `resume_from` must follow before anything is read or written. A write of an older attempt that is in the kernel
+        at this moment still lands: start only when their processes are gone.
 
         Raises:
-            FileNotFoundError: the directory holds no store of this job.
-            StoreCorrupt: the file is not a store, or damaged.
+            StoreMissing: the SSD holds no states of this job.
+            StoreCorrupt: what lies there is damaged.
             StaleAttempt: a newer attempt has opened it.
         """
-        path = store_path(directory, job)
-        store = cls._load(path, attempt, direct=direct)
-        try:
-            if store.geometry.job != job:
-                raise StoreCorrupt(f"{path} holds the states of job {store.geometry.job}, not of {job}")
-            store._raise_fence()
-        except BaseException:
-            store.close()
-            raise
+        geometry = stored_geometry(volume, job)
+        if geometry is None:
+            raise StoreMissing(f"SSD {volume.path} holds no states of job {job}, or they were never completely set up")
+        allocation = volume.allocation(job)
+        store = cls(volume, allocation, geometry, attempt)
+        with volume.device.lock():
+            if store._check_attempt() != [attempt, attempt]:
+                store._write_fences(attempt)
+            store._records = store._read_journal()  # again, now that no older attempt adds to it
         return store
 
     @classmethod
-    def _load(cls, path: Path, attempt: Attempt, *, direct: bool) -> "TensorStore":
-        control_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            raw = os.pread(control_fd, layout.SUPERBLOCK_NBYTES, layout.SUPERBLOCK_OFFSET)
-            geometry = layout.unpack_superblock(raw, str(path))
-            nbytes = os.fstat(control_fd).st_size
-            if nbytes != geometry.file_nbytes:
-                raise StoreCorrupt(f"{path} has {nbytes} bytes, not the {geometry.file_nbytes} it was made with")
-            data_fd = _open_direct(path) if direct else os.dup(control_fd)
-        except BaseException:
-            os.close(control_fd)
-            raise
-        return cls(path, geometry, attempt, control_fd, data_fd)
+    def delete(cls, volume: Volume, job: JobId) -> None:
+        """Give a job's space back; nothing happens if it has none.
 
-    def read(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
-        """Fill `buffer` with the first bytes of a state, as `step` left it.
-
-        The buffer's address and length are multiples of 4096; it may be shorter than the state.
+        The fence is closed first: an attempt that still lives can't write to what will be another job's.
         """
-        self.read_piece(self.region_to_read(key, kind, step, buffer.nbytes), 0, buffer)
+        allocation = volume.allocations().get(job)
+        if allocation is None:
+            return
+        fence = layout.pack_fence(layout.CLOSED, allocation.nonce)
+        volume.free(job, nonce=allocation.nonce, records=[(offset, fence) for offset in layout.FENCE_OFFSETS])
 
-    def write(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
-        """Write `buffer` as the first bytes of a state of `step`; it counts once the step is committed.
+    # --- commits ------------------------------------------------------------------------------------------------------
 
-        The buffer's address and length are multiples of 4096; it may be shorter than the state.
-        """
-        self.write_piece(self.region_to_write(key, kind, step, buffer.nbytes), 0, buffer)
+    def commits(self) -> list[CommitRecord]:
+        """What the journal tells, oldest first; the newest that all SSDs of the job have is where to resume."""
+        return list(self._records)
 
-    def region_to_read(self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int) -> Region:
-        """Where to read, once it is sure that `step`'s states can lie there.
+    def last_commit(self) -> CommitRecord | None:
+        """The commit that this attempt stands on; None before the first."""
+        return self._committed
+
+    def resume_from(self, commit: CommitRecord | None) -> None:
+        """Make a commit of any SSD of the job the one that this attempt goes on from; None: from the beginning.
+
+        What was written after it is forgotten. Adds a record of this attempt, so that none of an older one pairs with
+        what follows.
 
         Raises:
-            StepNotAllowed: its generation has been, or may be being, written over.
+            StoreCorrupt: this SSD lacks that commit, or its manifest is damaged.
         """
-        last = self.last_commit()
-        if last is not None and step not in (last.step, last.step + 1):
-            raise StepNotAllowed(
-                f"{self.path}: cannot read the states of step {step} when step {last.step} is the last commit; "
-                f"only steps {last.step} and {last.step + 1} are held"
+        with self._lock:
+            self._check_attempt()
+            assert not self._begun, "an attempt begins once"
+            mine, maps, pins = None, dict[Step, StepMap](), dict[Step, tuple[Pin, StepMap]]()
+            if commit is not None:
+                # The newest of that identity: it knows what was made a checkpoint since.
+                mine = next((each for each in reversed(self._records) if each.identity == commit.identity), None)
+                if mine is None:
+                    raise StoreCorrupt(
+                        f"{self.name}: no intact record of step {commit.step} of attempt {commit.attempt}, which other "
+                        "SSDs of the job have"
+                    )
+                maps[mine.step] = self._read_manifest(mine.manifest, mine.manifest_digest, f"step {mine.step}")
+                for pin in mine.pins:
+                    what = f"the checkpoint of step {pin.step}"
+                    pins[pin.step] = (pin, self._read_manifest(pin.manifest, pin.manifest_digest, what))
+            self._maps, self._pins = maps, pins
+            self._collect_free()
+            if mine is not None and mine.attempt != self.attempt:
+                mine = replace(mine, sequence=self._next_sequence(), attempt=self.attempt)
+                self._append(mine)
+            self._committed = mine
+            self._begun = True
+
+    def commit(self, step: Step, attempt: Attempt, trainer_state: str) -> None:
+        """Make `step` the state that a restart finds: sync its data and manifest, append a record, sync that.
+
+        Every write of the step must have returned. `trainer_state` is JSON of at most 3072 bytes.
+
+        Raises:
+            StaleAttempt, StepNotAllowed: also where a chunk of the step has not been written.
+            StoreIoError: the sync failed. Nothing can be committed until the store is opened anew.
+        """
+        if attempt != self.attempt:
+            raise StaleAttempt(f"{self.name}: open for attempt {self.attempt}; attempt {attempt} cannot commit")
+        with self._lock:
+            self._check_attempt()
+            self._check_follows_commit(step, "commit")
+            if not self.volume.device.is_present:
+                raise StoreIoError(f"{self.name}: the file has vanished from its directory; nothing can be committed")
+            step_map = self._maps.setdefault(step, StepMap(self.geometry))
+            if (missing := step_map.missing()) is not None:
+                raise StepNotAllowed(
+                    f"{self.name}: step {step} cannot be committed: the {missing[1]} of chunk {missing[0]} of this SSD "
+                    "has not been written"
+                )
+            record = CommitRecord(
+                sequence=self._next_sequence(),
+                step=step,
+                attempt=attempt,
+                rank=self.geometry.rank,
+                manifest=self._free_manifest(),
+                manifest_digest=0,
+                pins=tuple(pin for pin, _ in self._pins.values()),
+                trainer_state=trainer_state,
             )
-        return self._region(key, kind, step, nbytes)
+            raw, digest = step_map.pack(record, self._allocation.nonce)
+            self._write_synced(raw, (self.geometry.manifest_offset(record.manifest),), f"the manifest of step {step}")
+            record = replace(record, manifest_digest=digest)
+            self._append(record)
+            self._committed = record
+            for old in [each for each in self._maps if each != step]:
+                del self._maps[old]
+            self._collect_free()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def pin(self, step: Step) -> None:
+        """Keep the last commit, which must be that of `step`, as a checkpoint: no bytes are copied.
+
+        Raises:
+            NotEnoughRoom: the SSD cannot hold another step's extents; nothing has changed.
+            StepNotAllowed: it is not the last commit, or there are too many checkpoints already.
+        """
+        with self._lock:
+            self._check_attempt()
+            last = self._committed
+            if step in self._pins:
+                return
+            if last is None or last.step != step or len(self._pins) >= layout.MAX_PINS:
+                raise StepNotAllowed(
+                    f"{self.name}: step {step} cannot be kept as a checkpoint: the last commit is "
+                    f"{'none' if last is None else f'step {last.step}'}, and {len(self._pins)} of at most "
+                    f"{layout.MAX_PINS} checkpoints are kept"
+                )
+            num_chunks = self.geometry.num_local_chunks
+            missing = (layout.NUM_GENERATIONS + len(self._pins) + 1) * num_chunks - len(self._offsets)
+            if missing > 0:
+                demand = replace(self.geometry.demand, head_nbytes=0, num_extents=missing)
+                self._allocation = self.volume.extend(self.geometry.job, demand)
+                self._offsets = self._allocation.extent_offsets(self.geometry.demand)
+            pin = Pin(step=step, attempt=last.attempt, manifest=last.manifest, manifest_digest=last.manifest_digest)
+            self._append_pins({**self._pins, step: (pin, self._maps[step])}, last)
+
+    def unpin(self, step: Step) -> None:
+        """Give a checkpoint up; nothing happens if there is none of that step."""
+        with self._lock:
+            self._check_attempt()
+            if step in self._pins:
+                assert self._committed is not None, "what is pinned was committed"
+                kept = {each: pin for each, pin in self._pins.items() if each != step}
+                self._append_pins(kept, self._committed)
+
+    @property
+    def pinned(self) -> tuple[Step, ...]:
+        """Steps kept as checkpoints."""
+        return tuple(sorted(self._pins))
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def region_to_read(self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int) -> Region:
+        """Where to read, once it is sure that `step`'s states lie there.
+
+        Raises:
+            StepNotAllowed: they have never been written, or may have been written over.
+        """
+        step_map = self._map_to_read(step)
+        chunk = self.geometry.local_index(key)
+        written = 0 if step_map is None else step_map.nbytes(chunk, kind)
+        extent = None if step_map is None else step_map.extent(chunk)
+        if step_map is None or extent is None or nbytes > written:
+            last = "nothing" if self._committed is None else f"step {self._committed.step}"
+            raise StepNotAllowed(
+                f"{self.name}: cannot read {nbytes} bytes of the {kind} of block {key.block}, chunk {key.chunk} as "
+                f"step {step} left it: {written} bytes of it are held, and {last} is the last commit"
+            )
+        if nbytes != written and nbytes % GRANULE_NBYTES:
+            raise ValueError(f"{nbytes} of {written} bytes end inside a checksum; read all, or whole {GRANULE_NBYTES}s")
+        return self._region(key, kind, step, nbytes, chunk, extent, step_map)
 
     def region_to_write(self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int) -> Region:
         """Where to write, once it is sure that this destroys nothing.
@@ -170,208 +292,216 @@ class TensorStore:
             StaleAttempt: a newer attempt has opened the store.
             StepNotAllowed: it would write over the last committed states.
         """
-        self._check_attempt()
-        self._check_follows_commit(step, "write")
-        return self._region(key, kind, step, nbytes)
-
-    def read_piece(self, region: Region, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` of a region."""
-        done = 0
-        while done < buffer.nbytes:
-            try:
-                moved = os.preadv(self._data_fd, [buffer[done:]], region.offset + start + done)
-            except OSError as error:
-                raise self._io_error("read", region, error.errno, str(error)) from error
-            if moved == 0:
-                raise self._io_error("read", region, None, f"the file ends at byte {region.offset + start + done}")
-            done += moved
-
-    def write_piece(self, region: Region, start: int, buffer: memoryview) -> None:
-        """Write `buffer` at byte `start` of a region."""
-        done = 0
-        while done < buffer.nbytes:
-            try:
-                moved = os.pwritev(self._data_fd, [buffer[done:]], region.offset + start + done)
-            except OSError as error:
-                raise self._io_error("write", region, error.errno, str(error)) from error
-            if moved == 0:
-                raise self._io_error("write", region, None, "the SSD took no bytes")
-            done += moved
-
-    def commit(self, step: Step, attempt: Attempt, trainer_state: str) -> None:
-        """Make `step` the state that a restart finds: sync its data, append a record, sync that.
-
-        Every write of the step must have returned. `trainer_state` is JSON of at most 3072 bytes.
-        """
-        if attempt != self.attempt:
-            raise StaleAttempt(f"{self.path} is open for attempt {self.attempt}; attempt {attempt} cannot commit")
+        chunk = self.geometry.local_index(key)
         with self._lock:
             self._check_attempt()
-            self._check_follows_commit(step, "commit")
-            self._append(step, trainer_state, sync_data=True)
+            self._check_follows_commit(step, "write")
+            step_map = self._maps.get(step)
+            if step_map is None:
+                step_map = self._maps[step] = StepMap(self.geometry)
+            extent = step_map.extent(chunk)
+            if extent is None:
+                if not self._free:
+                    raise StepNotAllowed(
+                        f"{self.name}: no extent is free for step {step}: before anything is committed steps "
+                        f"{', '.join(str(each) for each in self._maps)} have been begun; commit one of them"
+                    )
+                extent = heapq.heappop(self._free)
+                step_map.place(chunk, extent)
+            region = self._region(key, kind, step, nbytes, chunk, extent, step_map)
+            step_map.expect(chunk, kind, nbytes)
+        return region
 
-    def last_commit(self) -> CommitRecord | None:
-        """The highest step committed by the highest attempt that committed any; None before the first commit."""
-        return max(self._records, key=lambda record: (record.attempt, record.step), default=None)
+    def note_written(self, region: Region, start: int, buffer: memoryview) -> None:
+        """Keep the checksums of what is being, or has been, written from `buffer` at byte `start`, a granule's."""
+        region.step_map.note(region.chunk, region.kind, start // GRANULE_NBYTES, granule_digests(buffer))
 
-    def roll_back(self, step: Step) -> None:
-        """Make the commit before the last one the last, for this attempt: another SSD of the job lacks the last one.
+    def verify(self, region: Region, start: int, buffer: memoryview) -> None:
+        """Compare what was read from byte `start`, a granule's, with what was written.
 
-        Only right while no write of the step after the last commit has begun, on any SSD: nobody may begin one before
-        every SSD of the job has committed.
+        Raises:
+            StoreCorrupt: it is not the same.
+            StepNotAllowed: it has never been written whole.
         """
-        with self._lock:
-            self._check_attempt()
-            last = self.last_commit()
-            if last is not None and last.step == step:
-                return
-            before = [record for record in self._records if record.step == step]
-            if last is None or step != last.step - 1 or not before:
-                held = "nothing is committed" if last is None else f"step {last.step} is the last commit"
-                raise StepNotAllowed(f"{self.path}: cannot go back to step {step}; {held}")
-            if last.attempt == self.attempt:
+        found = granule_digests(buffer)
+        expected = region.step_map.digests(region.chunk, region.kind, start // GRANULE_NBYTES, len(found))
+        if found != expected:
+            bad = next(i for i, digest in enumerate(found) if digest != expected[i])
+            offset = region.offset + start + bad * GRANULE_NBYTES
+            if expected[bad] == 0:
                 raise StepNotAllowed(
-                    f"{self.path}: attempt {self.attempt} committed step {last.step} itself and cannot undo it"
+                    f"{self.describe(region)}: the bytes at offset {offset} of the SSD have not been written yet"
                 )
-            state = max(before, key=lambda record: record.attempt).trainer_state
-            self._append(step, state, sync_data=False)
+            raise StoreCorrupt(
+                f"{self.describe(region)}: the bytes at offset {offset} of the SSD are not those that were written "
+                "(their checksum is wrong); the SSD, its cable or the memory is faulty: replace it, and start again "
+                "from a checkpoint"
+            )
 
-    def close(self) -> None:
-        """Close the file. No read or write may be running."""
-        os.close(self._data_fd)
-        os.close(self._control_fd)
+    def read(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
+        """Fill `buffer` with the first bytes of a state as `step` left it, verified; in one thread."""
+        region = self.region_to_read(key, kind, step, buffer.nbytes)
+        for start in range(0, buffer.nbytes, GRANULE_NBYTES):
+            part = buffer[start : start + GRANULE_NBYTES]
+            self._transfer("read", region, start, part)
+            self.verify(region, start, part)
 
-    def delete(self) -> None:
-        """Remove the store and close it; its disk space is free again."""
-        self.path.unlink(missing_ok=True)
-        self.close()
+    def write(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
+        """Write the first bytes of a state as `step` leaves it; in one thread. Safe once the step is committed."""
+        region = self.region_to_write(key, kind, step, buffer.nbytes)
+        for start in range(0, buffer.nbytes, GRANULE_NBYTES):
+            part = buffer[start : start + GRANULE_NBYTES]
+            self._transfer("write", region, start, part)
+            self.note_written(region, start, part)
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    def describe(self, region: Region) -> str:
+        """SSD, job, extent and what lies there, for people."""
+        return (
+            f"{self.name}, extent {region.extent} ({region.kind} of block {region.key.block}, chunk "
+            f"{region.key.chunk}, step {region.step})"
+        )
 
-    def _region(self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int) -> Region:
+    def io_error(self, verb: str, region: Region, error: Exception) -> StoreIoError:
+        """The error of a transfer that failed, with what to do."""
+        advice = "check the disk"
+        if isinstance(error, OSError) and error.errno == errno.EINVAL:
+            advice = f"O_DIRECT needs buffers aligned to {ALIGNMENT_NBYTES} bytes"
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            advice = "the file system has given the space away that was reserved: delete files there"
+        return StoreIoError(f"{self.describe(region)}: could not {verb}: {error}; {advice}")
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _transfer(self, verb: str, region: Region, start: int, buffer: memoryview) -> None:
+        move = self.volume.device.read if verb == "read" else self.volume.device.write
+        done = 0
+        while done < buffer.nbytes:
+            offset = region.offset + start + done
+            try:
+                moved = move(offset, buffer[done:])
+            except OSError as error:
+                raise self.io_error(verb, region, error) from error
+            if moved == 0:
+                raise self.io_error(verb, region, EOFError(f"the SSD ends at byte {offset}"))
+            done += moved
+
+    def _map_to_read(self, step: Step) -> StepMap | None:
+        if not self._begun:
+            return None
+        # A commit may meanwhile take a step out of the one, and leave it in the other.
+        if (step_map := self._maps.get(step)) is not None:
+            return step_map
+        pinned = self._pins.get(step)
+        return None if pinned is None else pinned[1]
+
+    def _region(
+        self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int, chunk: int, extent: int, step_map: StepMap
+    ) -> Region:
         full = self.geometry.region_nbytes(kind)
         if not 0 < nbytes <= full or nbytes % ALIGNMENT_NBYTES:
             raise ValueError(
                 f"{nbytes} bytes cannot be the {kind} of {key}: a multiple of {ALIGNMENT_NBYTES} up to {full} is needed"
             )
-        return Region(key, kind, step, self.geometry.region_offset(key, kind, step), nbytes)
+        offset = self._offsets[extent] + self.geometry.region_offset(kind)
+        return Region(key, kind, step, nbytes, extent, chunk, offset, step_map)
 
     def _check_follows_commit(self, step: Step, verb: str) -> None:
-        last = self.last_commit()
+        if not self._begun:
+            raise StepNotAllowed(f"{self.name}: cannot {verb} step {step} before it is said where to resume")
+        last = self._committed
         if last is not None and step != last.step + 1:
             raise StepNotAllowed(
-                f"{self.path}: cannot {verb} step {step} when step {last.step} is the last commit; only step "
+                f"{self.name}: cannot {verb} step {step} when step {last.step} is the last commit; only step "
                 f"{last.step + 1} may change, until it is committed"
             )
 
-    def _check_attempt(self) -> None:
-        last = self.last_commit()
-        seen = max(*self._read_fences(), self.attempt if last is None else last.attempt)
+    def _collect_free(self) -> None:
+        """All extents that neither a step at hand nor a checkpoint uses."""
+        used = [step_map.extents() for step_map in self._maps.values()]
+        used += [step_map.extents() for _, step_map in self._pins.values()]
+        self._free = sorted(set(range(len(self._offsets))).difference(*used))  # sorted is a heap
+
+    def _check_attempt(self) -> list[Attempt]:
+        """The fences; raises StaleAttempt if they, or the journal, know a newer attempt."""
+        raws = [_read(self.volume, self._allocation, offset, RECORD_NBYTES) for offset in layout.FENCE_OFFSETS]
+        fences = [fence for raw in raws if (fence := layout.unpack_fence(raw, self._allocation.nonce)) is not None]
+        if not fences:
+            raise StaleAttempt(
+                f"{self.name}: both fence records are damaged, or the job was deleted and its space is another's; "
+                f"attempt {self.attempt} may not change it"
+            )
+        if max(fences) == layout.CLOSED:
+            raise StaleAttempt(f"{self.name}: the job was deleted; attempt {self.attempt} may not change it")
+        seen = max([*fences, *(record.attempt for record in self._records[-1:])])
         if seen > self.attempt:
-            raise StaleAttempt(f"{self.path}: attempt {seen} has taken over; attempt {self.attempt} may not change it")
+            raise StaleAttempt(f"{self.name}: attempt {seen} has taken over; attempt {self.attempt} may not change it")
+        return fences
 
-    def _read_fences(self) -> list[Attempt]:
-        raw = os.pread(self._control_fd, layout.NUM_FENCE_RECORDS * layout.RECORD_NBYTES, layout.FENCE_OFFSET)
-        size = layout.RECORD_NBYTES
-        fences = [layout.unpack_fence(raw[i * size : (i + 1) * size]) for i in range(layout.NUM_FENCE_RECORDS)]
-        # A torn record leaves the other one, and what made the store is known without either.
-        return [self.geometry.attempt if fence is None else fence for fence in fences]
+    def _write_fences(self, attempt: Attempt) -> None:
+        raw, nonce = layout.pack_fence(attempt, self._allocation.nonce), self._allocation.nonce
+        known = {
+            offset: layout.unpack_fence(_read(self.volume, self._allocation, offset, RECORD_NBYTES), nonce)
+            for offset in layout.FENCE_OFFSETS
+        }
+        # One after the other, the damaged or older one first: a torn write leaves a good one.
+        for offset in sorted(known, key=lambda offset: known[offset] or 0):
+            self._write_synced(raw, (offset,), "the fence")
 
-    def _raise_fence(self) -> None:
-        try:
-            fcntl.flock(self._control_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(f"another process is opening {self.path} at this moment; try again") from error
-        try:
-            self._check_attempt()
-            fences = self._read_fences()
-            if self.attempt > max(fences):
-                older = fences.index(min(fences))
-                offset = layout.FENCE_OFFSET + older * layout.RECORD_NBYTES
-                _write_all(self._control_fd, layout.pack_fence(self.attempt), offset)
-                os.fdatasync(self._control_fd)
-        finally:
-            fcntl.flock(self._control_fd, fcntl.LOCK_UN)
+    def _read_journal(self) -> list[CommitRecord]:
+        nbytes = layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
+        copies = [_read(self.volume, self._allocation, offset, nbytes) for offset in layout.JOURNAL_OFFSETS]
+        return layout.unpack_journals(copies, self._allocation.nonce, self.name)
 
-    def _append(self, step: Step, trainer_state: str, *, sync_data: bool) -> None:
-        sequence = self._records[-1].sequence + 1 if self._records else 0
-        record = CommitRecord(
-            sequence=sequence, step=step, attempt=self.attempt, rank=self.geometry.rank, trainer_state=trainer_state
-        )
-        raw = layout.pack_commit(record)
+    def _read_manifest(self, manifest: int, digest: int, what: str) -> StepMap:
+        offset = self.geometry.manifest_offset(manifest)
+        raw = _read(self.volume, self._allocation, offset, self.geometry.manifest_nbytes)
+        if xxhash.xxh3_64_intdigest(raw) != digest:
+            raise StoreCorrupt(
+                f"{self.name}: the manifest of {what} is damaged (its checksum is wrong); these states cannot be used"
+            )
+        return StepMap.unpack(raw, self.geometry)
+
+    def _next_sequence(self) -> int:
+        return self._records[-1].sequence + 1 if self._records else 0
+
+    def _free_manifest(self) -> int:
+        # That of the record before stays, too: another SSD may lack the last one.
+        used = {record.manifest for record in self._records[-2:]} | {pin.manifest for pin, _ in self._pins.values()}
+        if self._committed is not None:
+            used.add(self._committed.manifest)
+        return next(manifest for manifest in range(layout.NUM_MANIFESTS) if manifest not in used)
+
+    def _append_pins(self, pins: dict[Step, tuple[Pin, StepMap]], last: CommitRecord) -> None:
+        record = replace(last, sequence=self._next_sequence(), pins=tuple(pin for pin, _ in pins.values()))
+        self._append(record)
+        self._committed, self._pins = record, pins
+        self._collect_free()
+
+    def _append(self, record: CommitRecord) -> None:
+        raw = layout.pack_commit(record, self._allocation.nonce)
+        place = record.sequence % layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
+        offsets = [journal + place for journal in layout.JOURNAL_OFFSETS]
+        self._write_synced(raw, offsets, f"the commit of step {record.step}")
+        self._records = [*self._records[-(layout.NUM_COMMIT_RECORDS - 1) :], record]
+
+    def _write_synced(self, raw: bytes, offsets: Sequence[int], what: str) -> None:
         if self._failed_sync is not None:
-            raise StoreIoError(f"{self.path}: an earlier sync failed ({self._failed_sync}); nothing can be committed")
+            raise StoreIoError(f"{self.name}: an earlier sync failed ({self._failed_sync}); nothing can be committed")
         try:
-            if sync_data:
-                os.fdatasync(self._data_fd)
-            place = sequence % layout.NUM_COMMIT_RECORDS
-            _write_all(self._control_fd, raw, layout.JOURNAL_OFFSET + place * layout.RECORD_NBYTES)
-            os.fdatasync(self._control_fd)
+            for offset in offsets:
+                self.volume.device.write_records(self._allocation.head_offset + offset, raw)
+            self.volume.device.sync()
         except OSError as error:
             # The kernel reports a lost write once and calls the next sync a success: never try again.
             self._failed_sync = str(error)
-            raise StoreIoError(
-                f"SSD directory {self.path.parent}, job {self.geometry.job}: could not sync the commit of step "
-                f"{step}: {error}; check the disk"
-            ) from error
-        self._records = [*self._records[-(layout.NUM_COMMIT_RECORDS - 1) :], record]
-
-    def _io_error(self, verb: str, region: Region, code: int | None, reason: str) -> StoreIoError:
-        advice = (
-            f"O_DIRECT needs buffers aligned to {ALIGNMENT_NBYTES} bytes" if code == errno.EINVAL else "check the disk"
-        )
-        return StoreIoError(
-            f"SSD directory {self.path.parent}, job {self.geometry.job}: could not {verb} {region.kind} of block "
-            f"{region.key.block}, chunk {region.key.chunk}, step {region.step}: {reason}; {advice}"
-        )
+            raise StoreIoError(f"{self.name}: could not sync {what}: {error}; check the disk") from error
 
 
-def _write_new_file(path: Path, geometry: StoreGeometry) -> None:
-    what = f"the model states of job {geometry.job} on SSD {geometry.ssd}"
-    superblock = layout.pack_superblock(geometry)
-    require_disk_room(what, path.parent, geometry.file_nbytes)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _read(volume: Volume, allocation: Allocation, offset: int, nbytes: int) -> bytes:
+    """Bytes of a job's head."""
     try:
-        os.posix_fallocate(fd, 0, geometry.file_nbytes)
-        _write_all(fd, superblock, layout.SUPERBLOCK_OFFSET)
-        _write_all(fd, layout.pack_fence(geometry.attempt), layout.FENCE_OFFSET)
-        os.fsync(fd)
+        return volume.device.read_records(allocation.head_offset + offset, nbytes)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = directory_free_nbytes(path.parent)
-            advice = "something else took the room just now, or a quota is used up; delete files there"
-            raise NotEnoughRoom(what, str(path.parent), geometry.file_nbytes, free, advice) from error
-        raise
-    finally:
-        os.close(fd)
-
-
-def _read_journal(control_fd: int) -> list[CommitRecord]:
-    nbytes = layout.NUM_COMMIT_RECORDS * layout.RECORD_NBYTES
-    return layout.unpack_journal(os.pread(control_fd, nbytes, layout.JOURNAL_OFFSET))
-
-
-def _open_direct(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        raise DirectIoRefused(
-            f"the file system of {path.parent} refuses O_DIRECT (memory-backed ones do); choose a directory on an SSD "
-            "with ext4 or XFS"
+        raise StoreIoError(
+            f"SSD {volume.path}, job {allocation.job}: could not read its records: {error}; check the disk"
         ) from error
-
-
-def _write_all(fd: int, raw: bytes, offset: int) -> None:
-    done = 0
-    while done < len(raw):
-        done += os.pwrite(fd, raw[done:], offset + done)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

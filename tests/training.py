@@ -21,7 +21,11 @@ from windlass.actors.journal import JournalRecord, read_journal
 from windlass.engine.data import FORMAT_VERSION, NO_TARGET
 from windlass.engine.dataset import MicroBatch, PreparedDataset
 from windlass.engine.partition import Partition, build_meta_model, load_config
+from windlass.storage.calibration import Calibration
 from windlass.storage.ids import Attempt, JobId, Precision
+from windlass.storage.transfers import DEFAULT_IO
+from windlass.storage.volume import VOLUME_FILE, Volume
+from windlass.storage.volume_format import HEADER_UNITS, UNIT_NBYTES
 
 VOCABULARY = 128
 NUM_VALIDATION_EXAMPLES = 7
@@ -101,6 +105,15 @@ def _targets(example: npt.NDArray[np.int32], prompt: int) -> npt.NDArray[np.int3
     return targets
 
 
+CALIBRATION = Calibration(
+    io=DEFAULT_IO,
+    read_bytes_per_s=2e9,
+    write_bytes_per_s=2e9,
+    mixed_bytes_per_s=2e9,
+    measured_at="2026-01-01",
+)
+
+
 def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds: int = 2, **changes: Any) -> JobSpec:
     """A job of 30 steps below `root`, with its model, data and layout. `changes`: fields of spec or hyperparameters."""
     root.mkdir(exist_ok=True)
@@ -134,7 +147,17 @@ def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds:
     )
     spec = dataclasses.replace(spec, **changes)
     Path(spec.layout_file).write_text(make_partition(spec).layout.to_json())
+    for ssd_dir in spec.ssd_dirs:
+        keep_calibration(Path(ssd_dir))
     return spec
+
+
+def keep_calibration(ssd_dir: Path) -> None:
+    """Makes an SSD directory whose speed is known: measuring takes longer than many a test."""
+    ssd_dir.mkdir(parents=True, exist_ok=True)
+    volume = Volume.open(ssd_dir, direct=has_direct_io(ssd_dir))
+    volume.keep_calibration(CALIBRATION.to_json())
+    volume.close()
 
 
 def make_partition(spec: JobSpec) -> Partition:
@@ -188,11 +211,18 @@ def exported_params(spec: JobSpec) -> dict[str, torch.Tensor]:
 
 def leftovers_of(spec: JobSpec) -> list[str]:
     """Files that the job has left in shared memory or in its SSD directories."""
-    found = [path for path in Path(spec.arena_dir).iterdir() if spec.job in path.name]
+    found = [str(path) for path in Path(spec.arena_dir).iterdir() if spec.job in path.name]
     for name in spec.ssd_dirs:
-        if Path(name).exists():
-            found += Path(name).iterdir()
-    return [str(path) for path in found]
+        for path in Path(name).iterdir() if Path(name).exists() else ():
+            if path.name != VOLUME_FILE:
+                found.append(str(path))
+                continue
+            volume = Volume.open(name, direct=has_direct_io(Path(name)))
+            found += [f"{job} in {path}" for job in volume.allocations()]
+            volume.close()
+            if path.stat().st_size > HEADER_UNITS * UNIT_NBYTES:
+                found.append(f"{path} of {path.stat().st_size} bytes")
+    return found
 
 
 # --- the reference --------------------------------------------------------------------------------------------------

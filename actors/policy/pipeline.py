@@ -7,7 +7,6 @@ nothing else; with clipping, updates wait for the norm of all gradients and then
 """
 
 import heapq
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -315,7 +314,7 @@ class Pipeline:
 
     def _commit(self, step: Step) -> list[Instruction]:
         self._committing[step] = set(self.shape.ssd_servers)
-        state = json.dumps({"optimizer_step": step})
+        state = self.shape.trainer_state(step)
         message = CommitStore(job=self.shape.job, step=step, attempt=self.shape.attempt, trainer_state=state)
         return [Instruction(ssd, message) for ssd in self.shape.ssd_servers]
 

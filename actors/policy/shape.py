@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from windlass.actors.messages import Phase
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, JobId, Step
@@ -21,6 +22,7 @@ class JobShape:
     checkpoint_every: int  # steps; 0: never
     clip_norm: float | None
     learning_rate: Callable[[int], float]  # of a step, from 1
+    trainer_state: Callable[[int], str]  # JSON that a commit of a step keeps for a restart
     gpu_worker: ActorName
     optimizers: tuple[ActorName, ...]
     ssd_servers: tuple[ActorName, ...]
@@ -56,16 +58,16 @@ class Operation:
 def program(shape: JobShape, first_step: int) -> Iterator[Operation]:
     """All operations from `first_step` on, in the order in which they run.
 
-    Past the last step, what follows that step: a runner may have been lost between the last commit and the export.
+    First what follows the step before: a runner may have been lost between its commit and its evaluation or export.
     """
-    operations = (
+    before = first_step - 1
+    resumed = ((before, *operation) for operation in _afterwards(shape, before)) if before > 0 else ()
+    trained = (
         (step, *operation)
         for step in range(first_step, shape.total_steps + 1)
         for operation in (*_training(shape, step), *_afterwards(shape, step))
     )
-    if first_step > shape.total_steps:
-        operations = ((shape.total_steps, *operation) for operation in _afterwards(shape, shape.total_steps))
-    for op, (step, phase, block, group, version) in enumerate(operations, start=1):
+    for op, (step, phase, block, group, version) in enumerate(chain(resumed, trained), start=1):
         yield Operation(
             op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group
         )

@@ -183,6 +183,9 @@ class LiveService:
             "trained_tokens": step * 27831,
             "ssd_bytes_read": step * 24_100_000_000,
             "ssd_bytes_written": step * 20_650_000_000,
+            "ssd_bytes_written_step": 20_650_000_000,
+            "ssd_bytes_written_step_by_ssd": [10_325_000_000] * 2,
+            "ssd_bytes_written_by_ssd": [step * 10_325_000_000] * 2,
         }
         message = f"Step {step}/{total_steps}: training loss={loss:.4f}"
         self.tell(job_id, "metrics", message, attempt=attempt, **(metrics | data))

@@ -139,6 +139,27 @@ def test_progress_and_the_curve_grow_while_the_page_is_open(service: LiveService
     assert page.evaluate("window.wasNeverReloaded") is True
 
 
+def test_what_a_job_wears_off_ssds_comes_with_its_first_step_and_settles(
+    service: LiveService, open_page: OpenPage
+) -> None:
+    service.kill()
+    (service.settings.home / "windlass.toml").write_text("ssd_endurance_tbw = 600\n")
+    service.start()
+    job_id = service.run(total_steps=20)
+    page = open_page(f"#/jobs/{job_id}")
+    expect(page.locator("#detail-reason")).to_have_text("Starting")
+    expect(page.locator("#detail-wear")).to_be_hidden()
+    # The first step takes longer than those that follow.
+    service.train(job_id, 1, 2.0, total_steps=20, step_s=60.0)
+    figures = "SSD wear: 21 GB a step, 413 GB by the whole job (0.034 % of the rating); the rating lasts 58 k steps or"
+    expect(page.locator("#detail-wear")).to_have_text(f"{figures} 40 days of training")
+    for step in range(2, 9):
+        service.train(job_id, step, 2.0, total_steps=20, step_s=120.0 / step)
+    expect(page.locator("#detail-wear")).to_have_text(f"{figures} 10 days of training")
+    service.move(job_id, JobStatus.RUNNING, JobStatus.CANCELLED, "Fine-tuning job cancelled")
+    expect(page.locator("#detail-wear")).to_contain_text("21 GB a step, 165 GB by this job (0.014 % of the rating)")
+
+
 def test_a_page_that_was_cut_off_shows_every_point_once(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.run(total_steps=12)
     other = service.run(suffix="other")

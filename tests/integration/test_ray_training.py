@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.service.processes import find_process, wait_until_gone
 from windlass.service.ray_cluster import RayCluster
 from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.volume import VOLUME_FILE
 
 # Only a hang takes as long.
 DEADLINE_S = 150.0
@@ -235,19 +237,21 @@ def test_cancelled_before_it_trains(driver: Driver, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["gpu-0", "optimizer-0", "ssd-0"])
-def test_a_killed_process_ends_the_job_with_its_name(driver: Driver, tmp_path: Path, victim: str) -> None:
+def test_a_killed_process_interrupts_the_attempt_by_its_name(driver: Driver, tmp_path: Path, victim: str) -> None:
     # The deadline is longer than this test may take: what waits for the dead process must not wait for it.
     spec = make_spec(tmp_path, total_steps=2000, deadline_s=600.0)
     driver.start(spec)
     wait_for(lambda: num_steps(spec) >= 2, "the first steps", spec)
     processes_of(spec)[victim].kill()
     outcome = driver.await_end(spec)
-    assert outcome["status"] == "failed"
-    assert outcome["error"]["code"] == "training_failed"
+    assert outcome["status"] == "interrupted"
+    assert outcome["error"]["code"] == "process_lost"
     assert f"the process of {victim} died" in outcome["error"]["message"]
-    # A server that was killed can't remove its store; the service does.
-    left = [path for path in leftovers_of(spec) if victim != "ssd-0" or not path.startswith(spec.ssd_dirs[0])]
-    assert left == []
+    # The states wait for the next attempt; nothing else is left.
+    left = leftovers_of(spec)
+    for ssd_dir in spec.ssd_dirs:
+        assert f"{spec.job} in {ssd_dir}/{VOLUME_FILE}" in left
+    assert not any(path.startswith(spec.arena_dir) for path in left)
 
 
 def test_a_budget_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
@@ -265,8 +269,9 @@ def test_a_disk_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
     driver.start(spec)
     message = driver.await_end(spec)["error"]["message"]
     assert message.startswith("not enough room in ")
-    # Two generations of master, exp_avg and exp_avg_sq, and a MiB in front of each of the two stores.
-    assert f"({2 * 12 * layout.numel + 2 * 2**20} bytes) needed" in message
+    # Two generations of master, exp_avg and exp_avg_sq, and records that are less than a hundredth of that.
+    needed = int(re.search(r"\((\d+) bytes\) needed", message)[1])  # type: ignore[index]
+    assert 2 * 12 * layout.numel < needed < 1.01 * 2 * 12 * layout.numel
     assert " free" in message
     assert leftovers_of(spec) == []
 

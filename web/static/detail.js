@@ -189,6 +189,8 @@ export class Detail {
       ["Read from SSD", format.bytes(data.ssd_bytes_read)],
       ["Written to SSD", format.bytes(data.ssd_bytes_written)],
     ]);
+    const wear = job.windlass.ssd_wear;
+    setOptional(byId("detail-wear"), wear && `SSD wear: ${wear.summary}`);
   }
 
   #renderSettings({ job }) {

@@ -46,7 +46,7 @@ export class Jobs {
     return this.#order.map((id) => this.#jobs.get(id)).filter(Boolean);
   }
 
-  /** Take in an event. True if the job has to be read again, as more than its metrics changed. */
+  /** Take in an event. True if the job has to be read again, as more than its metrics changed or is to be settled. */
   apply(event) {
     const known = this.#jobs.get(event.job_id);
     if (!known) {
@@ -63,7 +63,9 @@ export class Jobs {
     const sameStep = known.metrics?.step === data.step;
     known.metrics = sameStep ? { ...known.metrics, ...data } : data;
     if (data.remaining_s != null) known.finishAt = event.created_at + data.remaining_s;
-    return false;
+    if (data.ssd_bytes_written_step_by_ssd == null) return false;
+    // The forecast of wear comes with the job. It settles: read at steps 1, 2, 4, 8, … it is never far off.
+    return known.job.windlass.ssd_wear === null || Number.isInteger(Math.log2(data.step));
   }
 }
 

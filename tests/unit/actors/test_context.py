@@ -74,7 +74,7 @@ def test_all_states_of_a_chunk_fit_one_slot_side_by_side(precision: Precision) -
 def test_geometries_share_out_all_chunks() -> None:
     context = make_context(make_spec(), LAYOUT, "/arena")
     geometries = [context.geometry(i) for i in range(2)]
-    assert [geometry.num_extents for geometry in geometries] == [5, 4]
+    assert [geometry.num_local_chunks for geometry in geometries] == [5, 4]
     assert geometries[0].chunks_per_block == (2, 3, 3, 1)
     assert {int(geometries[0].ssd_of(k)) for block in LAYOUT.blocks for k in LAYOUT.chunk_keys(block.index)} == {0, 1}
     assert (geometries[1].job, geometries[1].attempt, int(geometries[1].ssd)) == ("ftjob-1", 2, 1)

@@ -13,10 +13,11 @@ from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors import deploy
 from windlass.actors.context import SCHEDULER, make_context
 from windlass.actors.deploy import ActorShell, runner_name
-from windlass.actors.messages import ActorFailed, CommitStore, Message, StoreCommitted
-from windlass.actors.scheduler import JobFailedError
+from windlass.actors.messages import ActorFailed, CommitStore, Message
+from windlass.actors.scheduler import ActorLostError, JobFailedError
 from windlass.storage.arena import Arena
 from windlass.storage.ids import ActorName, Attempt, JobId, Step
+from windlass.storage.volume import Volume
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.post = SimpleNamespace(remote=self.messages.append)
+        self.post = SimpleNamespace(remote=self.messages.extend)
 
 
 @pytest.fixture
@@ -57,6 +58,14 @@ def shell(tmp_path: Path, scheduler: Mailbox) -> ActorShell:
     return shell
 
 
+def jobs_on(directory: Path) -> set[str]:
+    volume = Volume.open(directory)
+    try:
+        return set(volume.allocations())
+    finally:
+        volume.close()
+
+
 def commit(step: int) -> CommitStore:
     return CommitStore(job=JobId("ftjob-1"), step=Step(step), attempt=Attempt(2), trainer_state="{}")
 
@@ -72,13 +81,15 @@ def test_threads_are_set_before_torch_is_imported(shell: ActorShell) -> None:
 def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Mailbox, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     shell.setup()
-    (store,) = (tmp_path / "ssd").iterdir()
-    shell.post(commit(0))
+    assert shell.commits() == []
+    shell.resume_from(None)
+    shell.post([commit(0)])
     shell.stop(False)
-    (committed,) = scheduler.messages
-    assert isinstance(committed, StoreCommitted)
-    assert (committed.actor, committed.step) == ("ssd-0", 0)
-    assert store.exists()
+    (failed,) = scheduler.messages
+    assert isinstance(failed, ActorFailed)
+    assert (failed.actor, failed.step) == ("ssd-0", 0)
+    assert "has not been written" in failed.error
+    assert jobs_on(tmp_path / "ssd") == {"ftjob-1"}
     shell.wait_until_stopped()
 
 
@@ -86,11 +97,11 @@ def test_an_ssd_server_deletes_its_store_when_told(shell: ActorShell, tmp_path: 
     (tmp_path / "ssd").mkdir()
     shell.setup()
     shell.stop(True)
-    assert list((tmp_path / "ssd").iterdir()) == []
+    assert jobs_on(tmp_path / "ssd") == set()
 
 
 def test_a_failed_setup_reaches_the_caller(shell: ActorShell) -> None:
-    with pytest.raises(ValueError, match=r"SSD directory .* does not exist"):
+    with pytest.raises(ValueError, match=r"SSD path .* is neither a directory nor a block device"):
         shell.setup()
 
 
@@ -99,7 +110,7 @@ def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, schedule
     (tmp_path / "ssd").mkdir()
     shell.setup()
     shell.stop(True)
-    shell.post(commit(5))
+    shell.post([commit(5)])
     (failed,) = scheduler.messages
     assert isinstance(failed, ActorFailed)
     assert (failed.actor, failed.step) == ("ssd-0", 5)
@@ -122,5 +133,5 @@ def test_who_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, error: Exc
 
     monkeypatch.setattr(ray, "get", get)
     deploy._await_setup({ActorName("gpu-0"): "first"})
-    with pytest.raises(JobFailedError, match=message):
+    with pytest.raises((JobFailedError, ActorLostError), match=message):
         deploy._await_setup({ActorName("gpu-0"): "first", ActorName("optimizer-0"): "second"})

@@ -1,5 +1,6 @@
 """All actors in one process: what keeps a job from running ends it with its reason, and nothing is left."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 from tests.training import has_direct_io, journal_of, leftovers_of, make_partition, make_spec
 from windlass.actors.local import run_local
 from windlass.planner.plan import PlanError
-from windlass.storage import room
+from windlass.storage import volume
 from windlass.storage.room import NotEnoughRoom
-from windlass.storage.tensor_store import Region, TensorStore
+from windlass.storage.ssd_device import SsdDevice
 
 
 def test_a_budget_too_small_is_refused(tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_a_disk_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec = make_spec(tmp_path)
     numel = make_partition(spec).layout.numel
     free = 2 * 12 * numel  # both generations of master, exp_avg and exp_avg_sq; a store takes more
-    monkeypatch.setattr(room, "directory_free_nbytes", lambda directory: free)
+    monkeypatch.setattr(volume, "directory_free_nbytes", lambda directory: free)
     with pytest.raises(NotEnoughRoom) as refused:
         run_local(spec, partition=make_partition(spec))
     assert refused.value.free_nbytes == free
@@ -45,22 +46,24 @@ def test_a_model_without_its_weights(tmp_path: Path) -> None:
     assert leftovers_of(spec) == []
 
 
-@pytest.mark.parametrize(("method", "verb"), [("read_piece", "read"), ("write_piece", "write")])
-def test_an_ssd_that_fails_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, verb: str) -> None:
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_an_ssd_that_fails_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     spec = make_spec(tmp_path)
-    works = getattr(TensorStore, method)
+    move, num_moves = getattr(SsdDevice, verb), Counter[str]()
 
-    def fails_in_step_3(self: TensorStore, region: Region, start: int, buffer: memoryview) -> Any:
-        if region.step >= 3 and self.geometry.ssd == 1:
-            raise OSError(5, f"could not {verb} for the test")
-        return works(self, region, start, buffer)
+    def fails_after_a_while(self: SsdDevice, offset: int, buffer: memoryview) -> Any:
+        if self.path.parent.name == "ssd1":
+            num_moves[verb] += 1
+            if num_moves[verb] > 200:
+                raise OSError(5, "Input/output error, for the test")
+        return move(self, offset, buffer)
 
-    monkeypatch.setattr(TensorStore, method, fails_in_step_3)
+    monkeypatch.setattr(SsdDevice, verb, fails_after_a_while)
     outcome = run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
     assert outcome["status"] == "failed"
     assert outcome["error"]["code"] == "training_failed"
-    assert outcome["error"]["message"].startswith("ssd-1: ")
-    assert f"could not {verb} for the test" in outcome["error"]["message"]
+    assert outcome["error"]["message"].startswith(f"ssd-1: SSD {spec.ssd_dirs[1]}, job {spec.job}, extent ")
+    assert f"could not {verb}: [Errno 5] Input/output error, for the test" in outcome["error"]["message"]
     assert journal_of(spec)[-1].data["error"] == outcome["error"]
     assert "Traceback" in Path(spec.job_dir, "error.txt").read_text()
     assert leftovers_of(spec) == []

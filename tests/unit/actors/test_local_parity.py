@@ -45,9 +45,7 @@ def test_thirty_steps_agree_with_plain_pytorch(
     tmp_path: Path, precision: Precision, num_microbatches: int, tied: bool, clip_norm: float | None
 ) -> None:
     spec = make_spec(tmp_path, tied=tied, precision=precision, num_microbatches=num_microbatches, clip_norm=clip_norm)
-    outcome = run_local(
-        spec, partition=make_partition(spec), poison_released=True, direct=has_direct_io(tmp_path), num_ssd_threads=2
-    )
+    outcome = run_local(spec, partition=make_partition(spec), poison_released=True, direct=has_direct_io(tmp_path))
     assert outcome["status"] == "succeeded", outcome
     assert leftovers_of(spec) == []
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from tests.training import exported_params, has_direct_io, losses_of, make_partition, make_spec, metrics_of
+from windlass.actors.context import SsdFacts
 from windlass.actors.job_spec import Initialization, JobSpec
 from windlass.actors.local import run_local
 from windlass.storage.arena import Arena, SlotPool, arena_path
 from windlass.storage.ids import Precision, Span
+from windlass.storage.transfers import Backend, IoSettings, uring_refusal
 
 Params = dict[str, torch.Tensor]
 
@@ -40,9 +42,9 @@ def job(root: Path, *, num_ssds: int = 2, seed: int = 5, dropout: float = 0.0, n
     )
 
 
-def train(spec: JobSpec, *, poison_released: bool = True) -> Result:
+def train(spec: JobSpec, *, poison_released: bool = True, ssds: tuple[SsdFacts, ...] | None = None) -> Result:
     direct = has_direct_io(Path(spec.model_dir).parent)
-    outcome = run_local(spec, partition=make_partition(spec), poison_released=poison_released, direct=direct)
+    outcome = run_local(spec, partition=make_partition(spec), poison_released=poison_released, direct=direct, ssds=ssds)
     assert outcome["status"] == "succeeded", outcome
     return Result(losses_of(spec), metrics_of(spec, "valid_loss"), exported_params(spec))
 
@@ -110,3 +112,13 @@ def test_random_initialization_repeats_with_its_seed(tmp_path: Path) -> None:
     assert first.losses[-1] < first.losses[0]
     weight = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(other.params[weight], first.params[weight])
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_uneven_ssds_and_ways_to_move_bytes(tmp_path: Path, baseline: Result, backend: Backend) -> None:
+    if backend is Backend.URING and (refusal := uring_refusal()) is not None:
+        pytest.skip(refusal)
+    depth = 3 if backend is Backend.URING else 1
+    io = IoSettings(backend=backend, num_threads=3, depth=depth, piece_nbytes=1 << 20)
+    facts = tuple(SsdFacts(io=io, weight=weight) for weight in (5, 2))
+    assert_same(train(job(tmp_path), ssds=facts), baseline)

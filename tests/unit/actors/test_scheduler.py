@@ -1,6 +1,7 @@
 """The shell around the policy: actors that answer at once, or not at all, and what the journal tells of them."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,27 +34,46 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
-from windlass.actors.scheduler import JobFailedError, Scheduler, job_shape
-from windlass.storage.ids import ActorName, Attempt, JobId, Span, Step
+from windlass.actors.scheduler import ActorLostError, JobFailedError, Scheduler
+from windlass.storage.ids import ActorName, Attempt, JobId, Rank, Span, Step
+from windlass.storage.store_format import CommitRecord
 
 LAYOUT = make_layout(2048, 5000, 4096)
 NUM_TARGETS = 10
+NBYTES_A_STEP = {"ssd-0": 50, "ssd-1": 30}
 
 
 class Stage:
     """A scheduler whose actors answer each message inside the call that brings it."""
 
-    def __init__(self, directory: Path, *, initial_step: Step | None = None, **changes: Any) -> None:
+    def __init__(self, directory: Path, *, resume_from: CommitRecord | None = None, **changes: Any) -> None:
         options: dict[str, Any] = {"total_steps": 4, "deadline_s": 60.0, **changes}
         self.spec: JobSpec = make_spec(job_dir=str(directory), output_dir=str(directory / "out"), **options)
         self.context = make_context(self.spec, LAYOUT, str(directory / "arena"))
         self.received: list[tuple[ActorName, Message]] = []
         self.silent: set[type[Message]] = set()  # what no actor answers
         self.loss = 3.0
+        self.bytes_written: Counter[str] = Counter()
         self.before: Callable[[Message], None] = lambda message: None
         self.check_actors: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(
-            self.context, self._send, initial_step=initial_step, check_actors=lambda: self.check_actors()
+            self.context, self._send, resume_from=resume_from, check_actors=lambda: self.check_actors()
+        )
+
+    def commit(self, step: int) -> CommitRecord:
+        """What the stores keep of a step that was committed."""
+        (state,) = {
+            each.trainer_state for _, each in self.received if isinstance(each, CommitStore) and each.step == step
+        }
+        return CommitRecord(
+            sequence=step,
+            step=Step(step),
+            attempt=self.spec.attempt,
+            rank=Rank(0),
+            manifest=0,
+            manifest_digest=0,
+            pins=(),
+            trainer_state=state,
         )
 
     def _send(self, to: ActorName, message: Message) -> None:
@@ -78,7 +98,8 @@ class Stage:
             case UpdateBlock():
                 return [BlockUpdated(**facts, block=message.block, actor=to)]
             case CommitStore():
-                return [StoreCommitted(**facts, actor=to, bytes_read=100, bytes_written=50)]
+                self.bytes_written[to] += NBYTES_A_STEP[to]
+                return [StoreCommitted(**facts, actor=to, bytes_read=100, bytes_written=self.bytes_written[to])]
             case ExportModel():
                 Path(message.path).mkdir()
                 return [ModelExported(**facts, path=message.path)]
@@ -126,7 +147,7 @@ def test_a_job_from_its_first_message_to_its_outcome(tmp_path: Path) -> None:
     assert losses_of(stage.spec) == [3.0] * 4
     assert metrics_of(stage.spec, "train_mean_token_accuracy") == dict.fromkeys(range(1, 5), 0.4)
     assert metrics_of(stage.spec, "valid_loss") == {2: 3.0, 4: 3.0}
-    shape = job_shape(stage.context)
+    shape = stage.scheduler.pipeline.shape
     assert metrics_of(stage.spec, "learning_rate") == {step: shape.learning_rate(step) for step in range(1, 5)}
     assert metrics_of(stage.spec, "ssd_bytes_read") == dict.fromkeys(range(1, 5), 200)
     checkpoints = [record.data for record in records if record.kind == "checkpoint"]
@@ -241,14 +262,73 @@ def test_cancelled_when_the_model_is_written_it_has_succeeded(tmp_path: Path) ->
     assert stage.run()["status"] == "succeeded"
 
 
+def run_first_attempt(directory: Path) -> Stage:
+    """A whole job, whose commits a later attempt can be given."""
+    first = Stage(directory)
+    first.run()
+    Path(first.spec.output_dir).rmdir()
+    return first
+
+
 def test_it_goes_on_after_a_committed_step(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, initial_step=Step(2))
+    first = run_first_attempt(tmp_path)
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
     outcome = stage.run()
     assert outcome["status"] == "succeeded"
-    assert outcome["trained_tokens"] == 2 * NUM_TARGETS
-    assert list(metrics_of(stage.spec, "train_loss")) == [3, 4]
-    assert journal_of(stage.spec)[0].message == "Resuming after step 2"
+    assert outcome["trained_tokens"] == 4 * NUM_TARGETS
+    records = [record for record in journal_of(stage.spec) if record.attempt == 3]
+    assert [record.data["step"] for record in records if record.kind == "metrics"] == [3, 4]
+    assert records[0].message == "Resuming after step 2"
     assert not any(isinstance(message, LoadModel) for _, message in stage.received)
+
+
+def test_a_committed_step_that_nobody_told_of_is_told_by_the_next_attempt(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path / "lost")
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    stage.run()
+    assert metrics_of(stage.spec, "train_loss") == {2: 3.0, 3: 3.0, 4: 3.0}
+    assert metrics_of(stage.spec, "trained_tokens") == {step: step * NUM_TARGETS for step in (2, 3, 4)}
+
+
+def test_a_job_whose_states_have_vanished_does_not_start_over(tmp_path: Path) -> None:
+    run_first_attempt(tmp_path)
+    outcome = Stage(tmp_path, attempt=Attempt(3)).run()
+    assert outcome["status"] == "failed"
+    assert "step 4 was committed, and none of the job's SSDs (/ssd0, /ssd1) holds states" in outcome["error"]["message"]
+
+
+def test_a_lost_process_interrupts_the_attempt(stage: Stage) -> None:
+    stage.silent = {ComputeBlock}
+
+    def check_actors() -> None:
+        raise ActorLostError("the process of ssd-1 died")
+
+    stage.check_actors = check_actors
+    outcome = stage.run()
+    assert outcome["status"] == "interrupted"
+    assert outcome["error"] == {"code": "process_lost", "message": "the process of ssd-1 died", "param": None}
+
+
+def test_bytes_written_are_those_of_the_step_and_of_the_job_by_ssd(tmp_path: Path) -> None:
+    """Those of loading count for the job and for no step; a resumed attempt goes on from what is written by then."""
+    first = run_first_attempt(tmp_path)
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    stage.run()
+    told = [record.data for record in journal_of(stage.spec) if record.kind == "metrics"]
+    assert [data["step"] for data in told] == [1, 2, 3, 4, 3, 4]
+    assert {data["ssd_bytes_written_step"] for data in told} == {80}
+    assert all(data["ssd_bytes_written_step_by_ssd"] == [50, 30] for data in told)
+    # Loading is written as a step is; steps 3 and 4 were written twice.
+    assert [data["ssd_bytes_written_by_ssd"] for data in told] == [[50 * n, 30 * n] for n in (2, 3, 4, 5, 6, 7)]
+    assert [data["ssd_bytes_written"] for data in told] == [80 * n for n in (2, 3, 4, 5, 1, 2)]  # of the attempt
+
+
+def test_bytes_written_to_other_ssds_are_not_carried_over(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path)
+    stage = Stage(tmp_path, resume_from=first.commit(3), attempt=Attempt(3), ssd_dirs=("/ssd0",))
+    stage.run()
+    told = [record.data["ssd_bytes_written_by_ssd"] for record in journal_of(stage.spec) if record.kind == "metrics"]
+    assert told[-2:] == [[250, 150], [50]]
 
 
 def test_a_loss_that_is_not_a_number_ends_the_job(stage: Stage) -> None:

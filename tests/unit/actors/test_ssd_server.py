@@ -39,19 +39,21 @@ from windlass.storage.ids import (
     StateKind,
     Step,
 )
-from windlass.storage.store_format import StoreError, StoreGeometry
-from windlass.storage.tensor_store import StaleAttempt, store_path
+from windlass.storage.store_errors import StaleAttempt, StoreError
+from windlass.storage.store_format import StoreGeometry, last_common_commit
+from windlass.storage.transfers import Backend, IoSettings, uring_refusal
+from windlass.storage.volume import VOLUME_FILE, Volume
 
 JOB = JobId("ftjob-1")
 WORKER = ActorName("optimizer-0")
-CHUNK_NUMEL = 8192
+CHUNK_NUMEL = 1 << 19
 CHUNK_NBYTES = 14 * CHUNK_NUMEL
 GEOMETRY = StoreGeometry(
     job=JOB,
     rank=Rank(0),
     attempt=Attempt(1),
     ssd=SsdIndex(0),
-    num_ssds=1,
+    ssd_weights=(1,),
     precision=Precision.BF16,
     chunk_numel=CHUNK_NUMEL,
     chunks_per_block=(3, 3),
@@ -60,12 +62,31 @@ KEYS = [ChunkKey(BlockIndex(block), ChunkIndex(chunk)) for block in range(2) for
 WAIT_S = 30.0
 
 
+def threads(num_threads: int) -> IoSettings:
+    return IoSettings(backend=Backend.THREADS, num_threads=num_threads, depth=1, piece_nbytes=1 << 20)
+
+
+def holds_states(directory: Path) -> bool:
+    volume = Volume.open(directory, direct=False)
+    try:
+        return JOB in volume.allocations()
+    finally:
+        volume.close()
+
+
 class Bench:
     """A server, its arena, and what it sent, in order."""
 
-    def __init__(self, directory: Path, num_threads: int = 4, geometry: StoreGeometry = GEOMETRY) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        num_threads: int = 4,
+        geometry: StoreGeometry = GEOMETRY,
+        max_open_chunks: int = 100,
+        io: IoSettings | None = None,
+    ) -> None:
         self.directory = directory
-        self.arena = Arena.create(directory / f"arena-{len(list(directory.iterdir()))}", len(KEYS) * CHUNK_NBYTES)
+        self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", len(KEYS) * CHUNK_NBYTES)
         self.sent: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
         self.server = SsdServer(
             ActorName("ssd-0"),
@@ -73,10 +94,19 @@ class Bench:
             geometry,
             str(self.arena.path),
             lambda to, message: self.sent.put((to, message)),
-            num_threads=num_threads,
-            piece_nbytes=4096,
+            io=io or threads(num_threads),
             direct=False,
+            max_open_chunks=max_open_chunks,
         )
+
+    def setup(self) -> None:
+        """Starts the server, as its job does."""
+        self.server.setup()
+        self.server.resume_from(last_common_commit([self.server.commits()]))
+
+    def last_step(self) -> int | None:
+        commits = self.server.commits()
+        return commits[-1].step if commits else None
 
     def next(self) -> tuple[ActorName, Message]:
         return self.sent.get(timeout=WAIT_S)
@@ -93,19 +123,34 @@ class Bench:
             offset += itemsize * CHUNK_NUMEL
         return tuple(parts)
 
-    def read(self, keys: Sequence[ChunkKey], *, step: int = 0, id: int = 1, priority: tuple[int, int] = (0, 0)) -> None:
+    def read(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        step: int = 0,
+        id: int = 1,
+        priority: tuple[int, int] = (0, 0),
+        deadline_s: float = WAIT_S,
+    ) -> None:
         request = ReadChunks(
             job=JOB,
             step=Step(step),
             correlation=CorrelationId(id),
             reply_to=WORKER,
             priority=priority,
+            deadline_s=deadline_s,
             items=self.items(keys),
         )
         self.server.post(request)
 
     def write(
-        self, keys: Sequence[ChunkKey], *, step: int = 0, id: int = 1, priority: tuple[int, int] = (0, 0)
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        step: int = 0,
+        id: int = 1,
+        priority: tuple[int, int] = (0, 0),
+        deadline_s: float = WAIT_S,
     ) -> None:
         request = WriteChunks(
             job=JOB,
@@ -113,15 +158,21 @@ class Bench:
             correlation=CorrelationId(id),
             reply_to=WORKER,
             priority=priority,
+            deadline_s=deadline_s,
             items=self.items(keys),
         )
         self.server.post(request)
+
+    def write_all(self, step: int = 0) -> None:
+        self.write(KEYS, step=step)
+        for _ in KEYS:
+            assert isinstance(self.next()[1], ChunkIoDone)
 
     def commit(self, step: int, attempt: int = 1) -> None:
         self.server.post(CommitStore(job=JOB, step=Step(step), attempt=Attempt(attempt), trainer_state="{}"))
 
     def fill(self, seed: int) -> bytes:
-        content = random.Random(seed).randbytes(self.arena.nbytes)
+        content = random.Random(seed).randbytes(1 << 20) * (self.arena.nbytes >> 20)
         self.arena.buffer(Span(0, self.arena.nbytes))[:] = content
         return content
 
@@ -132,7 +183,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
-    bench.server.setup()
+    bench.setup()
     yield bench
     bench.server.stop()
 
@@ -172,9 +223,9 @@ class TestTransfers:
         monkeypatch.setattr(os, "pwritev", record)
         bench = Bench(tmp_path)
         bench.write(KEYS[:1])
-        bench.server.setup()
+        bench.setup()
         bench.next()
-        assert pieces == [4096] * (CHUNK_NBYTES // 4096)
+        assert pieces == [1 << 20] * (CHUNK_NBYTES >> 20)
         bench.server.stop()
 
     def test_pieces_of_one_chunk_spread_over_the_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +241,7 @@ class TestTransfers:
         monkeypatch.setattr(os, "pwritev", meet)
         bench = Bench(tmp_path)
         bench.write(KEYS[:1])
-        bench.server.setup()
+        bench.setup()
         assert isinstance(bench.next()[1], ChunkIoDone)
         bench.server.stop()
 
@@ -203,7 +254,7 @@ class TestOrder:
         bench.write([KEYS[1]], id=3, priority=(1, 0))
         bench.write([KEYS[4]], id=4, priority=(1, 5))
         bench.write([KEYS[0]], id=5, priority=(0, 9))
-        bench.server.setup()
+        bench.setup()
         done = [bench.next()[1] for _ in KEYS]
         order = [(message.correlation, message.key) for message in done if isinstance(message, ChunkIoDone)]
         assert order == [(5, KEYS[0]), (3, KEYS[1]), (2, KEYS[3]), (2, KEYS[2]), (4, KEYS[4]), (1, KEYS[5])]
@@ -223,7 +274,7 @@ class TestOrder:
 
         monkeypatch.setattr(os, "pwritev", interrupt)
         bench.write([KEYS[0]], id=1, priority=(1, 0))
-        bench.server.setup()
+        bench.setup()
         done = [bench.next()[1] for _ in range(2)]
         assert [message.correlation for message in done if isinstance(message, ChunkIoDone)] == [2, 1]
         bench.server.stop()
@@ -234,10 +285,8 @@ class TestCommit:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         bench = Bench(tmp_path, num_threads=2)
-        bench.server.setup()
-        bench.write(KEYS[:2], step=0, id=1)
-        for _ in range(2):
-            bench.next()
+        bench.setup()
+        bench.write_all()
         entered, released = threading.Event(), threading.Event()
         real_write = os.pwritev
 
@@ -256,7 +305,7 @@ class TestCommit:
         answer = bench.next()[1]
         assert isinstance(answer, ChunkIoDone)
         assert answer.correlation == 3
-        assert bench.server.last_commit() is None
+        assert bench.last_step() is None
         released.set()
         answer = bench.next()[1]
         assert isinstance(answer, ChunkIoDone)
@@ -268,14 +317,13 @@ class TestCommit:
             step=Step(0),
             actor=ActorName("ssd-0"),
             bytes_read=CHUNK_NBYTES,
-            bytes_written=3 * CHUNK_NBYTES,
+            bytes_written=(len(KEYS) + 1) * CHUNK_NBYTES,
         )
-        record = bench.server.last_commit()
-        assert record is not None
-        assert record.step == 0
+        assert bench.last_step() == 0
         bench.server.stop()
 
     def test_without_open_writes_it_runs_at_once(self, bench: Bench) -> None:
+        bench.write_all()
         bench.commit(0)
         assert isinstance(bench.next()[1], StoreCommitted)
 
@@ -288,9 +336,9 @@ class TestCommit:
             bench.write(KEYS[:2], step=0)
             bench.commit(0)
             texts = [_failure(bench.next()).error for _ in range(3)]
-        assert "a write of step 0 failed, so it cannot be committed" in texts[2]
+        assert "a write of step 0 failed; it cannot be committed" in texts[2]
         assert all("could not write" in text for text in texts[:2])
-        assert bench.server.last_commit() is None
+        assert bench.last_step() is None
 
     def test_older_attempt_is_told(self, bench: Bench) -> None:
         bench.commit(0, attempt=9)
@@ -304,11 +352,12 @@ class TestFailures:
         def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
+        bench.write_all()
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", fail)
             bench.read([KEYS[4]], step=0)
             failure = _failure(bench.next())
-        for fact in (str(bench.directory), "ftjob-1", "block 1, chunk 1", "Input/output error"):
+        for fact in (str(bench.directory), "ftjob-1", "extent ", "block 1, chunk 1", "Input/output error"):
             assert fact in failure.error
         assert "Traceback" in failure.detail
         bench.read([KEYS[1]], id=5)
@@ -318,13 +367,15 @@ class TestFailures:
         assert bench.server.bytes_read == CHUNK_NBYTES
 
     def test_span_outside_the_arena(self, bench: Bench) -> None:
-        part = ChunkPart(StateKind.PARAM, Span(bench.arena.nbytes, 4096))
+        bench.write_all()
+        part = ChunkPart(StateKind.PARAM, Span(bench.arena.nbytes, 2 * CHUNK_NUMEL))
         request = ReadChunks(
             job=JOB,
             step=Step(0),
             correlation=CorrelationId(1),
             reply_to=WORKER,
             priority=(0, 0),
+            deadline_s=WAIT_S,
             items=(ChunkIo(KEYS[0], (part,)),),
         )
         bench.server.post(request)
@@ -335,14 +386,14 @@ class TestFailures:
         assert "no use for LoadModel" in _failure(bench.next()).error
         bench.server.post(CommitStore(job=JobId("ftjob-2"), step=Step(0), attempt=Attempt(1), trainer_state="{}"))
         assert "of job ftjob-2" in _failure(bench.next()).error
-        assert bench.server.last_commit() is None
+        assert bench.last_step() is None
 
 
 class TestLifeCycle:
     def test_stop_finishes_what_was_posted(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path)
         content = bench.fill(1)
-        bench.server.setup()
+        bench.setup()
         bench.write(KEYS)
         bench.commit(0)
         bench.server.stop()
@@ -351,30 +402,36 @@ class TestLifeCycle:
         with pytest.raises(RuntimeError, match="stopped"):
             bench.read(KEYS)
         successor = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2)))
-        successor.server.setup()
-        record = successor.server.last_commit()
-        assert record is not None
-        assert record.step == 0
+        successor.setup()
+        assert successor.last_step() == 0
         successor.read(KEYS, step=0)
         for _ in KEYS:
             successor.next()
         assert successor.content() == content
         successor.server.stop(delete_store=True)
-        assert not store_path(tmp_path, JOB).exists()
+        assert not holds_states(tmp_path)
 
-    def test_rolls_back_for_its_job(self, tmp_path: Path) -> None:
+    def test_goes_back_to_what_every_ssd_of_its_job_has(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path)
-        bench.server.setup()
+        bench.setup()
+        contents = []
         for step in (0, 1):
+            contents.append(bench.fill(step))
+            bench.write_all(step)
             bench.commit(step)
             assert isinstance(bench.next()[1], StoreCommitted)
         bench.server.stop()
         bench = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2)))
         bench.server.setup()
-        bench.server.roll_back(Step(0))
-        record = bench.server.last_commit()
-        assert record is not None
-        assert (record.step, record.attempt) == (0, 2)
+        bench.server.resume_from(bench.server.commits()[0])
+        bench.read(KEYS, step=1)
+        assert {"cannot read" in _failure(bench.next()).error for _ in KEYS} == {True}
+        bench.read(KEYS, step=0)
+        for _ in KEYS:
+            bench.next()
+        assert bench.content() == contents[0]
+        last = bench.server.commits()[-1]
+        assert (last.step, last.attempt) == (0, 2)
         bench.server.stop()
 
     def test_store_of_another_geometry_is_refused_and_kept(self, tmp_path: Path) -> None:
@@ -382,27 +439,111 @@ class TestLifeCycle:
         first.server.setup()
         first.server.stop()
         other = Bench(tmp_path, geometry=replace(GEOMETRY, chunks_per_block=(3, 3, 1)))
-        with pytest.raises(StoreError, match=r"was made for .*\(3, 3\).*not for .*\(3, 3, 1\)"):
+        with pytest.raises(StoreError, match=r"chunks_per_block \(3, 3\), now \(3, 3, 1\)"):
             other.server.setup()
-        assert store_path(tmp_path, JOB).exists()
+        assert holds_states(tmp_path)
 
     def test_older_attempt_cannot_start(self, tmp_path: Path) -> None:
         for attempt in (1, 3):
             bench = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(attempt)))
-            bench.server.setup()
+            bench.setup()
             bench.server.stop()
         with pytest.raises(StaleAttempt):
             Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2))).server.setup()
 
-    @pytest.mark.parametrize(("num_threads", "piece_nbytes"), [(0, 4096), (1, 0), (1, 4095)])
-    def test_bad_settings(self, tmp_path: Path, num_threads: int, piece_nbytes: int) -> None:
-        with pytest.raises(ValueError, match=f"not {num_threads}, and a piece size .* not {piece_nbytes}"):
-            SsdServer(
-                ActorName("ssd-0"),
-                tmp_path,
-                GEOMETRY,
-                tmp_path / "arena",
-                lambda to, message: None,
-                num_threads=num_threads,
-                piece_nbytes=piece_nbytes,
-            )
+
+class TestCorruption:
+    def test_a_flipped_bit_is_an_error_that_names_ssd_extent_and_job(self, bench: Bench) -> None:
+        bench.write_all()
+        volume = Volume.open(bench.directory, direct=False)
+        at = volume.allocation(JOB).extent_offsets(GEOMETRY.demand)[2] + CHUNK_NBYTES - 5
+        byte = volume.device.read_records(at, 1)[0]
+        volume.device.write_records(at, bytes([byte ^ 0x10]))
+        volume.close()
+        bench.read(KEYS)
+        answers = [bench.next()[1] for _ in KEYS]
+        (failure,) = [each for each in answers if isinstance(each, ActorFailed)]
+        for fact in (str(bench.directory), "ftjob-1", "extent 2 (exp_avg_sq of block", "checksum"):
+            assert fact in failure.error
+        done = {each.key for each in answers if isinstance(each, ChunkIoDone)}
+        assert len(done) == len(KEYS) - 1
+        (broken,) = {*KEYS} - done
+        assert f"block {broken.block}, chunk {broken.chunk}" in failure.error
+
+
+class TestDeadlines:
+    def test_a_hanging_ssd_is_named_and_its_slot_is_never_given_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench = Bench(tmp_path, num_threads=2)
+        bench.setup()
+        bench.write_all()
+        entered, released = threading.Event(), threading.Event()
+        real_read = os.preadv
+
+        def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            entered.set()
+            assert released.wait(WAIT_S)
+            return real_read(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", hang)
+        bench.read([KEYS[1]], deadline_s=0.05)
+        assert entered.wait(WAIT_S)
+        failure = _failure(bench.next())
+        for fact in (str(tmp_path), "ftjob-1", "block 0, chunk 1", "within 0.05 s", "slow or hangs"):
+            assert fact in failure.error
+        bench.fill(9)
+        released.set()
+        bench.server.stop()
+        assert bench.sent.empty()  # it did land, and was not reported: the slot still was the server's
+
+    def test_a_full_queue_holds_up_who_asks_and_tells_of_an_ssd_that_hangs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench = Bench(tmp_path, max_open_chunks=2)
+        bench.setup()
+        bench.write_all()
+        released = threading.Event()
+        real_read = os.preadv
+
+        def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            assert released.wait(WAIT_S)
+            return real_read(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", hang)
+        bench.read(KEYS[:2], id=1)
+        bench.read(KEYS[2:3], id=2, deadline_s=0.05)
+        assert "left 2 chunks waiting for 0.05 s" in _failure(bench.next()).error
+        waiting = threading.Thread(target=bench.read, args=(KEYS[3:4],), kwargs={"id": 3})
+        waiting.start()
+        released.set()
+        waiting.join(WAIT_S)
+        done = [bench.next()[1] for _ in range(3)]
+        assert sorted(each.correlation for each in done if isinstance(each, ChunkIoDone)) == [1, 1, 3]
+        bench.server.stop()
+
+
+@pytest.mark.parametrize("depth", [1, 3, 16])
+def test_io_uring_moves_the_same_bytes(tmp_path: Path, depth: int) -> None:
+    if (refusal := uring_refusal()) is not None:
+        pytest.skip(refusal)
+    bench = Bench(tmp_path, io=IoSettings(backend=Backend.URING, num_threads=2, depth=depth, piece_nbytes=1 << 20))
+    bench.setup()
+    content = bench.fill(1)
+    bench.write_all()
+    bench.fill(2)
+    bench.read(KEYS)
+    assert all(isinstance(bench.next()[1], ChunkIoDone) for _ in KEYS)
+    assert bench.content() == content
+    bench.commit(0)
+    assert isinstance(bench.next()[1], StoreCommitted)
+    bench.server.stop()
+
+
+def test_a_vanished_directory_commits_nothing(bench: Bench) -> None:
+    bench.write_all()
+    (bench.directory / VOLUME_FILE).unlink()
+    bench.commit(0)
+    failure = _failure(bench.next()).error
+    assert "vanished" in failure
+    assert str(bench.directory) in failure

@@ -1,10 +1,15 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from windlass.engine.device import Device
+from windlass.engine.device import Device, PinError
+from windlass.storage.arena import Arena
+from windlass.storage.ids import Span
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TYPES = [torch.float32, torch.bfloat16]
@@ -83,9 +88,120 @@ def test_threads_never_share_a_buffer() -> None:
         list(pool.map(work, range(4)))
 
 
-def test_pinning_is_for_gpus(device: Device) -> None:
-    memory = torch.zeros(2**20, dtype=torch.uint8)
-    device.pin(memory)
-    assert memory.is_pinned() == device.is_cuda
-    device.unpin(memory)
-    device.synchronize()
+class FakeRuntime:
+    """CUDA's calls, and what was mapped when they came."""
+
+    def __init__(self, arena_path: Path) -> None:
+        self.arena_path = arena_path
+        self.calls: list[tuple[str, int, int, bool]] = []
+        self.result = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("register", address, nbytes, is_mapped(self.arena_path)))
+        return self.result
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address, 0, is_mapped(self.arena_path)))
+        return self.result
+
+    def cudaGetErrorString(self, result: int) -> str:
+        return "out of memory"
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def memory_of(arena: Arena) -> torch.Tensor:
+    return torch.frombuffer(arena.buffer(Span(0, arena.nbytes)), dtype=torch.uint8)
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    runtime = FakeRuntime(tmp_path / "arena")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+@pytest.fixture
+def gpu(runtime: FakeRuntime) -> Device:
+    """A device that calls the fake runtime."""
+    device = Device(torch.device("cpu"))
+    device.is_cuda = True
+    return device
+
+
+class TestPinning:
+    def test_is_for_gpus(self, device: Device, tmp_path: Path) -> None:
+        Arena.create(tmp_path / "arena", 2**20)
+        arena = Arena.open(tmp_path / "arena")
+        memory = memory_of(arena)
+        device.pin(memory)
+        assert memory.is_pinned() == device.is_cuda
+        device.unpin(memory)
+        assert not memory.is_pinned()
+        device.pin(memory)  # it was really released
+        device.unpin(memory)
+        device.synchronize()
+
+    def test_registers_the_exact_size_before_use_and_releases_before_unmapping(
+        self, gpu: Device, runtime: FakeRuntime
+    ) -> None:
+        Arena.create(runtime.arena_path, 3 * 4096).close()
+        arena = Arena.open(runtime.arena_path)
+        memory = memory_of(arena)
+        address = memory.data_ptr()
+        gpu.pin(memory)
+        gpu.unpin(memory)
+        del memory
+        arena.close()
+        assert runtime.calls == [("register", address, 3 * 4096, True), ("unregister", address, 0, True)]
+        assert not is_mapped(runtime.arena_path)
+
+    @pytest.mark.parametrize("is_cuda", [True, False])
+    def test_memory_stays_mapped_while_it_is_registered(self, gpu: Device, runtime: FakeRuntime, is_cuda: bool) -> None:
+        gpu.is_cuda = is_cuda
+        arena = Arena.create(runtime.arena_path, 4096)
+        memory = memory_of(arena)
+        gpu.pin(memory)
+        same_address = SimpleNamespace(data_ptr=partial(int, memory.data_ptr()))
+        del memory
+        arena.close()
+        arena.unlink()
+        assert is_mapped(runtime.arena_path)
+        gpu.unpin(same_address)  # type: ignore[arg-type]
+        assert [call[3] for call in runtime.calls] == [True] * 2 * is_cuda
+        assert not is_mapped(runtime.arena_path)
+
+    def test_misuse_is_an_error(self, device: Device) -> None:
+        memory = torch.zeros(2**20, dtype=torch.uint8)
+        with pytest.raises(PinError, match="never pinned"):
+            device.unpin(memory)
+        device.pin(memory)
+        with pytest.raises(PinError, match="registered already"):
+            device.pin(memory)
+        device.unpin(memory)
+        with pytest.raises(PinError, match="unpinned before"):
+            device.unpin(memory)
+
+    def test_refused_memory_is_not_kept(self, gpu: Device, runtime: FakeRuntime) -> None:
+        runtime.result = 2
+        arena = Arena.create(runtime.arena_path, 4096)
+        memory = memory_of(arena)
+        with pytest.raises(PinError, match=r"4096 bytes .* error 2, out of memory; lower the job's host memory budget"):
+            gpu.pin(memory)
+        with pytest.raises(PinError, match="not registered"):
+            gpu.unpin(memory)
+        del memory
+        arena.close()
+        assert not is_mapped(runtime.arena_path)
+
+    def test_memory_that_cannot_be_released_stays_mapped(self, gpu: Device, runtime: FakeRuntime) -> None:
+        arena = Arena.create(runtime.arena_path, 4096)
+        memory = memory_of(arena)
+        gpu.pin(memory)
+        runtime.result = 700  # an illegal access broke the context
+        gpu.unpin(memory)
+        del memory
+        arena.close()
+        assert is_mapped(runtime.arena_path)

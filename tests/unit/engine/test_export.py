@@ -10,6 +10,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from tests.unit.engine.folders import MARKED_TEMPLATE, make_config, make_model_folder, make_tokenizer
 from windlass.engine.export import ExportError, ModelExporter
 from windlass.engine.layout import ModelLayout
+from windlass.engine.partial_folder import make_partial_folder
 from windlass.engine.partition import Partition, build_meta_model, load_config
 from windlass.storage.ids import ChunkKey, Precision
 
@@ -151,11 +152,11 @@ def test_an_incomplete_model_is_not_published(tmp_path: Path) -> None:
 def test_what_a_dead_attempt_left_is_removed(tmp_path: Path) -> None:
     make_model_folder(tmp_path / "model", "llama")
     make_exporter(tmp_path, "llama")
-    (tmp_path / "out" / ".final-step-3.0.partial").mkdir()  # another export's
+    other = make_partial_folder(tmp_path / "out" / "final.2")
     exporter = make_exporter(tmp_path, "llama")
-    assert len(list((tmp_path / "out").glob(".final.*.partial"))) == 1
-    assert (tmp_path / "out" / ".final-step-3.0.partial").exists()
+    assert len(list((tmp_path / "out").glob(".final.*.partial"))) == 2
     exporter.abort()
+    assert list((tmp_path / "out").iterdir()) == [other]
 
 
 def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:

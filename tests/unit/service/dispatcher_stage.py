@@ -1,11 +1,16 @@
 """What dispatcher tests play on: a real database and home, runners that do nothing by themselves, a clock by hand."""
 
 import json
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from windlass.actors.attempt_lock import begin_attempt
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
 from windlass.service.dispatcher import Dispatcher
@@ -18,6 +23,8 @@ from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.volume import Volume
+from windlass.storage.volume_format import UNIT_NBYTES, Demand
 
 PREPARED: Mapping[str, dict[str, Any]] = {
     "check_model": {"ok": True, "num_params": 1000},
@@ -45,6 +52,7 @@ class StandInRunners:
     def start(self, spec: JobSpec) -> None:
         if self.refusal is not None:
             raise self.refusal
+        os.close(begin_attempt(Path(spec.job_dir), spec.attempt))
         self.started.append(spec)
         self.alive.add((spec.job, spec.attempt))
 
@@ -111,7 +119,7 @@ class Stage:
         for _ in range(times):
             self.dispatcher.tick()
 
-    def submit(self, **windlass: Any) -> str:
+    def submit(self, *, priority: int = 0, **windlass: Any) -> str:
         """A new job's id."""
         new = NewJob(
             model="tiny",
@@ -122,16 +130,16 @@ class Stage:
             method={"type": "supervised", "supervised": {"hyperparameters": {}}},
             windlass={"epochs": 2, "batch_size": 5, "sequence_length": 64, **windlass},
             metadata={},
-            priority=0,
+            priority=priority,
             idempotency_key=None,
             request_digest=None,
         )
         with self.database.write() as session:
             return JobRepository(session).create(new).id
 
-    def queue(self, **windlass: Any) -> str:
+    def queue(self, *, priority: int = 0) -> str:
         """A job that is prepared, and not started yet if the device is busy."""
-        job_id = self.submit(**windlass)
+        job_id = self.submit(priority=priority)
         self.tick()
         self.preparations[-1].ending = PREPARED
         self.tick()
@@ -143,6 +151,48 @@ class Stage:
         self.tick()
         assert self.job(job_id).status is JobStatus.RUNNING
         return job_id, self.journal(job_id, 1)
+
+    def lose(self, job_id: str, *steps: int) -> None:
+        """The job's attempt tells of some steps and is gone; the dispatcher sees it."""
+        attempt = self.job(job_id).attempt
+        journal = self.journal(job_id, attempt)
+        for step in steps:
+            journal.append("metrics", f"Step {step}", step=step, total_steps=4, train_loss=1.0 / step)
+        journal.close()
+        self.end_runner(job_id, attempt)
+        self.tick()
+
+    @contextmanager
+    def worker(self, job_id: str, attempt: int) -> Iterator[subprocess.Popen[str]]:
+        """A process of an attempt, beside its runner."""
+        code = (
+            "import sys; from pathlib import Path; from windlass.actors.attempt_lock import join_attempt\n"
+            "join_attempt(Path(sys.argv[1]), int(sys.argv[2])); print('joined', flush=True); sys.stdin.read()"
+        )
+        command = [sys.executable, "-c", code, str(self.settings.jobs_dir / job_id), str(attempt)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "joined\n"
+                yield process
+            finally:
+                process.kill()
+
+    def put_states(self, job_id: str) -> None:
+        """What a job's SSD servers leave when they are killed."""
+        for path in self.settings.ssd_dirs:
+            volume = Volume.open(path, direct=False)
+            volume.reserve(JobId(job_id), Demand(head_nbytes=UNIT_NBYTES, extent_nbytes=UNIT_NBYTES, num_extents=1))
+            volume.close()
+
+    def jobs_on_ssds(self) -> list[set[str]]:
+        """The jobs that hold space on each SSD."""
+        found: list[set[str]] = []
+        for path in self.settings.ssd_dirs:
+            volume = Volume.open(path, direct=False)
+            found.append(set(volume.allocations()))
+            volume.close()
+        return found
 
     def journal(self, job_id: str, attempt: int) -> Journal:
         return Journal(self.settings.jobs_dir / job_id / "journal.jsonl", attempt)

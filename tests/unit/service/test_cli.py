@@ -1,11 +1,15 @@
 """The command line's own parts: what it makes of arguments and shows of events."""
 
+from pathlib import Path
+
 import pytest
 
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import _loss, _time_left, format_event
 from windlass.service.cli_jobs import _parse_settings
+from windlass.service.cli_service import _describe_drive, doctor
 from windlass.service.cli_table import print_columns
+from windlass.service.machine import Drive
 
 
 def test_settings_are_json_where_they_can_be() -> None:
@@ -47,3 +51,19 @@ def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_columns_line_up_and_end_without_spaces(capsys: pytest.CaptureFixture[str]) -> None:
     print_columns([("job", "step"), ("ftjob-1", 5), ("x", "")])
     assert capsys.readouterr().out == "job      step\nftjob-1  5\nx\n"
+
+
+def test_the_doctor_tells_of_devices_and_of_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", f"/dev/windlass-test-missing,{tmp_path}/ssd")
+    doctor(tmp_path)
+    lines = {line.split(maxsplit=1)[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["/dev/windlass-test-missing"].endswith("  there is no such block device")
+    assert lines[f"{tmp_path}/ssd"].endswith(" GiB free")
+
+
+def test_a_drive_is_described_by_its_size_and_by_what_one_may() -> None:
+    drive = {"path": Path("/dev/x"), "nbytes": 3 * 1024**3 // 2}
+    assert _describe_drive(Drive(**drive, may_be_used=True)) == "block device of 1.5 GiB"
+    assert "1.5 GiB, which you may not read and write" in _describe_drive(Drive(**drive, may_be_used=False))

@@ -9,11 +9,9 @@ import pytest
 
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
 from windlass.service.preparation import PreparationError
-from windlass.storage.ids import JobId
 from windlass.storage.room import NotEnoughRoom
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.statuses import JobStatus
-from windlass.storage.tensor_store import store_path
 
 
 @pytest.fixture
@@ -130,9 +128,7 @@ def test_success_brings_the_model_the_tokens_and_the_result_file(stage: Stage) -
     journal.append("metrics", "Step 2: validation", step=2, valid_loss=2.25, valid_mean_token_accuracy=0.375)
     stage.tick()
     assert stage.job(job_id).step == 2
-    states = [store_path(ssd_dir, JobId(job_id)) for ssd_dir in stage.settings.ssd_dirs]
-    for path in states:
-        path.write_bytes(b"states")
+    stage.put_states(job_id)
     stage.export_model()
     journal.append_outcome("succeeded", "The model is ready", trained_tokens=120)
     journal.close()
@@ -144,10 +140,10 @@ def test_success_brings_the_model_the_tokens_and_the_result_file(stage: Stage) -
     assert (stage.settings.files_dir / result).read_text() == (
         "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy\n1,2.5,0.25,,\n2,2.0,0.5,2.25,0.375\n"
     )
-    assert all(path.exists() for path in states)
+    assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
     stage.end_runner(job_id)
     stage.tick()
-    assert not any(path.exists() for path in states)
+    assert stage.jobs_on_ssds() == [set(), set()]
 
 
 def test_the_arena_of_a_killed_runner_is_removed(stage: Stage) -> None:
@@ -184,20 +180,6 @@ def test_the_runners_error_becomes_the_jobs(stage: Stage) -> None:
     journal.close()
     stage.tick()
     assert stage.job(job_id).error == error
-
-
-def test_a_runner_that_is_gone_without_an_outcome_is_lost(stage: Stage) -> None:
-    job_id, journal = stage.run()
-    journal.append("metrics", "Step 1", step=1, total_steps=4, train_loss=2.5)
-    journal.close()
-    stage.end_runner(job_id)
-    stage.tick()
-    job = stage.job(job_id)
-    assert job.status is JobStatus.FAILED
-    assert job.error is not None
-    assert job.error["code"] == "runner_lost"
-    assert "submit the job again" in job.error["message"]
-    assert "Step 1" in stage.messages(job_id)
 
 
 def test_a_runner_that_ended_with_an_outcome_is_not_lost(stage: Stage) -> None:
@@ -280,18 +262,17 @@ def test_a_new_dispatcher_goes_on_where_the_old_one_stopped(stage: Stage) -> Non
 
 def test_a_new_dispatcher_sees_off_the_runners_of_finished_jobs(stage: Stage) -> None:
     job_id, journal = stage.run()
-    states = store_path(stage.settings.ssd_dirs[0], JobId(job_id))
-    states.write_bytes(b"states")
+    stage.put_states(job_id)
     journal.append_outcome("cancelled", "The job was cancelled")
     journal.close()
     stage.tick()
     stage.new_dispatcher().reconcile()
     waiting = stage.queue()
     assert stage.status(waiting) is JobStatus.QUEUED
-    assert states.exists()
+    assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
     stage.end_runner(job_id)
     stage.tick(2)
-    assert not states.exists()
+    assert stage.jobs_on_ssds() == [set(), set()]
     assert stage.status(waiting) is JobStatus.RUNNING
 
 

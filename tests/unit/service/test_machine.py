@@ -46,6 +46,25 @@ def test_room_is_that_of_the_file_system_a_path_will_lie_on(tmp_path: Path) -> N
     assert machine.spaces[0].total_nbytes == machine.spaces[1].total_nbytes > 0
 
 
+def test_a_drive_that_is_missing_is_told_from_one_that_is_there(tmp_path: Path) -> None:
+    (missing,) = inspect_machine((), (tmp_path / "nvme9n1",)).drives
+    assert (missing.nbytes, missing.may_be_used) == (None, False)
+
+
+def test_a_drive_has_the_size_that_the_kernel_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [
+        path for path in sorted(Path("/sys/class/block").glob("*/size")) if Path("/dev", path.parent.name).exists()
+    ]
+    if not sizes:
+        pytest.skip("this machine shows no block device")
+    device = Path("/dev", sizes[-1].parent.name)
+    for may_be_used in (True, False):
+        monkeypatch.setattr("os.access", lambda path, mode, answer=may_be_used: answer)
+        (drive,) = inspect_machine((), (device,)).drives
+        assert (drive.path, drive.may_be_used) == (device, may_be_used)
+        assert drive.nbytes == int(sizes[-1].read_text()) * 512
+
+
 @pytest.mark.parametrize(
     ("num_cores", "num_gpus", "expected"),
     [(2, 0, (1, 2, 1)), (1, 0, (1, 1, 1)), (16, 0, (1, 16, 8)), (16, 1, (1, 2, 14)), (4, 4, (4, 2, 1))],

@@ -1,13 +1,19 @@
 """What a page reads before it follows the stream: last metrics, curves, and the event that both are as new as."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.unit.service.api_client import context_of
+from tests.unit.service.api_client import context_of, make_model, serve, upload
 from windlass.actors.journal import JournalRecord
+from windlass.service import cli_jobs
+from windlass.service.client import ServiceClient
+from windlass.service.settings import Settings
+from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.journal import import_journal
+from windlass.storage.sql.statuses import JobStatus
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -46,6 +52,55 @@ def test_jobs_carry_the_metrics_of_their_last_step(client: TestClient, job_id: s
     assert listed[fresh] is None
     assert client.get(f"{JOBS}/{job_id}").json()["windlass"]["last_metrics"] == listed[job_id]
     assert client.post(f"{JOBS}/{job_id}/cancel").json()["windlass"]["last_metrics"] == listed[job_id]
+
+
+BYTES = {"ssd_bytes_written_step_by_ssd": [2 * 10**9, 10**9], "ssd_bytes_written_by_ssd": [8 * 10**9, 4 * 10**9]}
+TOLD = {"step": 3, "total_steps": 10, "train_loss": 1.0, "step_s": 2.0, **BYTES}
+
+
+def test_jobs_carry_what_they_wear_off_ssds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(home=tmp_path, port=8642, ssd_endurance_tbw=(1.0, 0.25))
+    make_model(settings.models_dir / "tiny")
+    with serve(settings) as client:
+        job_id = make_job(client, upload(client))
+        tell(client, job_id, 1, TOLD)
+        (listed,) = client.get(JOBS).json()["data"]
+        assert client.get(f"{JOBS}/{job_id}").json() == listed
+        summary = (
+            "3.0 GB a step, 33 GB by the whole job (4.4 % of the rating); "
+            "the rating lasts 250 steps or 0.0 days of training"
+        )
+        assert listed["windlass"]["ssd_wear"] == {
+            "bytes_per_step": 3 * 10**9,
+            "bytes_written": 12 * 10**9,
+            "bytes_of_whole_job": 33 * 10**9,
+            "forecast": {"steps": 250.0, "days": 500 / 86400, "share_of_rating": 11 / 250},
+            "summary": summary,
+        }
+        with context_of(client).database.write() as session:
+            error = {"code": "x", "message": "x", "param": None}
+            JobRepository(session).transition(
+                job_id, JobStatus.VALIDATING_FILES, JobStatus.FAILED, message="The job failed", error=error
+            )
+        wear = client.get(f"{JOBS}/{job_id}").json()["windlass"]["ssd_wear"]
+        assert wear["bytes_of_whole_job"] == wear["bytes_written"] == 12 * 10**9
+
+        service = ServiceClient(settings.base_url)
+        service._http.close()
+        service._http = client
+        monkeypatch.setattr(cli_jobs, "_client", lambda settings: service)
+        cli_jobs.show(job_id, tmp_path)
+        assert f"SSD wear         {wear['summary']}\n" in capsys.readouterr().out
+
+
+def test_without_ratings_jobs_carry_bytes_only(client: TestClient, file_id: str) -> None:
+    fresh = client.get(f"{JOBS}/{make_job(client, file_id)}").json()
+    assert fresh["windlass"]["ssd_wear"] is None
+    tell(client, fresh["id"], 1, TOLD)
+    wear = client.get(f"{JOBS}/{fresh['id']}").json()["windlass"]["ssd_wear"]
+    assert (wear["forecast"], wear["summary"]) == (None, "3.0 GB a step, 33 GB by the whole job")
 
 
 def test_a_curve_has_each_step_that_counts_once(client: TestClient, job_id: str) -> None:

@@ -1,16 +1,18 @@
 """Settings come from the environment, the file and defaults, in this order; errors say where from."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from windlass.service.settings import SettingsError, load_settings
+from windlass.service.settings import Settings, SettingsError, is_device_path, load_settings
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in ("HOME", "HOST", "PORT", "SSD_DIRS", "MODELS_DIR", "DATABASE_URL", "RAY_ADDRESS", "MAX_FILE_MIB"):
-        monkeypatch.delenv(f"WINDLASS_{key}", raising=False)
+    for key in Settings.model_fields:
+        monkeypatch.delenv(f"WINDLASS_{key.upper()}", raising=False)
 
 
 def test_defaults_lie_in_the_home(tmp_path: Path) -> None:
@@ -53,9 +55,18 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ("max_file_mib = 0", "max_file_mib = 0: Input should be greater than or equal to 1"),
         ("prot = 1", "prot = 1: there is no such setting; there are database_url, "),
         ('home = "/x"', "home = '/x': there is no such setting"),
-        ('ssd_dirs = ["ssd"]', "must be absolute paths, got 'ssd'"),
-        ('ssd_dirs = ["/a", "/a"]', "at least one directory and none twice"),
-        ("ssd_dirs = []", "at least one directory and none twice"),
+        ('ssd_dirs = ["ssd"]', "ssd_dirs = ['ssd']: must be absolute paths, got 'ssd'"),
+        ('ssd_dirs = ["/a", "/a"]', "ssd_dirs = ['/a', '/a']: /a is the same place as /a"),
+        ("ssd_dirs = []", "ssd_dirs = []: must name at least one directory or block device"),
+        ('ssd_dirs = ["/dev/null"]', "ssd_dirs = ['/dev/null']: /dev/null is a character device"),
+        ('models_dir = "models"', "models_dir must be an absolute path, got 'models'"),
+        ("ssd_endurance_tbw = 0", "ssd_endurance_tbw = 0: Input should be greater than 0"),
+        ("ssd_endurance_tbw = [600, inf]", "ssd_endurance_tbw = inf: Input should be a finite number"),
+        ('ssd_endurance_tbw = "much"', "ssd_endurance_tbw = 'much': Input should be a valid number"),
+        (
+            "ssd_endurance_tbw = [1, 2, 3]",
+            "ssd_endurance_tbw = [1, 2, 3]: must be one number, or one for each of the 2 entries of ssd_dirs, got 3",
+        ),
         ("port = ", "cannot be read: Invalid value"),
     ],
 )
@@ -72,3 +83,76 @@ def test_errors_name_the_environment_variable(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("WINDLASS_PORT", "many")
     with pytest.raises(SettingsError, match="environment: WINDLASS_PORT = 'many': Input should be a valid integer"):
         load_settings(tmp_path)
+
+
+def test_a_file_is_no_place_for_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", f"/a,{file}")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(tmp_path)
+    assert str(caught.value).startswith("environment: WINDLASS_SSD_DIRS = '/a,/")
+    assert f": {file} is a regular file; name a directory on an SSD" in str(caught.value)
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{file}/below")
+    with pytest.raises(SettingsError, match="below cannot be looked at: Not a directory"):
+        load_settings(tmp_path)
+
+
+def test_one_place_under_two_names_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{tmp_path}/disk/a,{tmp_path}/link/a")
+    with pytest.raises(SettingsError, match=r"link/a is the same place as .*/disk/a; name each SSD once"):
+        load_settings(tmp_path)
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{tmp_path}/disk/a,{tmp_path}/link/b")
+    assert len(load_settings(tmp_path).ssd_dirs) == 2
+
+
+def test_no_directory_is_made_in_place_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where the device is there nor where it is missing, whatever link leads to it."""
+    missing, link = Path("/dev/windlass-test-missing"), tmp_path / "drive"
+    link.symlink_to(missing)
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{tmp_path}/ssd,{link}")
+    settings = load_settings(tmp_path)
+    settings.make_dirs()
+    assert (tmp_path / "ssd").is_dir()
+    assert not os.path.lexists(missing)
+    assert is_device_path(missing)
+    assert is_device_path(Path("/dev/disk/by-id/nvme-none"))
+    assert not is_device_path(Path("/dev/shm/ssd"))  # memory, for trying things out
+
+
+def test_a_block_device_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = next((path for path in sorted(Path("/dev").iterdir()) if path.is_block_device()), None)
+    if device is None:
+        pytest.skip("this machine shows no block device in /dev")
+    node = tmp_path / "node"  # outside /dev, as containers may have them
+    try:
+        os.mknod(node, stat.S_IFBLK | 0o600, device.stat().st_rdev)
+    except PermissionError:
+        node.symlink_to(device)
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", str(node))
+    settings = load_settings(tmp_path)
+    settings.make_dirs()
+    assert settings.ssd_dirs == (node,)
+    assert is_device_path(node)
+    assert node.is_block_device()
+
+
+@pytest.mark.parametrize(
+    ("line", "variable", "expected"),
+    [
+        ("", None, ()),
+        ("ssd_endurance_tbw = 600", None, (600e12, 600e12)),
+        ("ssd_endurance_tbw = [600, 1.5]", None, (600e12, 1.5e12)),
+        ("ssd_endurance_tbw = 600", "1200", (1200e12, 1200e12)),
+        ("", "600, 1200.5", (600e12, 1200.5e12)),
+    ],
+)
+def test_ratings_are_for_all_ssds_or_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, variable: str | None, expected: tuple[float, ...]
+) -> None:
+    (tmp_path / "windlass.toml").write_text(line)
+    if variable is not None:
+        monkeypatch.setenv("WINDLASS_SSD_ENDURANCE_TBW", variable)
+    assert load_settings(tmp_path).ssd_endurance_nbytes == expected

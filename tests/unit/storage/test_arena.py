@@ -1,10 +1,17 @@
 import errno
+import fcntl
+import mmap
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -12,6 +19,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from windlass.engine.partition import choose_chunk_numel
+from windlass.planner.plan import ModelSize, make_plan
+from windlass.storage import arena as arena_module
 from windlass.storage.arena import (
     ALIGNMENT_NBYTES,
     Arena,
@@ -28,14 +38,39 @@ JOB = JobId("ftjob-1")
 KIB_64 = 65536
 
 CREATOR = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from windlass.storage.arena import Arena, arena_path
 from windlass.storage.ids import Attempt, JobId
+if "killed-early" in sys.argv:
+    os.posix_fallocate = lambda fd, offset, nbytes: os.kill(os.getpid(), signal.SIGKILL)
 arena = Arena.create(arena_path(Path(sys.argv[1]), JobId("ftjob-2"), Attempt(3)), 65536)
 print(arena.path, flush=True)
 sys.stdin.read()
 """
+REMOVER = """
+import sys
+from pathlib import Path
+from windlass.storage.arena import remove_leftovers
+print(*remove_leftovers(Path(sys.argv[1])))
+"""
+NEW_PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child=KILL"]
+
+
+def _resident_nbytes(path: Path) -> list[int]:
+    """For every mapping of a file in this process, the bytes that are in its page table. Source: proc_pid_smaps(5)."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.endswith(f" {path}")]
+    return [int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) * 1024 for i in starts]
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A directory in a file system that is memory."""
+    if shutil.disk_usage("/dev/shm").free < 64 << 20:
+        pytest.skip("less than 64 MiB are free in /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="windlass-test-") as directory:
+        yield Path(directory)
 
 
 class TestArena:
@@ -63,6 +98,38 @@ class TestArena:
         buffer[:] = b"held"
         assert bytes(buffer) == b"held"
         assert not arena.path.exists()
+
+    def test_closed_arena_gives_no_buffers_and_is_unmapped_with_the_last(self, tmp_path: Path) -> None:
+        arena = Arena.create(tmp_path / "arena", 4096)
+        buffer = arena.buffer(Span(0, 4))
+        arena.close()
+        arena.close()
+        with pytest.raises(ValueError, match="is closed"):
+            arena.buffer(Span(0, 4))
+        assert len(_resident_nbytes(arena.path)) == 1
+        buffer.release()
+        assert _resident_nbytes(arena.path) == []
+
+    def test_only_those_who_open_it_fill_their_page_tables(
+        self, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        try:
+            mmap.mmap(-1, 4096).madvise(arena_module._MADV_POPULATE_READ)
+        except OSError as error:
+            pytest.skip(f"this kernel does not fill page tables on demand: {error}")
+        monkeypatch.setattr(arena_module, "_POPULATE_STEP_NBYTES", 65536)  # the last step is a short one
+        created = Arena.create(shared_memory / "arena", 5 * 65536 + 8192)
+        assert _resident_nbytes(created.path) == [0]
+        opened = Arena.open(created.path)
+        assert sorted(_resident_nbytes(created.path)) == [0, opened.nbytes]
+
+    def test_a_kernel_that_cannot_fill_page_tables_will_do(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(arena_module, "_MADV_POPULATE_READ", 12345)  # as unknown as it was to Linux 5.13
+        created = Arena.create(tmp_path / "arena", 4096)
+        Arena.open(created.path).buffer(Span(0, 1))[:] = b"x"
+        assert bytes(created.buffer(Span(0, 1))) == b"x"
 
     @pytest.mark.parametrize("span", [Span(0, 8193), Span(8192, 1), Span(-1, 1), Span(0, -1)])
     def test_span_outside_is_refused(self, tmp_path: Path, span: Span) -> None:
@@ -98,35 +165,141 @@ class TestArena:
         assert bytes(arena.buffer(Span(0, 1))) == b"x"
 
 
+@contextmanager
+def _creator(directory: Path, *command: str) -> Iterator[tuple[Path, "subprocess.Popen[str]"]]:
+    """A process that has made an arena and holds it until its input ends; `command` goes before Python's."""
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", CREATOR, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        if not line:
+            error = process.stderr.read().strip()
+            assert command, error
+            pytest.skip(f"cannot run {' '.join(command)}: {error}")
+        yield Path(line.strip()), process
+
+
 class TestLeftovers:
-    def test_only_a_dead_creators_arena_goes(self, tmp_path: Path) -> None:
+    def test_only_a_killed_creators_arena_goes(self, tmp_path: Path) -> None:
         own = Arena.create(arena_path(tmp_path, JOB, Attempt(1)), 4096)
         foreign = tmp_path / "windlass-notes.arena"
         foreign.write_text("not an arena")
-        with subprocess.Popen(
-            [sys.executable, "-c", CREATOR, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as child:
-            assert child.stdout is not None
-            path = Path(child.stdout.readline().strip())
-            assert path.name.startswith(f"windlass-ftjob-2-3-{child.pid}-")
+        with _creator(tmp_path) as (path, process):
+            assert path.name == f"windlass-ftjob-2-3-{process.pid}.arena"
             assert remove_leftovers(tmp_path) == []
-            assert path.exists()
-            child.send_signal(signal.SIGKILL)
-            child.wait()
+            mapped = Arena.open(path)  # as a worker of the job does, who is still there when the creator is killed
+            mapped.buffer(Span(0, 4))[:] = b"mine"
+            process.send_signal(signal.SIGKILL)
+            process.wait()
             assert remove_leftovers(tmp_path) == [path]
+            assert bytes(mapped.buffer(Span(0, 4))) == b"mine"
+        assert remove_leftovers(tmp_path) == []
         assert sorted(tmp_path.iterdir()) == sorted([own.path, foreign])
 
-    def test_creator_in_another_pid_namespace_counts_as_alive(self, tmp_path: Path) -> None:
-        # Seen from here its pid means nothing: the name below is that of a process that does not exist.
-        arena = Arena.create(tmp_path / "windlass-ftjob-1-1-4194999-1.arena", 4096)
-        assert remove_leftovers(tmp_path) == []
-        arena.close()
-        assert remove_leftovers(tmp_path) == [arena.path]
+    def test_a_creator_killed_before_it_was_done(self, tmp_path: Path) -> None:
+        done = subprocess.run([sys.executable, "-c", CREATOR, str(tmp_path), "killed-early"], check=False)
+        assert done.returncode == -signal.SIGKILL
+        (path,) = tmp_path.iterdir()
+        assert remove_leftovers(tmp_path) == [path]
 
     def test_pid_used_again_by_another_process_counts_as_dead(self, tmp_path: Path) -> None:
-        path = tmp_path / f"windlass-ftjob-1-1-{os.getpid()}-1.arena"
+        path = tmp_path / f"windlass-ftjob-1-1-{os.getppid()}.arena"
         Arena.create(path, 4096).close()
         assert remove_leftovers(tmp_path) == [path]
+
+    def test_held_buffers_count_as_alive(self, tmp_path: Path) -> None:
+        arena = Arena.create(arena_path(tmp_path, JOB, Attempt(1)), 4096)
+        buffer = arena.buffer(Span(0, 4096))
+        arena.close()
+        assert remove_leftovers(tmp_path) == []
+        buffer.release()
+        assert remove_leftovers(tmp_path) == [arena.path]
+
+    def test_creator_in_another_pid_namespace(self, tmp_path: Path) -> None:
+        with _creator(tmp_path, *NEW_PID_NAMESPACE) as (path, process):
+            assert path.name.endswith("-3-1.arena")  # the pid that everybody's first process has
+            assert remove_leftovers(tmp_path) == []
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            _wait_for_lock(path)
+            assert remove_leftovers(tmp_path) == [path]
+
+    def test_remover_in_another_pid_namespace(self, tmp_path: Path) -> None:
+        dead = tmp_path / "windlass-ftjob-1-1-1.arena"
+        Arena.create(dead, 4096).close()
+        with _creator(tmp_path) as (path, _):
+            command = [*NEW_PID_NAMESPACE, sys.executable, "-c", REMOVER, str(tmp_path)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                pytest.skip(f"no pid namespaces here: {done.stderr}")
+            assert done.stdout.split() == [str(dead)]
+            assert path.exists()
+
+    def test_another_users_arena_stays(self, tmp_path: Path) -> None:
+        theirs = tmp_path / "windlass-ftjob-1-1-7.arena"
+        Arena.create(theirs, 4096).close()
+        try:
+            os.chown(theirs, os.geteuid() + 1, -1)
+        except PermissionError:
+            pytest.skip("only root can give a file to another user")
+        assert remove_leftovers(tmp_path) == []
+        assert theirs.exists()
+
+    def test_a_link_is_not_followed(self, tmp_path: Path) -> None:
+        target = tmp_path / "target"
+        target.write_text("precious")
+        link = tmp_path / "windlass-ftjob-1-1-7.arena"
+        link.symlink_to(target)
+        assert remove_leftovers(tmp_path) == []
+        assert link.is_symlink()
+        assert target.exists()
+
+    def test_taken_for_a_leftover_before_it_is_locked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = arena_path(tmp_path, JOB, Attempt(1))
+        removed: list[Path] = []
+        lock = fcntl.flock
+
+        def lock_late(fd: int, operation: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            removed.extend(remove_leftovers(tmp_path))
+            lock(fd, operation)
+
+        monkeypatch.setattr(fcntl, "flock", lock_late)
+        arena = Arena.create(path, 4096)
+        assert removed == [path]
+        assert Arena.open(path).nbytes == arena.nbytes == 4096
+        assert remove_leftovers(tmp_path) == []
+
+    def test_two_who_clear_up_at_once_never_take_a_new_arena(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = arena_path(tmp_path, JOB, Attempt(1))
+        Arena.create(path, 4096).close()
+        lock = fcntl.flock
+        living: list[Arena] = []
+
+        def lock_late(fd: int, operation: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            assert remove_leftovers(tmp_path) == [path]
+            living.append(Arena.create(path, 4096))
+            lock(fd, operation)
+
+        monkeypatch.setattr(fcntl, "flock", lock_late)
+        assert remove_leftovers(tmp_path) == []
+        assert path.exists()
+        assert len(living) == 1
+
+
+def _wait_for_lock(path: Path) -> None:
+    """Returns when nobody holds the arena's lock: a killed process ends a moment after the one that was told to."""
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 class SlotPoolMachine(RuleBasedStateMachine):
@@ -252,3 +425,44 @@ class TestSlotPool:
             thread.join(30)
         assert clashes == []
         assert pool.statistics.in_use_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "vocab", "num_layers"), [(33, 51, 97, 3), (65, 177, 515, 4), (129, 343, 1009, 2)]
+)
+@pytest.mark.parametrize(("param_itemsize", "grad_itemsize", "state_itemsize"), [(2, 2, 14), (2, 4, 14), (4, 4, 12)])
+def test_memory_held_is_the_memory_that_chunks_ask_for(
+    shared_memory: Path,
+    hidden: int,
+    intermediate: int,
+    vocab: int,
+    num_layers: int,
+    param_itemsize: int,
+    grad_itemsize: int,
+    state_itemsize: int,
+) -> None:
+    """Held over requested is 1.0: by the kernel's count, by the pools', and with every slot in use."""
+    layer = 4 * hidden * hidden + 3 * hidden * intermediate + 2 * hidden
+    block_numels = (vocab * hidden, *[layer] * num_layers, vocab * hidden + hidden)
+    chunk_numel = choose_chunk_numel(list(block_numels))
+    size = ModelSize(
+        block_numels=block_numels, chunk_numel=chunk_numel, param_itemsize=param_itemsize, state_itemsize=state_itemsize
+    )
+    plan = make_plan(size, num_optimizers=2, grad_itemsize=grad_itemsize, keep_grads=True, host_memory_nbytes=None)
+    requested = chunk_numel * (plan.params.num_slots * param_itemsize + plan.grads.num_slots * grad_itemsize)
+    requested += chunk_numel * sum(pool.num_slots for pool in plan.states) * state_itemsize
+
+    arena = Arena.create(shared_memory / "arena", plan.arena_nbytes)
+    pools = [
+        SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots) for pool in (plan.params, plan.grads, *plan.states)
+    ]
+    taken = [slot for pool in pools for slot in pool.acquire(pool.num_slots, 0.0)]
+    slots = sorted(taken, key=lambda slot: slot.offset)
+    for slot in slots:
+        arena.buffer(slot)[:] = b"x" * slot.nbytes
+    assert arena.held_nbytes == requested
+    assert sum(pool.statistics.held_nbytes for pool in pools) == requested
+    assert sum(pool.statistics.in_use_nbytes for pool in pools) == requested
+    assert [slot.offset for slot in slots] == [0, *accumulate(slot.nbytes for slot in slots)][:-1]
+    assert slots[-1].offset + slots[-1].nbytes == arena.nbytes
+    assert chunk_numel & (chunk_numel - 1) != 0  # an allocator that rounds to powers of two would hold more

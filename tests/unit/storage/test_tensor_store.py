@@ -1,23 +1,36 @@
-import errno
-import os
-import pickle
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.storage.stores import (
+    JOB,
+    OTHER,
+    QuickDevice,
+    check,
+    commit,
+    content,
+    fill,
+    make_geometry,
+    new_store,
+    open_volume,
+    page_aligned,
+    resume,
+    states,
+    used_nbytes,
+    volume_file,
+)
 from windlass.storage import store_format as layout
+from windlass.storage import volume as volume_module
 from windlass.storage.arena import Arena
+from windlass.storage.checksum import GRANULE_NBYTES
 from windlass.storage.ids import (
-    STATE_ITEMSIZE,
     Attempt,
     BlockIndex,
     ChunkIndex,
     ChunkKey,
-    JobId,
     Precision,
     Rank,
     Span,
@@ -26,450 +39,373 @@ from windlass.storage.ids import (
     Step,
 )
 from windlass.storage.room import NotEnoughRoom
-from windlass.storage.store_format import StoreCorrupt, StoreGeometry
-from windlass.storage.tensor_store import (
-    DirectIoRefused,
-    StaleAttempt,
-    StepNotAllowed,
-    StoreExists,
-    StoreIoError,
-    TensorStore,
-    store_path,
-)
+from windlass.storage.store_errors import StepNotAllowed, StoreExists, StoreMissing
+from windlass.storage.store_format import MAX_PINS
+from windlass.storage.tensor_store import TensorStore, stored_geometry
+from windlass.storage.volume import Volume
 
-JOB = JobId("ftjob-1")
-GEOMETRY = StoreGeometry(
-    job=JOB,
-    rank=Rank(0),
-    attempt=Attempt(1),
-    ssd=SsdIndex(0),
-    num_ssds=1,
-    precision=Precision.BF16,
-    chunk_numel=2048,
-    chunks_per_block=(2, 1),
-)
 KEY = ChunkKey(BlockIndex(0), ChunkIndex(1))
-Aligned = Callable[[bytes], memoryview]
+PAGE = 4096
+# Extents of 448 KiB: what is left of the last unit holds none or two of them, never a whole step's three.
+LARGE = make_geometry(chunk_numel=32768)
 
 
-def _fill(store: TensorStore, step: int, aligned: Aligned) -> None:
-    """Write every state of every chunk, each with bytes that tell which it is."""
-    for key, kind in _states(store.geometry):
-        store.write(key, kind, Step(step), aligned(_content(store.geometry, key, kind, step)))
+@pytest.fixture
+def volume(tmp_path: Path) -> Iterator[Volume]:
+    volume = open_volume(tmp_path)
+    yield volume
+    volume.close()
 
 
-def _check(store: TensorStore, step: int, aligned: Aligned) -> None:
-    for key, kind in _states(store.geometry):
-        expected = _content(store.geometry, key, kind, step)
-        buffer = aligned(bytes(len(expected)))
-        store.read(key, kind, Step(step), buffer)
-        assert buffer == expected, (key, kind, step)
-
-
-def _states(geometry: StoreGeometry) -> list[tuple[ChunkKey, StateKind]]:
-    keys = [ChunkKey(BlockIndex(b), ChunkIndex(c)) for b, n in enumerate(geometry.chunks_per_block) for c in range(n)]
-    kinds = STATE_ITEMSIZE[geometry.precision]
-    return [(key, kind) for key in keys if geometry.ssd_of(key) == geometry.ssd for kind in kinds]
-
-
-def _content(geometry: StoreGeometry, key: ChunkKey, kind: StateKind, step: int) -> bytes:
-    return random.Random(f"{key} {kind} {step}").randbytes(geometry.region_nbytes(kind))
-
-
-def _corrupt(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 0xFF]))
-
-
-class TestRoundtrip:
+class TestRoundTrip:
     @pytest.mark.parametrize("precision", Precision)
-    def test_two_striped_stores_and_an_arena_mapped_twice(
+    def test_striped_over_two_ssds_from_an_arena_by_many_threads(
         self, tmp_path: Path, direct: bool, precision: Precision
     ) -> None:
-        numel = 4096
         stores = []
         for i in range(2):
             (tmp_path / f"ssd{i}").mkdir()
-            geometry = replace(
-                GEOMETRY,
-                ssd=SsdIndex(i),
-                num_ssds=2,
-                precision=precision,
-                chunk_numel=numel,
-                chunks_per_block=(2, 1, 4),
+            geometry = make_geometry(
+                ssd=SsdIndex(i), ssd_weights=(2, 1), precision=precision, chunk_numel=4096, chunks_per_block=(2, 1, 6)
             )
-            stores.append(TensorStore.create(tmp_path / f"ssd{i}", geometry, direct=direct))
-        written_from = Arena.create(tmp_path / "arena", 4 * numel)
-        seen_by_other = Arena.open(tmp_path / "arena")
-        all_states = [(store, key, kind) for store in stores for key, kind in _states(store.geometry)]
-        assert len(all_states) == 7 * len(STATE_ITEMSIZE[precision])
-        for store, key, kind in all_states:
-            content = _content(store.geometry, key, kind, 0)
-            buffer = written_from.buffer(Span(0, len(content)))
-            buffer[:] = content
-            store.write(key, kind, Step(0), buffer)
-        for store, key, kind in reversed(all_states):
-            content = _content(store.geometry, key, kind, 0)
-            store.read(key, kind, Step(0), written_from.buffer(Span(0, len(content))))
-            assert seen_by_other.buffer(Span(0, len(content))) == content
+            stores.append(new_store(Volume.open(tmp_path / f"ssd{i}", direct=direct), geometry))
+        all_states = [(store, *state) for store in stores for state in states(store.geometry)]
+        assert len(all_states) == 9 * len(stores[0].geometry.kinds)
+        slot_nbytes = 4 * 4096
+        arena = Arena.create(tmp_path / "arena", len(all_states) * slot_nbytes)
 
-    def test_partly_filled_chunk(self, tmp_path: Path, direct: bool, aligned: Aligned) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=direct)
-        _fill(store, 0, aligned)
-        store.write(KEY, StateKind.MASTER, Step(0), aligned(b"p" * 4096))
-        buffer = aligned(bytes(8192))
-        store.read(KEY, StateKind.MASTER, Step(0), buffer)
-        assert buffer == b"p" * 4096 + _content(GEOMETRY, KEY, StateKind.MASTER, 0)[4096:]
-        short = aligned(bytes(4096))
-        store.read(KEY, StateKind.MASTER, Step(0), short)
-        assert short == b"p" * 4096
+        def move(verb: str, step: int) -> None:
+            def one(i: int) -> None:
+                store, key, kind = all_states[i]
+                expected = content(store.geometry, key, kind, step)
+                buffer = arena.buffer(Span(i * slot_nbytes, len(expected)))
+                buffer[:] = expected if verb == "write" else bytes(len(expected))
+                getattr(store, verb)(key, kind, Step(step), buffer)
+                assert buffer == expected
 
-    @pytest.mark.parametrize("nbytes", [0, 100, 8192 + 4096])
-    def test_wrong_length_is_refused(self, tmp_path: Path, nbytes: int) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(one, range(len(all_states))))
+
+        for step in range(3):
+            move("write", step)
+            move("read", step)
+            for store in stores:
+                store.commit(Step(step), Attempt(1), "{}")
+        move("read", 2)
+        for store in stores:
+            store.volume.close()
+        arena.close()
+        reopened = [resume(Volume.open(tmp_path / f"ssd{i}", direct=direct), attempt=2) for i in range(2)]
+        all_states = [(store, *state) for store in reopened for state in states(store.geometry)]
+        for store in reopened:
+            assert store.geometry == stores[store.geometry.ssd].geometry
+            check(store, 2)
+            store.volume.close()
+
+    def test_partly_filled_chunk(self, volume: Volume) -> None:
+        store = new_store(volume)
+        fill(store, 0)
+        store.write(KEY, StateKind.MASTER, Step(0), page_aligned(b"p" * PAGE))
+        store.commit(Step(0), Attempt(1), "{}")
+        found = page_aligned(bytes(PAGE))
+        store.read(KEY, StateKind.MASTER, Step(0), found)
+        assert found == b"p" * PAGE
+        with pytest.raises(
+            StepNotAllowed, match=r"cannot read 8192 bytes of the master of block 0, chunk 1 .* 4096 bytes"
+        ):
+            store.read(KEY, StateKind.MASTER, Step(0), page_aligned(bytes(2 * PAGE)))
+
+    def test_beginning_of_a_state_in_whole_granules(self, volume: Volume) -> None:
+        geometry = make_geometry(
+            chunk_numel=GRANULE_NBYTES // 2 + 2048, chunks_per_block=(1,), precision=Precision.FP32
+        )
+        store, key = new_store(volume, geometry), ChunkKey(BlockIndex(0), ChunkIndex(0))
+        commit(store, 0)
+        expected = content(geometry, key, StateKind.EXP_AVG, 0)
+        assert len(expected) > 2 * GRANULE_NBYTES
+        found = page_aligned(bytes(GRANULE_NBYTES))
+        store.read(key, StateKind.EXP_AVG, Step(0), found)
+        assert found == expected[:GRANULE_NBYTES]
+        with pytest.raises(ValueError, match="4096 of 2105344 bytes end inside a checksum"):
+            store.read(key, StateKind.EXP_AVG, Step(0), page_aligned(bytes(PAGE)))
+
+    @pytest.mark.parametrize("nbytes", [0, 100, 8192 + PAGE])
+    def test_wrong_length_is_refused(self, volume: Volume, nbytes: int) -> None:
+        store = new_store(volume)
         with pytest.raises(ValueError, match=f"^{nbytes} bytes cannot be the master .* up to 8192"):
             store.write(KEY, StateKind.MASTER, Step(0), memoryview(bytes(nbytes)))
 
-    def test_states_survive_closing(self, tmp_path: Path, direct: bool, aligned: Aligned) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=direct)
-        _fill(store, 0, aligned)
-        store.commit(Step(0), Attempt(1), "{}")
-        store.close()
-        store = TensorStore.open(tmp_path, JOB, Attempt(2), direct=direct)
-        assert store.geometry == GEOMETRY
-        _check(store, 0, aligned)
+    def test_ssd_without_a_chunk_commits_too(self, volume: Volume) -> None:
+        geometry = make_geometry(ssd=SsdIndex(1), ssd_weights=(9, 1), chunks_per_block=(1,))
+        store = new_store(volume, geometry)
+        for step in range(3):
+            commit(store, step)
+        store.pin(Step(2))
+        assert resume(volume, attempt=2).pinned == (2,)
 
 
-class TestGenerations:
-    def test_next_step_leaves_the_committed_one_untouched(self, tmp_path: Path, aligned: Aligned) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        _fill(store, 0, aligned)
-        store.commit(Step(0), Attempt(1), "{}")
-        for step in (1, 2, 3):
-            _fill(store, step, aligned)
-            _check(store, step, aligned)
-            _check(store, step - 1, aligned)
+class TestCreateAndDelete:
+    def test_takes_what_it_demands_and_gives_it_back(self, volume: Volume, tmp_path: Path) -> None:
+        empty = used_nbytes(volume_file(tmp_path))
+        store = new_store(volume)
+        assert used_nbytes(volume_file(tmp_path)) >= empty + store.geometry.demand.nbytes
+        assert stored_geometry(volume, JOB) == store.geometry
+        with pytest.raises(StoreExists):
+            TensorStore.create(volume, make_geometry())
+        TensorStore.delete(volume, JOB)
+        TensorStore.delete(volume, JOB)
+        assert used_nbytes(volume_file(tmp_path)) <= empty + PAGE
+        assert stored_geometry(volume, JOB) is None
+        with pytest.raises(StoreMissing, match=f"SSD {tmp_path} holds no states of job ftjob-1, or they were never"):
+            TensorStore.open(volume, JOB, Attempt(2))
+
+    def test_half_made_store_is_missing_and_made_anew(self, volume: Volume, tmp_path: Path) -> None:
+        volume.reserve(JOB, make_geometry().demand)  # and then its process was killed
+        assert stored_geometry(volume, JOB) is None
+        with pytest.raises(StoreMissing):
+            TensorStore.open(volume, JOB, Attempt(2))
+        before = volume_file(tmp_path).stat().st_size
+        commit(new_store(volume), 0)
+        assert volume_file(tmp_path).stat().st_size == before
+
+    def test_failure_while_it_is_made_takes_nothing(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ValueError, match="are more than a store can note"):
+            TensorStore.create(volume, make_geometry(chunks_per_block=(1,) * 40_000, chunk_numel=2048))
+        assert volume.allocations() == {}
+        monkeypatch.setattr(volume_module, "directory_free_nbytes", lambda path: 0)
+        with pytest.raises(NotEnoughRoom):
+            TensorStore.create(volume, make_geometry())
+        assert volume.allocations() == {}
+
+    def test_jobs_of_one_ssd_do_not_touch_each_other(self, volume: Volume) -> None:
+        stores = [new_store(volume, make_geometry(job)) for job in (JOB, OTHER)]
+        for step, store in itertools.product(range(3), stores):
+            commit(store, step)
+        stores[0].pin(Step(2))
+        for store in stores:
+            check(store, 2)
+        TensorStore.delete(volume, JOB)
+        check(stores[1], 2)
+        commit(stores[1], 3)
+        check(resume(volume, attempt=2, job=OTHER), 3)
+
+
+class TestSteps:
+    def test_next_step_leaves_the_committed_one_untouched(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 0)
+        for step in range(1, 5):
+            fill(store, step)
+            check(store, step)
+            check(store, step - 1)
             store.commit(Step(step), Attempt(1), "{}")
+            check(store, step)
 
-    def test_only_the_step_after_the_commit_may_be_written(self, tmp_path: Path, aligned: Aligned) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        _fill(store, 0, aligned)
-        store.commit(Step(0), Attempt(1), "{}")
-        _fill(store, 1, aligned)
-        page = aligned(bytes(4096))
+    def test_only_the_step_after_the_commit_may_be_written(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 0)
         for step in (0, 2, 3):
-            with pytest.raises(StepNotAllowed, match=f"cannot write step {step} when step 0 is the last commit"):
-                store.write(KEY, StateKind.PARAM, Step(step), page)
-        _check(store, 0, aligned)
-        store.commit(Step(1), Attempt(1), "{}")
-        store.write(KEY, StateKind.PARAM, Step(2), page)
+            with pytest.raises(
+                StepNotAllowed, match=f"cannot write step {step} when step 0 is the last commit; only step 1"
+            ):
+                store.write(KEY, StateKind.PARAM, Step(step), page_aligned(bytes(PAGE)))
+            with pytest.raises(StepNotAllowed, match=f"cannot commit step {step} when step 0"):
+                store.commit(Step(step), Attempt(1), "{}")
+        check(store, 0)
 
-    def test_states_that_may_be_overwritten_are_not_read(self, tmp_path: Path, aligned: Aligned) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
+    def test_nothing_before_it_is_said_where_to_resume(self, volume: Volume) -> None:
+        commit(new_store(volume), 0)
+        store = TensorStore.open(volume, JOB, Attempt(2))
+        assert store.last_commit() is None
+        with pytest.raises(StepNotAllowed, match="cannot write step 1 before it is said where to resume"):
+            store.write(KEY, StateKind.PARAM, Step(1), page_aligned(bytes(PAGE)))
+        with pytest.raises(StepNotAllowed, match="cannot commit step 1 before"):
+            store.commit(Step(1), Attempt(2), "{}")
+        with pytest.raises(StepNotAllowed, match="cannot read"):
+            store.read(KEY, StateKind.PARAM, Step(0), page_aligned(bytes(PAGE)))
+
+    @pytest.mark.parametrize(("key", "kind"), list(states(make_geometry())))
+    def test_every_state_of_every_chunk_must_be_written(self, volume: Volume, key: ChunkKey, kind: StateKind) -> None:
+        store = new_store(volume)
+        for each in states(store.geometry):
+            if each != (key, kind):
+                store.write(*each, Step(0), page_aligned(bytes(PAGE)))
+        chunk = store.geometry.local_index(key)
+        with pytest.raises(
+            StepNotAllowed, match=f"step 0 cannot be committed: the {kind} of chunk {chunk} of this SSD"
+        ):
+            store.commit(Step(0), Attempt(1), "{}")
+        with pytest.raises(
+            StepNotAllowed, match=f"{kind} of block {key.block}, chunk {key.chunk} .* 0 bytes of it are held"
+        ):
+            store.read(key, kind, Step(0), page_aligned(bytes(PAGE)))
+        store.write(key, kind, Step(0), page_aligned(bytes(PAGE)))
+        store.commit(Step(0), Attempt(1), "{}")
+
+    def test_state_that_is_written_in_part_is_neither_read_nor_committed(self, volume: Volume) -> None:
+        geometry = make_geometry(chunk_numel=GRANULE_NBYTES // 2, chunks_per_block=(1,), precision=Precision.FP32)
+        store, key = new_store(volume, geometry), ChunkKey(BlockIndex(0), ChunkIndex(0))
+        fill(store, 0)
+        region = store.region_to_write(key, StateKind.MASTER, Step(0), 2 * GRANULE_NBYTES)
+        first = page_aligned(b"n" * GRANULE_NBYTES)
+        volume.device.write(region.offset, first)
+        store.note_written(region, 0, first)
+        store.read(key, StateKind.MASTER, Step(0), first)
+        with pytest.raises(
+            StepNotAllowed, match=r"extent \d \(master of block 0, chunk 0, step 0\): .* not been written yet"
+        ):
+            store.read(key, StateKind.MASTER, Step(0), page_aligned(bytes(2 * GRANULE_NBYTES)))
+        with pytest.raises(StepNotAllowed, match="the master of chunk 0"):
+            store.commit(Step(0), Attempt(1), "{}")
+
+    def test_more_steps_than_there_is_space_for_before_the_first_commit(self, volume: Volume) -> None:
+        store = new_store(volume, LARGE)
+        fill(store, 0)
+        fill(store, 1)
+        with pytest.raises(StepNotAllowed, match=r"no extent is free for step 2: .* steps 0, 1, 2 have been begun"):
+            fill(store, 2)
+
+    def test_states_of_older_steps_are_not_read(self, volume: Volume) -> None:
+        store = new_store(volume)
         for step in (0, 1):
-            _fill(store, step, aligned)
-            store.commit(Step(step), Attempt(1), "{}")
-        for step in (0, 3):
-            with pytest.raises(StepNotAllowed, match="only steps 1 and 2 are held"):
-                store.read(KEY, StateKind.PARAM, Step(step), aligned(bytes(4096)))
-        store.read(KEY, StateKind.PARAM, Step(1), aligned(bytes(4096)))
+            commit(store, step)
+        for step in (0, 2, 3):
+            with pytest.raises(StepNotAllowed, match=f"as step {step} left it: 0 bytes .* step 1 is the last commit"):
+                store.read(KEY, StateKind.PARAM, Step(step), page_aligned(bytes(PAGE)))
 
 
 class TestCommit:
-    def test_none_before_the_first(self, tmp_path: Path) -> None:
-        assert TensorStore.create(tmp_path, GEOMETRY, direct=False).last_commit() is None
-
-    def test_last_is_found_after_reopening_and_wrapping_round(self, tmp_path: Path) -> None:
-        store = TensorStore.create(tmp_path, replace(GEOMETRY, rank=Rank(3)), direct=False)
-        last_step = layout.NUM_COMMIT_RECORDS + 5
-        for step in range(last_step + 1):
-            store.commit(Step(step), Attempt(1), f'{{"step": {step}}}')
-        for found in (store, TensorStore.open(tmp_path, JOB, Attempt(1), direct=False)):
-            record = found.last_commit()
-            assert record is not None
-            assert (record.step, record.attempt, record.rank) == (last_step, 1, 3)
-            assert record.trainer_state == f'{{"step": {last_step}}}'
-
-    @pytest.mark.parametrize("at", [0, 8, 60, 4095])
-    def test_torn_or_corrupt_record_is_ignored(self, tmp_path: Path, aligned: Aligned, at: int) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        for step in (0, 1):
-            _fill(store, step, aligned)
-            store.commit(Step(step), Attempt(1), '{"loss": 2.5}')
-        store.close()
-        _corrupt(store.path, layout.JOURNAL_OFFSET + layout.RECORD_NBYTES + at)
-        store = TensorStore.open(tmp_path, JOB, Attempt(2), direct=False)
-        record = store.last_commit()
+    def test_last_is_found_after_the_journal_went_round(self, volume: Volume) -> None:
+        store = new_store(volume, make_geometry(rank=Rank(3), chunks_per_block=(1,)))
+        for step in range(layout.NUM_COMMIT_RECORDS + 5):
+            assert commit(store, step).step == step
+        found = resume(volume, attempt=2)
+        record = found.last_commit()
         assert record is not None
-        assert record.step == 0
-        _check(store, 0, aligned)
-        _fill(store, 1, aligned)
-        store.commit(Step(1), Attempt(2), "{}")
-        again = TensorStore.open(tmp_path, JOB, Attempt(2), direct=False).last_commit()
-        assert again is not None
-        assert (again.step, again.attempt) == (1, 2)
+        assert (record.step, record.attempt, record.rank) == (68, 2, 3)
+        assert record.trainer_state == '{"step": 68}'
+        assert len(found.commits()) == layout.NUM_COMMIT_RECORDS
+        check(found, 68)
 
-    def test_data_is_synced_before_the_record_and_the_record_after(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        calls: list[str] = []
-        real_sync, real_write = os.fdatasync, os.pwrite
+    def test_order_of_writes_and_syncs(self, tmp_path: Path) -> None:
+        """Data, then the manifest, a sync, both copies of the record, a sync."""
+        calls: list[object] = []
 
-        def sync(fd: int) -> None:
-            calls.append("sync")
-            real_sync(fd)
+        class Logging(QuickDevice):
+            def write_records(self, offset: int, raw: bytes) -> None:
+                calls.append(offset)
+                super().write_records(offset, raw)
 
-        def write(fd: int, raw: bytes, offset: int) -> int:
-            calls.append("record")
-            return real_write(fd, raw, offset)
+            def sync(self) -> None:
+                calls.append("sync")
 
-        monkeypatch.setattr(os, "fdatasync", sync)
-        monkeypatch.setattr(os, "pwrite", write)
-        store.commit(Step(0), Attempt(1), "{}")
-        assert calls == ["sync", "record", "sync"]
+        volume = open_volume(tmp_path, make_device=Logging)
+        store = new_store(volume)
+        commit(store, 0)
+        fill(store, 1)
+        calls.clear()
+        store.commit(Step(1), Attempt(1), "{}")
+        head = volume.allocation(JOB).head_offset
+        manifest = calls[0]
+        assert manifest in [head + store.geometry.manifest_offset(i) for i in range(layout.NUM_MANIFESTS)]
+        entries = [head + offset + PAGE for offset in layout.JOURNAL_OFFSETS]
+        assert calls == [manifest, "sync", *entries, "sync"]
+        volume.close()
 
-    def test_failed_sync_is_final(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        store.commit(Step(0), Attempt(1), "{}")
+    def test_trainer_state_that_is_too_long_changes_nothing(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 0)
+        fill(store, 1)
+        with pytest.raises(ValueError, match="the trainer's state takes 3073 bytes"):
+            store.commit(Step(1), Attempt(1), "x" * 3073)
+        check(store, 0)
+        store.commit(Step(1), Attempt(1), "x" * 3072)
+        check(resume(volume, attempt=2), 1)
 
-        def fail(fd: int) -> None:
-            raise OSError(errno.EIO, "Input/output error")
 
+class TestPins:
+    def test_bytes_stay_over_many_steps_and_attempts(self, volume: Volume) -> None:
+        store = new_store(volume, LARGE)
+        for step in range(3):
+            commit(store, step)
+        reserved = volume.allocation(JOB)
+        store.pin(Step(2))
+        store.pin(Step(2))
+        assert len(volume.allocation(JOB).ranges) == len(reserved.ranges) + 1  # beyond the first reservation
+        for step in range(3, 8):
+            commit(store, step)
+        store.pin(Step(7))
+        store = resume(volume, attempt=2)
+        for step in range(8, 13):
+            commit(store, step)
+        assert store.pinned == (2, 7)
+        for step, attempt in ((2, 1), (7, 1), (12, 2)):
+            check(store, step, attempt)
+        check(resume(volume, attempt=3), 7)
+
+    def test_survives_reopening_at_once(self, volume: Volume) -> None:
+        """The journal has two records of that commit; the later one knows of the checkpoint."""
+        store = new_store(volume)
+        commit(store, 0)
+        store.pin(Step(0))
+        first = store.commits()[0]
+        assert first.pins == ()
+        store = TensorStore.open(volume, JOB, Attempt(2))
+        store.resume_from(first)
+        assert store.pinned == (0,)
+        for step in range(1, 5):
+            commit(store, step)
+        check(store, 0)
+
+    def test_given_up_its_space_serves_the_next(self, volume: Volume, tmp_path: Path) -> None:
+        store = new_store(volume, LARGE)
+        sizes = set()
+        for step in range(6):
+            commit(store, step)
+            store.pin(Step(step))
+            for old in store.pinned[:-1]:
+                store.unpin(old)
+            store.unpin(Step(99))
+            sizes.add(volume_file(tmp_path).stat().st_size)
+            assert store.pinned == (step,)
+        assert len(sizes) == 2  # for the first checkpoint, and the second one that came before it was given up
+        store = resume(volume, attempt=2)
+        assert store.pinned == (5,)
+        store.unpin(Step(5))
+        assert resume(volume, attempt=3).pinned == ()
+        with pytest.raises(StepNotAllowed):
+            store.read(KEY, StateKind.PARAM, Step(4), page_aligned(bytes(PAGE)))
+
+    def test_only_the_last_commit_and_no_more_than_there_is_space_for(self, volume: Volume) -> None:
+        store = new_store(volume, LARGE)
+        with pytest.raises(StepNotAllowed, match="the last commit is none, and 0 of at most 4 checkpoints are kept"):
+            store.pin(Step(0))
+        for step in range(MAX_PINS):
+            commit(store, step)
+            with pytest.raises(StepNotAllowed, match=f"the last commit is step {step}"):
+                store.pin(Step(step + 1))
+            store.pin(Step(step))
+        commit(store, MAX_PINS)
+        with pytest.raises(
+            StepNotAllowed, match=f"step 4 cannot be kept .* 4 of at most {MAX_PINS} checkpoints are kept"
+        ):
+            store.pin(Step(MAX_PINS))
+        for step in range(MAX_PINS + 1, MAX_PINS + 8):
+            commit(store, step)
+        for step in range(MAX_PINS):
+            check(store, step)
+
+    def test_full_disk_changes_nothing(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = new_store(volume, LARGE)
+        commit(store, 0)
+        before = volume.allocation(JOB)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", fail)
-            with pytest.raises(StoreIoError, match=r"could not sync the commit of step 1: .*Input/output error"):
-                store.commit(Step(1), Attempt(1), "{}")
-        with pytest.raises(StoreIoError, match="an earlier sync failed"):
-            store.commit(Step(1), Attempt(1), "{}")
-        record = store.last_commit()
-        assert record is not None
-        assert record.step == 0
-
-    def test_steps_are_committed_once_and_in_order(self, tmp_path: Path) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        store.commit(Step(0), Attempt(1), "{}")
-        for step in (0, 2):
-            with pytest.raises(StepNotAllowed, match=f"cannot commit step {step}"):
-                store.commit(Step(step), Attempt(1), "{}")
-
-
-class TestAttempts:
-    def test_older_attempt_can_neither_open_write_nor_commit(self, tmp_path: Path, aligned: Aligned) -> None:
-        lost = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        _fill(lost, 0, aligned)
-        lost.commit(Step(0), Attempt(1), "{}")
-        successor = TensorStore.open(tmp_path, JOB, Attempt(3), direct=False)
-        with pytest.raises(StaleAttempt, match="attempt 3 has taken over; attempt 1"):
-            lost.write(KEY, StateKind.PARAM, Step(1), aligned(bytes(4096)))
-        with pytest.raises(StaleAttempt):
-            lost.commit(Step(1), Attempt(1), "{}")
-        with pytest.raises(StaleAttempt, match="attempt 3 has taken over; attempt 2"):
-            TensorStore.open(tmp_path, JOB, Attempt(2), direct=False)
-        _fill(successor, 1, aligned)
-        successor.commit(Step(1), Attempt(3), "{}")
-        _check(successor, 1, aligned)
-
-    def test_commit_for_another_attempt_is_refused(self, tmp_path: Path) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        with pytest.raises(StaleAttempt, match="open for attempt 1; attempt 2"):
-            store.commit(Step(0), Attempt(2), "{}")
-
-    def test_torn_fence_leaves_the_other_one(self, tmp_path: Path) -> None:
-        TensorStore.create(tmp_path, GEOMETRY, direct=False).close()
-        path = store_path(tmp_path, JOB)
-        for attempt in (2, 3):
-            TensorStore.open(tmp_path, JOB, Attempt(attempt), direct=False).close()
-        # Attempts 2 and 3 lie in different places: damaging either must leave at least attempt 2's fence.
-        pristine = path.read_bytes()
-        for place in (0, 1):
-            path.write_bytes(pristine)
-            _corrupt(path, layout.FENCE_OFFSET + place * layout.RECORD_NBYTES + 20)
-            with pytest.raises(StaleAttempt):
-                TensorStore.open(tmp_path, JOB, Attempt(1), direct=False)
-
-    def test_highest_attempt_wins_over_a_higher_step(self, tmp_path: Path, aligned: Aligned) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        for step in (0, 1, 2):
-            _fill(store, step, aligned)
-            store.commit(Step(step), Attempt(1), f'{{"step": {step}}}')
-        store.close()
-        # Another SSD of the job has step 1 only, so the job goes back to it.
-        store = TensorStore.open(tmp_path, JOB, Attempt(2), direct=False)
-        store.roll_back(Step(1))
-        store.close()
-        store = TensorStore.open(tmp_path, JOB, Attempt(2), direct=False)
-        record = store.last_commit()
-        assert record is not None
-        assert (record.step, record.attempt, record.trainer_state) == (1, 2, '{"step": 1}')
-        _check(store, 1, aligned)
-        store.roll_back(Step(1))  # already there: nothing happens
-        _fill(store, 2, aligned)
-        store.commit(Step(2), Attempt(2), "{}")
-        with pytest.raises(StepNotAllowed, match="committed step 2 itself"):
-            store.roll_back(Step(1))
-
-    def test_no_way_back_to_states_that_are_gone(self, tmp_path: Path) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        with pytest.raises(StepNotAllowed, match="nothing is committed"):
-            store.roll_back(Step(0))
-        for step in (0, 1, 2):
-            store.commit(Step(step), Attempt(1), "{}")
-        store = TensorStore.open(tmp_path, JOB, Attempt(2), direct=False)
-        with pytest.raises(StepNotAllowed, match="cannot go back to step 0; step 2 is the last"):
-            store.roll_back(Step(0))
-
-
-class TestCreate:
-    def test_file_is_private_and_wholly_allocated(self, tmp_path: Path, direct: bool) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=direct)
-        facts = store.path.stat()
-        assert store.path == tmp_path / "ftjob-1.store"
-        assert facts.st_mode & 0o777 == 0o600
-        assert facts.st_size == GEOMETRY.file_nbytes == (1 << 20) + 2 * 3 * 14 * 2048
-        assert facts.st_blocks * 512 >= facts.st_size
-        assert list(tmp_path.iterdir()) == [store.path]
-        store.delete()
-        assert list(tmp_path.iterdir()) == []
-
-    def test_too_small_disk_is_refused_before_anything_is_written(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        opened: list[str] = []
-        real_open = os.open
-
-        def record(path: str, *args: int) -> int:
-            opened.append(str(path))
-            return real_open(path, *args)
-
-        monkeypatch.setattr(os, "open", record)
-        huge = replace(GEOMETRY, chunk_numel=1 << 50)
-        with pytest.raises(NotEnoughRoom) as caught:
-            TensorStore.create(tmp_path, huge)
-        assert caught.value.needed_nbytes == huge.file_nbytes
-        assert f"{huge.file_nbytes} bytes" in str(caught.value)
-        assert f"{caught.value.free_nbytes} bytes" in str(caught.value)
-        assert opened == []
-        assert list(tmp_path.iterdir()) == []
-
-    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-    def test_disk_full_meanwhile_leaves_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-    ) -> None:
-        def full(fd: int, offset: int, nbytes: int) -> None:
-            os.ftruncate(fd, nbytes // 2)
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(NotEnoughRoom, match="model states of job ftjob-1 on SSD 0"):
-            TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        assert list(tmp_path.iterdir()) == []
-
-    def test_file_system_without_o_direct_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        real_open = os.open
-
-        def refuse(path: str, flags: int, *args: int) -> int:
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return real_open(path, flags, *args)
-
-        monkeypatch.setattr(os, "open", refuse)
-        with pytest.raises(DirectIoRefused, match=f"{tmp_path} refuses O_DIRECT"):
-            TensorStore.create(tmp_path, GEOMETRY)
-        assert list(tmp_path.iterdir()) == []
-        TensorStore.create(tmp_path, GEOMETRY, direct=False).close()
-
-    def test_existing_store_is_kept(self, tmp_path: Path, aligned: Aligned) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        _fill(store, 0, aligned)
-        with pytest.raises(StoreExists, match=r"ftjob-1\.store exists"):
-            TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        _check(store, 0, aligned)
-
-    def test_what_a_crash_left_unfinished_is_replaced(self, tmp_path: Path) -> None:
-        (tmp_path / "ftjob-1.unfinished").write_bytes(b"half")
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        assert list(tmp_path.iterdir()) == [store.path]
-
-    def test_missing_directory_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="ssd9 does not exist"):
-            TensorStore.create(tmp_path / "ssd9", GEOMETRY)
-
-
-class TestOpen:
-    def test_missing_store(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match=r"ftjob-1\.store"):
-            TensorStore.open(tmp_path, JOB, Attempt(1))
-
-    def test_damaged_cut_and_foreign_files(self, tmp_path: Path) -> None:
-        TensorStore.create(tmp_path, GEOMETRY, direct=False).close()
-        path = store_path(tmp_path, JOB)
-        path.rename(store_path(tmp_path, JobId("ftjob-2")))
-        with pytest.raises(StoreCorrupt, match="holds the states of job ftjob-1, not of ftjob-2"):
-            TensorStore.open(tmp_path, JobId("ftjob-2"), Attempt(1), direct=False)
-        store_path(tmp_path, JobId("ftjob-2")).rename(path)
-        os.truncate(path, GEOMETRY.file_nbytes - 4096)
-        with pytest.raises(StoreCorrupt, match=f"not the {GEOMETRY.file_nbytes}"):
-            TensorStore.open(tmp_path, JOB, Attempt(1), direct=False)
-        _corrupt(path, 30)
-        with pytest.raises(StoreCorrupt, match="damaged"):
-            TensorStore.open(tmp_path, JOB, Attempt(1), direct=False)
-
-
-class TestIoErrors:
-    def test_short_reads_and_writes_are_completed(
-        self, tmp_path: Path, aligned: Aligned, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        real_read, real_write = os.preadv, os.pwritev
-        calls = SimpleNamespace(reads=0, writes=0)
-
-        def short_read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            calls.reads += 1
-            return real_read(fd, [buffers[0][:512]], offset)
-
-        def short_write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            calls.writes += 1
-            return real_write(fd, [buffers[0][:1024]], offset)
-
-        monkeypatch.setattr(os, "preadv", short_read)
-        monkeypatch.setattr(os, "pwritev", short_write)
-        content = random.Random(1).randbytes(8192)
-        store.write(KEY, StateKind.MASTER, Step(0), aligned(content))
-        buffer = aligned(bytes(8192))
-        store.read(KEY, StateKind.MASTER, Step(0), buffer)
-        assert buffer == content
-        assert (calls.reads, calls.writes) == (16, 8)
-
-    @pytest.mark.parametrize(("verb", "function"), [("read", "preadv"), ("write", "pwritev")])
-    def test_error_names_directory_job_chunk_and_kind(
-        self, tmp_path: Path, aligned: Aligned, monkeypatch: pytest.MonkeyPatch, verb: str, function: str
-    ) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-
-        def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
-        monkeypatch.setattr(os, function, fail)
-        with pytest.raises(StoreIoError) as caught:
-            getattr(store, verb)(KEY, StateKind.EXP_AVG, Step(0), aligned(bytes(4096)))
-        text = str(pickle.loads(pickle.dumps(caught.value)))
-        for part in (str(tmp_path), "ftjob-1", verb, "exp_avg of block 0, chunk 1, step 0", "Input/output error"):
-            assert part in text
-
-    def test_end_of_file_is_an_error_not_a_short_answer(self, tmp_path: Path, aligned: Aligned) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        os.truncate(store.path, layout.EXTENTS_OFFSET)
-        with pytest.raises(StoreIoError, match=r"could not read param .* the file ends at byte"):
-            store.read(KEY, StateKind.PARAM, Step(0), aligned(bytes(4096)))
-
-    def test_disk_that_takes_nothing_is_an_error(
-        self, tmp_path: Path, aligned: Aligned, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store = TensorStore.create(tmp_path, GEOMETRY, direct=False)
-        monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: 0)
-        with pytest.raises(StoreIoError, match="took no bytes"):
-            store.write(KEY, StateKind.PARAM, Step(0), aligned(bytes(4096)))
+            patch.setattr(volume_module, "directory_free_nbytes", lambda path: 0)
+            with pytest.raises(NotEnoughRoom, match="model states of job ftjob-1"):
+                store.pin(Step(0))
+        assert volume.allocation(JOB) == before
+        assert store.pinned == ()
+        assert len(store.commits()) == 1
+        commit(store, 1)
+        store.pin(Step(1))
+        check(store, 1)

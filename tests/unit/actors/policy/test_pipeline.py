@@ -90,7 +90,8 @@ def test_a_resumed_job_goes_on_at_the_next_step(
     world = World(shape, initial_step)
     run(world, random.Random(seed), slow)
     world.check_end()
-    assert min(step for step, *_ in world.computed) == initial_step + 1
+    trained = {Phase.FORWARD, Phase.HEAD, Phase.BACKWARD}
+    assert min(step for step, phase, *_ in world.computed if phase in trained) == initial_step + 1
 
 
 @given(shape=shapes, seed=st.integers(0, 2**32), data=st.data())
@@ -294,7 +295,7 @@ def test_a_stop_during_an_export_waits_for_it() -> None:
 
 def test_a_job_lost_after_its_last_commit_resumes_with_evaluation_and_export() -> None:
     world = World(make_shape(num_evaluation_groups=1), initial_step=2)
-    world.expected = [
+    assert world.expected == [
         *((2, Phase.EVALUATE, block, 0) for block in range(3)),
         (2, Phase.EVALUATE_HEAD, 3, 0),
         (2, None, 0, 0),

@@ -65,6 +65,7 @@ def make_shape(
         ),
         shared=tuple(shared),
         learning_rate=lambda step: 0.5 / step,
+        trainer_state=lambda step: f'{{"optimizer_step": {step}}}',
         gpu_worker=GPU,
         optimizers=tuple(ActorName(f"optimizer-{i}") for i in range(num_optimizers)),
         ssd_servers=tuple(ActorName(f"ssd-{i}") for i in range(num_ssds)),
@@ -88,10 +89,13 @@ def expected_operations(shape: JobShape, first_step: int) -> list[tuple[int, Pha
     layers = list(range(shape.num_blocks - 1))
     head = shape.num_blocks - 1
     found: list[tuple[int, Phase | None, int, int]] = []
-    for step in range(first_step, shape.total_steps + 1):
-        found += [(step, Phase.FORWARD, b, 0) for b in layers]
-        found += [(step, Phase.HEAD, head, 0)]
-        found += [(step, Phase.BACKWARD, b, 0) for b in reversed(layers)]
+    for step in range(first_step - 1, shape.total_steps + 1):
+        if step >= first_step:
+            found += [(step, Phase.FORWARD, b, 0) for b in layers]
+            found += [(step, Phase.HEAD, head, 0)]
+            found += [(step, Phase.BACKWARD, b, 0) for b in reversed(layers)]
+        elif step == 0:
+            continue  # what follows a step is due again for the one that a resumed job goes on from
         last = step == shape.total_steps
         if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
             for group in range(shape.num_evaluation_groups):

@@ -1,0 +1,186 @@
+"""Requests to an SSD server, as an optimizer makes them: so many chunks in flight, descriptors only."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+
+from windlass.actors.messages import (
+    ActorFailed,
+    ChunkIo,
+    ChunkIoDone,
+    ChunkPart,
+    Message,
+    ReadChunks,
+    WriteChunks,
+)
+from windlass.storage.arena import Arena
+from windlass.storage.ids import (
+    ActorName,
+    Attempt,
+    BlockIndex,
+    ChunkIndex,
+    ChunkKey,
+    CorrelationId,
+    JobId,
+    Precision,
+    Rank,
+    Span,
+    SsdIndex,
+    StateKind,
+    Step,
+)
+from windlass.storage.store_format import CHUNK_NUMEL_UNIT, StoreGeometry
+
+JOB = JobId("ssd-benchmark")
+REQUESTER = ActorName("requester")
+SERVER = ActorName("ssd-0")
+ITEMSIZE = 14  # bf16 param, fp32 master and moments
+_DEADLINE_S = 120.0
+
+
+class Traffic(StrEnum):
+    """What is moved."""
+
+    READ = "read"  # all states of a chunk
+    WRITE = "write"
+    MIX = "mix"  # as an update does: master and moments in, all states out
+
+
+READ_KINDS = {
+    Traffic.READ: tuple(StateKind),
+    Traffic.MIX: (StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ),
+}
+READ_SHARE = {Traffic.READ: 1.0, Traffic.WRITE: 0.0, Traffic.MIX: 12 / 26}
+
+
+def geometry_of(request_nbytes: int, working_set_nbytes: int) -> StoreGeometry:
+    """Chunks whose states are `request_nbytes` in all, rounded down to what a chunk can be."""
+    numel = max(1, request_nbytes // ITEMSIZE // CHUNK_NUMEL_UNIT) * CHUNK_NUMEL_UNIT
+    return StoreGeometry(
+        job=JOB,
+        rank=Rank(0),
+        attempt=Attempt(1),
+        ssd=SsdIndex(0),
+        ssd_weights=(1,),
+        precision=Precision.BF16,
+        chunk_numel=numel,
+        chunks_per_block=(max(2, working_set_nbytes // (numel * ITEMSIZE)),),
+    )
+
+
+class Requester:
+    """Asks for chunks of one store. `post` takes the answers, from any thread."""
+
+    def __init__(self, geometry: StoreGeometry, arena_path: Path, num_in_flight: int) -> None:
+        self._geometry = geometry
+        self._num_in_flight = num_in_flight
+        self.send: Callable[[ActorName, Message], None]  # set before anything is asked
+        self._arena = Arena.open(arena_path)
+        self._changed = threading.Condition()
+        self._answers: deque[Message] = deque()
+        self._keys = [ChunkKey(BlockIndex(0), ChunkIndex(i)) for i in range(geometry.num_chunks)]
+        self._correlation = 0
+
+    def post(self, message: Message) -> None:
+        """Take an answer."""
+        with self._changed:
+            self._answers.append(message)
+            self._changed.notify()
+
+    def prepare(self) -> None:
+        """Write every chunk, as step 0 to be read and as step 1: nothing is written the first time while timed."""
+        memory = self._arena.buffer(Span(0, self._arena.nbytes))
+        block = bytes(range(256)) * 4096
+        for start in range(0, memory.nbytes, len(block)):
+            memory[start : start + len(block)] = block[: memory.nbytes - start]
+        for step in (0, 1):
+            self._run(Traffic.WRITE, len(self._keys), until_s=0.0, write_step=step)
+
+    def measure(self, traffic: Traffic, seconds: float) -> float:
+        """Bytes per second, with `num_in_flight` chunks on their way, for about so long."""
+        start_s = time.perf_counter()
+        num_chunks = self._run(traffic, 2 * self._num_in_flight, until_s=start_s + seconds)
+        per_numel = {Traffic.READ: ITEMSIZE, Traffic.WRITE: ITEMSIZE, Traffic.MIX: 12 + ITEMSIZE}[traffic]
+        return num_chunks * self._geometry.chunk_numel * per_numel / (time.perf_counter() - start_s)
+
+    def latency_s(self, nbytes: int) -> float:
+        """Seconds from asking for one state of one chunk to its answer, with nothing else on its way."""
+        start_s = time.perf_counter()
+        self._ask(ReadChunks, 0, Step(0), (StateKind.MASTER,), 0, nbytes)
+        self._next()
+        return time.perf_counter() - start_s
+
+    def close(self) -> None:
+        """Unmap the arena."""
+        self._arena.close()
+
+    def _run(self, traffic: Traffic, min_chunks: int, *, until_s: float, write_step: int = 1) -> int:
+        """Keep the slots busy; each holds one chunk, read and then written where the traffic asks for both."""
+        begun = done = 0
+        chunk_of: dict[int, tuple[int, int]] = {}  # correlation -> (chunk, slot)
+        free = list(range(self._num_in_flight))
+        reading: set[int] = set()
+        while True:
+            while free and (begun < min_chunks or time.perf_counter() < until_s):
+                slot, chunk = free.pop(), begun % len(self._keys)
+                begun += 1
+                if traffic is Traffic.WRITE:
+                    correlation = self._ask(WriteChunks, chunk, Step(write_step), tuple(StateKind), slot)
+                else:
+                    correlation = self._ask(ReadChunks, chunk, Step(0), READ_KINDS[traffic], slot)
+                    reading.add(correlation)
+                chunk_of[correlation] = (chunk, slot)
+            if not chunk_of:
+                return done
+            answer = self._next()
+            assert isinstance(answer, ChunkIoDone)
+            chunk, slot = chunk_of.pop(answer.correlation)
+            if traffic is Traffic.MIX and answer.correlation in reading:
+                correlation = self._ask(WriteChunks, chunk, Step(write_step), tuple(StateKind), slot)
+                chunk_of[correlation] = (chunk, slot)
+            else:
+                done += 1
+                free.append(slot)
+            reading.discard(answer.correlation)
+
+    def _ask(
+        self,
+        kind: type[ReadChunks] | type[WriteChunks],
+        chunk: int,
+        step: Step,
+        states: tuple[StateKind, ...],
+        slot: int,
+        nbytes: int | None = None,
+    ) -> int:
+        self._correlation += 1
+        offset = slot * self._geometry.extent_nbytes
+        parts = tuple(
+            ChunkPart(
+                state,
+                Span(offset + self._geometry.region_offset(state), nbytes or self._geometry.region_nbytes(state)),
+            )
+            for state in states
+        )
+        request = kind(
+            job=JOB,
+            step=step,
+            correlation=CorrelationId(self._correlation),
+            reply_to=REQUESTER,
+            priority=(0, 0),
+            deadline_s=_DEADLINE_S,
+            items=(ChunkIo(self._keys[chunk], parts),),
+        )
+        self.send(SERVER, request)
+        return self._correlation
+
+    def _next(self) -> Message:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._answers, timeout=_DEADLINE_S):
+                raise TimeoutError("the SSD server does not answer")
+            answer = self._answers.popleft()
+        if isinstance(answer, ActorFailed):
+            raise RuntimeError(answer.error)
+        return answer

@@ -1,0 +1,70 @@
+"""A job whose states lie on raw block devices, and is cut off and resumed there: files behind loop devices."""
+
+import dataclasses
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.training import exported_params, losses_of, make_partition, make_spec
+from windlass.actors.local import run_local
+from windlass.actors.messages import Message, UpdateBlock
+from windlass.storage.calibration import Calibration
+from windlass.storage.ids import ActorName, Attempt
+from windlass.storage.volume import Volume
+
+_IMAGE_NBYTES = 256 << 20
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    made: list[str] = []
+    for i in range(2):
+        image = tmp_path / f"disk-{i}"
+        with image.open("wb") as file:
+            file.truncate(_IMAGE_NBYTES)
+        try:
+            done = subprocess.run(
+                ["losetup", "--find", "--show", str(image)], capture_output=True, text=True, check=False, timeout=60
+            )
+        except FileNotFoundError:
+            pytest.skip("no loop devices here: losetup is not installed")
+        if done.returncode != 0:
+            for name in made:
+                subprocess.run(["losetup", "--detach", name], check=True, timeout=60)
+            pytest.skip(f"no loop devices here: {done.stderr.strip()}")
+        made.append(done.stdout.strip())
+    yield tuple(made)
+    for name in made:
+        subprocess.run(["losetup", "--detach", name], check=True, timeout=60)
+
+
+class CutOff(BaseException):
+    """Stands in for the end of the process."""
+
+
+def test_training_on_raw_devices_is_that_on_files(tmp_path: Path, devices: tuple[str, ...]) -> None:
+    on_files = make_spec(tmp_path / "files", total_steps=4, evaluate_every=None)
+    assert run_local(on_files, partition=make_partition(on_files))["status"] == "succeeded"
+    made = make_spec(tmp_path / "raw", total_steps=4, evaluate_every=None)
+    on_devices = dataclasses.replace(made, ssd_dirs=devices)
+
+    def look(to: ActorName, message: Message) -> None:
+        if isinstance(message, UpdateBlock) and message.step == 3:
+            raise CutOff
+
+    with pytest.raises(CutOff):
+        run_local(on_devices, partition=make_partition(made), on_message=look)
+    again = dataclasses.replace(on_devices, attempt=Attempt(2))
+    assert run_local(again, partition=make_partition(made))["status"] == "succeeded"
+    assert losses_of(made) == losses_of(on_files)
+    expected = exported_params(on_files)
+    assert all(param.equal(expected[name]) for name, param in exported_params(made).items())
+    for device in devices:
+        volume = Volume.open(device)
+        assert volume.allocations() == {}
+        known = volume.calibration()
+        volume.close()
+        assert known is not None
+        assert Calibration.from_json(known).mixed_bytes_per_s > 0

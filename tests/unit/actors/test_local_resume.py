@@ -1,0 +1,140 @@
+"""All actors in one process: an attempt that is cut off, and the next one, which goes on as if nothing had happened."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training import (
+    exported_params,
+    has_direct_io,
+    journal_of,
+    leftovers_of,
+    losses_of,
+    make_partition,
+    make_spec,
+)
+from windlass.actors.context import SsdFacts
+from windlass.actors.job_spec import JobSpec
+from windlass.actors.local import run_local
+from windlass.actors.messages import CommitStore, ExportModel, LoadModel, Message, UpdateBlock, WriteChunks
+from windlass.storage.ids import ActorName, Attempt, ChunkKey, JobId, Precision
+from windlass.storage.transfers import DEFAULT_IO
+
+# Losses, params, trained tokens.
+Result = tuple[list[float], dict[str, torch.Tensor], object]
+
+
+class CutOff(BaseException):
+    """Stands in for the end of the process."""
+
+
+def job(root: Path) -> JobSpec:
+    return make_spec(
+        root,
+        precision=Precision.BF16,
+        num_microbatches=2,
+        clip_norm=0.5,
+        dropout=0.1,
+        total_steps=6,
+        evaluate_every=2,
+        checkpoint_every=2,
+    )
+
+
+def attempt(
+    spec: JobSpec, number: int, cut_off_at: tuple[type[Message], int] | None = None
+) -> dict[str, object] | None:
+    """One attempt, cut off as the scheduler sends the first message of a kind about a step; its outcome, if any."""
+
+    def look(to: ActorName, message: Message) -> None:
+        if cut_off_at == (type(message), message.step):
+            raise CutOff
+
+    again = dataclasses.replace(spec, attempt=Attempt(number))
+    direct = has_direct_io(Path(spec.model_dir))
+    try:
+        return run_local(again, partition=make_partition(spec), direct=direct, on_message=look)
+    except CutOff:
+        return None
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    spec = job(tmp_path_factory.mktemp("uninterrupted"))
+    outcome = attempt(spec, 1)
+    assert outcome is not None
+    assert outcome["status"] == "succeeded"
+    return losses_of(spec), exported_params(spec), outcome["trained_tokens"]
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [(LoadModel, 0)],
+        [(CommitStore, 0)],
+        [(UpdateBlock, 1), (UpdateBlock, 2)],
+        [(CommitStore, 3), (CommitStore, 3), (UpdateBlock, 5)],
+        [(ExportModel, 2), (ExportModel, 6)],
+    ],
+)
+def test_the_same_model_whatever_cut_the_attempts_off(
+    tmp_path: Path,
+    uninterrupted: Result,
+    cuts: list[tuple[type[Message], int]],
+) -> None:
+    spec = job(tmp_path)
+    for number, cut in enumerate(cuts, start=1):
+        assert attempt(spec, number, cut) is None
+        assert leftovers_of(spec) != []
+    outcome = attempt(spec, len(cuts) + 1)
+    assert outcome is not None
+    assert outcome["status"] == "succeeded"
+    losses, params, trained_tokens = uninterrupted
+    assert losses_of(spec) == losses
+    for name, param in params.items():
+        assert torch.equal(exported_params(spec)[name], param), name
+    told = [record.data["fine_tuned_model_checkpoint"] for record in journal_of(spec) if record.kind == "checkpoint"]
+    assert set(told) == {"out-step-2", "out-step-4", "out"}
+    assert outcome["trained_tokens"] == trained_tokens
+    assert leftovers_of(spec) == []
+
+
+def test_a_resumed_job_keeps_the_weights_it_began_with(tmp_path: Path) -> None:
+    """They tell where its chunks lie; the SSDs are measured anew meanwhile, and found alike."""
+    spec = job(tmp_path)
+    facts = tuple(SsdFacts(io=DEFAULT_IO, weight=weight) for weight in (1, 3))
+    direct = has_direct_io(tmp_path)
+
+    places: list[dict[ChunkKey, ActorName]] = []
+
+    def look(to: ActorName, message: Message) -> None:
+        if isinstance(message, WriteChunks):
+            places[-1] |= {item.key: to for item in message.items}
+        if isinstance(message, UpdateBlock) and message.step == 2 and len(places) == 1:
+            raise CutOff
+
+    places.append({})
+    with pytest.raises(CutOff):
+        run_local(spec, partition=make_partition(spec), direct=direct, ssds=facts, on_message=look)
+    places.append({})
+    again = dataclasses.replace(spec, attempt=Attempt(2))
+    assert run_local(again, partition=make_partition(spec), direct=direct, on_message=look)["status"] == "succeeded"
+    assert places[0] == places[1]
+    counts = Counter(places[0].values())
+    assert abs(counts[ActorName("ssd-1")] - 3 * counts[ActorName("ssd-0")]) <= 3
+
+
+def test_another_number_of_ssds_is_refused_for_a_job_that_has_begun_and_right_for_the_next(tmp_path: Path) -> None:
+    spec = job(tmp_path)
+    assert attempt(spec, 1, (UpdateBlock, 2)) is None
+    fewer = dataclasses.replace(spec, ssd_dirs=spec.ssd_dirs[:1])
+    with pytest.raises(Exception, match=r"laid out for other settings \(ssd_weights \(1, 1\), now \(1,\)\)"):
+        attempt(fewer, 2)
+    (tmp_path / "next").mkdir()
+    following = dataclasses.replace(fewer, job=JobId(f"{spec.job}-next"), job_dir=str(tmp_path / "next"))
+    outcome = attempt(following, 1)
+    assert outcome is not None
+    assert outcome["status"] == "succeeded"

@@ -1,0 +1,46 @@
+"""What `windlass down --force` does to jobs, once their processes have ended with Ray."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.service.dispatcher_stage import Stage
+from windlass.actors.scheduler import INTERRUPTED
+from windlass.service import lifecycle
+from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.statuses import JobStatus
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    settings = Settings(home=tmp_path)
+    settings.make_dirs()
+    migrate(settings.database_url)
+    database = Database(settings.database_url)
+    yield Stage(tmp_path, database)
+    database.close()
+
+
+@pytest.mark.parametrize("was_interrupted", [False, True])
+def test_a_running_job_fails_and_leaves_nothing(stage: Stage, was_interrupted: bool) -> None:
+    """Also where its runner saw the other processes die first, and told so."""
+    job_id, journal = stage.run()
+    stage.put_states(job_id)
+    if was_interrupted:
+        error = {"code": "process_lost", "message": "the process of ssd-1 died", "param": None}
+        journal.append_outcome(INTERRUPTED, "the process of ssd-1 died", error)
+    journal.close()
+    assert lifecycle._fail_jobs_left(stage.settings) == (job_id,)
+    error = stage.job(job_id).error or {}
+    assert error["code"] == "service_stopped"
+    assert stage.jobs_on_ssds() == [set(), set()]
+
+
+def test_a_job_to_be_cancelled_is_cancelled(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    journal.close()
+    stage.request_cancel(job_id)
+    assert lifecycle._fail_jobs_left(stage.settings) == ()
+    assert stage.status(job_id) is JobStatus.CANCELLED

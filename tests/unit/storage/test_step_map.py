@@ -1,0 +1,132 @@
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.storage.stores import make_geometry
+from windlass.storage.checksum import GRANULE_NBYTES
+from windlass.storage.ids import Attempt, Precision, Rank, StateKind, Step
+from windlass.storage.records import RECORD_NBYTES
+from windlass.storage.step_map import StepMap
+from windlass.storage.store_format import CommitRecord, unpack_commit
+
+NONCE = "0123456789abcdef"
+RECORD = CommitRecord(
+    sequence=3,
+    step=Step(2),
+    attempt=Attempt(1),
+    rank=Rank(0),
+    manifest=1,
+    manifest_digest=0,
+    pins=(),
+    trainer_state="{}",
+)
+# Two and a half granules of a param, five of each other state.
+LARGE = make_geometry(chunk_numel=5 * GRANULE_NBYTES // 4, chunks_per_block=(1, 1))
+
+
+def _written(step_map: StepMap, chunk: int, kind: StateKind, nbytes: int, digests: list[int]) -> None:
+    step_map.expect(chunk, kind, nbytes)
+    step_map.note(chunk, kind, 0, digests)
+
+
+def _whole(geometry: Any) -> StepMap:
+    step_map = StepMap(geometry)
+    for chunk in range(geometry.num_local_chunks):
+        step_map.place(chunk, 10 + chunk)
+        for i, kind in enumerate(geometry.kinds):
+            nbytes = geometry.region_nbytes(kind)
+            _written(step_map, chunk, kind, nbytes, [1 + chunk * 100 + i] * -(-nbytes // GRANULE_NBYTES))
+    return step_map
+
+
+def test_nothing_is_held_at_first() -> None:
+    step_map = StepMap(LARGE)
+    assert step_map.extent(0) is None
+    assert step_map.extents() == set()
+    assert step_map.nbytes(1, StateKind.MASTER) == 0
+    assert step_map.digests(1, StateKind.MASTER, 0, 5) == [0] * 5
+    assert step_map.missing() == (0, StateKind.PARAM)
+
+
+@settings(deadline=None)
+@given(
+    notes=st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from(LARGE.kinds), st.integers(0, 4), st.integers(1, 1 << 63)),
+        max_size=30,
+    )
+)
+def test_every_granule_has_a_number_of_its_own(notes: list[tuple[int, StateKind, int, int]]) -> None:
+    """Compared with a dictionary."""
+    step_map, expected = StepMap(LARGE), dict[tuple[int, StateKind, int], int]()
+    for chunk, kind, granule, digest in notes:
+        granule %= -(-LARGE.region_nbytes(kind) // GRANULE_NBYTES)
+        step_map.note(chunk, kind, granule, [digest])
+        expected[chunk, kind, granule] = digest
+    for chunk in range(2):
+        for kind in LARGE.kinds:
+            num = -(-LARGE.region_nbytes(kind) // GRANULE_NBYTES)
+            assert step_map.digests(chunk, kind, 0, num) == [expected.get((chunk, kind, i), 0) for i in range(num)]
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_comes_back_from_its_manifest(precision: Precision) -> None:
+    geometry = make_geometry(precision=precision, chunks_per_block=(70, 1))
+    step_map = _whole(geometry)
+    raw, digest = step_map.pack(RECORD, NONCE)
+    assert len(raw) == geometry.manifest_nbytes
+    assert digest == xxhash.xxh3_64_intdigest(raw)
+    assert unpack_commit(raw[:RECORD_NBYTES], NONCE) == RECORD
+    found = StepMap.unpack(raw, geometry)
+    assert found.extents() == set(range(10, 81))
+    assert [found.extent(chunk) for chunk in range(71)] == list(range(10, 81))
+    for chunk in range(71):
+        for i, kind in enumerate(geometry.kinds):
+            assert found.nbytes(chunk, kind) == geometry.region_nbytes(kind)
+            assert found.digests(chunk, kind, 0, 1) == [1 + chunk * 100 + i]
+    assert found.missing() is None
+    assert found.pack(RECORD, NONCE) == (raw, digest)
+
+
+def test_layout_of_the_numbers() -> None:
+    """As docs/store-format.md has it: extents, then bytes written, then checksums; 8 bytes each, little-endian."""
+    geometry = make_geometry(precision=Precision.FP32, chunks_per_block=(2,))
+    raw, _ = _whole(geometry).pack(RECORD, NONCE)
+    numbers = [int.from_bytes(raw[at : at + 8], "little") for at in range(RECORD_NBYTES, RECORD_NBYTES + 8 * 14, 8)]
+    assert numbers == [10, 11, *[8192] * 6, 1, 2, 3, 101, 102, 103]
+
+
+class TestMissing:
+    @pytest.mark.parametrize("chunk", [0, 1])
+    @pytest.mark.parametrize("kind", LARGE.kinds)
+    def test_one_granule_that_is_not_written(self, chunk: int, kind: StateKind) -> None:
+        step_map = _whole(LARGE)
+        assert step_map.missing() is None
+        num = -(-LARGE.region_nbytes(kind) // GRANULE_NBYTES)
+        for granule in range(num):
+            (digest,) = step_map.digests(chunk, kind, granule, 1)
+            step_map.note(chunk, kind, granule, [0])
+            assert step_map.missing() == (chunk, kind)
+            step_map.note(chunk, kind, granule, [digest])
+        assert step_map.missing() is None
+
+    def test_state_that_is_written_again_is_missing_until_it_is(self) -> None:
+        step_map = _whole(LARGE)
+        step_map.expect(1, StateKind.EXP_AVG, 2 * GRANULE_NBYTES)
+        assert step_map.missing() == (1, StateKind.EXP_AVG)
+        step_map.note(1, StateKind.EXP_AVG, 1, [7])
+        assert step_map.missing() == (1, StateKind.EXP_AVG)
+        step_map.note(1, StateKind.EXP_AVG, 0, [6])
+        assert step_map.missing() is None  # the rest of the chunk is not filled
+        step_map.expect(1, StateKind.EXP_AVG, 3 * GRANULE_NBYTES)
+        assert step_map.digests(1, StateKind.EXP_AVG, 0, 3) == [0, 0, 0]
+
+    def test_partly_filled_granule_counts(self) -> None:
+        step_map = _whole(LARGE)
+        step_map.expect(0, StateKind.PARAM, GRANULE_NBYTES + 4096)
+        step_map.note(0, StateKind.PARAM, 0, [5])
+        assert step_map.missing() == (0, StateKind.PARAM)
+        step_map.note(0, StateKind.PARAM, 1, [5])
+        assert step_map.missing() is None
