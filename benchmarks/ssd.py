@@ -8,6 +8,7 @@ the cost of the checksums, and one to four servers on one disk.
 
 import argparse
 import statistics
+import sys
 import tempfile
 import threading
 from collections import defaultdict
@@ -24,6 +25,7 @@ from benchmarks.ssd_requests import Traffic, geometry_of
 from windlass.actors.admission import calibration_of
 from windlass.service.job_specs import ARENA_DIR
 from windlass.service.ray_cluster import RayCluster
+from windlass.storage.calibration import Calibration
 from windlass.storage.transfers import IoSettings
 from windlass.storage.volume import Volume
 
@@ -52,6 +54,17 @@ def ray_cluster(home: Path) -> Iterator[None]:
 
         ray.shutdown()  # before the daemon ends: a driver that lost it waits a minute for it
         cluster.stop()
+
+
+def describe(calibration: Calibration) -> str:
+    """In a line."""
+    io = calibration.io
+    rates = (calibration.read_bytes_per_s, calibration.write_bytes_per_s, calibration.mixed_bytes_per_s)
+    read, write, mixed = (f"{rate / 1e9:.1f}" for rate in rates)
+    return (
+        f"{io.backend}: {io.num_threads} x {io.depth} in flight, pieces of {io.piece_nbytes // MIB} MiB; "
+        f"read {read}, write {write}, mixed {mixed} GB/s"
+    )
 
 
 def best_setting(measure: Callable[[Any], float], settings: Sequence[Any]) -> Any:
@@ -125,7 +138,7 @@ class Comparison:
             return None
 
     def _tune(self, traffic: Traffic) -> None:
-        seconds = self._seconds / 3
+        seconds = self._seconds / 4
         if self._fio is not None:
             settings = self._fio.settings(self.request_nbytes)
             self.settings[(traffic, Fio.name)] = best_setting(
@@ -197,16 +210,19 @@ def latency_table(report: Report, folder: Path, io: IoSettings) -> None:
 def checksum_cost(report: Report, folder: Path, io: IoSettings, *, num_rounds: int, seconds: float) -> float:
     """The largest share of the rate that checksums take, of the three kinds of traffic."""
     geometry = geometry_of(64 * MIB, 1 << 30)
-    setups = {on: Setup(folder / f"checksums-{on}", geometry, 4, ARENA_DIR) for on in (True, False)}
+    with_checksums = Setup(folder / "checksums", geometry, 4, ARENA_DIR)
+    without = Setup(folder / "no-checksums", geometry, 4, ARENA_DIR, arena=with_checksums.arena)
+    setups = {True: with_checksums, False: without}
     servers = {on: prepared(LocalServer(setup, io, checksums=on)) for on, setup in setups.items()}
     rates: dict[tuple[Traffic, bool], list[float]] = defaultdict(list)
     for turn in range(2 * num_rounds):
         for traffic in Traffic:
             for on in (True, False) if turn % 2 == 0 else (False, True):
                 rates[(traffic, on)].append(servers[on].measure(traffic, seconds))
-    for on, server in servers.items():
+    for server in servers.values():
         server.close()
-        setups[on].close()
+    without.close()
+    with_checksums.close()
     costs = {
         traffic: 1 - statistics.median(rates[(traffic, True)]) / statistics.median(rates[(traffic, False)])
         for traffic in Traffic
@@ -218,6 +234,24 @@ def checksum_cost(report: Report, folder: Path, io: IoSettings, *, num_rounds: i
     report.add("Checksums on and off, requests of 64 MiB, in one process:")
     report.add_table(("traffic", "on, GB/s", "off, GB/s", "cost"), rows)
     return max(costs.values())
+
+
+def huge_pages_table(report: Report, folder: Path, io: IoSettings, *, num_rounds: int, seconds: float) -> None:
+    """The same server with an arena of huge pages, as jobs have it, and one of small pages."""
+    geometry = geometry_of(64 * MIB, 512 * MIB)
+    setups = {huge: Setup(folder / f"huge-{huge}", geometry, 4, ARENA_DIR, huge_pages=huge) for huge in (True, False)}
+    servers = {huge: prepared(LocalServer(setup, io)) for huge, setup in setups.items()}
+    rates: dict[tuple[Traffic, bool], list[float]] = defaultdict(list)
+    for turn in range(num_rounds):
+        for traffic in Traffic:
+            for huge in (True, False) if turn % 2 == 0 else (False, True):
+                rates[(traffic, huge)].append(servers[huge].measure(traffic, seconds))
+    for huge, server in servers.items():
+        server.close()
+        setups[huge].close()
+    rows = [[traffic, *(spread(rates[(traffic, huge)], scale=1e9) for huge in (True, False))] for traffic in Traffic]
+    report.add("The arena in huge pages (the default where the kernel can) and in small ones, requests of 64 MiB:")
+    report.add_table(("traffic", "huge pages, GB/s", "small pages, GB/s"), rows)
 
 
 def many_servers(report: Report, folder: Path, io: IoSettings, *, num_rounds: int, seconds: float) -> None:
@@ -240,7 +274,7 @@ def together(measures: Sequence[Callable[[Traffic, float], float]], seconds: flo
     """The rates of several servers that work at the same time."""
     rates: list[float] = []
     threads = [
-        threading.Thread(target=lambda measure=measure: rates.append(measure(Traffic.MIX, seconds)))  # type: ignore[misc]
+        threading.Thread(target=lambda measure=measure: rates.append(measure(Traffic.MIX, seconds)))
         for measure in measures
     ]
     for thread in threads:
@@ -263,7 +297,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
     options = parser.parse_args()
     sizes = [2 * MIB, 16 * MIB] if options.quick else [2 * MIB, 16 * MIB, 128 * MIB, 1024 * MIB]
-    num_rounds, seconds = (1, 0.3) if options.quick else (5, 1.5)
+    num_rounds, seconds = (1, 0.3) if options.quick else (5, 1.0)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="ssd-") as name:
         folder = Path(name).resolve()
         (folder / "calibration").mkdir()
@@ -274,13 +308,14 @@ def main() -> None:
         configuration = {
             "form": "quick" if options.quick else "full",
             "rounds": num_rounds,
-            "windlass's calibration": calibration,
+            "windlass's calibration": describe(calibration),
         }
         report = Report("SSD server", options.directory, configuration)
         comparisons = []
         (folder / "home").mkdir()
         with ray_cluster(folder / "home"):
             for size in sizes:
+                print(f"measuring requests of {size // MIB} MiB ...", file=sys.stderr, flush=True)
                 comparison = Comparison(size, folder, io, num_rounds=num_rounds, seconds=seconds)
                 try:
                     comparison.run()
@@ -292,6 +327,7 @@ def main() -> None:
                 report.add(f"{peer}: {why}")
             latency_table(report, folder, io)
         cost = checksum_cost(report, folder, io, num_rounds=num_rounds, seconds=seconds)
+        huge_pages_table(report, folder, io, num_rounds=num_rounds, seconds=seconds)
         many_servers(report, folder, io, num_rounds=num_rounds, seconds=seconds)
     ratios: dict[str, float | None] = {}
     for traffic in Traffic:

@@ -19,20 +19,34 @@ from windlass.storage.volume import Volume
 
 
 class Setup:
-    """What a server and its requester share: a directory with a volume, and an arena of so many chunk slots."""
+    """What a server and its requester share: a directory with a volume, and an arena of so many chunk slots.
 
-    def __init__(self, directory: Path, geometry: StoreGeometry, num_in_flight: int, arena_dir: Path) -> None:
+    `arena`: of another setup, to be compared with: how contiguous memory is decides more than what is compared.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        geometry: StoreGeometry,
+        num_in_flight: int,
+        arena_dir: Path,
+        *,
+        huge_pages: bool = True,
+        arena: Arena | None = None,
+    ) -> None:
         self.directory = directory
         self.geometry = geometry
         self.num_in_flight = num_in_flight
         directory.mkdir(exist_ok=True)
         path = arena_dir / f"windlass-{JOB}-1-{os.getpid()}-{directory.name}.arena"
-        self.arena = Arena.create(path, num_in_flight * geometry.extent_nbytes)
+        self._is_mine = arena is None
+        self.arena = arena or Arena.create(path, num_in_flight * geometry.extent_nbytes, huge_pages=huge_pages)
 
     def close(self) -> None:
         """Give memory and disk back."""
-        self.arena.close()
-        self.arena.unlink()
+        if self._is_mine:
+            self.arena.close()
+            self.arena.unlink()
         volume = Volume.open(self.directory)
         TensorStore.delete(volume, JOB)
         volume.close()

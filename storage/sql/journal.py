@@ -118,8 +118,10 @@ def _add_event(session: Session, job_id: str, record: Record) -> None:
 
 def _put_metrics(session: Session, job: Job, record: Record) -> None:
     step = record.data["step"]
-    # An earlier attempt went further than its last commit; from here on, this attempt's numbers count.
-    stale = (JobMetrics.job_id == job.id, JobMetrics.step >= step, JobMetrics.attempt < record.attempt)
+    # An earlier attempt went further than its last commit; from here on, this attempt's numbers count. An evaluation
+    # alone is of a step that was trained before.
+    first = step if "train_loss" in record.data else step + 1
+    stale = (JobMetrics.job_id == job.id, JobMetrics.step >= first, JobMetrics.attempt < record.attempt)
     session.execute(delete(JobMetrics).where(*stale))
     row = session.get(JobMetrics, (job.id, step))
     if row is None:

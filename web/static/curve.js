@@ -18,9 +18,11 @@ export class Curve {
     if (event.type !== "metrics" || ordinal <= this.#ordinal) return false;
     this.#ordinal = ordinal;
     const { step, train_loss, valid_loss } = event.data;
-    // An earlier attempt went further than its last commit; from here on, this attempt's numbers count.
+    // An earlier attempt went further than its last commit; from here on, this attempt's numbers count. An evaluation
+    // alone is of a step that was trained before.
+    const first = train_loss === undefined ? step + 1 : step;
     for (const [number, point] of this.#points) {
-      if (number >= step && point.attempt < event.attempt) this.#points.delete(number);
+      if (number >= first && point.attempt < event.attempt) this.#points.delete(number);
     }
     const point = this.#points.get(step) ?? { attempt: event.attempt, train_loss: null, valid_loss: null };
     this.#points.set(step, {

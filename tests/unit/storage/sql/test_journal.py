@@ -87,6 +87,18 @@ def test_an_evaluation_joins_the_metrics_of_its_step(database: Database, make_jo
     assert row.data == {"step": 5, "train_loss": 1.5, "full_valid_loss": 1.7}
 
 
+def test_an_evaluation_that_a_resumed_attempt_repeats_keeps_the_training_loss(
+    database: Database, make_job: Callable[..., Job]
+) -> None:
+    job = make_job()
+    take(database, job, 1, *(metrics(step, step, 10.0 - step) for step in range(1, 6)))
+    take(database, job, 2, record(1, "metrics", attempt=2, step=3, full_valid_loss=1.7))
+    with database.read() as session:
+        rows = EventRepository(session).metrics(job.id)
+    assert [row.step for row in rows] == [1, 2, 3]
+    assert rows[-1].data == {"step": 3, "train_loss": 7.0, "full_valid_loss": 1.7}
+
+
 def test_checkpoints_keep_their_id_when_passed_again(database: Database, make_job: Callable[..., Job]) -> None:
     job = make_job()
 
