@@ -298,7 +298,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [2 * MIB, 16 * MIB] if options.quick else [2 * MIB, 16 * MIB, 128 * MIB, 1024 * MIB]
     num_rounds, seconds = (1, 0.3) if options.quick else (5, 1.0)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix="ssd-") as name:
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
         folder = Path(name).resolve()
         (folder / "calibration").mkdir()
         volume = Volume.open(folder / "calibration")

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -80,7 +79,7 @@ class Requester:
         self.send: Callable[[ActorName, Message], None]  # set before anything is asked
         self._arena = Arena.open(arena_path)
         self._changed = threading.Condition()
-        self._answers: deque[Message] = deque()
+        self._answers: list[Message] = []
         self._keys = [ChunkKey(BlockIndex(0), ChunkIndex(i)) for i in range(geometry.num_chunks)]
         self._correlation = 0
 
@@ -109,8 +108,8 @@ class Requester:
     def latency_s(self, nbytes: int) -> float:
         """Seconds from asking for one state of one chunk to its answer, with nothing else on its way."""
         start_s = time.perf_counter()
-        self._ask(ReadChunks, 0, Step(0), (StateKind.MASTER,), 0, nbytes)
-        self._next()
+        self._ask(ReadChunks, Step(0), [self._item(0, (StateKind.MASTER,), 0, nbytes)])
+        self._answers_so_far()
         return time.perf_counter() - start_s
 
     def close(self) -> None:
@@ -118,44 +117,39 @@ class Requester:
         self._arena.close()
 
     def _run(self, traffic: Traffic, min_chunks: int, *, until_s: float, write_step: int = 1) -> int:
-        """Keep the slots busy; each holds one chunk, read and then written where the traffic asks for both."""
-        begun = done = 0
-        chunk_of: dict[int, tuple[int, int]] = {}  # correlation -> (chunk, slot)
-        free = list(range(self._num_in_flight))
-        reading: set[int] = set()
-        while True:
-            while free and (begun < min_chunks or time.perf_counter() < until_s):
-                slot, chunk = free.pop(), begun % len(self._keys)
-                begun += 1
-                if traffic is Traffic.WRITE:
-                    correlation = self._ask(WriteChunks, chunk, Step(write_step), tuple(StateKind), slot)
-                else:
-                    correlation = self._ask(ReadChunks, chunk, Step(0), READ_KINDS[traffic], slot)
-                    reading.add(correlation)
-                chunk_of[correlation] = (chunk, slot)
-            if not chunk_of:
-                return done
-            answer = self._next()
-            assert isinstance(answer, ChunkIoDone)
-            chunk, slot = chunk_of.pop(answer.correlation)
-            if traffic is Traffic.MIX and answer.correlation in reading:
-                correlation = self._ask(WriteChunks, chunk, Step(write_step), tuple(StateKind), slot)
-                chunk_of[correlation] = (chunk, slot)
-            else:
-                done += 1
-                free.append(slot)
-            reading.discard(answer.correlation)
+        """Keep the slots busy; each holds one chunk, read and then written where the traffic asks for both.
 
-    def _ask(
-        self,
-        kind: type[ReadChunks] | type[WriteChunks],
-        chunk: int,
-        step: Step,
-        states: tuple[StateKind, ...],
-        slot: int,
-        nbytes: int | None = None,
-    ) -> int:
-        self._correlation += 1
+        What can be asked for at the same time goes out in one request.
+        """
+        begun = done = 0
+        slot_of: dict[ChunkKey, int] = {}  # of chunks on their way
+        reading: set[ChunkKey] = set()
+        free, to_write = list(range(self._num_in_flight)), list[ChunkKey]()
+        while True:
+            to_read: list[ChunkKey] = []
+            while free and (begun < min_chunks or time.perf_counter() < until_s):
+                key = self._keys[begun % len(self._keys)]
+                slot_of[key] = free.pop()
+                begun += 1
+                (to_write if traffic is Traffic.WRITE else to_read).append(key)
+            reading.update(to_read)
+            self._ask(
+                ReadChunks, Step(0), [self._item(key.chunk, READ_KINDS[traffic], slot_of[key]) for key in to_read]
+            )
+            writes = [self._item(key.chunk, tuple(StateKind), slot_of[key]) for key in to_write]
+            self._ask(WriteChunks, Step(write_step), writes)
+            to_write = []
+            if not slot_of:
+                return done
+            for answer in self._answers_so_far():
+                if traffic is Traffic.MIX and answer.key in reading:
+                    to_write.append(answer.key)
+                else:
+                    done += 1
+                    free.append(slot_of.pop(answer.key))
+                reading.discard(answer.key)
+
+    def _item(self, chunk: int, states: tuple[StateKind, ...], slot: int, nbytes: int | None = None) -> ChunkIo:
         offset = slot * self._geometry.extent_nbytes
         parts = tuple(
             ChunkPart(
@@ -164,6 +158,12 @@ class Requester:
             )
             for state in states
         )
+        return ChunkIo(self._keys[chunk], parts)
+
+    def _ask(self, kind: type[ReadChunks] | type[WriteChunks], step: Step, items: list[ChunkIo]) -> None:
+        if not items:
+            return
+        self._correlation += 1
         request = kind(
             job=JOB,
             step=step,
@@ -171,16 +171,17 @@ class Requester:
             reply_to=REQUESTER,
             priority=(0, 0),
             deadline_s=_DEADLINE_S,
-            items=(ChunkIo(self._keys[chunk], parts),),
+            items=tuple(items),
         )
         self.send(SERVER, request)
-        return self._correlation
 
-    def _next(self) -> Message:
+    def _answers_so_far(self) -> list[ChunkIoDone]:
+        """All that have come, at least one."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._answers, timeout=_DEADLINE_S):
                 raise TimeoutError("the SSD server does not answer")
-            answer = self._answers.popleft()
-        if isinstance(answer, ActorFailed):
-            raise RuntimeError(answer.error)
-        return answer
+            answers, self._answers = self._answers, []
+        for answer in answers:
+            if isinstance(answer, ActorFailed):
+                raise RuntimeError(answer.error)
+        return [answer for answer in answers if isinstance(answer, ChunkIoDone)]
