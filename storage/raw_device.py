@@ -83,9 +83,10 @@ def require_not_in_use(path: Path) -> None:
 
     Raises:
         DeviceRefused: it is no block device, or it, or a partition of it, is mounted, swap, part of another device or
-            open for somebody alone; or it has partitions, or cannot be written.
+            open for somebody alone; or it has partitions, cannot be written, or moves larger blocks than 4096 bytes.
     """
     folder = _sysfs_folder(path)
+    logical_block_nbytes(path)
     mountinfo = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
     swaps = os.fsdecode(Path("/proc/swaps").read_bytes()) if Path("/proc/swaps").exists() else ""
     use = use_of(folder, mountinfo, swaps)

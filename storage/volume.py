@@ -13,7 +13,6 @@ from windlass.storage.ids import JobId
 from windlass.storage.raw_device import (
     device_nbytes,
     is_block_device,
-    logical_block_nbytes,
     require_not_in_use,
     require_usable,
 )
@@ -60,7 +59,6 @@ class Volume:
             volume = cls(path, device)
             with volume._naming("open the volume"), device.lock():
                 if is_raw:
-                    logical_block_nbytes(path)  # refuses what moves larger blocks than ours
                     require_not_in_use(path)
                     if not volume._has_first_superblock():
                         # A partition table or swap space may have been put on what once was a volume.
