@@ -82,7 +82,8 @@ class Comparison:
         self.missing: dict[str, str] = {}
         self._num_rounds = num_rounds
         self._seconds = seconds
-        self._working_set_nbytes = max(MIB << 10, 2 * request_nbytes)
+        # No chunk is on its way twice.
+        self._working_set_nbytes = max(MIB << 10, in_flight_of(request_nbytes) * request_nbytes)
         geometry = geometry_of(request_nbytes, self._working_set_nbytes)
         self._setup = Setup(folder / "windlass", geometry, in_flight_of(request_nbytes), ARENA_DIR)
         self._io = io
