@@ -24,9 +24,10 @@ class StepMap:
         self._granules = [-(-geometry.region_nbytes(kind) // GRANULE_NBYTES) for kind in kinds]
         self._kind_index = {kind: i for i, kind in enumerate(kinds)}
         self._first_granule = [sum(self._granules[:i]) for i in range(len(kinds))]
+        self._granules_per_extent = sum(self._granules)  # asked for with every piece that moves
         self._extents = array("Q", [_NO_EXTENT]) * num_chunks
         self._nbytes = array("Q", [0]) * (num_chunks * len(kinds))
-        self._digests = array("Q", [0]) * (num_chunks * geometry.granules_per_extent)
+        self._digests = array("Q", [0]) * (num_chunks * self._granules_per_extent)
 
     def extent(self, chunk: int) -> int | None:
         """The extent of a chunk; None if none of its states has been given a place."""
@@ -91,4 +92,4 @@ class StepMap:
     def _digest_index(self, chunk: int, kind: StateKind, granule: int) -> int:
         index = self._kind_index[kind]
         assert 0 <= granule < self._granules[index] or granule == 0
-        return chunk * self._geometry.granules_per_extent + self._first_granule[index] + granule
+        return chunk * self._granules_per_extent + self._first_granule[index] + granule

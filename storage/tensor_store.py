@@ -45,11 +45,16 @@ class Region:
 
 def stored_geometry(volume: Volume, job: JobId) -> StoreGeometry | None:
     """How a job's states were laid out on an SSD; None if it has none there. Raises StoreCorrupt."""
+    found = _find(volume, job)
+    return None if found is None else found[1]
+
+
+def _find(volume: Volume, job: JobId) -> tuple[Allocation, StoreGeometry] | None:
     allocation = volume.allocations().get(job)
     if allocation is None or not allocation.is_ready:
         return None
     raw = _read(volume, allocation, layout.SUPERBLOCK_OFFSET, layout.SUPERBLOCK_NBYTES)
-    return layout.unpack_superblock(raw, allocation.nonce, f"SSD {volume.path}, job {job}")
+    return allocation, layout.unpack_superblock(raw, allocation.nonce, f"SSD {volume.path}, job {job}")
 
 
 class TensorStore:
@@ -113,10 +118,10 @@ class TensorStore:
             StoreCorrupt: what lies there is damaged.
             StaleAttempt: a newer attempt has opened it.
         """
-        geometry = stored_geometry(volume, job)
-        if geometry is None:
+        found = _find(volume, job)
+        if found is None:
             raise StoreMissing(f"SSD {volume.path} holds no states of job {job}, or they were never completely set up")
-        allocation = volume.allocation(job)
+        allocation, geometry = found
         store = cls(volume, allocation, geometry, attempt)
         with volume.device.lock():
             if store._check_attempt() != [attempt, attempt]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.disk_images import IMAGE_NBYTES, format_with, write_at, write_gpt, write_lvm, write_mbr, write_md
+from tests.integration.conftest import MakeLoop, require, run
 from windlass.storage.raw_device import (
     DeviceRefused,
     device_nbytes,
@@ -18,40 +19,6 @@ from windlass.storage.raw_device import (
     require_not_in_use,
     require_usable,
 )
-
-MakeLoop = Callable[..., Path]
-
-
-def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-
-
-def _require(what: str, *command: str | Path) -> str:
-    """Run what the machine may not allow; skips the test with its complaint."""
-    try:
-        done = _run(*command)
-    except FileNotFoundError:
-        pytest.skip(f"{what}: {command[0]} is not installed")
-    if done.returncode != 0:
-        pytest.skip(f"{what}: {done.stderr.strip()}")
-    return done.stdout.strip()
-
-
-@pytest.fixture
-def make_loop(tmp_path: Path) -> Iterator[MakeLoop]:
-    """Makes loop devices, each on a sparse file `disk-N`; they are detached in the end."""
-    made: list[Path] = []
-
-    def make(*options: str, nbytes: int = IMAGE_NBYTES) -> Path:
-        image = tmp_path / f"disk-{len(made)}"
-        with image.open("wb") as file:
-            file.truncate(nbytes)
-        made.append(Path(_require("no loop devices here", "losetup", "--find", "--show", *options, image)))
-        return made[-1]
-
-    yield make
-    failed = [done.stderr for device in made if (done := _run("losetup", "--detach", device)).returncode != 0]
-    assert failed == []
 
 
 @pytest.fixture
@@ -125,13 +92,13 @@ class TestSignatures:
     def test_a_wiped_device_passes_again(self, loop: Path) -> None:
         format_with("mkfs.ext4", loop)
         self._check(loop, "ext4")
-        assert _run("wipefs", "--all", loop).returncode == 0
+        assert run("wipefs", "--all", loop).returncode == 0
         require_usable(loop)
 
     def test_an_unreadable_device_is_not_taken_for_a_blank_one(self, loop: Path, tmp_path: Path) -> None:
         format_with("mkfs.ext4", loop)
         (tmp_path / "disk-0").write_bytes(b"")
-        assert _run("blockdev", "--flushbufs", loop).returncode == 0
+        assert run("blockdev", "--flushbufs", loop).returncode == 0
         with pytest.raises(DeviceRefused, match=r"cannot be read at byte 0 .*check its health"):
             require_usable(loop)
 
@@ -147,9 +114,9 @@ class TestInUse:
         format_with("mkfs.ext4", loop)
         point = tmp_path / "a mount"
         point.mkdir()
-        _require("cannot mount here", "mount", loop, point)
+        require("cannot mount here", "mount", loop, point)
         yield loop
-        assert _run("umount", point).returncode == 0
+        assert run("umount", point).returncode == 0
 
     def test_mounted(self, mounted: Path, tmp_path: Path) -> None:
         for ask in (require_not_in_use, require_usable):
@@ -180,15 +147,15 @@ class TestInUse:
 
     def test_swap(self, loop: Path) -> None:
         format_with("mkswap", loop)
-        _require("cannot swap here", "swapon", loop)
+        require("cannot swap here", "swapon", loop)
         try:
             with pytest.raises(DeviceRefused, match=rf"{loop.name} is in use as swap space; .*`swapoff {loop}`"):
                 require_not_in_use(loop)
         finally:
-            assert _run("swapoff", loop).returncode == 0
+            assert run("swapoff", loop).returncode == 0
 
     def test_partitions(self, loop: Path, tmp_path: Path) -> None:
-        _require("cannot add a partition here", "addpart", loop, "1", "2048", "65536")
+        require("cannot add a partition here", "addpart", loop, "1", "2048", "65536")
         partition = Path(f"{loop}p1")
         try:
             with pytest.raises(DeviceRefused, match=rf"it has partitions \({partition.name}\)"):
@@ -199,26 +166,26 @@ class TestInUse:
             assert device_nbytes(partition) == 65536 * 512
             assert logical_block_nbytes(partition) == 512
             format_with("mkfs.ext4", partition)
-            _require("cannot mount here", "mount", partition, tmp_path)
+            require("cannot mount here", "mount", partition, tmp_path)
             try:
                 for device in (loop, partition):
                     with pytest.raises(DeviceRefused, match=f"{partition.name} is mounted on {tmp_path}; unmount it"):
                         require_not_in_use(device)
             finally:
-                assert _run("umount", tmp_path).returncode == 0
+                assert run("umount", tmp_path).returncode == 0
         finally:
-            assert _run("delpart", loop, "1").returncode == 0
+            assert run("delpart", loop, "1").returncode == 0
 
     def test_a_device_built_upon_it(self, loop: Path) -> None:
         if shutil.which("dmsetup") is None or "device-mapper" not in Path("/proc/devices").read_text():
             pytest.skip("the kernel has no device mapper, or dmsetup is not installed")
         name = f"windlass-test-{os.getpid()}"
-        _require("cannot map here", "dmsetup", "create", name, "--table", f"0 65536 linear {loop} 0")
+        require("cannot map here", "dmsetup", "create", name, "--table", f"0 65536 linear {loop} 0")
         try:
             with pytest.raises(DeviceRefused, match=rf"{loop.name} is held by dm-\d+; take that"):
                 require_not_in_use(loop)
         finally:
-            assert _run("dmsetup", "remove", name).returncode == 0
+            assert run("dmsetup", "remove", name).returncode == 0
 
     def test_claimed_by_a_program(self, loop: Path) -> None:
         fd = os.open(loop, os.O_RDWR | os.O_EXCL)

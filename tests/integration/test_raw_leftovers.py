@@ -1,12 +1,12 @@
 """The service looks at SSDs that are raw block devices: real ones, of files behind loop devices."""
 
 import logging
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.disk_images import IMAGE_NBYTES
+from tests.integration.conftest import MakeLoop
 from windlass.service.leftovers import jobs_with_states, remove_states
 from windlass.service.settings import Settings
 from windlass.storage.ids import JobId
@@ -15,28 +15,11 @@ from windlass.storage.volume import Volume
 from windlass.storage.volume_format import UNIT_NBYTES, Demand
 
 JOB = JobId("ftjob-1")
-IMAGE_NBYTES = 64 << 20
-
-
-def attach(image: Path) -> str:
-    with image.open("wb") as file:
-        file.truncate(IMAGE_NBYTES)
-    try:
-        done = subprocess.run(
-            ["losetup", "--find", "--show", str(image)], capture_output=True, text=True, check=False, timeout=60
-        )
-    except FileNotFoundError:
-        pytest.skip("no loop devices here: losetup is not installed")
-    if done.returncode != 0:
-        pytest.skip(f"no loop devices here: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 @pytest.fixture
-def device(tmp_path: Path) -> Iterator[Path]:
-    name = attach(tmp_path / "disk")
-    yield Path(name)
-    subprocess.run(["losetup", "--detach", name], check=True, timeout=60)
+def device(make_loop: MakeLoop) -> Path:
+    return make_loop()
 
 
 def test_states_on_a_device_are_found_and_freed(device: Path, tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """A job whose states lie on raw block devices, and is cut off and resumed there: files behind loop devices."""
 
 import dataclasses
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import MakeLoop
 from tests.training import exported_params, losses_of, make_partition, make_spec
 from windlass.actors.local import run_local
 from windlass.actors.messages import Message, UpdateBlock
@@ -18,26 +17,8 @@ _IMAGE_NBYTES = 256 << 20
 
 
 @pytest.fixture
-def devices(tmp_path: Path) -> Iterator[tuple[str, ...]]:
-    made: list[str] = []
-    for i in range(2):
-        image = tmp_path / f"disk-{i}"
-        with image.open("wb") as file:
-            file.truncate(_IMAGE_NBYTES)
-        try:
-            done = subprocess.run(
-                ["losetup", "--find", "--show", str(image)], capture_output=True, text=True, check=False, timeout=60
-            )
-        except FileNotFoundError:
-            pytest.skip("no loop devices here: losetup is not installed")
-        if done.returncode != 0:
-            for name in made:
-                subprocess.run(["losetup", "--detach", name], check=True, timeout=60)
-            pytest.skip(f"no loop devices here: {done.stderr.strip()}")
-        made.append(done.stdout.strip())
-    yield tuple(made)
-    for name in made:
-        subprocess.run(["losetup", "--detach", name], check=True, timeout=60)
+def devices(make_loop: MakeLoop) -> tuple[str, ...]:
+    return tuple(str(make_loop(nbytes=_IMAGE_NBYTES)) for _ in range(2))
 
 
 class CutOff(BaseException):

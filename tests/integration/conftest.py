@@ -1,0 +1,43 @@
+"""Loop devices: files that stand as real block devices."""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.disk_images import IMAGE_NBYTES
+
+MakeLoop = Callable[..., Path]
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+
+
+def require(what: str, *command: str | Path) -> str:
+    """Run what the machine may not allow; skips the test with its complaint."""
+    try:
+        done = run(*command)
+    except FileNotFoundError:
+        pytest.skip(f"{what}: {command[0]} is not installed")
+    if done.returncode != 0:
+        pytest.skip(f"{what}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def make_loop(tmp_path: Path) -> Iterator[MakeLoop]:
+    """Makes loop devices, each on a sparse file `disk-N`; they are detached in the end."""
+    made: list[Path] = []
+
+    def make(*options: str, nbytes: int = IMAGE_NBYTES) -> Path:
+        image = tmp_path / f"disk-{len(made)}"
+        with image.open("wb") as file:
+            file.truncate(nbytes)
+        made.append(Path(require("no loop devices here", "losetup", "--find", "--show", *options, image)))
+        return made[-1]
+
+    yield make
+    failed = [done.stderr for device in made if (done := run("losetup", "--detach", device)).returncode != 0]
+    assert failed == []
