@@ -1,7 +1,7 @@
 """Puts the actors of a job on Ray: processes, resources, and the life and death of an attempt.
 
-The runner is detached and named; it makes the placement group and all other actors, which die with it. Messages between
-actors are calls of `post` that nobody waits for: they carry descriptors, and their order between two actors is kept.
+The runner is detached and named; it makes the placement group and all other actors, which die with it. Once they are
+up, the actors send each other messages past Ray (`mail.py`): descriptors only, and their order between two is kept.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from windlass.actors.attempt_lock import begin_attempt, join_attempt
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, make_context, optimizer_name, ssd_name
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
+from windlass.actors.mail import Courier, Mailbox
 from windlass.actors.messages import ActorFailed, Message
 from windlass.actors.outbox import Outbox
 from windlass.actors.scheduler import INTERRUPTED, ActorLostError, JobFailedError, Scheduler
@@ -58,13 +59,16 @@ class ActorShell:
             os.nice(_NICE)
         self.name = name
         self.context = context
-        self.handles: Mapping[ActorName, Any] = {}
-        self._outbox = Outbox(self._deliver)
+        self._mailbox = Mailbox(self._post)
         self._stopped = threading.Event()
 
-    def connect(self, handles: Mapping[ActorName, Any]) -> None:
+    def address(self) -> str:
+        """Of its mailbox."""
+        return self._mailbox.address
+
+    def connect(self, addresses: Mapping[ActorName, str]) -> None:
         """Learns whom to send to."""
-        self.handles = handles
+        self._outbox = Outbox(Courier(addresses).deliver)
 
     def join_attempt(self) -> None:
         """From now on the attempt is not over while this process lives. Before it opens anything."""
@@ -77,12 +81,11 @@ class ActorShell:
         self.actor = _build(self.name, self.context, self._outbox.send)
         self.actor.setup()
 
-    def post(self, messages: Sequence[Message]) -> None:
-        """Hands messages to the actor."""
+    def _post(self, messages: Sequence[Message]) -> None:
         for message in messages:
             try:
                 self.actor.post(message)
-            except Exception as error:  # noqa: BLE001 - nobody waits for this call
+            except Exception as error:  # noqa: BLE001 - the sender does not wait for an answer
                 failed = ActorFailed.of(error, job=message.job, step=message.step, actor=self.name)
                 self._outbox.send(SCHEDULER, failed)
 
@@ -101,15 +104,14 @@ class ActorShell:
             self.actor.stop(delete_store=delete_store)
         else:
             self.actor.stop()
+        self._mailbox.close()
+        self._outbox.close()
         self._stopped.set()
 
     @ray.method(concurrency_group="lifetime")  # type: ignore[untyped-decorator]
     def wait_until_stopped(self) -> None:
         """Returns when the actor was stopped: its reference fails at once when the process dies."""
         self._stopped.wait()
-
-    def _deliver(self, to: ActorName, messages: Sequence[Message]) -> None:
-        self.handles[to].post.remote(messages)
 
 
 def _build(name: ActorName, context: JobContext, send: Any) -> Any:
@@ -150,8 +152,7 @@ class Runner:
         self._attempt_lock = begin_attempt(Path(self.spec.job_dir), self.spec.attempt)
         threading.Thread(target=self._run, name="runner", daemon=True).start()
 
-    def post(self, messages: Sequence[Message]) -> None:
-        """Events of the other actors."""
+    def _post(self, messages: Sequence[Message]) -> None:
         self._connected.wait()
         assert self._scheduler is not None
         for message in messages:
@@ -190,14 +191,15 @@ class Runner:
         context = make_context(spec, layout, str(path), survey_ssds(spec))
         require_room(context)
         arena = Arena.create(path, context.plan.arena_nbytes)
+        mailbox = Mailbox(self._post)
         group = placement_group([{DEVICE_RESOURCE: 1}], strategy="STRICT_PACK")
         try:
             if not group.wait(_START_DEADLINE_S):
                 raise JobFailedError(f"no device came free within {_START_DEADLINE_S:g} s; another job holds it")
-            commit = self._make_workers(context, group)
-            self._scheduler = Scheduler(
-                context, Outbox(self._deliver).send, resume_from=commit, check_actors=self._check_workers
-            )
+            addresses = self._make_workers(context, group) | {SCHEDULER: mailbox.address}
+            commit = self._set_up_workers(addresses)
+            outbox = Outbox(Courier(addresses).deliver)
+            self._scheduler = Scheduler(context, outbox.send, resume_from=commit, check_actors=self._check_workers)
             self._connected.set()
             if self._cancelled.is_set():
                 self._scheduler.cancel()
@@ -212,8 +214,8 @@ class Runner:
             arena.close()
             arena.unlink()
 
-    def _make_workers(self, context: JobContext, group: Any) -> CommitRecord | None:
-        """Returns the commit that they go on from."""
+    def _make_workers(self, context: JobContext, group: Any) -> dict[ActorName, str]:
+        """Returns the addresses of their mailboxes."""
         spec = self.spec
         threads = {GPU_WORKER: spec.compute_threads}
         threads |= {optimizer_name(i): spec.optimizer_threads for i in range(spec.num_cpu_optimizers)}
@@ -228,20 +230,20 @@ class Runner:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
                 **options,
             ).remote(name, context, num_threads, yields_cores=name != GPU_WORKER and not num_gpus)
-        me = ray.get_runtime_context().current_actor
-        handles = {**self._workers, SCHEDULER: me}
-        ray.get([handle.connect.remote(handles) for handle in self._workers.values()], timeout=_START_DEADLINE_S)
+        asked = [handle.address.remote() for handle in self._workers.values()]
+        return dict(zip(self._workers, ray.get(asked, timeout=_START_DEADLINE_S), strict=True))
+
+    def _set_up_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
+        """Returns the commit that they go on from."""
+        ray.get([handle.connect.remote(addresses) for handle in self._workers.values()], timeout=_START_DEADLINE_S)
         ray.get([handle.join_attempt.remote() for handle in self._workers.values()], timeout=_START_DEADLINE_S)
         _await_setup({name: handle.setup.remote() for name, handle in self._workers.items()})
         self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
-        servers = [self._workers[ssd_name(i)] for i in range(len(spec.ssd_dirs))]
+        servers = [self._workers[ssd_name(i)] for i in range(len(self.spec.ssd_dirs))]
         journals = ray.get([server.commits.remote() for server in servers], timeout=_START_DEADLINE_S)
         commit = last_common_commit(journals)
         ray.get([server.resume_from.remote(commit) for server in servers], timeout=_START_DEADLINE_S)
         return commit
-
-    def _deliver(self, to: ActorName, messages: Sequence[Message]) -> None:
-        self._workers[to].post.remote(messages)
 
     def _check_workers(self) -> None:
         done, _ = ray.wait(list(self._alive), num_returns=1, timeout=0)

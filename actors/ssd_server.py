@@ -305,9 +305,10 @@ class SsdServer:
         pieces: deque[_Piece] = deque()
         try:
             is_read = isinstance(job.request, ReadChunks)
-            locate = self._store.region_to_read if is_read else self._store.region_to_write
-            for part in job.item.parts:
-                region = locate(job.item.key, part.kind, job.request.step, part.span.nbytes)
+            locate = self._store.regions_to_read if is_read else self._store.regions_to_write
+            sizes = [(part.kind, part.span.nbytes) for part in job.item.parts]
+            regions = locate(job.item.key, job.request.step, sizes)
+            for part, region in zip(job.item.parts, regions, strict=True):
                 self._arena.buffer(part.span)  # raises if there is no such span
                 for start in range(0, part.span.nbytes, self._io.piece_nbytes):
                     nbytes = min(self._io.piece_nbytes, part.span.nbytes - start)

@@ -2,11 +2,12 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ssd_requests import JOB, SERVER, Requester, Traffic
+from benchmarks.ssd_requests import JOB, REQUESTER, SERVER, Requester, Traffic
+from windlass.actors.mail import Courier, Mailbox
 from windlass.actors.messages import Message
 from windlass.actors.outbox import Outbox
 from windlass.actors.ssd_server import SsdServer
@@ -95,7 +96,14 @@ class ActorServer:
         self._requester = remote_requester.options(num_cpus=0, max_concurrency=2).remote(
             setup.geometry, setup.arena.path, setup.num_in_flight
         )
-        ray.get([self._server.connect.remote(self._requester), self._requester.connect.remote(self._server)])
+        addresses = dict(
+            zip(
+                (SERVER, REQUESTER),
+                ray.get([self._server.open_mailbox.remote(), self._requester.open_mailbox.remote()]),
+                strict=True,
+            )
+        )
+        ray.get([self._server.connect.remote(addresses), self._requester.connect.remote(addresses)])
         ray.get(self._requester.call.remote("prepare"))
 
     def measure(self, traffic: Traffic, seconds: float) -> float:
@@ -121,9 +129,12 @@ class _ServerShell:
             SERVER, directory, geometry, arena_path, send, io=io
         )
 
-    def connect(self, requester: Any) -> None:
-        outbox = Outbox(lambda to, messages: requester.post.remote(messages))
-        self._server = self._make(outbox.send)
+    def open_mailbox(self) -> str:
+        self._mailbox = Mailbox(self.post)
+        return self._mailbox.address
+
+    def connect(self, addresses: Mapping[ActorName, str]) -> None:
+        self._server = self._make(Outbox(Courier(addresses).deliver).send)
         self._server.setup()
         self._server.resume_from(None)
 
@@ -140,9 +151,12 @@ class _RequesterShell:
         self._requester = Requester(geometry, arena_path, num_in_flight)
         self._one_call = threading.Lock()
 
-    def connect(self, server: Any) -> None:
-        outbox = Outbox(lambda to, messages: server.post.remote(messages))
-        self._requester.send = outbox.send
+    def open_mailbox(self) -> str:
+        self._mailbox = Mailbox(self.post)
+        return self._mailbox.address
+
+    def connect(self, addresses: Mapping[ActorName, str]) -> None:
+        self._requester.send = Outbox(Courier(addresses).deliver).send
 
     def post(self, messages: Sequence[Message]) -> None:
         for message in messages:

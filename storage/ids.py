@@ -39,6 +39,14 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+class StatePrecision(StrEnum):
+    """How the optimizer's states rest."""
+
+    FP32 = "fp32"  # master and moments in fp32
+    SPLIT = "split"  # the same bits in less space: a bf16 param and what its rounding cut off are the master
+    BF16 = "bf16"  # master and moments in bf16, stochastically rounded; the master is the param itself
+
+
 # Bytes an element of each state takes at rest. In fp32 the master serves as the param: it is stored once.
 STATE_ITEMSIZE: dict[Precision, dict[StateKind, int]] = {
     Precision.BF16: {StateKind.PARAM: 2, StateKind.MASTER: 4, StateKind.EXP_AVG: 4, StateKind.EXP_AVG_SQ: 4},

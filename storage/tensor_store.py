@@ -67,6 +67,7 @@ class TensorStore:
         self.attempt = attempt
         self._allocation = allocation
         self._offsets = allocation.extent_offsets(geometry.demand)  # on the SSD, of every extent
+        self._own_fences = len(layout.FENCE_OFFSETS) * layout.pack_fence(attempt, allocation.nonce)
         self._records = self._read_journal()  # oldest first
         self._committed: CommitRecord | None = None
         self._begun = False
@@ -270,28 +271,33 @@ class TensorStore:
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
-    def region_to_read(self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int) -> Region:
-        """Where to read, once it is sure that `step`'s states lie there.
+    def regions_to_read(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[Region]:
+        """Where to read so many bytes of each state, once it is sure that `step`'s states lie there.
 
         Raises:
             StepNotAllowed: they have never been written, or may have been written over.
         """
         step_map = self._map_to_read(step)
         chunk = self.geometry.local_index(key)
-        written = 0 if step_map is None else step_map.nbytes(chunk, kind)
         extent = None if step_map is None else step_map.extent(chunk)
-        if step_map is None or extent is None or nbytes > written:
-            last = "nothing" if self._committed is None else f"step {self._committed.step}"
-            raise StepNotAllowed(
-                f"{self.name}: cannot read {nbytes} bytes of the {kind} of block {key.block}, chunk {key.chunk} as "
-                f"step {step} left it: {written} bytes of it are held, and {last} is the last commit"
-            )
-        if nbytes != written and nbytes % GRANULE_NBYTES:
-            raise ValueError(f"{nbytes} of {written} bytes end inside a checksum; read all, or whole {GRANULE_NBYTES}s")
-        return self._region(key, kind, step, nbytes, chunk, extent, step_map)
+        regions = []
+        for kind, nbytes in sizes:
+            written = 0 if step_map is None else step_map.nbytes(chunk, kind)
+            if step_map is None or extent is None or nbytes > written:
+                last = "nothing" if self._committed is None else f"step {self._committed.step}"
+                raise StepNotAllowed(
+                    f"{self.name}: cannot read {nbytes} bytes of the {kind} of block {key.block}, chunk {key.chunk} as "
+                    f"step {step} left it: {written} bytes of it are held, and {last} is the last commit"
+                )
+            if nbytes != written and nbytes % GRANULE_NBYTES:
+                raise ValueError(
+                    f"{nbytes} of {written} bytes end inside a checksum; read all, or whole {GRANULE_NBYTES}s"
+                )
+            regions.append(self._region(key, kind, step, nbytes, chunk, extent, step_map))
+        return regions
 
-    def region_to_write(self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int) -> Region:
-        """Where to write, once it is sure that this destroys nothing.
+    def regions_to_write(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[Region]:
+        """Where to write so many bytes of each state, once it is sure that this destroys nothing.
 
         Raises:
             StaleAttempt: a newer attempt has opened the store.
@@ -313,9 +319,10 @@ class TensorStore:
                     )
                 extent = heapq.heappop(self._free)
                 step_map.place(chunk, extent)
-            region = self._region(key, kind, step, nbytes, chunk, extent, step_map)
-            step_map.expect(chunk, kind, nbytes)
-        return region
+            regions = [self._region(key, kind, step, nbytes, chunk, extent, step_map) for kind, nbytes in sizes]
+            for region in regions:
+                step_map.expect(chunk, region.kind, region.nbytes)
+        return regions
 
     def note_written(self, region: Region, start: int, buffer: memoryview) -> None:
         """Keep the checksums of what is being, or has been, written from `buffer` at byte `start`, a granule's."""
@@ -345,7 +352,7 @@ class TensorStore:
 
     def read(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
         """Fill `buffer` with the first bytes of a state as `step` left it, verified; in one thread."""
-        region = self.region_to_read(key, kind, step, buffer.nbytes)
+        (region,) = self.regions_to_read(key, step, [(kind, buffer.nbytes)])
         for start in range(0, buffer.nbytes, GRANULE_NBYTES):
             part = buffer[start : start + GRANULE_NBYTES]
             self._transfer("read", region, start, part)
@@ -353,7 +360,7 @@ class TensorStore:
 
     def write(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
         """Write the first bytes of a state as `step` leaves it; in one thread. Safe once the step is committed."""
-        region = self.region_to_write(key, kind, step, buffer.nbytes)
+        (region,) = self.regions_to_write(key, step, [(kind, buffer.nbytes)])
         for start in range(0, buffer.nbytes, GRANULE_NBYTES):
             part = buffer[start : start + GRANULE_NBYTES]
             self._transfer("write", region, start, part)
@@ -428,8 +435,13 @@ class TensorStore:
 
     def _check_attempt(self) -> list[Attempt]:
         """The fences; raises StaleAttempt if they, or the journal, know a newer attempt."""
-        raws = [_read(self.volume, self._allocation, offset, RECORD_NBYTES) for offset in layout.FENCE_OFFSETS]
-        fences = [fence for raw in raws if (fence := layout.unpack_fence(raw, self._allocation.nonce)) is not None]
+        nbytes = len(layout.FENCE_OFFSETS) * RECORD_NBYTES
+        raw = _read(self.volume, self._allocation, layout.FENCE_OFFSETS[0], nbytes)
+        if raw == self._own_fences:  # before every write: not worth a checksum
+            fences = [self.attempt, self.attempt]
+        else:
+            nonce, parts = self._allocation.nonce, (raw[:RECORD_NBYTES], raw[RECORD_NBYTES:])
+            fences = [fence for part in parts if (fence := layout.unpack_fence(part, nonce)) is not None]
         if not fences:
             raise StaleAttempt(
                 f"{self.name}: both fence records are damaged, or the job was deleted and its space is another's; "

@@ -103,7 +103,7 @@ def _regions(volume: Volume, store: TensorStore) -> dict[str, tuple[int, int]]:
         regions[name] = (head + geometry.manifest_offset(number), geometry.manifest_nbytes)
     for step, name in ((LAST, "state"), (PINNED, "pinned state")):
         for key, kind in states(geometry):
-            region = store.region_to_read(key, kind, Step(step), geometry.region_nbytes(kind))
+            (region,) = store.regions_to_read(key, Step(step), [(kind, geometry.region_nbytes(kind))])
             regions[f"{name}: {kind} of {key.block}, {key.chunk}"] = (region.offset, region.nbytes)
     return regions
 
@@ -240,7 +240,7 @@ class TestTransfers:
     def test_end_of_the_file(self, disk: Volume) -> None:
         store = new_store(disk)
         commit(store, 0)
-        region = store.region_to_read(KEY, StateKind.MASTER, Step(0), 8192)
+        (region,) = store.regions_to_read(KEY, Step(0), [(StateKind.MASTER, 8192)])
         os.truncate(disk.device.path, region.offset + 4096)
         with pytest.raises(StoreIoError, match=f"could not read: the SSD ends at byte {region.offset + 4096}; check"):
             store.read(KEY, StateKind.MASTER, Step(0), page_aligned(bytes(8192)))

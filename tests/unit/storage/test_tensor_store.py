@@ -246,7 +246,7 @@ class TestSteps:
         geometry = make_geometry(chunk_numel=GRANULE_NBYTES // 2, chunks_per_block=(1,), precision=Precision.FP32)
         store, key = new_store(volume, geometry), ChunkKey(BlockIndex(0), ChunkIndex(0))
         fill(store, 0)
-        region = store.region_to_write(key, StateKind.MASTER, Step(0), 2 * GRANULE_NBYTES)
+        (region,) = store.regions_to_write(key, Step(0), [(StateKind.MASTER, 2 * GRANULE_NBYTES)])
         first = page_aligned(b"n" * GRANULE_NBYTES)
         volume.device.write(region.offset, first)
         store.note_written(region, 0, first)
