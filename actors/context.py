@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass
 
-from windlass.actors.job_spec import JobSpec
+from windlass.actors.job_spec import JobSpec, UpdateOrder
 from windlass.engine.layout import ModelLayout
 from windlass.planner.plan import ModelSize, Plan, make_plan
 from windlass.storage.ids import (
-    STATE_ITEMSIZE,
     ActorName,
     ChunkKey,
+    Formats,
     Precision,
     Rank,
     SsdIndex,
     StateKind,
-    param_kind,
 )
 from windlass.storage.store_format import StoreGeometry
 from windlass.storage.transfers import DEFAULT_IO, IoSettings
@@ -27,18 +26,26 @@ def optimizer_name(index: int) -> ActorName:
     return ActorName(f"optimizer-{index}")
 
 
+def optimizer_index(name: ActorName) -> int | None:
+    """Which optimizer of the pool it is; None for other actors."""
+    kind, _, number = name.partition("-")
+    return int(number) if kind == "optimizer" else None
+
+
 def ssd_name(index: int) -> ActorName:
     """Name of the server of one SSD."""
     return ActorName(f"ssd-{index}")
 
 
-def grad_itemsize(spec: JobSpec) -> int:
-    """Bytes of a gradient element on its way to the optimizer.
+def grad_precision(spec: JobSpec) -> Precision:
+    """Of gradients on their way to the optimizer.
 
-    With one micro-batch the gradient of a bf16 model is bf16 to begin with. Sums over micro-batches are fp32.
+    With one micro-batch the gradient of a model in half precision is in that to begin with. Sums over micro-batches are
+    fp32, unless the job wants less.
     """
     hyper = spec.hyperparameters
-    return 2 if hyper.precision is Precision.BF16 and hyper.num_microbatches == 1 else 4
+    is_summed = hyper.num_microbatches > 1 and hyper.accumulation_precision is Precision.FP32
+    return Precision.FP32 if is_summed else hyper.precision
 
 
 def evaluation_batch_size(spec: JobSpec) -> int:
@@ -71,9 +78,9 @@ class JobContext:
     ssds: tuple[SsdFacts, ...]  # of each of the job's SSDs
 
     @property
-    def precision(self) -> Precision:
-        """The job's number format."""
-        return self.spec.hyperparameters.precision
+    def formats(self) -> Formats:
+        """The job's number formats."""
+        return self.spec.hyperparameters.formats
 
     def geometry(self, ssd: int) -> StoreGeometry:
         """The share of one SSD."""
@@ -83,7 +90,7 @@ class JobContext:
             attempt=self.spec.attempt,
             ssd=SsdIndex(ssd),
             ssd_weights=tuple(each.weight for each in self.ssds),
-            precision=self.precision,
+            formats=self.formats,
             chunk_numel=self.layout.chunk_numel,
             chunks_per_block=tuple(self.layout.num_chunks(block.index) for block in self.layout.blocks),
         )
@@ -96,7 +103,7 @@ class JobContext:
     def state_offsets(self) -> dict[StateKind, int]:
         """Where each state begins inside an optimizer's slot, in bytes."""
         offsets, offset = {}, 0
-        for kind, itemsize in STATE_ITEMSIZE[self.precision].items():
+        for kind, itemsize in self.formats.itemsizes.items():
             offsets[kind] = offset
             offset += itemsize * self.layout.chunk_numel
         return offsets
@@ -112,18 +119,20 @@ def make_context(
 ) -> JobContext:
     """Plans the job; `ssds` None: all alike. Raises PlanError where its budget is too small."""
     ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
-    itemsizes = STATE_ITEMSIZE[spec.hyperparameters.precision]
+    formats = spec.hyperparameters.formats
+    itemsizes = formats.itemsizes
     size = ModelSize(
         block_numels=tuple(block.numel for block in layout.blocks),
         chunk_numel=layout.chunk_numel,
-        param_itemsize=itemsizes[param_kind(spec.hyperparameters.precision)],
+        param_itemsize=itemsizes[formats.param_kind],
         state_itemsize=sum(itemsizes.values()),
     )
     plan = make_plan(
         size,
         num_optimizers=spec.num_cpu_optimizers,
-        grad_itemsize=grad_itemsize(spec),
-        keep_grads=spec.hyperparameters.clip_norm is not None,
+        grad_itemsize=4 if grad_precision(spec) is Precision.FP32 else 2,
+        keep_grads=spec.hyperparameters.keeps_grads,
+        is_naive=spec.hyperparameters.order_of_updates is UpdateOrder.NAIVE,
         host_memory_nbytes=spec.host_memory_nbytes,
     )
     return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)

@@ -8,10 +8,12 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, aligned, grad_itemsize, ssd_name
+from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, aligned, grad_precision, ssd_name
+from windlass.actors.job_spec import Optimizer
 from windlass.actors.messages import (
     ActorFailed,
     BlockUpdated,
@@ -21,6 +23,7 @@ from windlass.actors.messages import (
     ExportModel,
     GradChunk,
     GradSlotsReturned,
+    KernelChosen,
     LoadModel,
     LoadProgressed,
     Message,
@@ -31,13 +34,18 @@ from windlass.actors.messages import (
     WriteChunks,
 )
 from windlass.actors.model_io import ModelIo
-from windlass.engine.optimizer_kernel import AdamW, AdamWSettings, ChunkStates
+from windlass.engine.formats import TORCH_DTYPE, state_dtype
+from windlass.engine.optimizer_formulas import AdamSettings
+from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
 from windlass.storage.arena import Arena, SlotPool
-from windlass.storage.ids import STATE_ITEMSIZE, ActorName, ChunkKey, CorrelationId, Precision, Span, StateKind, Step
+from windlass.storage.ids import ActorName, ChunkKey, CorrelationId, Formats, Span, StateKind, Step
 
-_DTYPE = {2: torch.bfloat16, 4: torch.float32}
-# What an update reads; the param is written only, as it follows from the master.
-_READ_KINDS = (StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
+
+def _read_kinds(formats: Formats) -> tuple[StateKind, ...]:
+    """What an update reads: not the param where that follows from the master."""
+    return tuple(
+        kind for kind in formats.itemsizes if kind is not StateKind.PARAM or StateKind.MASTER not in formats.itemsizes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +68,9 @@ class CpuOptimizer:
         self._geometry = context.geometry(0)
         self._pool = context.plan.states[index]
         self._offsets = context.state_offsets()
-        hyper = self.spec.hyperparameters
-        self._adamw = AdamW(
-            AdamWSettings(beta1=hyper.beta1, beta2=hyper.beta2, epsilon=hyper.epsilon, weight_decay=hyper.weight_decay)
-        )
-        self._grad_dtype = _DTYPE[grad_itemsize(self.spec)]
+        self._formats = context.formats
+        self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
+        self._read_kinds = _read_kinds(context.formats)
         self._updates: queue.Queue[UpdateBlock | LoadModel | ExportModel | None] = queue.Queue()
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -78,11 +84,28 @@ class CpuOptimizer:
 
     def setup(self) -> None:
         """Maps the arena and starts the threads."""
+        hyper = self.spec.hyperparameters
+        self._kernel = OptimizerKernel(
+            AdamSettings(
+                beta1=hyper.beta1,
+                beta2=hyper.beta2,
+                epsilon=hyper.epsilon,
+                weight_decay=hyper.weight_decay,
+                decoupled=hyper.optimizer is Optimizer.ADAMW,
+            ),
+            grad_dtype=self._grad_dtype,
+            param_dtype=None if self._formats.param_kind is StateKind.MASTER else TORCH_DTYPE[self._formats.precision],
+            state_precision=self._formats.states,
+            kernel=hyper.kernel,
+            cache_dir=None if self.spec.kernel_dir is None else Path(self.spec.kernel_dir),
+        )
         self._arena = Arena.open(self.context.arena_path)
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         pool = self._pool
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {self.name}")
         self._model_io = ModelIo(self.context, self._slots, self.chunk_view, self.read, self.write)
+        chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._kernel.kernel)
+        self.send(SCHEDULER, chosen)
         for target in (self._run_feeder, self._run_updates):
             thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
             thread.start()
@@ -123,8 +146,8 @@ class CpuOptimizer:
 
     def chunk_view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
         """One state of a chunk inside a slot: a flat tensor of as many elements as the chunk holds."""
-        itemsize = STATE_ITEMSIZE[self.context.precision][kind]
-        return self._view(slot.offset + self._offsets[kind], self.context.chunk_numel(key), _DTYPE[itemsize])
+        dtype = state_dtype(self._formats, kind)
+        return self._view(slot.offset + self._offsets[kind], self.context.chunk_numel(key), dtype)
 
     def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._memory[offset : offset + numel * dtype.itemsize].view(dtype)
@@ -133,7 +156,7 @@ class CpuOptimizer:
         numel = self.context.chunk_numel(key)
         parts = []
         for kind in kinds:
-            nbytes = aligned(numel * STATE_ITEMSIZE[self.context.precision][kind])
+            nbytes = aligned(numel * self._formats.itemsizes[kind])
             parts.append(ChunkPart(kind, Span(slot.offset + self._offsets[kind], nbytes)))
         return ChunkIo(key, tuple(parts))
 
@@ -145,7 +168,7 @@ class CpuOptimizer:
 
     def write(self, slot: Span, key: ChunkKey, step: Step, on_done: Callable[[], None]) -> None:
         """Writes all states of a chunk as those of `step`; `on_done` is called when the slot is free again."""
-        kinds = tuple(STATE_ITEMSIZE[self.context.precision])
+        kinds = tuple(self._formats.itemsizes)
         self._request(WriteChunks, self._chunk_io(slot, key, kinds), step, step, on_done)
 
     def _request(
@@ -197,7 +220,7 @@ class CpuOptimizer:
             def arrived(chunk: _ChunkUpdate = chunk) -> None:
                 self._arrived.put(chunk)
 
-            self.read(slot, grad.key, _READ_KINDS, Step(update.step - 1), arrived)
+            self.read(slot, grad.key, self._read_kinds, Step(update.step - 1), arrived)
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self.spec.optimizer_threads)
@@ -214,23 +237,25 @@ class CpuOptimizer:
             self.write(chunk.slot, chunk.grad.key, chunk.update.step, written)
 
     def _update(self, chunk: _ChunkUpdate) -> None:
-        key, update = chunk.grad.key, chunk.update
-        start, stop = self.context.layout.chunk_range(key)
-        decay_numel = self.context.layout.blocks[key.block].decay_numel
-        is_bf16 = self.context.precision is Precision.BF16
+        key, update, layout = chunk.grad.key, chunk.update, self.context.layout
+        start, stop = layout.chunk_range(key)
+        held = {kind: self.chunk_view(chunk.slot, key, kind) for kind in self._formats.itemsizes}
         states = ChunkStates(
             grad=self._view(chunk.grad.span.offset, stop - start, self._grad_dtype),
-            master=self.chunk_view(chunk.slot, key, StateKind.MASTER),
-            exp_avg=self.chunk_view(chunk.slot, key, StateKind.EXP_AVG),
-            exp_avg_sq=self.chunk_view(chunk.slot, key, StateKind.EXP_AVG_SQ),
-            param=self.chunk_view(chunk.slot, key, StateKind.PARAM) if is_bf16 else None,
+            param=held.get(StateKind.PARAM),
+            master=held.get(StateKind.MASTER),
+            residual=held.get(StateKind.RESIDUAL),
+            exp_avg=held[StateKind.EXP_AVG],
+            exp_avg_sq=held[StateKind.EXP_AVG_SQ],
         )
-        self._adamw.update(
+        self._kernel.update(
             states,
             learning_rate=update.learning_rate,
-            step=update.step,
+            step=update.optimizer_step,
             grad_scale=update.grad_scale,
-            decay_numel=min(max(decay_numel - start, 0), stop - start),
+            decay_numel=min(max(layout.blocks[key.block].decay_numel - start, 0), stop - start),
+            seed=self.spec.hyperparameters.seed,
+            position=self._geometry.ordinal(key) * layout.chunk_numel,
         )
 
     def _written(self, chunk: _ChunkUpdate) -> None:

@@ -19,7 +19,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from windlass.actors.admission import require_room, survey_ssds
 from windlass.actors.attempt_lock import begin_attempt, join_attempt
-from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, make_context, optimizer_name, ssd_name
+from windlass.actors.context import (
+    GPU_WORKER,
+    SCHEDULER,
+    JobContext,
+    make_context,
+    optimizer_index,
+    optimizer_name,
+    ssd_name,
+)
+from windlass.actors.cores import bind_optimizer
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
 from windlass.actors.mail import Courier, Mailbox
@@ -76,6 +85,9 @@ class ActorShell:
 
     def setup(self) -> None:
         """Builds the actor and opens its devices and files; a failure reaches the caller."""
+        spec = self.context.spec
+        if (index := optimizer_index(self.name)) is not None:
+            bind_optimizer(index, spec.num_cpu_optimizers, spec.optimizer_threads)
         # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
         self.actor = _build(self.name, self.context, self._outbox.send)
@@ -132,7 +144,7 @@ def _build(name: ActorName, context: JobContext, send: Any) -> Any:
     from windlass.actors.gpu_worker import GpuWorker
     from windlass.engine.partition import partition_folder
 
-    partition = partition_folder(context.spec.model_dir, context.precision)
+    partition = partition_folder(context.spec.model_dir, context.formats.precision)
     return GpuWorker(context, partition, send, device="cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -5,6 +5,7 @@ gradients out. `post` only hands messages to them. Scheduler messages are about 
 spoken to in chunks.
 """
 
+import math
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ from windlass.actors.context import (
     JobContext,
     aligned,
     evaluation_batch_size,
-    grad_itemsize,
+    grad_precision,
     ssd_name,
 )
 from windlass.actors.job_spec import JobSpec
@@ -44,9 +45,11 @@ from windlass.actors.messages import (
 from windlass.engine.block_runner import BlockRunner, GradBuffer
 from windlass.engine.dataset import MicroBatch, PreparedDataset
 from windlass.engine.device import Device
-from windlass.engine.partition import TORCH_DTYPE, Partition
+from windlass.engine.formats import TORCH_DTYPE
+from windlass.engine.grad_norm import squared_norm
+from windlass.engine.partition import Partition
 from windlass.storage.arena import Arena, SlotPool
-from windlass.storage.ids import BlockIndex, ChunkKey, CorrelationId, Precision, Span, Step, param_kind
+from windlass.storage.ids import BlockIndex, ChunkKey, CorrelationId, Span, Step
 
 # Gradients of so many blocks may lie on the device while the offload is behind.
 MAX_GRAD_BUFFERS = 2
@@ -91,7 +94,7 @@ class GpuWorker:
         self._fetches: dict[tuple[int, BlockIndex], _Fetch] = {}
         self._expected: dict[CorrelationId, tuple[_Fetch, dict[ChunkKey, Span]]] = {}
         self._grads: dict[BlockIndex, GradBuffer] = {}
-        self._offloadable: dict[BlockIndex, GradBuffer] = {}
+        self._offloadable: dict[BlockIndex, torch.Tensor] = {}
         self._grad_permits = threading.Semaphore(MAX_GRAD_BUFFERS)
         self._permitted: set[BlockIndex] = set()
         self._correlation = 0
@@ -182,7 +185,7 @@ class GpuWorker:
         by_ssd: dict[int, dict[ChunkKey, Span]] = {}
         for key, span in zip(keys, spans, strict=True):
             by_ssd.setdefault(self._geometry.ssd_of(key), {})[key] = span
-        kind = param_kind(self.hyper.precision)
+        kind = self.context.formats.param_kind
         for ssd, placed in by_ssd.items():
             with self._lock:
                 self._correlation += 1
@@ -234,6 +237,7 @@ class GpuWorker:
             started_s = time.perf_counter()
             self.runner.install(operation.block, flats, grads)
             events = self._compute(operation)
+            is_finite = self._is_finite(operation, events)
             self.runner.remove(operation.block)
             self.device.synchronize()
             for fetch in fetches:
@@ -245,6 +249,7 @@ class GpuWorker:
                 phase=operation.phase,
                 block=operation.block,
                 compute_s=time.perf_counter() - started_s,
+                is_finite=is_finite,
             )
             for event in (*events, *self._finish_grads(operation), computed):
                 self.send(SCHEDULER, event)
@@ -289,13 +294,12 @@ class GpuWorker:
         return {block: self._grads[block] for block in operation.blocks}
 
     def _accumulation_dtype(self, operation: ComputeBlock, block: BlockIndex) -> torch.dtype:
-        """fp32 wherever gradients are summed: over micro-batches, slices of the head, or uses of a tied tensor."""
+        """fp32 wherever gradients are summed: over micro-batches (unless the job wants less), slices, tied uses."""
         is_sliced = (
             operation.phase is Phase.HEAD and self._batch[0].targets.numel() > self.runner.num_tokens_of_head_slice
         )
         is_tied = any(block in shared[1:] for shared in self.context.layout.shared)
-        summed = self.hyper.num_microbatches > 1 or is_sliced or is_tied
-        return torch.float32 if summed or self.hyper.precision is Precision.FP32 else torch.bfloat16
+        return torch.float32 if is_sliced or is_tied else TORCH_DTYPE[grad_precision(self.spec)]
 
     def _compute(self, operation: ComputeBlock) -> list[Message]:
         step, block, runner = operation.step, operation.block, self.runner
@@ -311,7 +315,8 @@ class GpuWorker:
             case Phase.BACKWARD:
                 runner.backward(block, step, ids)
             case Phase.HEAD | Phase.EVALUATE_HEAD:
-                sums = runner.head(step, targets, train=operation.phase is Phase.HEAD)
+                is_training = operation.phase is Phase.HEAD
+                sums = runner.head(step, targets, train=is_training, loss_scale=operation.loss_scale)
                 loss = LossComputed(
                     job=self.spec.job,
                     step=step,
@@ -323,6 +328,12 @@ class GpuWorker:
                 )
                 return [loss]
         return []
+
+    def _is_finite(self, operation: ComputeBlock, events: Sequence[Message]) -> bool:
+        """Whether what the operation put out is; a gradient's own sum tells of that."""
+        if operation.phase in (Phase.FORWARD, Phase.EVALUATE):
+            return all(math.isfinite(float(squared_norm(hidden.flatten()))) for hidden in self.runner.inputs[-1])
+        return all(math.isfinite(event.loss_sum) for event in events if isinstance(event, LossComputed))
 
     def _load_batch(self, operation: ComputeBlock) -> None:
         if operation.phase is Phase.FORWARD:
@@ -341,30 +352,37 @@ class GpuWorker:
             return []
         grad = self._grads.pop(block)
         grad.finish([(p.name, p.offset, p.numel) for p in self.context.layout.blocks[block].params])
-        sq_sum = 0.0
-        if self.hyper.clip_norm is not None:
-            sq_sum = float(torch.linalg.vector_norm(grad.flat, dtype=torch.float32)) ** 2
+        flat = self._as_offloaded(grad.flat)
+        sq_sum = float(squared_norm(flat))
         self.device.synchronize()
         with self._lock:
-            self._offloadable[block] = grad
+            self._offloadable[block] = flat
         return [BlockBackwardDone(job=self.spec.job, step=operation.step, block=block, grad_sq_sum=sq_sum)]
+
+    def _as_offloaded(self, flat: torch.Tensor) -> torch.Tensor:
+        """The gradient as the optimizer will see it: what overflows on the way there must not be missed."""
+        dtype = TORCH_DTYPE[grad_precision(self.spec)]
+        if flat.dtype is dtype:
+            return flat
+        rounded = self.device.take(flat.numel(), dtype).copy_(flat)
+        self.device.give(flat)
+        return rounded
 
     # --- gradients out ----------------------------------------------------------------------------------------------
 
     def _run_offloads(self) -> None:
         layout = self.context.layout
-        dtype = torch.bfloat16 if grad_itemsize(self.spec) == 2 else torch.float32
         while (request := self._to_offload.get()) is not None:
             with self._lock:
-                grad = self._offloadable.pop(request.block)
+                flat = self._offloadable.pop(request.block)
             keys = layout.chunk_keys(request.block)
             spans = self._grad_slots.acquire(len(keys), self.spec.deadline_s)
             chunks = []
             for key, span in zip(keys, spans, strict=True):
                 start, stop = layout.chunk_range(key)
-                self.device.copy_out(self._view(span, stop - start, dtype), grad.flat[start:stop])
+                self.device.copy_out(self._view(span, stop - start, flat.dtype), flat[start:stop])
                 chunks.append(GradChunk(key, span))
-            self.device.give(grad.flat)
+            self.device.give(flat)
             if request.block in self._permitted:
                 self._permitted.remove(request.block)
                 self._grad_permits.release()

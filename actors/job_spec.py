@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from windlass.storage.ids import Attempt, JobId, Precision
+from windlass.storage.ids import Attempt, Formats, JobId, Kernel, Precision, StatePrecision
 
 
 class Schedule(StrEnum):
@@ -12,6 +12,22 @@ class Schedule(StrEnum):
     LINEAR = "linear"
     COSINE = "cosine"
     CONSTANT = "constant"
+
+
+class Optimizer(StrEnum):
+    """What turns gradients into updates."""
+
+    ADAMW = "adamw"  # decoupled weight decay
+    ADAM = "adam"  # weight decay as a part of the gradient
+
+
+class UpdateOrder(StrEnum):
+    """When blocks are updated. All give the same parameters, while gradients are finite."""
+
+    ACTIVE = "active"  # as gradients arrive, during the backward pass; not where all must be known first
+    KEPT = "kept"  # gradients are kept until all are known; in forward order, under the next step's forward pass
+    NAIVE = "naive"  # as ACTIVE, but a chunk is read only when the one before is written: for comparison
+    AFTER_BACKWARD = "after_backward"  # as KEPT, and nothing else runs meanwhile: for comparison
 
 
 class Initialization(StrEnum):
@@ -39,6 +55,32 @@ class Hyperparameters:
     clip_norm: float | None  # global gradient norm; None: no clipping
     precision: Precision
     seed: int
+    optimizer: Optimizer = Optimizer.ADAMW
+    state_precision: StatePrecision = StatePrecision.FP32
+    accumulation_precision: Precision = Precision.FP32  # of sums over micro-batches: fp32, or that of the model
+    update_order: UpdateOrder | None = None  # None: ACTIVE where that is exact, else KEPT
+    kernel: Kernel | None = None  # None: compiled where there is a compiler
+    max_bad_steps: int = 10  # steps in a row whose loss or gradient is not finite; one more ends the job
+
+    @property
+    def formats(self) -> Formats:
+        """Of the model and of the states."""
+        return Formats(self.precision, self.state_precision)
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether nothing may be updated before every gradient is known."""
+        return self.clip_norm is not None or self.precision is Precision.FP16
+
+    @property
+    def order_of_updates(self) -> UpdateOrder:
+        """As asked for, or the best."""
+        return self.update_order or (UpdateOrder.KEPT if self.needs_all_gradients else UpdateOrder.ACTIVE)
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether gradients wait in memory until all are known."""
+        return self.order_of_updates in (UpdateOrder.KEPT, UpdateOrder.AFTER_BACKWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +105,7 @@ class JobSpec:
     num_cpu_optimizers: int
     compute_threads: int  # of the GPU worker's process
     optimizer_threads: int  # of each optimizer
+    kernel_dir: str | None  # where compiled update kernels are kept; None: nowhere
     host_memory_nbytes: int | None  # budget for the arena; None: what the machine has free
     deadline_s: float  # longest wait for any one thing within a step
 

@@ -73,6 +73,7 @@ class CommitStore(Message):
     """Make `step` the state that a restart finds: sync, then append a commit record, then sync again."""
 
     attempt: Attempt
+    is_unchanged: bool  # the step was skipped: its states are those of the one before, and nothing was written
     trainer_state: str  # JSON
 
 
@@ -115,6 +116,7 @@ class ComputeBlock(Message):
     block: BlockIndex
     blocks: tuple[BlockIndex, ...]  # whose params it needs: the block's own first, then those it shares tensors with
     group: int  # evaluation: which group of micro-batches; 0 in training
+    loss_scale: float  # what the loss is multiplied by before it goes backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,7 @@ class BlockComputed(Message):
     phase: Phase
     block: BlockIndex
     compute_s: float
+    is_finite: bool  # no infinity and no NaN in what the block put out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +142,7 @@ class BlockBackwardDone(Message):
     """All gradients of `block` for this step lie on the device."""
 
     block: BlockIndex
-    grad_sq_sum: float  # sum of squares; 0.0 where the job does not clip
+    grad_sq_sum: float  # sum of squares, of the scaled loss; finite if and only if every element is
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +177,18 @@ class LossComputed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateBlock(Message):
-    """Update chunks of `block`: read the states of `step - 1`, apply AdamW, write those of `step`."""
+    """Update chunks of `block`: read the states of `step - 1`, update them, write those of `step`."""
 
     block: BlockIndex
+    optimizer_step: int  # updates so far, this one included: steps less those that were skipped
     chunks: tuple[GradChunk, ...]
     learning_rate: float
-    grad_scale: float  # what gradients are multiplied by: 1.0, or the clipping factor
+    grad_scale: float  # what gradients are multiplied by: the clipping factor over the loss scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradSlotsReturned(Message):
-    """Optimizer to GPU worker: these grad slots are yours again."""
+    """To the GPU worker, from an optimizer or, where a step is skipped, the scheduler: these are yours again."""
 
     spans: tuple[Span, ...]
 
@@ -195,6 +199,14 @@ class BlockUpdated(Message):
 
     block: BlockIndex
     actor: ActorName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChosen(Message):
+    """What an optimizer updates with from now on; kernels differ in the last bit."""
+
+    actor: ActorName
+    kernel: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,13 @@ import torch
 from windlass.actors.context import JobContext
 from windlass.actors.job_spec import Initialization
 from windlass.engine.export import ModelExporter
+from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.initialization import BlockInitializer
-from windlass.engine.partition import TORCH_DTYPE, build_meta_model, load_config
+from windlass.engine.partition import build_meta_model, load_config
+from windlass.engine.split_master import split_master
 from windlass.engine.weights import CheckpointReader
 from windlass.storage.arena import SlotPool
-from windlass.storage.ids import ChunkKey, Precision, Span, StateKind, Step, param_kind
+from windlass.storage.ids import ChunkKey, Span, StateKind, Step
 
 ChunkView = Callable[[Span, ChunkKey, StateKind], torch.Tensor]
 
@@ -46,20 +48,14 @@ class ModelIo:
 
     def load(self) -> Iterator[dict[str, int]]:
         """Writes every chunk's states as those of step 0. Yields {"num_params", "total_params"} as it goes."""
-        layout, precision = self.context.layout, self.context.precision
+        layout = self.context.layout
         num_params, shown_at = 0, 0
         with contextlib.closing(self._source()) as source:
             for block in layout.blocks:
                 for key in layout.chunk_keys(block.index):
                     self._check()
                     (slot,) = self._slots.acquire(1, self.context.spec.deadline_s)
-                    master = self._view(slot, key, StateKind.MASTER)
-                    source.fill_chunk(key, master)
-                    self._view(slot, key, StateKind.EXP_AVG).zero_()
-                    self._view(slot, key, StateKind.EXP_AVG_SQ).zero_()
-                    if precision is Precision.BF16:
-                        self._view(slot, key, StateKind.PARAM).copy_(master)
-                    num_params += master.numel()
+                    num_params += self._fill(slot, key, source)
                     self._write(slot, key, Step(0), lambda slot=slot: self._slots.release([slot]))
                 if num_params - shown_at >= layout.numel // 20:
                     shown_at = num_params
@@ -68,9 +64,26 @@ class ModelIo:
         # What whole tensors passed through stays in the C library's heap otherwise, beside every later step.
         ctypes.CDLL(None).malloc_trim(0)
 
+    def _fill(self, slot: Span, key: ChunkKey, source: CheckpointReader | BlockInitializer) -> int:
+        """A chunk's first states. Returns its number of elements."""
+        held = {kind: self._view(slot, key, kind) for kind in self.context.formats.itemsizes}
+        master = held.get(StateKind.MASTER)
+        if master is None:
+            master = torch.empty(held[StateKind.PARAM].numel(), dtype=torch.float32)
+        source.fill_chunk(key, master)
+        held[StateKind.EXP_AVG].zero_()
+        held[StateKind.EXP_AVG_SQ].zero_()
+        if StateKind.RESIDUAL in held:
+            kinds = (StateKind.PARAM, StateKind.RESIDUAL, StateKind.EXP_AVG_SQ)
+            for kind, state in zip(kinds, split_master(master, held[StateKind.EXP_AVG_SQ]), strict=True):
+                held[kind].copy_(state)
+        elif StateKind.PARAM in held:
+            held[StateKind.PARAM].copy_(master)
+        return master.numel()
+
     def _source(self) -> CheckpointReader | BlockInitializer:
         spec = self.context.spec
-        model = build_meta_model(load_config(spec.model_dir), self.context.precision)
+        model = build_meta_model(load_config(spec.model_dir), self.context.formats.precision)
         if spec.initialization is Initialization.WEIGHTS:
             return CheckpointReader(spec.model_dir, self.context.layout, model)
         return BlockInitializer(model, self.context.layout, spec.hyperparameters.seed)
@@ -80,9 +93,9 @@ class ModelIo:
         if Path(path).exists():
             return  # by an attempt that was lost before it could tell; a folder that exists is whole
         spec, layout = self.context.spec, self.context.layout
-        dtype = TORCH_DTYPE[self.context.precision]
+        dtype = TORCH_DTYPE[self.context.formats.precision]
         exporter = ModelExporter(spec.model_dir, layout, load_config(spec.model_dir), path, dtype)
-        kind = param_kind(self.context.precision)
+        kind = self.context.formats.param_kind
         try:
             for block in layout.blocks:
                 for key in layout.chunk_keys(block.index):

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.context import GPU_WORKER, JobContext, num_evaluation_groups, optimizer_name, ssd_name
+from windlass.actors.job_spec import UpdateOrder
 from windlass.actors.journal import Journal, read_journal
 from windlass.actors.messages import (
     ActorFailed,
+    BlockBackwardDone,
     BlockComputed,
+    KernelChosen,
     LoadProgressed,
     LossComputed,
     Message,
@@ -27,10 +30,17 @@ from windlass.actors.messages import (
     Phase,
     StoreCommitted,
 )
-from windlass.actors.policy.pipeline import DeadlineMissedError, Instruction, Pipeline, UnexpectedEventError
+from windlass.actors.policy.pipeline import (
+    DeadlineMissedError,
+    Instruction,
+    NotFiniteError,
+    Pipeline,
+    UnexpectedEventError,
+)
 from windlass.actors.policy.shape import JobShape
+from windlass.actors.policy.trainer import Trainer
 from windlass.engine.learning_rate import learning_rate
-from windlass.storage.ids import ActorName
+from windlass.storage.ids import ActorName, Precision
 from windlass.storage.store_format import CommitRecord
 
 # How often deadlines and lost actors are looked for.
@@ -82,6 +92,9 @@ def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobSh
         evaluate_every=spec.evaluate_every or 0,
         checkpoint_every=spec.checkpoint_every or 0,
         clip_norm=hyper.clip_norm,
+        keeps_grads=hyper.keeps_grads,
+        updates_alone=hyper.order_of_updates is UpdateOrder.AFTER_BACKWARD,
+        max_bad_steps=hyper.max_bad_steps,
         learning_rate=rate,
         trainer_state=trainer_state,
         gpu_worker=GPU_WORKER,
@@ -127,7 +140,10 @@ class Scheduler:
         self.spec = context.spec
         self._resumed = resume_from
         initial_step = None if resume_from is None else resume_from.step
-        self.pipeline = Pipeline(job_shape(context, self._trainer_state), initial_step)
+        trainer = Trainer(scales_loss=self.spec.hyperparameters.precision is Precision.FP16)
+        if resume_from is not None:
+            trainer.restore(json.loads(resume_from.trainer_state))
+        self.pipeline = Pipeline(job_shape(context, self._trainer_state), trainer, initial_step)
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
@@ -141,6 +157,8 @@ class Scheduler:
         self._trained_tokens = 0
         self._losses: dict[int, LossComputed] = {}
         self._compute_s: dict[int, float] = {}  # of each step, evaluation included
+        self._kernels: set[str] = set()  # that have updated states of this job
+        self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
         self._evaluations: dict[int, _Losses] = {}
         self._last_metrics: dict[str, Any] = {}
         self._ssd_bytes: dict[ActorName, tuple[int, int, int]] = {}  # read, written, written since the last commit
@@ -201,12 +219,13 @@ class Scheduler:
 
     def _trainer_state(self, step: int) -> str:
         """What the next attempt must know of a step that is about to be committed."""
-        state: dict[str, Any] = {"optimizer_step": step, "trained_tokens": self._trained_tokens}
+        state: dict[str, Any] = {**self.pipeline.trainer.to_json(), "trained_tokens": self._trained_tokens}
+        state |= {"kernels": sorted(self._kernels)}
         if (loss := self._losses.get(step)) is not None:
             state["trained_tokens"] += loss.num_targets
-            state |= {"train_loss": loss.loss_sum / loss.num_targets}
+            state |= {"train_loss": _finite(loss.loss_sum / loss.num_targets)}
             state |= {"train_mean_token_accuracy": loss.num_correct / loss.num_targets}
-            state |= {"grad_norm": self.pipeline.grad_norms.get(step)}
+            state |= {"grad_norm": _finite(self.pipeline.ends[step].grad_norm)}
         return json.dumps(state)
 
     def _restore(self) -> None:
@@ -214,14 +233,15 @@ class Scheduler:
         assert self._resumed is not None
         step, state = self._resumed.step, json.loads(self._resumed.trainer_state)
         self._trained_tokens = state.pop("trained_tokens")
-        del state["optimizer_step"]
+        self._kernels = set(state.pop("kernels"))
+        for name in self.pipeline.trainer.to_json():
+            del state[name]
         self._journal.append("message", f"Resuming after step {step}")
         if state:
             data = {"step": step, "total_steps": self.spec.total_steps, "trained_tokens": self._trained_tokens, **state}
             self._last_metrics |= data
             if step not in self._history.steps:
-                message = f"Step {step}/{self.spec.total_steps}: training loss={data['train_loss']:.4f}"
-                self._journal.append("metrics", message, **data)
+                self._journal.append("metrics", self._step_message(data), **data)
 
     def _take(self, event: Message) -> None:
         match event:
@@ -230,14 +250,29 @@ class Scheduler:
                 raise JobFailedError(f"{event.actor}: {event.error}")
             case LossComputed():
                 self._on_loss(event)
+            case KernelChosen():
+                self._on_kernel_chosen(event)
             case LoadProgressed():
                 self.pipeline.heard_from(self.pipeline.shape.optimizers[0], time.monotonic())
                 share = event.num_params / event.total_params
                 self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
             case _:
-                instructions = self.pipeline.handle(event, time.monotonic())
+                instructions = self._handle(event)
                 self._note(event)
                 self._carry_out(instructions)
+
+    def _handle(self, event: Message) -> list[Instruction]:
+        if isinstance(event, BlockComputed) and not event.is_finite and event.phase in (Phase.FORWARD, Phase.HEAD):
+            self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
+        elif isinstance(event, BlockBackwardDone) and not math.isfinite(event.grad_sq_sum):
+            self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
+        try:
+            return self.pipeline.handle(event, time.monotonic())
+        except NotFiniteError as error:
+            raise JobFailedError(
+                f"{error}; {self._not_finite[event.step]} was the first: training has diverged, or the weights or the "
+                "data are broken; try a lower learning rate, more warm-up or another precision"
+            ) from error
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -263,13 +298,21 @@ class Scheduler:
             case BlockComputed():
                 self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
 
-    def _on_loss(self, event: LossComputed) -> None:
-        if not math.isfinite(event.loss_sum):
-            raise JobFailedError(
-                f"the loss of step {event.step} is {event.loss_sum}: training has diverged, or the weights or the data "
-                "are broken; try a lower learning rate or more warm-up"
+    def _on_kernel_chosen(self, event: KernelChosen) -> None:
+        self._journal.append("message", f"{event.actor} updates with the {event.kernel} kernel")
+        if others := self._kernels - {event.kernel}:
+            self._journal.append(
+                "message",
+                f"Other states of this job were updated with the {', '.join(others)} kernel: the results may differ in "
+                "the last bit from those of one kernel",
+                level="warn",
             )
-        if event.phase is Phase.HEAD:
+        self._kernels.add(event.kernel)
+
+    def _on_loss(self, event: LossComputed) -> None:
+        if event.phase is Phase.HEAD:  # where it is not finite, neither are the gradients
+            if not math.isfinite(event.loss_sum):
+                self._not_finite.setdefault(event.step, f"the head of block {self.pipeline.shape.num_blocks - 1}")
             self._losses[event.step] = event
             return
         sums = self._evaluations.setdefault(event.step, _Losses())
@@ -283,12 +326,13 @@ class Scheduler:
         data: dict[str, Any] = {
             "step": event.step,
             "total_steps": self.spec.total_steps,
-            "valid_loss": sums.loss_sum / sums.num_targets,
-            "full_valid_loss": sums.loss_sum / sums.num_targets,
+            "valid_loss": _finite(sums.loss_sum / sums.num_targets),
+            "full_valid_loss": _finite(sums.loss_sum / sums.num_targets),
             "valid_mean_token_accuracy": sums.num_correct / sums.num_targets,
         }
         self._last_metrics |= data
-        self._journal.append("metrics", f"Step {event.step}: validation loss={data['valid_loss']:.4f}", **data)
+        message = f"Step {event.step}: validation loss={_in_words(data['valid_loss'])}"
+        self._journal.append("metrics", message, **data)
 
     def _on_step_committed(self, step: int) -> None:
         loss = self._losses.pop(step)
@@ -298,13 +342,16 @@ class Scheduler:
         elapsed_s = now_s - self._started_s
         done = step - self._first_step + 1
         ssds = [self._ssd_bytes[name] for name in self.pipeline.shape.ssd_servers]
+        end = self.pipeline.ends.pop(step)
         data: dict[str, Any] = {
             "step": step,
             "total_steps": self.spec.total_steps,
-            "train_loss": loss.loss_sum / loss.num_targets,
+            "train_loss": _finite(loss.loss_sum / loss.num_targets),
             "train_mean_token_accuracy": loss.num_correct / loss.num_targets,
             "learning_rate": self.pipeline.shape.learning_rate(step),
-            "grad_norm": self.pipeline.grad_norms.pop(step, None),
+            "grad_norm": _finite(end.grad_norm),
+            "loss_scale": end.loss_scale,
+            "skipped_steps": end.num_skipped,
             "step_s": step_s,
             "compute_s": self._compute_s.pop(step, 0.0),
             "tokens_per_s": loss.num_targets / step_s,
@@ -320,8 +367,16 @@ class Scheduler:
             ],
         }
         self._last_metrics |= data
-        message = f"Step {step}/{self.spec.total_steps}: training loss={data['train_loss']:.4f}"
-        self._journal.append("metrics", message, **data)
+        where = self._not_finite.pop(step, None)
+        if not math.isfinite(end.grad_norm):
+            text = f"Step {step} skipped: {where} was not finite"
+            if self.pipeline.trainer.scales_loss:
+                text += f"; the loss was scaled by {end.loss_scale:g}"
+            self._journal.append("message", text, level="warn")
+        self._journal.append("metrics", self._step_message(data), **data)
+
+    def _step_message(self, data: dict[str, Any]) -> str:
+        return f"Step {data['step']}/{self.spec.total_steps}: training loss={_in_words(data['train_loss'])}"
 
     def _exported(self) -> bool:
         return Path(self.spec.output_dir).is_dir()
@@ -355,3 +410,12 @@ class Scheduler:
         }
         self._journal.append_outcome(message=message or str(error and error["message"]), **outcome)
         return outcome
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has neither infinities nor NaN."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _in_words(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"

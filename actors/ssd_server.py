@@ -238,7 +238,7 @@ class SsdServer:
             return TensorStore.create(self._volume, wanted)
         found = store.geometry
         if replace(found, attempt=wanted.attempt) != wanted:
-            names = ("ssd", "ssd_weights", "rank", "precision", "chunk_numel", "chunks_per_block")
+            names = ("ssd", "ssd_weights", "rank", "formats", "chunk_numel", "chunks_per_block")
             differences = "; ".join(
                 f"{name} {getattr(found, name)}, now {getattr(wanted, name)}"
                 for name in names
@@ -428,6 +428,8 @@ class SsdServer:
         try:
             if command.step in self._failed_steps:
                 raise StoreError(f"{self._store.name}: a write of step {command.step} failed; it cannot be committed")
+            if command.is_unchanged:
+                self._store.carry_over(command.step)
             self._store.commit(command.step, command.attempt, command.trainer_state)
         except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
             self._send(SCHEDULER, self._failure(command, str(error), traceback.format_exc()))

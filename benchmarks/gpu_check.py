@@ -158,6 +158,7 @@ def _speed_spec(shape: Shape, folder: Path, states: Path) -> JobSpec:
         total_steps=_NUM_STEPS,
         evaluate_every=None,
         optimizer_threads=max(1, (os.cpu_count() or 1) - 2),
+        kernel_dir=None,
         deadline_s=120.0,
     )
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from itertools import cycle
 from pathlib import Path
 
 from windlass.actors.messages import (
@@ -23,12 +24,14 @@ from windlass.storage.ids import (
     ChunkIndex,
     ChunkKey,
     CorrelationId,
+    Formats,
     JobId,
     Precision,
     Rank,
     Span,
     SsdIndex,
     StateKind,
+    StatePrecision,
     Step,
 )
 from windlass.storage.store_format import CHUNK_NUMEL_UNIT, StoreGeometry
@@ -36,7 +39,8 @@ from windlass.storage.store_format import CHUNK_NUMEL_UNIT, StoreGeometry
 JOB = JobId("ssd-benchmark")
 REQUESTER = ActorName("requester")
 SERVER = ActorName("ssd-0")
-ITEMSIZE = 14  # bf16 param, fp32 master and moments
+_FORMATS = Formats(Precision.BF16, StatePrecision.FP32)
+ITEMSIZE = sum(_FORMATS.itemsizes.values())
 _DEADLINE_S = 120.0
 
 
@@ -49,7 +53,7 @@ class Traffic(StrEnum):
 
 
 READ_KINDS = {
-    Traffic.READ: tuple(StateKind),
+    Traffic.READ: tuple(_FORMATS.itemsizes),
     Traffic.MIX: (StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ),
 }
 READ_SHARE = {Traffic.READ: 1.0, Traffic.WRITE: 0.0, Traffic.MIX: 12 / 26}
@@ -64,7 +68,7 @@ def geometry_of(request_nbytes: int, working_set_nbytes: int) -> StoreGeometry:
         attempt=Attempt(1),
         ssd=SsdIndex(0),
         ssd_weights=(1,),
-        precision=Precision.BF16,
+        formats=_FORMATS,
         chunk_numel=numel,
         chunks_per_block=(max(2, working_set_nbytes // (numel * ITEMSIZE)),),
     )
@@ -122,13 +126,14 @@ class Requester:
         What can be asked for at the same time goes out in one request.
         """
         begun = done = 0
+        keys = cycle(self._keys)
         slot_of: dict[ChunkKey, int] = {}  # of chunks on their way
         reading: set[ChunkKey] = set()
         free, to_write = list(range(self._num_in_flight)), list[ChunkKey]()
         while True:
             to_read: list[ChunkKey] = []
             while free and (begun < min_chunks or time.perf_counter() < until_s):
-                key = self._keys[begun % len(self._keys)]
+                key = next(key for key in keys if key not in slot_of)  # one may be overtaken by a whole round
                 slot_of[key] = free.pop()
                 begun += 1
                 (to_write if traffic is Traffic.WRITE else to_read).append(key)
@@ -136,7 +141,7 @@ class Requester:
             self._ask(
                 ReadChunks, Step(0), [self._item(key.chunk, READ_KINDS[traffic], slot_of[key]) for key in to_read]
             )
-            writes = [self._item(key.chunk, tuple(StateKind), slot_of[key]) for key in to_write]
+            writes = [self._item(key.chunk, tuple(_FORMATS.itemsizes), slot_of[key]) for key in to_write]
             self._ask(WriteChunks, Step(write_step), writes)
             to_write = []
             if not slot_of:

@@ -1,9 +1,10 @@
-"""windlass as a contender: a job on Ray. `python -m benchmarks.windlass_runner FOLDER SSD_DIR...`
+"""windlass as a contender: a job on Ray. `python -m benchmarks.windlass_runner FOLDER SSD_DIR... [--change NAME=VALUE]`
 
 This process stands in for the dispatcher: it starts the Ray daemon and the job's runner, and reads the journal. Ray is
 imported once its environment is set, as it reads it then.
 """
 
+import argparse
 import json
 import signal
 import subprocess
@@ -11,18 +12,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.control_share import control_seconds, role_of
 from benchmarks.peer import emit
 from benchmarks.pss import process_tree, thread_seconds
 from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
-from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
+from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule, UpdateOrder
 from windlass.actors.journal import METRICS, OUTCOME, JournalReader, JournalRecord
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
 from windlass.storage.arena import remove_leftovers
-from windlass.storage.ids import Attempt, JobId, Precision
+from windlass.storage.ids import Attempt, JobId, Precision, StatePrecision
 
 _POLL_S = 0.05
 _DEADLINE_S = 300.0
@@ -34,11 +36,25 @@ class WindlassFailedError(Exception):
     """The job did not end with a model."""
 
 
-def main(folder: Path, ssd_dirs: Sequence[Path]) -> None:
+def main() -> None:
     """Train the workload as a job, tell of its steps, and end everything that was started."""
-    workload = read_workload(folder)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="home-") as home:
-        run(workload, job_spec(workload, folder, Path(home), ssd_dirs), Path(home), ssd_dirs)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.windlass_runner", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("ssd_dirs", type=Path, nargs="+")
+    parser.add_argument("--change", action="append", default=[], metavar="NAME=VALUE", help="of a hyperparameter")
+    options = parser.parse_args()
+    workload = read_workload(options.folder)
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="home-") as home:
+        spec = job_spec(workload, options.folder, Path(home), options.ssd_dirs)
+        spec = replace(spec, hyperparameters=changed(spec.hyperparameters, options.change))
+        run(workload, spec, Path(home), options.ssd_dirs)
+
+
+def changed(hyperparameters: Hyperparameters, changes: Sequence[str]) -> Hyperparameters:
+    """The same with `NAME=VALUE`s for others."""
+    kinds = {"clip_norm": float, "state_precision": StatePrecision, "update_order": UpdateOrder}
+    pairs = [change.split("=", 1) for change in changes]
+    return replace(hyperparameters, **{name: kinds[name](value) for name, value in pairs})
 
 
 def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path]) -> None:
@@ -117,6 +133,7 @@ def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Pa
         num_cpu_optimizers=1,
         compute_threads=machinery.compute_threads,
         optimizer_threads=machinery.optimizer_threads,
+        kernel_dir=str(folder / "kernels"),
         host_memory_nbytes=None,
         deadline_s=_DEADLINE_S,
     )
@@ -189,4 +206,4 @@ def records(spec: JobSpec) -> Iterator[JournalRecord]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    main()

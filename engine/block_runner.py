@@ -158,8 +158,10 @@ class BlockRunner:
         else:
             self.inputs.append(outputs)
 
-    def head(self, step: int, targets: Sequence[torch.Tensor], *, train: bool = True) -> LossSums:
-        """Loss of every micro-batch, over slices of tokens; with `train` its gradients as well.
+    def head(
+        self, step: int, targets: Sequence[torch.Tensor], *, train: bool = True, loss_scale: float = 1.0
+    ) -> LossSums:
+        """Loss of every micro-batch, over slices of tokens; with `train` its gradients as well, times `loss_scale`.
 
         Normalised by the target tokens of the whole step. Consumes the last layer's output.
         """
@@ -168,7 +170,7 @@ class BlockRunner:
         hidden_states = self.inputs.pop()
         for m, target in enumerate(targets):
             self._seed(step, m, self.partition.head)
-            grad = self._head_of_microbatch(hidden_states[m], target, num_targets, sums, train)
+            grad = self._head_of_microbatch(hidden_states[m], target, num_targets, sums, loss_scale if train else None)
             if train:
                 self.grads.append(grad)
             hidden_states[m] = torch.empty(0)
@@ -261,8 +263,9 @@ class BlockRunner:
         return logits
 
     def _head_of_microbatch(
-        self, hidden: torch.Tensor, target: torch.Tensor, num_targets: int, sums: LossSums, train: bool
+        self, hidden: torch.Tensor, target: torch.Tensor, num_targets: int, sums: LossSums, loss_scale: float | None
     ) -> torch.Tensor:
+        train = loss_scale is not None
         flat_hidden = hidden.reshape(1, -1, hidden.shape[-1])
         flat_target = target.reshape(-1)
         grad = torch.empty_like(flat_hidden) if train else flat_hidden
@@ -273,8 +276,8 @@ class BlockRunner:
             with torch.set_grad_enabled(train):
                 logits = self._epilogue(entering)[0].float()
                 loss_sum = F.cross_entropy(logits, piece, ignore_index=IGNORED_TARGET, reduction="sum")
-                if train:
-                    torch.autograd.backward(loss_sum / num_targets)
+                if loss_scale is not None:
+                    torch.autograd.backward(loss_sum / num_targets * loss_scale)
             sums.loss_sum += float(loss_sum.detach())
             sums.num_correct += int((logits.detach().argmax(-1) == piece).sum())
             if train:

@@ -57,15 +57,12 @@ class Device:
         self._h2d.synchronize()
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Device to host; `target` may be of a lower precision."""
+        """Device to host, same type."""
         if self._d2h is None:
-            if target.dtype == source.dtype:
-                np.copyto(_bytes_of(target), _bytes_of(source))
-            else:
-                target.copy_(source)
+            np.copyto(_bytes_of(target), _bytes_of(source))
             return
         with torch.cuda.stream(self._d2h):
-            target.copy_(source.to(target.dtype), non_blocking=True)
+            target.copy_(source, non_blocking=True)
         self._d2h.synchronize()
 
     def synchronize(self) -> None:

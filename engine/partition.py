@@ -16,10 +16,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.initialization import no_init_weights
 
+from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.storage.ids import BlockIndex, Precision
 
-TORCH_DTYPE = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 MIN_CHUNK_NUMEL = 8 * 2**20
 # O_DIRECT wants 4096-byte regions: 2048 elements of the smallest state, bf16.
 CHUNK_GRANULE = 2048

@@ -72,8 +72,11 @@ def make_plan(
     grad_itemsize: int,
     keep_grads: bool,
     host_memory_nbytes: int | None,
+    is_naive: bool = False,
 ) -> Plan:
-    """The arena of a job. `keep_grads`: clipping needs every gradient before the first update.
+    """The arena of a job.
+
+    `keep_grads`: every gradient is needed before the first update. `is_naive`: an optimizer has one chunk at a time.
 
     Raises:
         PlanError: the budget is smaller than the least that the job needs.
@@ -83,14 +86,18 @@ def make_plan(
     typical = sorted(model.num_chunks(block) for block in blocks)[len(model.block_numels) // 2]
     # Two typical blocks in flight, or the largest one alone.
     num_grads = model.total_chunks if keep_grads else max(largest, 2 * typical)
-    for depth in range(STATE_DEPTH, MIN_STATE_DEPTH - 1, -1):
+    for depth in (1,) if is_naive else range(STATE_DEPTH, MIN_STATE_DEPTH - 1, -1):
         plan = _lay_out(model, num_optimizers, grad_itemsize, num_grads, min(depth, model.total_chunks))
         if host_memory_nbytes is None or plan.arena_nbytes <= host_memory_nbytes:
             return plan
     raise PlanError(
         f"the job needs {plan.arena_nbytes} bytes ({plan.arena_nbytes / 2**30:.2f} GiB) of host memory for its "
         f"buffers, and its budget is {host_memory_nbytes} bytes; raise the budget"
-        + (", or switch clipping off (clip_norm: null), which keeps every gradient in memory" if keep_grads else "")
+        + (
+            ", or train in bf16 without clipping (clip_norm: null): otherwise every gradient is kept in memory"
+            if keep_grads
+            else ""
+        )
     )
 
 

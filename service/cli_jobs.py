@@ -4,11 +4,13 @@ import json
 import shutil
 import sys
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from windlass.actors.job_spec import Optimizer, UpdateOrder
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import follow_job, format_event
 from windlass.service.cli_service import Home
@@ -18,6 +20,12 @@ from windlass.service.errors import ApiError
 from windlass.service.home import find_serving
 from windlass.service.model_ids import model_dir
 from windlass.service.settings import Settings, load_settings
+from windlass.storage.ids import Precision, StatePrecision
+
+
+def _words(help_: str, words: type[StrEnum], *more: str) -> Any:
+    """An option whose values are those of an enum. The service checks them, as it does in all requests."""
+    return typer.Option(help=f"{help_}: {', '.join((*more, *words))}.")
 
 
 def submit(
@@ -28,7 +36,12 @@ def submit(
     batch_size: Annotated[int | None, typer.Option(help="Examples a step.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="The peak learning rate.")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens; longer examples are cut.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16 or fp32.")] = None,
+    precision: Annotated[str | None, _words("Of the model's numbers", Precision)] = None,
+    optimizer: Annotated[str | None, _words("What makes updates of gradients", Optimizer)] = None,
+    state_precision: Annotated[str | None, _words("Of the optimizer's states at rest", StatePrecision)] = None,
+    accumulation_precision: Annotated[str | None, typer.Option(help="Of gradients' sums: fp32 or the model's.")] = None,
+    gradient_updates: Annotated[str | None, _words("When blocks are updated", UpdateOrder, "auto")] = None,
+    max_bad_steps: Annotated[int | None, typer.Option(help="Steps not finite that may be skipped in a row.")] = None,
     suffix: Annotated[str | None, typer.Option(help="A part of the new model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the order of examples and for dropout.")] = None,
     settings_: Annotated[
@@ -44,16 +57,16 @@ def submit(
         "learning_rate": learning_rate,
         "sequence_length": sequence_length,
         "precision": precision,
+        "optimizer": optimizer,
+        "state_precision": state_precision,
+        "accumulation_precision": accumulation_precision,
+        "gradient_updates": gradient_updates,
+        "max_bad_steps": max_bad_steps,
     }
-    windlass = {name: value for name, value in extras.items() if value is not None} | _parse_settings(settings_ or [])
-    request: dict[str, Any] = {"model": model, "windlass": windlass}
-    request |= {name: value for name, value in (("suffix", suffix), ("seed", seed)) if value is not None}
+    request: dict[str, Any] = {"model": model, "windlass": _given(extras) | _parse_settings(settings_ or [])}
+    request |= _given({"suffix": suffix, "seed": seed})
     with _client(load_settings(home)) as client:
-        if validation_file is not None:
-            request["validation_file"] = _file_id(client, validation_file)
-        request["training_file"] = _file_id(client, file)
-        job_id: str = client.create_job(request)["id"]
-        print(job_id)
+        job_id = _start_job(client, request, file, validation_file)
         if follow:
             _follow(client, job_id)
 
@@ -170,10 +183,24 @@ def export(
     print(destination)
 
 
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _client(settings: Settings) -> ServiceClient:
     # A service that was started with --port answers there, whatever the settings say now.
     serving = find_serving(settings.home)
     return ServiceClient(settings.base_url if serving is None else serving.url)
+
+
+def _start_job(client: ServiceClient, request: dict[str, Any], file: str, validation_file: str | None) -> str:
+    """Upload what is a path, create the job, and print its id."""
+    if validation_file is not None:
+        request["validation_file"] = _file_id(client, validation_file)
+    request["training_file"] = _file_id(client, file)
+    job_id: str = client.create_job(request)["id"]
+    print(job_id)
+    return job_id
 
 
 def _file_id(client: ServiceClient, file: str) -> str:

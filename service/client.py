@@ -1,5 +1,6 @@
 """The service's HTTP API as the command line uses it."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,9 @@ class ServiceClient:
 
     def create_job(self, request: dict[str, Any]) -> dict[str, Any]:
         """Submit a job."""
-        return self._call("POST", "/v1/fine_tuning/jobs", json=request)
+        # Written here, as httpx would not send a NaN: the service says which setting is none of its numbers.
+        headers = {"Content-Type": "application/json"}
+        return self._call("POST", "/v1/fine_tuning/jobs", content=json.dumps(request), headers=headers)
 
     def jobs(self) -> list[dict[str, Any]]:
         """All jobs, newest first."""

@@ -6,13 +6,22 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from windlass.actors.job_spec import Hyperparameters, Initialization, Schedule
-from windlass.storage.ids import Precision
+from windlass.actors.job_spec import Hyperparameters, Initialization, Optimizer, Schedule, UpdateOrder
+from windlass.storage.ids import Formats, Precision, StatePrecision
 
 DEFAULT_EPOCHS = 3
 DEFAULT_SEQUENCE_LENGTH = 2048
@@ -22,8 +31,10 @@ DEFAULT_WEIGHT_DECAY = 0.0
 DEFAULT_CLIP_NORM = 1.0
 BATCH_RATIO, LEAST_BATCH_SIZE, GREATEST_BATCH_SIZE = 0.002, 8, 64
 GREATEST_MICROBATCH_SIZE = 4
-ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
+DEFAULT_BETAS, DEFAULT_EPSILON = (0.9, 0.999), 1e-8
+DEFAULT_MAX_BAD_STEPS = 10
 
+_LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
 _MAX_SEED = 2**63 - 1
 
@@ -43,6 +54,18 @@ def _auto_or_positive(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1000:
         return float(value)
     raise ValueError('must be "auto" or a number above 0, at most 1000')
+
+
+def _auto_or_order(value: Any) -> Any:
+    if value == "auto":
+        return value
+    if value in list(UpdateOrder):
+        return UpdateOrder(value)
+    raise ValueError(f"must be one of {', '.join(('auto', *UpdateOrder))}")
+
+
+# In JSON a word is a string, which is no member of an enum to strict validation.
+_WORD = Field(strict=False)
 
 
 class _Strict(BaseModel):
@@ -73,17 +96,24 @@ class WindlassSettings(_Strict):
     learning_rate: float | None = Field(default=None, gt=0, le=1)
     warmup_steps: int | None = Field(default=None, ge=0)
     warmup: float | None = Field(default=None, ge=0, le=1)  # share of all steps
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    schedule: Annotated[Schedule, _WORD] = Schedule.LINEAR
     weight_decay: float = Field(default=DEFAULT_WEIGHT_DECAY, ge=0, le=1)
     clip_norm: float | None = Field(default=DEFAULT_CLIP_NORM, gt=0)  # null: no clipping
-    precision: Literal["bf16", "fp32"] = "bf16"
-    optimizer: Literal["adamw"] = "adamw"
-    state_precision: Literal["fp32"] = "fp32"
+    optimizer: Annotated[Optimizer, _WORD] = Optimizer.ADAMW
+    beta1: float = Field(default=DEFAULT_BETAS[0], ge=0, lt=1)
+    beta2: float = Field(default=DEFAULT_BETAS[1], ge=0, lt=1)
+    epsilon: float = Field(default=DEFAULT_EPSILON, gt=0)
+    precision: Annotated[Precision, _WORD] = Precision.BF16
+    # Checked against what stands above them.
+    state_precision: Annotated[StatePrecision, _WORD] = StatePrecision.FP32
+    accumulation_precision: Annotated[Precision, _WORD] = Precision.FP32
+    gradient_updates: Annotated[UpdateOrder | Literal["auto"], BeforeValidator(_auto_or_order)] = "auto"
+    max_bad_steps: int = Field(default=DEFAULT_MAX_BAD_STEPS, ge=0, le=1000)
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     priority: int = Field(default=0, ge=-1000, le=1000)  # smaller runs first
     checkpoint_every: int | None = Field(default=None, ge=1)  # steps; null: only the final model
     evaluate_every: int | None = Field(default=None, ge=1)  # steps; null: at each epoch's end
-    initialization: Literal["weights", "random"] = "weights"
+    initialization: Annotated[Initialization, _WORD] = Initialization.WEIGHTS
     gpus: Literal[1] = 1
     budgets: Budgets = Budgets()
     lora: None = None
@@ -94,6 +124,47 @@ class WindlassSettings(_Strict):
         if value is not None:
             raise ValueError("LoRA is not supported yet: windlass trains all parameters")
         return value
+
+    @field_validator("epsilon")
+    @classmethod
+    def _fp32_has_it(cls, epsilon: float) -> float:
+        if epsilon < _LEAST_EPSILON:
+            raise ValueError(
+                f"must be at least {_LEAST_EPSILON}: fp32 takes less for 0, and then a gradient of 0 makes 0 / 0"
+            )
+        return epsilon
+
+    @field_validator("state_precision")
+    @classmethod
+    def _states_fit_the_model(cls, states: StatePrecision, info: ValidationInfo) -> StatePrecision:
+        if "precision" in info.data:  # absent where it is wrong itself
+            Formats(info.data["precision"], states)
+        return states
+
+    @field_validator("accumulation_precision")
+    @classmethod
+    def _sums_fit_the_model(cls, sums: Precision, info: ValidationInfo) -> Precision:
+        model = info.data.get("precision", sums)
+        if sums not in (Precision.FP32, model):
+            raise ValueError(f"must be fp32 or the model's own precision: {sums} sums do not go with precision {model}")
+        return sums
+
+    @field_validator("gradient_updates")
+    @classmethod
+    def _order_is_exact(cls, order: UpdateOrder | str, info: ValidationInfo) -> UpdateOrder | str:
+        if order != UpdateOrder.ACTIVE:
+            return order
+        why = "every gradient must be known before the first update"
+        if info.data.get("precision") is Precision.FP16:
+            raise ValueError(
+                f"with precision fp16 {why}, as one overflow skips the step; choose auto or kept, or precision bf16"
+            )
+        if (clip_norm := info.data.get("clip_norm")) is not None:
+            raise ValueError(
+                f"with clip_norm {clip_norm} {why}, as the norm is that of all; set clip_norm to null, or choose auto "
+                "or kept"
+            )
+        return order
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:
@@ -142,7 +213,7 @@ class JobSettings:
     @property
     def initialization(self) -> Initialization:
         """Where the first weights come from."""
-        return Initialization(self.windlass.initialization)
+        return self.windlass.initialization
 
     @property
     def sequence_length(self) -> int:
@@ -156,22 +227,29 @@ def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
     epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
     num_microbatches = extras.num_microbatches or math.ceil(batch_size / GREATEST_MICROBATCH_SIZE)
     total_steps = num_steps(epochs, batch_size, num_examples)
-    return Hyperparameters(
+    asked_order = None if extras.gradient_updates == "auto" else extras.gradient_updates
+    hyper = Hyperparameters(
         epochs=epochs,
         batch_size=batch_size,
         num_microbatches=min(num_microbatches, batch_size),
         sequence_length=settings.sequence_length,
         learning_rate=_learning_rate(settings),
         warmup_steps=_warmup_steps(extras, total_steps),
-        schedule=Schedule(extras.schedule),
+        schedule=extras.schedule,
         weight_decay=extras.weight_decay,
-        beta1=ADAM_BETAS[0],
-        beta2=ADAM_BETAS[1],
-        epsilon=ADAM_EPSILON,
+        beta1=extras.beta1,
+        beta2=extras.beta2,
+        epsilon=extras.epsilon,
         clip_norm=extras.clip_norm,
-        precision=Precision(extras.precision),
+        precision=extras.precision,
         seed=settings.seed,
+        optimizer=extras.optimizer,
+        state_precision=extras.state_precision,
+        accumulation_precision=extras.accumulation_precision,
+        update_order=asked_order,
+        max_bad_steps=extras.max_bad_steps,
     )
+    return replace(hyper, update_order=hyper.order_of_updates)
 
 
 def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:

@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
+from windlass.actors.cores import cores_of, numa_nodes
+from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Optimizer, Schedule, UpdateOrder
 from windlass.service.hyperparameters import JobSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
 from windlass.service.preparation import CHECK_MODEL, PREPARE_DATA, PreparationOrder
 from windlass.service.settings import Settings
-from windlass.storage.ids import Attempt, JobId, Precision
+from windlass.storage.ids import Attempt, JobId, Kernel, Precision, StatePrecision
 from windlass.storage.sql.models import Job
 
 ARENA_DIR = Path("/dev/shm")
@@ -19,6 +21,16 @@ ARENA_DIR = Path("/dev/shm")
 # With a GPU the worker's process prepares batches and starts kernels; the optimizer has the other cores.
 _GPU_WORKER_THREADS = 2
 _DEADLINE_S = 120.0
+# Hyperparameters that JSON keeps as words.
+_WORDS: dict[str, type[StrEnum]] = {
+    "schedule": Schedule,
+    "optimizer": Optimizer,
+    "precision": Precision,
+    "state_precision": StatePrecision,
+    "accumulation_precision": Precision,
+    "update_order": UpdateOrder,
+    "kernel": Kernel,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +47,12 @@ class Machinery:
 
     @property
     def compute_threads(self) -> int:
-        """Threads of a job's GPU worker."""
+        """Threads of a job's GPU worker, where the settings say nothing."""
         return _GPU_WORKER_THREADS if self.num_gpus else self.num_cores
 
     @property
     def optimizer_threads(self) -> int:
-        """Threads of a job's optimizer; without a GPU it shares the cores with the worker."""
+        """Threads of a job's optimizers together, where the settings say nothing; without a GPU the worker shares."""
         if self.num_gpus:
             return max(1, self.num_cores // self.num_gpus - _GPU_WORKER_THREADS)
         return max(1, self.num_cores // 2)
@@ -81,7 +93,7 @@ def preparation_order(settings: Settings, job: Job) -> PreparationOrder:
         training_file=settings.files_dir / job.training_file,
         validation_file=validation_file,
         sequence_length=asked.sequence_length,
-        precision=Precision(asked.windlass.precision),
+        precision=asked.windlass.precision,
         random_weights=asked.initialization is Initialization.RANDOM,
         layout_file=_layout_file(folder),
         dataset_dir=folder / "dataset",
@@ -131,9 +143,10 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
         total_steps=job.total_steps,
         checkpoint_every=asked.windlass.checkpoint_every,
         evaluate_every=asked.windlass.evaluate_every or job.total_steps // hyper.epochs,
-        num_cpu_optimizers=1,
-        compute_threads=machinery.compute_threads,
-        optimizer_threads=machinery.optimizer_threads,
+        num_cpu_optimizers=settings.num_cpu_optimizers,
+        compute_threads=settings.compute_threads or machinery.compute_threads,
+        optimizer_threads=settings.optimizer_threads or _optimizer_threads(settings.num_cpu_optimizers, machinery),
+        kernel_dir=str(settings.home / "kernels"),
         host_memory_nbytes=_host_memory_nbytes(settings, asked),
         deadline_s=_DEADLINE_S,
     )
@@ -152,8 +165,16 @@ def _model_dir(settings: Settings, model: str) -> Path:
 
 
 def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
-    words = {"schedule": Schedule(stored["schedule"]), "precision": Precision(stored["precision"])}
+    """Read what `resolve_job` made; jobs of older versions keep less, and have the defaults for the rest."""
+    words = {name: word(stored[name]) for name, word in _WORDS.items() if stored.get(name) is not None}
     return Hyperparameters(**{**stored, **words})
+
+
+def _optimizer_threads(num_optimizers: int, machinery: Machinery) -> int:
+    """Of each; no more than the cores that the least of them has on its NUMA node."""
+    nodes = numa_nodes()
+    least = min(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers))
+    return max(1, min(least, machinery.optimizer_threads // num_optimizers))
 
 
 def _host_memory_nbytes(settings: Settings, asked: JobSettings) -> int | None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy.orm import Session
 
+from windlass.actors.job_spec import Initialization
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
@@ -152,7 +153,7 @@ def _new_job(context: Context, body: CreateJob, idempotency_key: str | None, dig
     checked = check_model(
         context.settings,
         body.model,
-        random_weights=settings.windlass.initialization == "random",
+        random_weights=settings.initialization is Initialization.RANDOM,
         hub_files=context.hub_files,
     )
     sequence_length = fit_sequence_length(settings.windlass.sequence_length, checked)

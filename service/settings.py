@@ -12,7 +12,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
+from windlass.actors.cores import numa_nodes
 from windlass.service.errors import describe_value
+from windlass.service.machine import num_cores
 from windlass.service.security import is_loopback
 from windlass.storage.raw_device import is_device_path
 from windlass.storage.sql.database import SUPPORTED_DATABASES
@@ -43,8 +45,11 @@ class Settings(BaseSettings):
     # Terabytes written that one SSD is rated for: none, one number for all, or one for each of ssd_dirs.
     ssd_endurance_tbw: Annotated[tuple[_Tbw, ...], NoDecode] = ()
     models_dir: Path = Path()
-    host_memory_gib: float | None = Field(default=None, gt=0)  # None: what the machine has free
-    gpu_memory_gib: float | None = Field(default=None, gt=0)
+    host_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # None: what the machine has free
+    gpu_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    num_cpu_optimizers: int = Field(default_factory=lambda: len(numa_nodes()), ge=1)  # of each job; one a NUMA node
+    compute_threads: int | None = Field(default=None, ge=1)  # of a job's GPU worker; None: by cores and GPUs
+    optimizer_threads: int | None = Field(default=None, ge=1)  # of each optimizer; None: by cores and GPUs
     max_file_mib: int = Field(default=512, ge=1)
 
     @field_validator("ssd_dirs", "ssd_endurance_tbw", mode="before")
@@ -81,6 +86,20 @@ class Settings(BaseSettings):
                 f"must be one number, or one for each of the {num_ssds} entries of ssd_dirs, got {len(ratings)} numbers"
             )
         return ratings
+
+    @field_validator("num_cpu_optimizers", "compute_threads", "optimizer_threads")
+    @classmethod
+    def _no_more_than_cores(cls, value: int | None, info: ValidationInfo) -> int | None:
+        cores = num_cores()
+        if value is not None and value > cores:
+            raise ValueError(f"must be at most {cores}, the cores that windlass may use here")
+        num_optimizers = info.data.get("num_cpu_optimizers", 1)  # absent where it is wrong itself
+        if info.field_name == "optimizer_threads" and value is not None and value * num_optimizers > cores:
+            raise ValueError(
+                f"with {num_optimizers} optimizers (num_cpu_optimizers) these are {value * num_optimizers} threads on "
+                f"{cores} cores; set it to {cores // num_optimizers} or less"
+            )
+        return value
 
     @field_validator("database_url")
     @classmethod

@@ -26,16 +26,18 @@ ActorName = NewType("ActorName", str)
 class StateKind(StrEnum):
     """One of the model states of a chunk."""
 
-    PARAM = "param"  # what the forward pass reads; bf16. In fp32 training it is the master itself
+    PARAM = "param"  # what the forward pass reads, in bf16 or fp16. In fp32 training that is the master itself
     MASTER = "master"  # fp32
-    EXP_AVG = "exp_avg"  # fp32
-    EXP_AVG_SQ = "exp_avg_sq"  # fp32
+    RESIDUAL = "residual"  # what rounding the master to the param cut off: its low 16 bits
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
 
 
 class Precision(StrEnum):
-    """The number format that the model computes in; the optimizer's states are fp32 in both."""
+    """The number format that the model computes in."""
 
     BF16 = "bf16"
+    FP16 = "fp16"  # with dynamic loss scaling
     FP32 = "fp32"
 
 
@@ -47,16 +49,48 @@ class StatePrecision(StrEnum):
     BF16 = "bf16"  # master and moments in bf16, stochastically rounded; the master is the param itself
 
 
-# Bytes an element of each state takes at rest. In fp32 the master serves as the param: it is stored once.
-STATE_ITEMSIZE: dict[Precision, dict[StateKind, int]] = {
-    Precision.BF16: {StateKind.PARAM: 2, StateKind.MASTER: 4, StateKind.EXP_AVG: 4, StateKind.EXP_AVG_SQ: 4},
-    Precision.FP32: {StateKind.MASTER: 4, StateKind.EXP_AVG: 4, StateKind.EXP_AVG_SQ: 4},
+# Bytes an element of each state takes at rest, in the order in which they lie there. In fp32 the master serves as the
+# param, and with bf16 states the param as the master: it is stored once.
+_FP32_MOMENTS = {StateKind.EXP_AVG: 4, StateKind.EXP_AVG_SQ: 4}
+_ITEMSIZES: dict[tuple[Precision, StatePrecision], dict[StateKind, int]] = {
+    (Precision.FP32, StatePrecision.FP32): {StateKind.MASTER: 4, **_FP32_MOMENTS},
+    (Precision.FP16, StatePrecision.FP32): {StateKind.PARAM: 2, StateKind.MASTER: 4, **_FP32_MOMENTS},
+    (Precision.BF16, StatePrecision.FP32): {StateKind.PARAM: 2, StateKind.MASTER: 4, **_FP32_MOMENTS},
+    (Precision.BF16, StatePrecision.SPLIT): {StateKind.PARAM: 2, StateKind.RESIDUAL: 2, **_FP32_MOMENTS},
+    (Precision.BF16, StatePrecision.BF16): {StateKind.PARAM: 2, StateKind.EXP_AVG: 2, StateKind.EXP_AVG_SQ: 2},
 }
 
 
-def param_kind(precision: Precision) -> StateKind:
-    """The state that the forward pass reads."""
-    return StateKind.PARAM if precision is Precision.BF16 else StateKind.MASTER
+class Kernel(StrEnum):
+    """How updates are computed. The two differ in the last bit, so a job keeps to the one that it began with."""
+
+    COMPILED = "compiled"  # plain PyTorch compiled into one pass over memory; needs a C++ compiler
+    FUSED = "fused"  # torch's own fused optimizer, slice by slice
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """The number formats of a job. Raises ValueError for a pair that does not exist."""
+
+    precision: Precision
+    states: StatePrecision
+
+    def __post_init__(self) -> None:
+        if (self.precision, self.states) not in _ITEMSIZES:
+            raise ValueError(f"{self.states} states go with bf16 training; in {self.precision} states are fp32")
+
+    @property
+    def itemsizes(self) -> dict[StateKind, int]:
+        """Bytes an element of each state takes at rest, in the order in which they lie there."""
+        return _ITEMSIZES[(self.precision, self.states)]
+
+    @property
+    def param_kind(self) -> StateKind:
+        """The state that the forward pass reads."""
+        return StateKind.MASTER if self.precision is Precision.FP32 else StateKind.PARAM
+
+
+ALL_FORMATS = tuple(Formats(*pair) for pair in _ITEMSIZES)
 
 
 @dataclass(frozen=True, slots=True, order=True)

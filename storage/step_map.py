@@ -29,6 +29,12 @@ class StepMap:
         self._nbytes = array("Q", [0]) * (num_chunks * len(kinds))
         self._digests = array("Q", [0]) * (num_chunks * self._granules_per_extent)
 
+    def copy(self) -> "StepMap":
+        """The same of another step."""
+        step_map = StepMap(self._geometry)
+        step_map._extents[:], step_map._nbytes[:], step_map._digests[:] = self._extents, self._nbytes, self._digests
+        return step_map
+
     def extent(self, chunk: int) -> int | None:
         """The extent of a chunk; None if none of its states has been given a place."""
         extent = self._extents[chunk]

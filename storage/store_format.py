@@ -12,7 +12,18 @@ from itertools import accumulate
 
 from windlass.storage.arena import ALIGNMENT_NBYTES
 from windlass.storage.checksum import GRANULE_NBYTES
-from windlass.storage.ids import STATE_ITEMSIZE, Attempt, ChunkKey, JobId, Precision, Rank, SsdIndex, StateKind, Step
+from windlass.storage.ids import (
+    Attempt,
+    ChunkKey,
+    Formats,
+    JobId,
+    Precision,
+    Rank,
+    SsdIndex,
+    StateKind,
+    StatePrecision,
+    Step,
+)
 from windlass.storage.records import RECORD_NBYTES, is_intact, seal
 from windlass.storage.store_errors import StoreCorrupt
 from windlass.storage.volume_format import Demand
@@ -20,7 +31,7 @@ from windlass.storage.volume_format import Demand
 # A step is written while the one before is kept.
 NUM_GENERATIONS = 2
 # Smallest unit of chunk_numel that makes every region, of 2 or 4 bytes an element, a multiple of the alignment.
-CHUNK_NUMEL_UNIT = ALIGNMENT_NBYTES // min(size for sizes in STATE_ITEMSIZE.values() for size in sizes.values())
+CHUNK_NUMEL_UNIT = ALIGNMENT_NBYTES // 2
 
 SUPERBLOCK_OFFSET = 0
 SUPERBLOCK_NBYTES = 65536
@@ -59,7 +70,7 @@ class StoreGeometry:
     attempt: Attempt  # that created the store
     ssd: SsdIndex
     ssd_weights: tuple[int, ...]  # of every SSD of the job: a faster one gets more chunks
-    precision: Precision
+    formats: Formats
     chunk_numel: int
     chunks_per_block: tuple[int, ...]
     _first_ordinals: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -89,7 +100,7 @@ class StoreGeometry:
     @property
     def kinds(self) -> tuple[StateKind, ...]:
         """The states of a chunk, in the order in which they lie in an extent."""
-        return tuple(STATE_ITEMSIZE[self.precision])
+        return tuple(self.formats.itemsizes)
 
     @property
     def num_chunks(self) -> int:
@@ -104,7 +115,7 @@ class StoreGeometry:
     @property
     def extent_nbytes(self) -> int:
         """Bytes of all states of a chunk."""
-        return self.chunk_numel * sum(STATE_ITEMSIZE[self.precision].values())
+        return self.chunk_numel * sum(self.formats.itemsizes.values())
 
     @property
     def granules_per_extent(self) -> int:
@@ -146,9 +157,9 @@ class StoreGeometry:
 
     def region_nbytes(self, kind: StateKind) -> int:
         """Bytes of one state of a chunk."""
-        sizes = STATE_ITEMSIZE[self.precision]
+        sizes = self.formats.itemsizes
         if kind not in sizes:
-            raise ValueError(f"a {self.precision} store holds no {kind}, only {', '.join(sizes)}")
+            raise ValueError(f"the store holds no {kind}, only {', '.join(sizes)}")
         return self.chunk_numel * sizes[kind]
 
     def region_offset(self, kind: StateKind) -> int:
@@ -158,7 +169,7 @@ class StoreGeometry:
             if stored == kind:
                 return offset
             offset += self.region_nbytes(stored)
-        raise ValueError(f"a {self.precision} store holds no {kind}, only {', '.join(self.kinds)}")
+        raise ValueError(f"the store holds no {kind}, only {', '.join(self.kinds)}")
 
     def manifest_offset(self, manifest: int) -> int:
         """Where in the head a manifest lies."""
@@ -237,9 +248,10 @@ def unpack_superblock(raw: bytes, nonce: str, where: str) -> StoreGeometry:
         raise StoreCorrupt(f"{where}: the superblock is damaged (its checksum is wrong); its states cannot be used")
     nbytes = _SUPERBLOCK_HEAD.unpack_from(raw)[2]
     facts = json.loads(raw[_SUPERBLOCK_HEAD.size : _SUPERBLOCK_HEAD.size + nbytes])
-    precision, chunks = Precision(facts.pop("precision")), tuple(facts.pop("chunks_per_block"))
+    stored, chunks = facts.pop("formats"), tuple(facts.pop("chunks_per_block"))
+    formats = Formats(Precision(stored["precision"]), StatePrecision(stored["states"]))
     weights = tuple(facts.pop("ssd_weights"))
-    return StoreGeometry(precision=precision, chunks_per_block=chunks, ssd_weights=weights, **facts)
+    return StoreGeometry(formats=formats, chunks_per_block=chunks, ssd_weights=weights, **facts)
 
 
 def pack_fence(attempt: Attempt, nonce: str) -> bytes:

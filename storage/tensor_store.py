@@ -74,6 +74,7 @@ class TensorStore:
         self._maps: dict[Step, StepMap] = {}  # of the last commit, and of the step that is being written
         self._pins: dict[Step, tuple[Pin, StepMap]] = {}
         self._free: list[int] = []  # heap of extents
+        self._carried: Step | None = None  # the last step that was carried over
         self._failed_sync: str | None = None
         self._lock = threading.Lock()
 
@@ -226,6 +227,19 @@ class TensorStore:
                 del self._maps[old]
             self._collect_free()
 
+    def carry_over(self, step: Step) -> None:
+        """Make the states of the last commit those of `step` as well, before it is committed: no bytes are copied.
+
+        Raises:
+            StepNotAllowed: nothing is committed, or something of `step` has been written.
+        """
+        with self._lock:
+            self._check_follows_commit(step, "carry over")
+            if self._committed is None or step in self._maps:
+                raise StepNotAllowed(f"{self.name}: nothing can be carried over to step {step}")
+            self._maps[step] = self._maps[self._committed.step].copy()
+            self._carried = step
+
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def pin(self, step: Step) -> None:
@@ -311,6 +325,8 @@ class TensorStore:
             if step_map is None:
                 step_map = self._maps[step] = StepMap(self.geometry)
             extent = step_map.extent(chunk)
+            if step == self._carried:
+                raise StepNotAllowed(f"{self.name}: step {step} was carried over: it has the states of the last commit")
             if extent is None:
                 if not self._free:
                     raise StepNotAllowed(

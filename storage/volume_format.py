@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from windlass.storage.ids import JobId
 from windlass.storage.records import RECORD_NBYTES, seal
 
-VERSION = 2
+VERSION = 3
 # What is handed out at once.
 UNIT_NBYTES = 1 << 20
 HEADER_UNITS = 3

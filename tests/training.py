@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import secrets
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,14 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config, get_cosine_schedule_with_warmup
 
-from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
+from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Optimizer, Schedule
 from windlass.actors.journal import JournalRecord, read_journal
 from windlass.engine.data import FORMAT_VERSION, NO_TARGET
 from windlass.engine.dataset import MicroBatch, PreparedDataset
+from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.partition import Partition, build_meta_model, load_config
 from windlass.storage.calibration import Calibration
-from windlass.storage.ids import Attempt, JobId, Precision
+from windlass.storage.ids import Attempt, JobId, Kernel, Precision
 from windlass.storage.transfers import DEFAULT_IO
 from windlass.storage.volume import VOLUME_FILE, Volume
 from windlass.storage.volume_format import HEADER_UNITS, UNIT_NBYTES
@@ -31,7 +33,6 @@ VOCABULARY = 128
 NUM_VALIDATION_EXAMPLES = 7
 # Five chunks a layer: the last is short and holds parameters with and without weight decay.
 CHUNK_NUMEL = 8192
-DTYPE = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 HYPERPARAMETERS = Hyperparameters(
     epochs=6,
     batch_size=4,
@@ -47,6 +48,7 @@ HYPERPARAMETERS = Hyperparameters(
     clip_norm=None,
     precision=Precision.FP32,
     seed=5,
+    kernel=Kernel.FUSED,  # needs no compiler, which takes a while
 )
 
 
@@ -142,6 +144,7 @@ def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds:
         num_cpu_optimizers=1,
         compute_threads=1,
         optimizer_threads=1,
+        kernel_dir=None,
         host_memory_nbytes=None,
         deadline_s=60.0,
     )
@@ -205,7 +208,7 @@ def losses_of(spec: JobSpec) -> list[float]:
 def exported_params(spec: JobSpec) -> dict[str, torch.Tensor]:
     """The final model, as transformers loads it."""
     model = AutoModelForCausalLM.from_pretrained(spec.output_dir, dtype="auto")
-    assert model.dtype == DTYPE[spec.hyperparameters.precision]
+    assert model.dtype == TORCH_DTYPE[spec.hyperparameters.precision]
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
@@ -236,10 +239,15 @@ class PlainRun:
     validation_losses: dict[int, float]  # by step
     params: dict[str, torch.Tensor]  # fp32 masters
     grad_norms: list[float]
+    loss_scales: list[float]  # of each step; 1.0 but in fp16
+    skipped: list[int]  # steps whose gradients overflowed in fp16
 
 
 def train_plainly(spec: JobSpec, device: str = "cpu") -> PlainRun:
-    """The job in plain PyTorch: the whole model, torch.optim.AdamW on fp32 masters, one count of targets a step."""
+    """The job in plain PyTorch: the whole model, torch's own optimizer on fp32 masters, one count of targets a step.
+
+    fp16 with torch.amp.GradScaler.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(spec.compute_threads)
     try:
@@ -252,39 +260,57 @@ def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
     hyper = spec.hyperparameters
     whole = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=torch.float32).to(device)
     masters = dict(whole.named_parameters())
-    model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=DTYPE[hyper.precision]).to(device).train()
+    model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=TORCH_DTYPE[hyper.precision]).to(device).train()
     optimizer = _optimizer(spec, masters)
     schedule = get_cosine_schedule_with_warmup(optimizer, hyper.warmup_steps, spec.total_steps)
     train, validation = (PreparedDataset.open(spec.dataset_dir, split) for split in ("train", "validation"))
-    losses, grad_norms, validation_losses = [], [], {}
+    scaler = torch.amp.GradScaler(device.type, enabled=hyper.precision is Precision.FP16)
+    losses, grad_norms, loss_scales, skipped, validation_losses = [], [], [], [], {}
     for step in range(1, spec.total_steps + 1):
         batch = train.batch(step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed)
-        losses.append(_accumulate(model, masters, batch))
+        loss_scales.append(scaler.get_scale())
+        losses.append(_accumulate(model, masters, batch, scaler))
+        scaler.unscale_(optimizer)
         max_norm = float("inf") if hyper.clip_norm is None else hyper.clip_norm
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm)))
-        optimizer.step()
-        schedule.step()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < loss_scales[-1]:
+            skipped.append(step)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step()`")  # where step 1 is skipped
+            schedule.step()
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(masters[name])
         if step == spec.total_steps or step % (spec.evaluate_every or spec.total_steps) == 0:
             validation_losses[step] = _evaluate(model, list(validation.evaluation_batches(1)))
     params = {name: param.detach().cpu() for name, param in masters.items()}
-    return PlainRun(losses=losses, validation_losses=validation_losses, params=params, grad_norms=grad_norms)
+    return PlainRun(
+        losses=losses,
+        validation_losses=validation_losses,
+        params=params,
+        grad_norms=grad_norms,
+        loss_scales=loss_scales,
+        skipped=skipped,
+    )
 
 
-def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.optim.Adam:
     """Weight decay on matrices only: all norms and biases of these models are vectors."""
     hyper = spec.hyperparameters
     groups = [
         {"params": [param for param in masters.values() if param.ndim >= 2], "weight_decay": hyper.weight_decay},
         {"params": [param for param in masters.values() if param.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=hyper.learning_rate, betas=(hyper.beta1, hyper.beta2), eps=hyper.epsilon)
+    make = torch.optim.AdamW if hyper.optimizer is Optimizer.ADAMW else torch.optim.Adam
+    return make(groups, lr=hyper.learning_rate, betas=(hyper.beta1, hyper.beta2), eps=hyper.epsilon)
 
 
-def _accumulate(model: Any, masters: dict[str, torch.nn.Parameter], batch: Sequence[MicroBatch]) -> float:
-    """The loss of a step; its gradients are summed over the micro-batches in fp32, in the masters."""
+def _accumulate(
+    model: Any, masters: dict[str, torch.nn.Parameter], batch: Sequence[MicroBatch], scaler: torch.amp.GradScaler
+) -> float:
+    """The loss of a step; its scaled gradients are summed over the micro-batches in fp32, in the masters."""
     num_targets = sum(microbatch.num_targets for microbatch in batch)
     for master in masters.values():
         master.grad = torch.zeros_like(master)
@@ -292,7 +318,7 @@ def _accumulate(model: Any, masters: dict[str, torch.nn.Parameter], batch: Seque
     for microbatch in batch:
         loss_sum = _loss_sum(model, microbatch)
         model.zero_grad()
-        torch.autograd.backward(loss_sum / num_targets)
+        torch.autograd.backward(scaler.scale(loss_sum / num_targets))
         total += float(loss_sum.detach())
         for name, param in model.named_parameters():
             masters[name].grad += param.grad.float()

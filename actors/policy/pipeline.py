@@ -3,7 +3,7 @@
 Two priority queues, gradient offload and optimizer update, ordered by (step, block), smallest first: earlier blocks
 first, so that the next forward pass begins while later blocks are still being updated.
 Source: AutoHete, section 3.3. The forward pass of block i in step t+1 waits for the update of block i in step t and for
-nothing else; with clipping, updates wait for the norm of all gradients and then run in forward order.
+nothing else; with clipping or loss scaling, updates wait for all gradients and then run in forward order.
 """
 
 import heapq
@@ -20,6 +20,7 @@ from windlass.actors.messages import (
     ExportModel,
     GradChunk,
     GradOffloaded,
+    GradSlotsReturned,
     LoadModel,
     Message,
     ModelExported,
@@ -31,6 +32,7 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy.shape import JobShape, Operation, program
+from windlass.actors.policy.trainer import StepResult, Trainer
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
@@ -59,26 +61,45 @@ class UnexpectedEventError(Exception):
     """An event that nothing asked for: a bug, or an actor of another attempt."""
 
 
+class NotFiniteError(Exception):
+    """Gradients are infinite or not a number, and cannot be skipped, or were too often. The text names the step."""
+
+
 @dataclass(slots=True)
 class _StepUpdates:
     """How far the updates of one step are."""
 
+    loss_scale: float
     grad_sq_sum: float = 0.0
     num_backward_done: int = 0
-    kept: dict[BlockIndex, tuple[GradChunk, ...]] = field(default_factory=dict)  # with clipping
-    grad_scale: float = 1.0
+    kept: dict[BlockIndex, tuple[GradChunk, ...]] = field(default_factory=dict)  # until all gradients are known
+    result: StepResult | None = None  # None: not all gradients are known
+    optimizer_step: int = 0
+    grad_scale: float = 0.0
     num_updated: int = 0
+    num_offloaded: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnd:
+    """What is known of a step once all its gradients are."""
+
+    grad_norm: float  # of all gradients, before clipping; NaN where one is not finite: the step is skipped
+    loss_scale: float  # that the step had
+    num_skipped: int  # steps so far, this one included
 
 
 class Pipeline:
     """Order of one job's work. `handle` takes one event and returns what to send; `committed` is the last safe step."""
 
-    def __init__(self, shape: JobShape, initial_step: Step | None = None) -> None:
+    def __init__(self, shape: JobShape, trainer: Trainer, initial_step: Step | None = None) -> None:
+        """`trainer`: as the initial step left it."""
         self.shape = shape
+        self.trainer = trainer
         self.committed: int = -1 if initial_step is None else initial_step
         self.versions = [self.committed] * shape.num_blocks  # last step whose update of the block is written
         self.waits: dict[tuple[str, int, int, str], Wait] = {}
-        self.grad_norms: dict[int, float] = {}
+        self.ends: dict[int, StepEnd] = {}  # of steps whose gradients are known; the caller takes them out
         self.last_step = shape.total_steps
         self._last_heard_s: dict[ActorName, float] = {}
         self._program = program(shape, max(self.committed, 0) + 1)
@@ -91,6 +112,7 @@ class Pipeline:
         self._offloading: set[tuple[int, int]] = set()
         self._updating: dict[tuple[int, int], set[ActorName]] = {}
         self._committing: dict[int, set[ActorName]] = {}
+        self._to_skip: int | None = None  # a step that waits to be committed as it is
         self._exporting = False
         self._stopped = False
         self._begun = max(self.committed, 0)  # last step of which anything has been granted
@@ -152,7 +174,7 @@ class Pipeline:
     def _on_model_loaded(self, event: ModelLoaded) -> list[Instruction]:
         self._settle("load", 0, 0, self.shape.optimizers[0])
         self.versions = [0] * self.shape.num_blocks
-        return self._commit(Step(0))
+        return self._commit(Step(0), is_unchanged=False)
 
     def _on_block_computed(self, event: BlockComputed) -> list[Instruction]:
         self._settle("compute", event.op, event.block, self.shape.gpu_worker)
@@ -161,29 +183,68 @@ class Pipeline:
 
     def _on_backward_done(self, event: BlockBackwardDone) -> list[Instruction]:
         self._settle("gradient", event.step, event.block, self.shape.gpu_worker)
-        updates = self._steps.setdefault(event.step, _StepUpdates())
+        updates = self._steps[event.step]
         updates.num_backward_done += 1
         updates.grad_sq_sum += event.grad_sq_sum
         heapq.heappush(self._to_offload, (event.step, event.block))
-        if updates.num_backward_done == self.shape.num_blocks and self.shape.clip_norm is not None:
-            norm = math.sqrt(updates.grad_sq_sum)
-            self.grad_norms[event.step] = norm
-            # As torch.nn.utils.clip_grad_norm_ has it; in this order a norm that is NaN gives NaN, and is not hidden.
-            updates.grad_scale = min(self.shape.clip_norm / (norm + 1e-6), 1.0)
-            for block, chunks in updates.kept.items():
-                self._queue_update(event.step, block, chunks)
-            updates.kept.clear()
+        if not self.shape.keeps_grads:
+            self._check_active(event)
+        if updates.num_backward_done < self.shape.num_blocks:
+            return []
+        return self._on_all_gradients(event.step, updates)
+
+    def _check_active(self, event: BlockBackwardDone) -> None:
+        if not math.isfinite(event.grad_sq_sum):
+            raise NotFiniteError(
+                f"a gradient of step {event.step} is not finite, and its updates have begun: the job ends at step "
+                f"{event.step - 1}"
+            )
+
+    def _on_all_gradients(self, step: Step, updates: _StepUpdates) -> list[Instruction]:
+        """Decides what becomes of a step. Where gradients are not kept, they are finite, and its updates have begun."""
+        is_finite = math.isfinite(updates.grad_sq_sum)
+        if self.shape.keeps_grads:
+            self._end_step(updates, StepResult.UPDATED if is_finite else StepResult.SKIPPED)
+        norm = math.sqrt(updates.grad_sq_sum) / updates.loss_scale if is_finite else math.nan
+        num_skipped = step - self.trainer.num_updates
+        self.ends[step] = StepEnd(grad_norm=norm, loss_scale=updates.loss_scale, num_skipped=num_skipped)
+        kept, updates.kept = updates.kept, {}
+        if updates.result is StepResult.SKIPPED:
+            self._to_skip = step
+            if self.trainer.num_bad_steps > self.shape.max_bad_steps:
+                raise NotFiniteError(
+                    f"the gradients of {self.trainer.num_bad_steps} steps in a row, up to step {step}, were not finite"
+                )
+            return [self._give_back(step, chunks) for chunks in kept.values()]
+        if self.shape.clip_norm is not None:
+            # As torch.nn.utils.clip_grad_norm_ has it.
+            updates.grad_scale *= min(self.shape.clip_norm / (norm + 1e-6), 1.0)
+        for block, chunks in kept.items():
+            self._queue_update(step, block, chunks)
         return []
+
+    def _end_step(self, updates: _StepUpdates, result: StepResult) -> None:
+        updates.result = result
+        updates.grad_scale = 1.0 / updates.loss_scale
+        self.trainer.end_step(result)
+        updates.optimizer_step = self.trainer.num_updates
 
     def _on_grad_offloaded(self, event: GradOffloaded) -> list[Instruction]:
         self._settle("offload", event.step, event.block, self.shape.gpu_worker)
         self._offloading.remove((event.step, event.block))
         updates = self._steps[event.step]
-        if self.shape.clip_norm is not None and updates.num_backward_done < self.shape.num_blocks:
+        updates.num_offloaded += 1
+        if updates.result is StepResult.SKIPPED:
+            return [self._give_back(event.step, event.chunks)]
+        if updates.result is None:
             updates.kept[event.block] = event.chunks
         else:
             self._queue_update(event.step, event.block, event.chunks)
         return []
+
+    def _give_back(self, step: Step, chunks: tuple[GradChunk, ...]) -> Instruction:
+        spans = tuple(chunk.span for chunk in chunks)
+        return Instruction(self.shape.gpu_worker, GradSlotsReturned(job=self.shape.job, step=step, spans=spans))
 
     def _on_block_updated(self, event: BlockUpdated) -> list[Instruction]:
         self._settle("update", event.step, event.block, event.actor)
@@ -198,7 +259,7 @@ class Pipeline:
         if updates.num_updated < self.shape.num_blocks:
             return []
         del self._steps[event.step]
-        return self._commit(event.step)
+        return self._commit(event.step, is_unchanged=False)
 
     def _on_store_committed(self, event: StoreCommitted) -> list[Instruction]:
         self._settle("commit", event.step, 0, event.actor)
@@ -207,6 +268,9 @@ class Pipeline:
         if not waiting:
             del self._committing[event.step]
             self.committed = event.step
+            if event.step == self._to_skip:
+                self._to_skip = None
+                self.versions = [event.step] * self.shape.num_blocks
         return []
 
     def _on_model_exported(self, event: ModelExported) -> list[Instruction]:
@@ -218,7 +282,7 @@ class Pipeline:
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def _advance(self) -> list[Instruction]:
-        return [*self._grant_offloads(), *self._grant_updates(), *self._grant_operations()]
+        return [*self._grant_offloads(), *self._grant_updates(), *self._grant_skip(), *self._grant_operations()]
 
     def _is_cut(self, operation: Operation) -> bool:
         """A job that was told to stop neither evaluates nor exports after its last step."""
@@ -235,7 +299,8 @@ class Pipeline:
             blocks = self.shape.shared[operation.block]
             if len(self._running) >= self.shape.max_prefetched:
                 break
-            if any(self.versions[block] < operation.version for block in blocks):
+            waits_for = range(self.shape.num_blocks) if self.shape.updates_alone else blocks
+            if any(self.versions[block] < operation.version for block in waits_for):
                 break
             self._running[operation.op] = operation
             self._begun = operation.step
@@ -258,8 +323,28 @@ class Pipeline:
             block=operation.block,
             blocks=blocks,
             group=operation.group,
+            loss_scale=self._loss_scale(operation),
         )
         return [*fetches, Instruction(worker, compute)]
+
+    def _loss_scale(self, operation: Operation) -> float:
+        """The gradients of a step begin at its head."""
+        if operation.phase is not Phase.HEAD:
+            return 1.0
+        updates = self._steps[operation.step] = _StepUpdates(self.trainer.next_loss_scale)
+        if not self.shape.keeps_grads:
+            self._end_step(updates, StepResult.UPDATED)  # or with an error
+        return updates.loss_scale
+
+    def _grant_skip(self) -> list[Instruction]:
+        """A skipped step is committed once nothing of it is on its way and the one before is safe."""
+        step = self._to_skip
+        if step is None or step not in self._steps or self.committed < step - 1:
+            return []
+        if self._steps[step].num_offloaded < self.shape.num_blocks:
+            return []
+        del self._steps[step]
+        return self._commit(Step(step), is_unchanged=True)
 
     def _grant_export(self, operation: Operation) -> list[Instruction]:
         if self._exporting or self._running or self.committed < operation.version:
@@ -308,14 +393,20 @@ class Pipeline:
             step=Step(step),
             block=BlockIndex(block),
             chunks=chunks,
+            optimizer_step=self._steps[step].optimizer_step,
             learning_rate=self.shape.learning_rate(step),
             grad_scale=self._steps[step].grad_scale,
         )
 
-    def _commit(self, step: Step) -> list[Instruction]:
+    def _commit(self, step: Step, *, is_unchanged: bool) -> list[Instruction]:
         self._committing[step] = set(self.shape.ssd_servers)
-        state = self.shape.trainer_state(step)
-        message = CommitStore(job=self.shape.job, step=step, attempt=self.shape.attempt, trainer_state=state)
+        message = CommitStore(
+            job=self.shape.job,
+            step=step,
+            attempt=self.shape.attempt,
+            is_unchanged=is_unchanged,
+            trainer_state=self.shape.trainer_state(step),
+        )
         return [Instruction(ssd, message) for ssd in self.shape.ssd_servers]
 
     # --- deadlines --------------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ class JobShape:
     evaluate_every: int  # steps; 0: never
     checkpoint_every: int  # steps; 0: never
     clip_norm: float | None
+    keeps_grads: bool  # no update before all gradients of the step are known
+    updates_alone: bool  # no compute before all updates of the step are done
+    max_bad_steps: int  # skipped in a row
     learning_rate: Callable[[int], float]  # of a step, from 1
     trainer_state: Callable[[int], str]  # JSON that a commit of a step keeps for a restart
     gpu_worker: ActorName

@@ -5,7 +5,7 @@ from typing import Any
 
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
-from windlass.storage.ids import Attempt, BlockIndex, JobId, Precision
+from windlass.storage.ids import Attempt, BlockIndex, JobId, Kernel, Precision
 
 HYPERPARAMETERS = Hyperparameters(
     epochs=1,
@@ -22,6 +22,7 @@ HYPERPARAMETERS = Hyperparameters(
     clip_norm=None,
     precision=Precision.BF16,
     seed=1,
+    kernel=Kernel.FUSED,
 )
 
 SPEC = JobSpec(
@@ -43,6 +44,7 @@ SPEC = JobSpec(
     num_cpu_optimizers=2,
     compute_threads=1,
     optimizer_threads=1,
+    kernel_dir=None,
     host_memory_nbytes=None,
     deadline_s=30.0,
 )

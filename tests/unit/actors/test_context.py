@@ -8,14 +8,15 @@ from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors.context import (
     aligned,
     evaluation_batch_size,
-    grad_itemsize,
+    grad_precision,
     make_context,
     num_evaluation_groups,
     optimizer_name,
     ssd_name,
 )
+from windlass.actors.job_spec import UpdateOrder
 from windlass.planner.plan import PlanError
-from windlass.storage.ids import STATE_ITEMSIZE, BlockIndex, ChunkIndex, ChunkKey, Precision, StateKind
+from windlass.storage.ids import ALL_FORMATS, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision
 
 LAYOUT = make_layout(3000, 5000, 5000, 100)
 
@@ -29,16 +30,26 @@ def test_names_of_actors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "num_microbatches", "nbytes"),
-    [(Precision.BF16, 1, 2), (Precision.BF16, 2, 4), (Precision.FP32, 1, 4), (Precision.FP32, 4, 4)],
+    ("precision", "num_microbatches", "accumulation", "expected"),
+    [
+        (Precision.BF16, 1, Precision.FP32, Precision.BF16),
+        (Precision.BF16, 2, Precision.FP32, Precision.FP32),
+        (Precision.BF16, 2, Precision.BF16, Precision.BF16),
+        (Precision.FP16, 1, Precision.FP32, Precision.FP16),
+        (Precision.FP16, 2, Precision.FP32, Precision.FP32),
+        (Precision.FP16, 2, Precision.FP16, Precision.FP16),
+        (Precision.FP32, 1, Precision.FP32, Precision.FP32),
+        (Precision.FP32, 4, Precision.FP32, Precision.FP32),
+    ],
 )
 def test_gradients_travel_in_the_type_they_are_summed_in(
-    precision: Precision, num_microbatches: int, nbytes: int
+    precision: Precision, num_microbatches: int, accumulation: Precision, expected: Precision
 ) -> None:
-    spec = make_spec(hyperparameters={"precision": precision, "num_microbatches": num_microbatches})
-    assert grad_itemsize(spec) == nbytes
+    hyper = {"precision": precision, "num_microbatches": num_microbatches, "accumulation_precision": accumulation}
+    spec = make_spec(hyperparameters=hyper)
+    assert grad_precision(spec) is expected
     plan = make_context(spec, LAYOUT, "/arena").plan
-    assert plan.grads.slot_nbytes == nbytes * LAYOUT.chunk_numel
+    assert plan.grads.slot_nbytes == (4 if expected is Precision.FP32 else 2) * LAYOUT.chunk_numel
 
 
 @given(num_examples=st.integers(0, 200), batch_size=st.integers(1, 40), num_microbatches=st.integers(1, 8))
@@ -57,18 +68,20 @@ def test_evaluation_groups_hold_every_example_in_parts_no_larger_than_in_trainin
     assert num_groups == len(range(0, len(microbatches), num_microbatches))
 
 
-@pytest.mark.parametrize("precision", list(Precision))
-def test_all_states_of_a_chunk_fit_one_slot_side_by_side(precision: Precision) -> None:
-    context = make_context(make_spec(hyperparameters={"precision": precision}), LAYOUT, "/arena")
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_all_states_of_a_chunk_fit_one_slot_side_by_side(formats: Formats) -> None:
+    hyper = {"precision": formats.precision, "state_precision": formats.states}
+    context = make_context(make_spec(hyperparameters=hyper), LAYOUT, "/arena")
+    assert context.formats == context.geometry(0).formats == formats
     ends = []
     for kind, offset in context.state_offsets().items():
         assert offset == (ends[-1] if ends else 0)
         assert offset % 4096 == 0
-        ends.append(offset + STATE_ITEMSIZE[precision][kind] * LAYOUT.chunk_numel)
-    assert set(context.state_offsets()) == set(STATE_ITEMSIZE[precision])
+        ends.append(offset + formats.itemsizes[kind] * LAYOUT.chunk_numel)
+    assert set(context.state_offsets()) == set(formats.itemsizes)
     assert all(pool.slot_nbytes == ends[-1] for pool in context.plan.states)
-    assert context.plan.params.slot_nbytes == LAYOUT.chunk_numel * (2 if precision is Precision.BF16 else 4)
-    assert (StateKind.PARAM in context.state_offsets()) == (precision is Precision.BF16)
+    assert context.plan.params.slot_nbytes == LAYOUT.chunk_numel * formats.itemsizes[formats.param_kind]
+    assert formats.param_kind in context.state_offsets()
 
 
 def test_geometries_share_out_all_chunks() -> None:
@@ -96,10 +109,20 @@ def test_transfers_are_whole_pages(nbytes: int, expected: int) -> None:
     assert aligned(nbytes) == expected
 
 
-@pytest.mark.parametrize(("clip_norm", "num_slots"), [(None, 6), (1.0, 9)])
-def test_clipping_keeps_every_gradient(clip_norm: float | None, num_slots: int) -> None:
-    spec = make_spec(hyperparameters={"clip_norm": clip_norm})
-    assert make_context(spec, LAYOUT, "/arena").plan.grads.num_slots == num_slots
+@pytest.mark.parametrize(
+    ("hyperparameters", "num_slots"),
+    [
+        ({}, 6),
+        ({"clip_norm": 1.0}, 9),
+        ({"precision": Precision.FP16}, 9),
+        ({"update_order": UpdateOrder.ACTIVE}, 6),
+        ({"update_order": UpdateOrder.NAIVE}, 6),
+        ({"update_order": UpdateOrder.KEPT}, 9),
+        ({"update_order": UpdateOrder.AFTER_BACKWARD}, 9),
+    ],
+)
+def test_every_gradient_has_a_slot_where_all_must_be_known(hyperparameters: dict[str, Any], num_slots: int) -> None:
+    assert make_context(make_spec(hyperparameters=hyperparameters), LAYOUT, "/arena").plan.grads.num_slots == num_slots
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:

@@ -1,9 +1,9 @@
 """The shells that Ray runs, without Ray."""
 
 import os
-from collections.abc import Iterator
+import queue
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +13,14 @@ from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors import deploy
 from windlass.actors.context import SCHEDULER, make_context
 from windlass.actors.deploy import ActorShell, runner_name
+from windlass.actors.mail import Courier, Mailbox
 from windlass.actors.messages import ActorFailed, CommitStore, Message
 from windlass.actors.scheduler import ActorLostError, JobFailedError
 from windlass.storage.arena import Arena
 from windlass.storage.ids import ActorName, Attempt, JobId, Step
 from windlass.storage.volume import Volume
+
+WAIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -34,27 +37,41 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not ray.is_initialized()
 
 
-class Mailbox:
-    """A handle of an actor: what is posted to it is kept."""
+class Peer:
+    """The scheduler of a shell: what is sent to its mailbox is kept, and it can send to the shell's."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.post = SimpleNamespace(remote=self.messages.extend)
+        self.received: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.mailbox = Mailbox(self._keep)
+
+    def _keep(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.received.put(message)
+
+    def send(self, shell: ActorShell, message: Message) -> None:
+        Courier({shell.name: shell.address()}).deliver(shell.name, [message])
+
+    def next_failure(self) -> ActorFailed:
+        message = self.received.get(timeout=WAIT_S)
+        assert isinstance(message, ActorFailed)
+        return message
 
 
 @pytest.fixture
-def scheduler() -> Mailbox:
-    return Mailbox()
+def scheduler() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.mailbox.close()
 
 
 @pytest.fixture
-def shell(tmp_path: Path, scheduler: Mailbox) -> ActorShell:
+def shell(tmp_path: Path, scheduler: Peer) -> ActorShell:
     """Of the first SSD server of a small job whose directories do not exist yet."""
     spec = make_spec(ssd_dirs=(str(tmp_path / "ssd"),))
     context = make_context(spec, make_layout(2048, 5000), str(tmp_path / "arena"))
     Arena.create(context.arena_path, context.plan.arena_nbytes).close()
     shell = ActorShell(ActorName("ssd-0"), context, 3, yields_cores=False)
-    shell.connect({SCHEDULER: scheduler})
+    shell.connect({SCHEDULER: scheduler.mailbox.address})
     return shell
 
 
@@ -67,7 +84,9 @@ def jobs_on(directory: Path) -> set[str]:
 
 
 def commit(step: int) -> CommitStore:
-    return CommitStore(job=JobId("ftjob-1"), step=Step(step), attempt=Attempt(2), trainer_state="{}")
+    return CommitStore(
+        job=JobId("ftjob-1"), step=Step(step), attempt=Attempt(2), is_unchanged=False, trainer_state="{}"
+    )
 
 
 def test_a_runner_is_named_by_job_and_attempt() -> None:
@@ -78,15 +97,14 @@ def test_threads_are_set_before_torch_is_imported(shell: ActorShell) -> None:
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
 
 
-def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Mailbox, tmp_path: Path) -> None:
+def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     shell.setup()
     assert shell.commits() == []
     shell.resume_from(None)
-    shell.post([commit(0)])
+    scheduler.send(shell, commit(0))
+    failed = scheduler.next_failure()
     shell.stop(False)
-    (failed,) = scheduler.messages
-    assert isinstance(failed, ActorFailed)
     assert (failed.actor, failed.step) == ("ssd-0", 0)
     assert "has not been written" in failed.error
     assert jobs_on(tmp_path / "ssd") == {"ftjob-1"}
@@ -105,14 +123,13 @@ def test_a_failed_setup_reaches_the_caller(shell: ActorShell) -> None:
         shell.setup()
 
 
-def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, scheduler: Mailbox, tmp_path: Path) -> None:
+def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
     """Nobody waits for the call that brought the message."""
     (tmp_path / "ssd").mkdir()
     shell.setup()
-    shell.stop(True)
-    shell.post([commit(5)])
-    (failed,) = scheduler.messages
-    assert isinstance(failed, ActorFailed)
+    shell.actor.stop(delete_store=True)
+    scheduler.send(shell, commit(5))
+    failed = scheduler.next_failure()
     assert (failed.actor, failed.step) == ("ssd-0", 5)
     assert failed.error == "RuntimeError: ssd-0 of job ftjob-1 is stopped and takes no messages"
     assert failed.detail.startswith("Traceback")

@@ -1,5 +1,6 @@
 """One rank, with SSD servers that keep params in memory: it computes what plain autograd does."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,9 +12,9 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from tests.training import DTYPE, make_partition, make_spec
+from tests.training import make_partition, make_spec
 from tests.unit.actors.memory_ssds import MemorySsds
-from windlass.actors.context import make_context
+from windlass.actors.context import grad_precision, make_context
 from windlass.actors.gpu_worker import GpuWorker, evaluation_groups
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
@@ -30,10 +31,12 @@ from windlass.actors.messages import (
     PrefetchParams,
     ReadChunks,
 )
+from windlass.engine.block_runner import GradBuffer
 from windlass.engine.data import NO_TARGET
 from windlass.engine.dataset import PreparedDataset
+from windlass.engine.formats import TORCH_DTYPE
 from windlass.storage.arena import Arena
-from windlass.storage.ids import BlockIndex, JobId, Precision, Step, param_kind
+from windlass.storage.ids import BlockIndex, JobId, Precision, Step
 
 STEP = Step(1)
 
@@ -42,8 +45,9 @@ class Bench:
     """A worker that has begun, its arena, and SSDs with the model's params as step 0 left them."""
 
     def __init__(self, directory: Path, **changes: Any) -> None:
-        self.spec: JobSpec = make_spec(directory, num_microbatches=2, clip_norm=1.0, **changes)
+        self.spec: JobSpec = make_spec(directory, **{"num_microbatches": 2, "clip_norm": 1.0, **changes})
         self.precision = self.spec.hyperparameters.precision
+        self.loss_scale = 1.0
         partition = make_partition(self.spec)
         self.layout = partition.layout
         self.context = make_context(self.spec, self.layout, str(directory / "arena"))
@@ -51,18 +55,21 @@ class Bench:
         self.ssds = MemorySsds(self.context, self.arena)
         self.worker = GpuWorker(self.context, partition, self.ssds.send, poison_released=True)
         self.ssds.answer = self.worker.post
-        self.model = AutoModelForCausalLM.from_pretrained(self.spec.model_dir, dtype=DTYPE[self.precision]).train()
-        self._store_params()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self.spec.model_dir, dtype=TORCH_DTYPE[self.precision]
+        ).train()
+        self.store_params()
         self.num_operations = 0
 
-    def _store_params(self) -> None:
+    def store_params(self) -> None:
+        """What the model is at this moment."""
         params = dict(self.model.named_parameters())
         for block in self.layout.blocks:
             if block.params:
                 flat = torch.cat([params[param.name].detach().flatten() for param in block.params])
                 for key in self.layout.chunk_keys(block.index):
                     start, stop = self.layout.chunk_range(key)
-                    self.ssds.put(0, key, param_kind(self.precision), flat[start:stop])
+                    self.ssds.put(0, key, self.context.formats.param_kind, flat[start:stop])
 
     def prefetch(self, block: int, op: int) -> None:
         for needed in self.layout.shared[block]:
@@ -71,7 +78,14 @@ class Bench:
     def compute(self, phase: Phase, block: int, op: int, group: int = 0) -> None:
         blocks = self.layout.shared[block]
         message = ComputeBlock(
-            job=self.spec.job, step=STEP, op=op, phase=phase, block=BlockIndex(block), blocks=blocks, group=group
+            job=self.spec.job,
+            step=STEP,
+            op=op,
+            phase=phase,
+            block=BlockIndex(block),
+            blocks=blocks,
+            group=group,
+            loss_scale=self.loss_scale if phase is Phase.HEAD else 1.0,
         )
         self.worker.post(message)
 
@@ -90,16 +104,30 @@ class Bench:
         parts = []
         for chunk in offloaded.chunks:
             raw = bytearray(self.arena.buffer(chunk.span))
-            parts.append(torch.frombuffer(raw, dtype=torch.float32)[: self.context.chunk_numel(chunk.key)])
+            dtype = TORCH_DTYPE[grad_precision(self.spec)]
+            parts.append(torch.frombuffer(raw, dtype=dtype)[: self.context.chunk_numel(chunk.key)].float())
         assert [chunk.key for chunk in offloaded.chunks] == self.layout.chunk_keys(BlockIndex(block))
         spans = tuple(chunk.span for chunk in offloaded.chunks)
         self.worker.post(GradSlotsReturned(job=self.spec.job, step=STEP, spans=spans))
         return torch.cat(parts)
 
+    def train_step(self) -> dict[int, torch.Tensor]:
+        """One step's operations in their order, and the gradient of each block."""
+        last = len(self.layout.blocks) - 1
+        for block in range(last):
+            self.run(Phase.FORWARD, block)
+        self.run(Phase.HEAD, last)
+        found = {last: self.offload(last)}
+        for block in reversed(range(last)):
+            self.run(Phase.BACKWARD, block)
+            found[block] = self.offload(block)
+        return found
+
     def plain_step(self) -> tuple[float, int, dict[str, torch.Tensor]]:
-        """Sum of the losses, number of targets and gradients of the first step, in plain autograd."""
+        """Sum of the losses, number of targets and scaled gradients of the first step, in plain autograd."""
         hyper = self.spec.hyperparameters
-        batch = PreparedDataset.open(self.spec.dataset_dir, "train").batch(0, 4, 2, hyper.seed)
+        dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
+        batch = dataset.batch(0, hyper.batch_size, hyper.num_microbatches, hyper.seed)
         num_targets = sum(microbatch.num_targets for microbatch in batch)
         total = 0.0
         sums = {name: torch.zeros(param.shape) for name, param in self.model.named_parameters()}
@@ -108,7 +136,7 @@ class Bench:
             logits = self.model(input_ids=microbatch.input_ids, use_cache=False).logits.float().flatten(0, 1)
             targets = microbatch.targets.flatten()
             loss = F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
-            torch.autograd.backward(loss / num_targets)
+            torch.autograd.backward(loss / num_targets * self.loss_scale)
             total += float(loss.detach())
             for name, param in self.model.named_parameters():
                 sums[name] += param.grad.float()
@@ -124,22 +152,23 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     bench.arena.close()
 
 
+def of_bench(**options: Any) -> Any:
+    return pytest.param(options, id="-".join(str(value) for value in options.values()))
+
+
 @pytest.mark.parametrize(
     "bench",
-    [{"precision": precision, "tied": tied} for precision in Precision for tied in (False, True)],
+    [
+        *(of_bench(precision=precision, tied=tied) for precision in Precision for tied in (False, True)),
+        *(of_bench(precision=precision, num_microbatches=1) for precision in Precision),
+        of_bench(precision=Precision.BF16, tied=True, accumulation_precision=Precision.BF16),
+        of_bench(precision=Precision.FP16, tied=False, accumulation_precision=Precision.FP16),
+    ],
     indirect=True,
-    ids=lambda options: f"{options['precision']}-{'tied' if options['tied'] else 'untied'}",
 )
 def test_a_step_computes_the_gradients_of_plain_autograd(bench: Bench) -> None:
-    last = len(bench.layout.blocks) - 1
-    for block in range(last):
-        bench.run(Phase.FORWARD, block)
-    bench.run(Phase.HEAD, last)
-    found = {last: bench.offload(last)}
-    for block in reversed(range(last)):
-        bench.run(Phase.BACKWARD, block)
-        found[block] = bench.offload(block)
-
+    bench.loss_scale = 1024.0 if bench.precision is Precision.FP16 else 1.0
+    found = bench.train_step()
     loss_sum, num_targets, grads = bench.plain_step()
     (loss,) = bench.ssds.of(LossComputed)
     fp32 = bench.precision is Precision.FP32
@@ -154,7 +183,55 @@ def test_a_step_computes_the_gradients_of_plain_autograd(bench: Bench) -> None:
             scale = float(expected.abs().max())
             torch.testing.assert_close(grad, expected, rtol=0.0, atol=(1e-5 if fp32 else 0.05) * scale + 1e-7)
     squares = {done.block: done.grad_sq_sum for done in bench.ssds.of(BlockBackwardDone)}
-    assert squares == pytest.approx({block: float((grad**2).sum()) for block, grad in found.items()}, rel=1e-4)
+    # Of the sum before it was rounded on its way out.
+    rel = 1e-4 if grad_precision(bench.spec) is Precision.FP32 else 1e-2
+    assert squares == pytest.approx({block: float((grad**2).sum()) for block, grad in found.items()}, rel=rel)
+    assert all(computed.is_finite for computed in bench.ssds.of(BlockComputed))
+
+
+def test_the_first_output_that_is_not_finite_is_told(bench: Bench) -> None:
+    with torch.no_grad():
+        bench.model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
+    bench.store_params()
+    bench.train_step()
+    told = [(computed.phase, computed.block) for computed in bench.ssds.of(BlockComputed) if not computed.is_finite]
+    first, *_ = told
+    assert first == (Phase.FORWARD, 2)  # after the embedding and one layer
+    last = len(bench.layout.blocks) - 1
+    assert {(Phase.FORWARD, block) for block in range(2, last)} | {(Phase.HEAD, last)} == set(told)
+    assert not any(math.isfinite(done.grad_sq_sum) for done in bench.ssds.of(BlockBackwardDone))
+    (loss,) = bench.ssds.of(LossComputed)
+    assert not math.isfinite(loss.loss_sum)
+
+
+@pytest.mark.parametrize("bench", [of_bench(precision=Precision.FP16)], indirect=True)
+def test_a_loss_scaled_too_far_makes_gradients_that_are_not_finite(bench: Bench) -> None:
+    bench.loss_scale = 2.0**40
+    bench.train_step()
+    assert all(computed.is_finite for computed in bench.ssds.of(BlockComputed))
+    assert not all(math.isfinite(done.grad_sq_sum) for done in bench.ssds.of(BlockBackwardDone))
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [
+        of_bench(precision=Precision.FP16, tied=True, num_microbatches=1),
+        of_bench(precision=Precision.FP16, tied=True, accumulation_precision=Precision.FP16),
+    ],
+    indirect=True,
+)
+def test_what_overflows_on_its_way_out_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of shared tensors are fp32, and may be too large for the fp16 in which gradients travel."""
+    add = GradBuffer.add
+
+    def add_much(self: GradBuffer, name: str, offset: int, grad: torch.Tensor) -> None:
+        add(self, name, offset, torch.full_like(grad, 60_000.0) if name.endswith("embed_tokens.weight") else grad)
+
+    monkeypatch.setattr(GradBuffer, "add", add_much)
+    found = bench.train_step()
+    assert not found[0].isfinite().all()
+    (told,) = [done.grad_sq_sum for done in bench.ssds.of(BlockBackwardDone) if done.block == 0]
+    assert not math.isfinite(told)
 
 
 def test_evaluation_reads_no_gradient_and_keeps_nothing(bench: Bench) -> None:

@@ -36,7 +36,7 @@ PAIRWISE = {
 def matrix() -> list[Any]:
     return [
         pytest.param(*case, marks=[] if case in PAIRWISE else [pytest.mark.long])
-        for case in product(Precision, (1, 4), (False, True), (None, 0.5))
+        for case in product(LOSS_TOLERANCE, (1, 4), (False, True), (None, 0.5))
     ]
 
 

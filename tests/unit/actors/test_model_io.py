@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.training import DTYPE, make_partition, make_spec
+from tests.training import make_partition, make_spec
 from windlass.actors.context import make_context
 from windlass.actors.job_spec import Initialization
 from windlass.actors.model_io import ModelIo
+from windlass.engine.formats import TORCH_DTYPE, state_dtype
+from windlass.engine.split_master import join_master
 from windlass.storage.arena import SlotPool
-from windlass.storage.ids import STATE_ITEMSIZE, ChunkKey, Precision, Span, StateKind, Step
+from windlass.storage.ids import ALL_FORMATS, ChunkKey, Formats, Span, StateKind, StatePrecision, Step
 
 NUM_SLOTS = 2
 
@@ -25,7 +27,7 @@ class Bench:
 
     def __init__(self, directory: Path, **changes: Any) -> None:
         self.spec = make_spec(directory, **changes)
-        self.precision = self.spec.hyperparameters.precision
+        self.formats = self.spec.hyperparameters.formats
         self.layout = make_partition(self.spec).layout
         context = make_context(self.spec, self.layout, "/nowhere")
         self.slots = SlotPool(0, 4096, NUM_SLOTS)
@@ -36,9 +38,9 @@ class Bench:
 
     def view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
         """What a slot holds of a state: garbage at first."""
-        dtype = torch.bfloat16 if STATE_ITEMSIZE[self.precision][kind] == 2 else torch.float32
         start, stop = self.layout.chunk_range(key)
-        whole = torch.full((self.layout.chunk_numel,), float("nan"), dtype=dtype)
+        dtype = state_dtype(self.formats, kind)
+        whole = torch.full((self.layout.chunk_numel,), float("nan") if dtype.is_floating_point else -1, dtype=dtype)
         return self.memory.setdefault((slot.offset, kind), whole)[: stop - start]
 
     def read(
@@ -53,7 +55,7 @@ class Bench:
         """Takes the states a moment later, in a thread, as an SSD server would."""
 
         def settle() -> None:
-            for kind in STATE_ITEMSIZE[self.precision]:
+            for kind in self.formats.itemsizes:
                 self.store[(step, key, kind)] = self.view(slot, key, kind).clone()
             on_done()
 
@@ -65,6 +67,15 @@ class Bench:
             [self.store[(Step(0), key, kind)] for key in self.layout.chunk_keys(self.layout.blocks[block].index)]
         )
 
+    def masters(self) -> dict[str, torch.Tensor]:
+        """What the fp32 master of each parameter is, or the bf16 one where that is all there is."""
+        if self.formats.states is StatePrecision.SPLIT:
+            kinds = (StateKind.PARAM, StateKind.RESIDUAL, StateKind.EXP_AVG_SQ)
+            states = [dict(self.names_and_states(kind)) for kind in kinds]
+            return {name: join_master(*(state[name] for state in states)) for name in states[0]}
+        kind = StateKind.MASTER if StateKind.MASTER in self.formats.itemsizes else StateKind.PARAM
+        return dict(self.names_and_states(kind))
+
     def names_and_states(self, kind: StateKind) -> Iterator[tuple[str, torch.Tensor]]:
         for block in self.layout.blocks:
             whole = self.state(kind, block.index) if block.params else torch.empty(0)
@@ -73,9 +84,10 @@ class Bench:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("precision", list(Precision))
-def test_weights_in_and_out(tmp_path: Path, precision: Precision, tied: bool) -> None:
-    bench = Bench(tmp_path, precision=precision, tied=tied)
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_weights_in_and_out(tmp_path: Path, formats: Formats, tied: bool) -> None:
+    bench = Bench(tmp_path, precision=formats.precision, state_precision=formats.states, tied=tied)
+    dtype = TORCH_DTYPE[formats.precision]
     progress = list(bench.io.load())
     assert {each["total_params"] for each in progress} == {bench.layout.numel}
     shown = [each["num_params"] for each in progress]
@@ -84,21 +96,21 @@ def test_weights_in_and_out(tmp_path: Path, precision: Precision, tied: bool) ->
     assert bench.slots.statistics.in_use_nbytes == 0
     model = AutoModelForCausalLM.from_pretrained(bench.spec.model_dir, dtype=torch.float32)
     params = dict(model.named_parameters())
-    masters = dict(bench.names_and_states(StateKind.MASTER))
+    masters = bench.masters()
     assert set(masters) == set(params)
     for name, master in masters.items():
-        assert torch.equal(master, params[name]), name
+        assert torch.equal(master, params[name].to(master.dtype)), name
+        assert (master.dtype is torch.float32) == (formats.states is not StatePrecision.BF16)
     for kind in (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ):
         assert all(not state.any() for _, state in bench.names_and_states(kind))
-    if precision is Precision.BF16:
-        for name, param in bench.names_and_states(StateKind.PARAM):
-            assert torch.equal(param, params[name].bfloat16()), name
+    for name, param in bench.names_and_states(formats.param_kind):
+        assert torch.equal(param, params[name].to(dtype)), name
 
     bench.io.export(bench.spec.output_dir, Step(0))
     exported = AutoModelForCausalLM.from_pretrained(bench.spec.output_dir, dtype="auto")
-    assert exported.dtype == DTYPE[precision]
+    assert exported.dtype == dtype
     for name, param in exported.named_parameters():
-        assert torch.equal(param, params[name].to(DTYPE[precision])), name
+        assert torch.equal(param, params[name].to(dtype)), name
     assert bench.slots.statistics.in_use_nbytes == 0
 
 

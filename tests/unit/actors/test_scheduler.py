@@ -1,10 +1,11 @@
 """The shell around the policy: actors that answer at once, or not at all, and what the journal tells of them."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.training import journal_of, losses_of, metrics_of
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors import scheduler
 from windlass.actors.context import make_context
-from windlass.actors.job_spec import JobSpec
+from windlass.actors.job_spec import JobSpec, UpdateOrder
 from windlass.actors.messages import (
     ActorFailed,
     BlockBackwardDone,
@@ -23,6 +24,7 @@ from windlass.actors.messages import (
     ExportModel,
     GradChunk,
     GradOffloaded,
+    KernelChosen,
     LoadModel,
     LoadProgressed,
     LossComputed,
@@ -35,11 +37,12 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.scheduler import ActorLostError, JobFailedError, Scheduler
-from windlass.storage.ids import ActorName, Attempt, JobId, Rank, Span, Step
+from windlass.storage.ids import ActorName, Attempt, JobId, Kernel, Precision, Rank, Span, Step
 from windlass.storage.store_format import CommitRecord
 
 LAYOUT = make_layout(2048, 5000, 4096)
 NUM_TARGETS = 10
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 NBYTES_A_STEP = {"ssd-0": 50, "ssd-1": 30}
 
 
@@ -53,6 +56,10 @@ class Stage:
         self.received: list[tuple[ActorName, Message]] = []
         self.silent: set[type[Message]] = set()  # what no actor answers
         self.loss = 3.0
+        self.losses: dict[int, float] = {}  # of steps in which it is another
+        self.bad_outputs: set[tuple[int, Phase, int]] = set()  # step, phase and block that put out what is not finite
+        self.bad_grads: set[tuple[int, int]] = set()  # step and block whose gradient is not finite
+        self.loss_scale = 1.0  # of the step at hand
         self.bytes_written: Counter[str] = Counter()
         self.before: Callable[[Message], None] = lambda message: None
         self.check_actors: Callable[[], None] = lambda: None
@@ -107,14 +114,30 @@ class Stage:
 
     def _computed(self, message: ComputeBlock, facts: dict[str, Any]) -> list[Message]:
         events: list[Message] = []
+        if message.phase is Phase.HEAD:
+            self.loss_scale = message.loss_scale
         if message.phase in (Phase.HEAD, Phase.EVALUATE_HEAD):
             counts: dict[str, Any] = {"num_targets": NUM_TARGETS, "num_correct": 4, "group": message.group}
-            loss_sum = self.loss * NUM_TARGETS
+            loss_sum = self.losses.get(message.step, self.loss) * NUM_TARGETS
             events.append(LossComputed(**facts, phase=message.phase, loss_sum=loss_sum, **counts))
         if message.phase in (Phase.HEAD, Phase.BACKWARD):
-            events.append(BlockBackwardDone(**facts, block=message.block, grad_sq_sum=12.0))
-        done = BlockComputed(**facts, op=message.op, phase=message.phase, block=message.block, compute_s=0.1)
-        return [*events, done]
+            is_bad = (message.step, message.block) in self.bad_grads
+            sq_sum = math.inf if is_bad else 12.0 * self.loss_scale**2
+            events.append(BlockBackwardDone(**facts, block=message.block, grad_sq_sum=sq_sum))
+        is_finite = (message.step, message.phase, message.block) not in self.bad_outputs
+        work: dict[str, Any] = {"op": message.op, "phase": message.phase, "block": message.block, "compute_s": 0.1}
+        return [*events, BlockComputed(**facts, **work, is_finite=is_finite)]
+
+    def break_step(self, step: int, block: int) -> None:
+        """The forward pass of a block overflows, and with it all that follows, as the GPU worker tells it."""
+        head = len(LAYOUT.blocks) - 1
+        self.bad_outputs |= {(step, Phase.FORWARD, each) for each in range(block, head)} | {(step, Phase.HEAD, head)}
+        self.bad_grads |= {(step, each) for each in range(head + 1)}
+        self.losses[step] = math.nan
+
+    def sent(self, kind: type[AnyMessage]) -> list[AnyMessage]:
+        """What was sent of one kind, in order."""
+        return [message for _, message in self.received if isinstance(message, kind)]
 
     def run(self) -> dict[str, Any]:
         outcome = self.scheduler.run()
@@ -166,6 +189,24 @@ def test_each_actor_is_told_what_is_its_own(stage: Stage) -> None:
     assert receivers[ComputeBlock] == receivers[OffloadGrad] == {"gpu-0"}
     assert receivers[UpdateBlock] == {"optimizer-0", "optimizer-1"}
     assert receivers[CommitStore] == {"ssd-0", "ssd-1"}
+
+
+@pytest.mark.parametrize(
+    ("order", "keeps_grads", "updates_alone"),
+    [
+        (UpdateOrder.ACTIVE, False, False),
+        (UpdateOrder.NAIVE, False, False),
+        (UpdateOrder.KEPT, True, False),
+        (UpdateOrder.AFTER_BACKWARD, True, True),
+    ],
+)
+def test_the_policy_knows_the_order_of_updates(
+    tmp_path: Path, order: UpdateOrder, keeps_grads: bool, updates_alone: bool
+) -> None:
+    stage = Stage(tmp_path, hyperparameters={"update_order": order, "max_bad_steps": 7})
+    shape = stage.scheduler.pipeline.shape
+    assert (shape.keeps_grads, shape.updates_alone, shape.max_bad_steps) == (keeps_grads, updates_alone, 7)
+    assert stage.run()["status"] == "succeeded"
 
 
 def test_clipping_tells_the_norm_and_scales_by_it(tmp_path: Path) -> None:
@@ -331,14 +372,6 @@ def test_bytes_written_to_other_ssds_are_not_carried_over(tmp_path: Path) -> Non
     assert told[-2:] == [[250, 150], [50]]
 
 
-def test_a_loss_that_is_not_a_number_ends_the_job(stage: Stage) -> None:
-    stage.loss = math.nan
-    outcome = stage.run()
-    assert outcome["status"] == "failed"
-    assert "the loss of step 1 is nan" in outcome["error"]["message"]
-    assert losses_of(stage.spec) == []
-
-
 def test_a_later_attempt_appends_to_the_journal(tmp_path: Path) -> None:
     first = Stage(tmp_path)
     first.silent = {ComputeBlock}
@@ -349,3 +382,197 @@ def test_a_later_attempt_appends_to_the_journal(tmp_path: Path) -> None:
     attempts = [(record.attempt, record.seq) for record in journal_of(second.spec)]
     assert attempts == sorted(attempts)
     assert {attempt for attempt, _ in attempts} == {2, 3}
+
+
+def kernel_chosen(stage: Stage, *kernels: Kernel) -> None:
+    """Each optimizer says what it runs, as it does when it is set up."""
+    for name, kernel in zip(stage.scheduler.pipeline.shape.optimizers, kernels, strict=True):
+        stage.scheduler.post(KernelChosen(job=stage.spec.job, step=Step(0), actor=name, kernel=kernel))
+
+
+def test_another_kernel_than_before_is_told(tmp_path: Path) -> None:
+    first = Stage(tmp_path / "lost")
+    kernel_chosen(first, Kernel.COMPILED, Kernel.COMPILED)
+    first.run()
+    assert warnings_of(first.spec) == []
+    assert "optimizer-1 updates with the compiled kernel" in [record.message for record in journal_of(first.spec)]
+    for kernel, num_warnings in ((Kernel.COMPILED, 0), (Kernel.FUSED, 1)):
+        stage = Stage(tmp_path / kernel, resume_from=first.commit(2), attempt=Attempt(3))
+        kernel_chosen(stage, Kernel.COMPILED, kernel)
+        assert stage.run()["status"] == "succeeded"
+        warnings = warnings_of(stage.spec)
+        assert len(warnings) == num_warnings
+        assert all("updated with the compiled kernel: the results may differ" in each for each in warnings)
+
+
+# --- what is not finite ---------------------------------------------------------------------------------------------
+
+FP16 = {"precision": Precision.FP16}
+
+
+def strict_journal(spec: JobSpec) -> list[dict[str, Any]]:
+    """Every line of the journal, read by a parser that takes no NaN and no Infinity."""
+
+    def refuse(name: str) -> float:
+        pytest.fail(f"{name} is no JSON")
+
+    lines = Path(spec.job_dir, "journal.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def warnings_of(spec: JobSpec) -> list[str]:
+    return [record.message for record in journal_of(spec) if record.level == "warn"]
+
+
+def test_a_skipped_step_is_told_with_its_first_block_and_its_scale(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, hyperparameters=FP16)
+    stage.break_step(2, block=1)
+    stage.bad_grads.add((3, 0))
+    assert stage.run()["status"] == "succeeded"
+    assert warnings_of(stage.spec) == [
+        "Step 2 skipped: the forward of block 1 was not finite; the loss was scaled by 65536",
+        "Step 3 skipped: the gradient of block 0 was not finite; the loss was scaled by 32768",
+    ]
+    strict_journal(stage.spec)
+    assert metrics_of(stage.spec, "train_loss") == {1: 3.0, 2: None, 3: 3.0, 4: 3.0}
+    norm = math.sqrt(3 * 12.0)
+    assert metrics_of(stage.spec, "grad_norm") == {1: norm, 2: None, 3: None, 4: norm}
+    assert metrics_of(stage.spec, "loss_scale") == {1: 65536.0, 2: 65536.0, 3: 32768.0, 4: 16384.0}
+    assert metrics_of(stage.spec, "skipped_steps") == {1: 0, 2: 1, 3: 2, 4: 2}
+    told = [record["message"] for record in strict_journal(stage.spec) if record["kind"] == "metrics"]
+    assert told[1] == "Step 2/4: training loss=not finite"
+    assert told[2] == "Step 3/4: training loss=3.0000"
+    commits = {message.step: message.is_unchanged for message in stage.sent(CommitStore)}
+    assert commits == {0: False, 1: False, 2: True, 3: True, 4: False}
+    assert {(m.step, m.optimizer_step, m.grad_scale) for m in stage.sent(UpdateBlock)} == {
+        (1, 1, 1 / 65536),
+        (4, 2, 1 / 16384),
+    }
+
+
+def test_a_head_that_overflows_is_the_first_that_did(tmp_path: Path) -> None:
+    """Not its gradient, which the GPU worker tells of before it says that the operation is done."""
+    stage = Stage(tmp_path, hyperparameters=FP16)
+    stage.break_step(2, block=2)
+    stage.run()
+    (told,) = warnings_of(stage.spec)
+    assert told.startswith("Step 2 skipped: the head of block 2 was not finite")
+
+
+def test_without_loss_scaling_nothing_is_told_of_it(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, hyperparameters={"clip_norm": 1.0})
+    stage.break_step(3, block=0)
+    assert stage.run()["status"] == "succeeded"
+    assert warnings_of(stage.spec) == ["Step 3 skipped: the forward of block 0 was not finite"]
+    assert metrics_of(stage.spec, "loss_scale") == dict.fromkeys(range(1, 5), 1.0)
+    assert metrics_of(stage.spec, "skipped_steps") == {1: 0, 2: 0, 3: 1, 4: 1}
+
+
+def test_what_is_not_finite_in_an_evaluation_ends_nothing(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, num_validation_examples=9, evaluate_every=4)
+    stage.loss = math.inf
+    stage.losses = dict.fromkeys(range(1, 4), 3.0)
+    assert stage.run()["status"] == "succeeded"
+    assert metrics_of(stage.spec, "valid_loss") == {4: None}
+    told = [record["message"] for record in strict_journal(stage.spec)]
+    assert "Step 4: validation loss=not finite" in told
+    assert warnings_of(stage.spec) == []
+
+
+def told_late(stage: Stage, step: int) -> None:
+    """Lets the SSDs say that a step is committed only when the next one's gradients are all known."""
+
+    def look(message: Message) -> None:
+        if isinstance(message, CommitStore) and message.step == step:
+            stage.silent.add(CommitStore)
+        if isinstance(message, OffloadGrad) and (message.step, message.block) == (step + 1, 0):
+            stage.silent.clear()
+            for name in stage.scheduler.pipeline.shape.ssd_servers:
+                facts: dict[str, Any] = {"bytes_read": 100, "bytes_written": 100}
+                stage.scheduler.post(StoreCommitted(job=message.job, step=Step(step), actor=name, **facts))
+
+    stage.before = look
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "is_next_bad"),
+    [({}, False), ({"clip_norm": 1.0}, False), ({"clip_norm": 1.0}, True), (FP16, False), (FP16, True)],
+    ids=["active", "clipped", "clipped-next-skipped", "fp16", "fp16-next-skipped"],
+)
+def test_a_steps_metrics_are_its_own_though_the_next_one_has_begun(
+    tmp_path: Path, hyperparameters: dict[str, Any], is_next_bad: bool
+) -> None:
+    stage = Stage(tmp_path, hyperparameters=hyperparameters)
+    if is_next_bad:
+        stage.bad_grads.add((3, 1))
+    told_late(stage, step=2)
+    assert stage.run()["status"] == "succeeded"
+    num_skipped = int(is_next_bad)
+    assert metrics_of(stage.spec, "skipped_steps") == {1: 0, 2: 0, 3: num_skipped, 4: num_skipped}
+    before, after = (65536.0, 65536.0 / 2**num_skipped) if hyperparameters == FP16 else (1.0, 1.0)
+    assert metrics_of(stage.spec, "loss_scale") == {1: before, 2: before, 3: before, 4: after}
+
+
+def test_what_a_commit_keeps_is_taken_up(tmp_path: Path) -> None:
+    first = Stage(tmp_path / "lost", hyperparameters=FP16)
+    first.break_step(2, block=0)
+    first.run()
+    state = json.loads(first.commit(2).trainer_state, parse_constant=pytest.fail)
+    assert (state["optimizer_step"], state["bad_steps"], state["good_steps"]) == (1, 1, 0)
+    assert (state["loss_scale"], state["train_loss"], state["grad_norm"]) == (32768.0, None, None)
+
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3), hyperparameters=FP16)
+    assert stage.run()["status"] == "succeeded"
+    assert {(m.step, m.optimizer_step, m.grad_scale) for m in stage.sent(UpdateBlock)} == {
+        (3, 2, 1 / 32768),
+        (4, 3, 1 / 32768),
+    }
+    scales = {(m.step, m.loss_scale) for m in stage.sent(ComputeBlock) if m.phase is Phase.HEAD}
+    assert scales == {(3, 32768.0), (4, 32768.0)}
+    # Nobody had told of step 2.
+    records = strict_journal(stage.spec)
+    assert "Step 2/4: training loss=not finite" in [record["message"] for record in records]
+    assert metrics_of(stage.spec, "train_loss") == {2: None, 3: 3.0, 4: 3.0}
+    assert metrics_of(stage.spec, "trained_tokens") == {step: step * NUM_TARGETS for step in (2, 3, 4)}
+    assert json.loads(stage.commit(4).trainer_state) == json.loads(first.commit(4).trainer_state)
+
+
+def test_too_many_skipped_steps_end_the_job_and_name_step_and_block(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, hyperparameters={**FP16, "max_bad_steps": 1})
+    stage.break_step(2, block=0)
+    stage.break_step(3, block=1)
+    outcome = stage.run()
+    assert outcome["status"] == "failed"
+    assert outcome["error"]["code"] == "training_failed"
+    message = outcome["error"]["message"]
+    assert "gradients of 2 steps in a row, up to step 3, were not finite" in message
+    assert "; the forward of block 1 was the first: " in message
+    assert "try a lower learning rate" in message
+    strict_journal(stage.spec)
+
+
+def test_skipped_steps_count_on_over_a_restart(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"hyperparameters": {**FP16, "max_bad_steps": 1}}
+    first = Stage(tmp_path / "lost", **options)
+    first.break_step(2, block=0)
+    first.run()
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3), **options)
+    stage.break_step(3, block=0)
+    message = stage.run()["error"]["message"]
+    assert "gradients of 2 steps in a row, up to step 3" in message
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_where_updates_have_begun_what_is_not_finite_ends_the_job(tmp_path: Path, is_forward: bool) -> None:
+    stage = Stage(tmp_path)
+    if is_forward:
+        stage.break_step(2, block=1)
+    else:
+        stage.bad_grads.add((2, 1))
+    outcome = stage.run()
+    assert (outcome["status"], outcome["model_dir"]) == ("failed", None)
+    message = outcome["error"]["message"]
+    assert "a gradient of step 2 is not finite" in message
+    assert f"; the {'forward' if is_forward else 'gradient'} of block 1 was the first: " in message
+    assert losses_of(stage.spec) == [3.0]
+    strict_journal(stage.spec)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.storage.stores import BF16
 from windlass.actors.messages import (
     ActorFailed,
     ChunkIo,
@@ -24,7 +25,6 @@ from windlass.actors.messages import (
 from windlass.actors.ssd_server import SsdServer
 from windlass.storage.arena import Arena
 from windlass.storage.ids import (
-    STATE_ITEMSIZE,
     ActorName,
     Attempt,
     BlockIndex,
@@ -32,7 +32,6 @@ from windlass.storage.ids import (
     ChunkKey,
     CorrelationId,
     JobId,
-    Precision,
     Rank,
     Span,
     SsdIndex,
@@ -54,7 +53,7 @@ GEOMETRY = StoreGeometry(
     attempt=Attempt(1),
     ssd=SsdIndex(0),
     ssd_weights=(1,),
-    precision=Precision.BF16,
+    formats=BF16,
     chunk_numel=CHUNK_NUMEL,
     chunks_per_block=(3, 3),
 )
@@ -64,6 +63,12 @@ WAIT_S = 30.0
 
 def threads(num_threads: int) -> IoSettings:
     return IoSettings(backend=Backend.THREADS, num_threads=num_threads, depth=1, piece_nbytes=1 << 20)
+
+
+def commit_of(step: int, attempt: int = 1, *, is_unchanged: bool = False, job: JobId = JOB) -> CommitStore:
+    return CommitStore(
+        job=job, step=Step(step), attempt=Attempt(attempt), is_unchanged=is_unchanged, trainer_state=f"[{step}]"
+    )
 
 
 def holds_states(directory: Path) -> bool:
@@ -118,7 +123,7 @@ class Bench:
     def parts(self, key: ChunkKey) -> tuple[ChunkPart, ...]:
         offset = KEYS.index(key) * CHUNK_NBYTES
         parts = []
-        for kind, itemsize in STATE_ITEMSIZE[Precision.BF16].items():
+        for kind, itemsize in BF16.itemsizes.items():
             parts.append(ChunkPart(kind, Span(offset, itemsize * CHUNK_NUMEL)))
             offset += itemsize * CHUNK_NUMEL
         return tuple(parts)
@@ -168,8 +173,8 @@ class Bench:
         for _ in KEYS:
             assert isinstance(self.next()[1], ChunkIoDone)
 
-    def commit(self, step: int, attempt: int = 1) -> None:
-        self.server.post(CommitStore(job=JOB, step=Step(step), attempt=Attempt(attempt), trainer_state="{}"))
+    def commit(self, step: int, attempt: int = 1, *, is_unchanged: bool = False) -> None:
+        self.server.post(commit_of(step, attempt, is_unchanged=is_unchanged))
 
     def fill(self, seed: int) -> bytes:
         content = random.Random(seed).randbytes(1 << 20) * (self.arena.nbytes >> 20)
@@ -340,6 +345,49 @@ class TestCommit:
         assert all("could not write" in text for text in texts[:2])
         assert bench.last_step() is None
 
+    def test_skipped_steps_have_the_states_of_the_one_before(self, bench: Bench) -> None:
+        content = bench.fill(1)
+        bench.write_all()
+        bench.commit(0)
+        for step in (1, 2):
+            bench.commit(step, is_unchanged=True)
+        committed = [bench.next()[1] for _ in range(3)]
+        assert committed == [
+            StoreCommitted(
+                job=JOB,
+                step=Step(step),
+                actor=ActorName("ssd-0"),
+                bytes_read=0,
+                bytes_written=len(KEYS) * CHUNK_NBYTES,
+            )
+            for step in range(3)
+        ]
+        assert [each.trainer_state for each in bench.server.commits()] == ["[0]", "[1]", "[2]"]
+        bench.fill(2)
+        bench.read(KEYS, step=2)
+        for _ in KEYS:
+            assert isinstance(bench.next()[1], ChunkIoDone)
+        assert bench.content() == content
+        changed = bench.fill(3)
+        bench.write_all(step=3)
+        bench.read(KEYS[:1], step=2)  # still there while the next one is written
+        assert isinstance(bench.next()[1], ChunkIoDone)
+        assert bench.content() == content[:CHUNK_NBYTES] + changed[CHUNK_NBYTES:]
+        bench.commit(3)
+        assert isinstance(bench.next()[1], StoreCommitted)
+
+    def test_step_that_is_not_as_it_was_cannot_be_skipped(self, bench: Bench) -> None:
+        bench.commit(0, is_unchanged=True)
+        assert "nothing can be carried over to step 0" in _failure(bench.next()).error
+        bench.write_all()
+        bench.commit(0)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        bench.write(KEYS[:1], step=1)
+        assert isinstance(bench.next()[1], ChunkIoDone)
+        bench.commit(1, is_unchanged=True)
+        assert "nothing can be carried over to step 1" in _failure(bench.next()).error
+        assert bench.last_step() == 0
+
     def test_older_attempt_is_told(self, bench: Bench) -> None:
         bench.commit(0, attempt=9)
         assert "attempt 9 cannot commit" in _failure(bench.next()).error
@@ -384,7 +432,7 @@ class TestFailures:
     def test_message_of_another_job_or_kind(self, bench: Bench) -> None:
         bench.server.post(LoadModel(job=JOB, step=Step(0)))
         assert "no use for LoadModel" in _failure(bench.next()).error
-        bench.server.post(CommitStore(job=JobId("ftjob-2"), step=Step(0), attempt=Attempt(1), trainer_state="{}"))
+        bench.server.post(commit_of(0, job=JobId("ftjob-2")))
         assert "of job ftjob-2" in _failure(bench.next()).error
         assert bench.last_step() is None
 

@@ -62,13 +62,6 @@ def test_a_copy_in_keeps_every_bit() -> None:
     assert torch.equal(target.view(torch.int16), bits.view(torch.int16))
 
 
-def test_a_copy_out_rounds_to_the_targets_type(device: Device) -> None:
-    source = torch.randn(1000, device=device.device)
-    target = torch.empty(1000, dtype=torch.bfloat16)
-    device.copy_out(target, source)
-    assert torch.equal(target, source.cpu().to(torch.bfloat16))
-
-
 def test_threads_never_share_a_buffer() -> None:
     device = Device(torch.device("cpu"))
     in_use: set[int] = set()

@@ -39,7 +39,7 @@ sizes = st.builds(
     block_numels=st.lists(st.integers(0, 10**6), min_size=3, max_size=30).map(tuple),
     chunk_numel=st.integers(1, 60).map(lambda n: n * 2048),
     param_itemsize=st.sampled_from([2, 4]),
-    state_itemsize=st.sampled_from([12, 14]),
+    state_itemsize=st.sampled_from([6, 12, 14]),
 )
 
 
@@ -110,8 +110,16 @@ def test_a_budget_is_kept_by_shallower_queues_and_then_refused() -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_a_naive_optimizer_has_one_chunk_at_a_time() -> None:
+    assert [pool.num_slots for pool in plan(is_naive=True).states] == [1, 1]
+    least = plan(is_naive=True).arena_nbytes
+    with pytest.raises(PlanError, match=f"needs {least} bytes"):
+        plan(is_naive=True, host_memory_nbytes=least - 1)
+
+
 def test_a_refusal_tells_when_clipping_is_what_takes_the_memory() -> None:
     size = ModelSize(block_numels=(GIB,) * 8, chunk_numel=16 * 2**20, param_itemsize=2, state_itemsize=14)
-    with pytest.raises(PlanError, match=r"needs \d+ bytes \(17\.\d\d GiB\).*switch clipping off \(clip_norm: null\)"):
+    advice = r"needs \d+ bytes \(17\.\d\d GiB\).*train in bf16 without clipping \(clip_norm: null\)"
+    with pytest.raises(PlanError, match=advice):
         plan(size, keep_grads=True, host_memory_nbytes=8 * GIB)
     assert plan(size, host_memory_nbytes=8 * GIB).arena_nbytes <= 8 * GIB

@@ -1,14 +1,18 @@
 """The command line's own parts: what it makes of arguments and shows of events."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import _loss, _time_left, format_event
-from windlass.service.cli_jobs import _parse_settings
+from windlass.service.cli_jobs import _parse_settings, submit
 from windlass.service.cli_service import _describe_drive, doctor
 from windlass.service.cli_table import print_columns
+from windlass.service.client import RequestRefusedError, ServiceClient
 from windlass.service.machine import Drive
 
 
@@ -20,6 +24,33 @@ def test_settings_are_json_where_they_can_be() -> None:
         "schedule": "cosine",
         "budgets": {"host_memory_gib": 4},
     }
+
+
+def test_options_of_submit_are_settings_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[dict[str, Any]] = []
+
+    def create_job(client: ServiceClient, request: dict[str, Any]) -> dict[str, Any]:
+        requests.append(request)
+        return {"id": "ftjob-1"}
+
+    monkeypatch.setattr(ServiceClient, "create_job", create_job)
+    words = {"precision": "fp16", "optimizer": "adam", "state_precision": "fp32", "accumulation_precision": "fp16"}
+    words["gradient_updates"] = "kept"
+    submit("tiny", "file-1", home=tmp_path, max_bad_steps=0, settings_=["beta2=0.95"], **words)
+    submit("tiny", "file-1", home=tmp_path)
+    assert [request["windlass"] for request in requests] == [{**words, "max_bad_steps": 0, "beta2": 0.95}, {}]
+    assert capsys.readouterr().out == "ftjob-1\nftjob-1\n"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_service_says_which_setting_is_no_number(client: TestClient, file_id: str, value: float) -> None:
+    service = ServiceClient(str(client.base_url))
+    service._http = client
+    request = {"model": "tiny", "training_file": file_id, "windlass": {"learning_rate": value}}
+    with pytest.raises(RequestRefusedError, match=f"windlass.learning_rate: .* finite number, got {value}"):
+        service.create_job(request)
 
 
 @pytest.mark.parametrize("pair", ["seed", "=1", "a=1 a.b=2"])

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
+from windlass.actors.cores import numa_nodes
+from windlass.actors.job_spec import Optimizer, UpdateOrder
+from windlass.service.job_specs import Machinery, build_job_spec
 from windlass.service.preparation import PreparationError
+from windlass.service.settings import Settings
+from windlass.storage.ids import Precision, StatePrecision
 from windlass.storage.room import NotEnoughRoom
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.statuses import JobStatus
@@ -43,10 +48,68 @@ def test_a_job_is_prepared_then_runs_with_its_hyperparameters_resolved(stage: St
     (spec,) = stage.runners.started
     assert (spec.job, spec.attempt, spec.total_steps, spec.num_validation_examples) == (job_id, 1, 4, 2)
     assert (spec.hyperparameters.epochs, spec.hyperparameters.batch_size) == (2, 5)
-    assert (spec.compute_threads, spec.optimizer_threads, spec.num_cpu_optimizers) == (4, 2, 1)
+    assert (spec.compute_threads, spec.num_cpu_optimizers) == (4, len(numa_nodes()))
     assert spec.evaluate_every == 2  # an epoch
     assert spec.output_dir == str(stage.settings.fine_tuned_dir / f"ft:tiny::{job_id[6:18]}")
     assert "train.jsonl: 1 examples are longer than 8 tokens and were cut" in stage.messages(job_id)
+
+
+def test_a_job_runs_with_the_words_it_asked_for(stage: Stage) -> None:
+    stage.submit(precision="fp16", optimizer="adam", accumulation_precision="fp16", gradient_updates="after_backward")
+    stage.tick()
+    stage.preparations[0].ending = PREPARED
+    stage.tick(2)
+    hyper = stage.runners.started[0].hyperparameters
+    assert (hyper.precision, hyper.accumulation_precision) == (Precision.FP16, Precision.FP16)
+    assert (hyper.optimizer, hyper.update_order) == (Optimizer.ADAM, UpdateOrder.AFTER_BACKWARD)
+    # Words of JSON would be equal, but not the same.
+    assert isinstance(hyper.precision, Precision)
+    assert isinstance(hyper.state_precision, StatePrecision)
+    assert isinstance(hyper.update_order, UpdateOrder)
+    assert stage.preparations[0].order.precision is Precision.FP16
+
+
+def test_a_job_of_an_older_version_has_the_defaults(stage: Stage) -> None:
+    job = stage.job(stage.queue())
+    later = ("optimizer", "state_precision", "accumulation_precision", "update_order", "max_bad_steps")
+    assert job.hyperparameters is not None
+    job.hyperparameters = {name: value for name, value in job.hyperparameters.items() if name not in later}
+    hyper = build_job_spec(stage.settings, Machinery(num_cores=4, num_gpus=0), job).hyperparameters
+    assert (hyper.optimizer, hyper.state_precision) == (Optimizer.ADAMW, StatePrecision.FP32)
+    assert (hyper.accumulation_precision, hyper.max_bad_steps) == (Precision.FP32, 10)
+    assert (hyper.update_order, hyper.order_of_updates) == (None, UpdateOrder.KEPT)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (16, 8, 1)),
+        ({"num_cpu_optimizers": 2}, (16, 4, 2)),
+        ({"num_cpu_optimizers": 16}, (16, 1, 16)),
+        ({"num_cpu_optimizers": 2, "optimizer_threads": 3, "compute_threads": 5}, (5, 3, 2)),
+    ],
+)
+def test_settings_give_the_threads_of_a_job(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    monkeypatch.setattr("windlass.service.settings.num_cores", lambda: 16)
+    monkeypatch.setattr("windlass.service.job_specs.numa_nodes", lambda: [frozenset(range(16))])
+    job = stage.job(stage.queue())
+    settings = Settings(home=stage.settings.home, **asked)
+    spec = build_job_spec(settings, Machinery(num_cores=16, num_gpus=0), job)
+    assert (spec.compute_threads, spec.optimizer_threads, spec.num_cpu_optimizers) == expected
+
+
+def test_an_optimizer_has_no_more_threads_than_its_numa_node_cores(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [frozenset(range(12)), frozenset({12, 13})]
+    monkeypatch.setattr("windlass.service.settings.numa_nodes", lambda: nodes)
+    monkeypatch.setattr("windlass.service.settings.num_cores", lambda: 14)
+    monkeypatch.setattr("windlass.service.job_specs.numa_nodes", lambda: nodes)
+    settings = Settings(home=stage.settings.home)
+    spec = build_job_spec(settings, Machinery(num_cores=14, num_gpus=0), stage.job(stage.queue()))
+    assert (spec.num_cpu_optimizers, spec.optimizer_threads) == (2, 2)
 
 
 def test_what_preparation_refuses_fails_the_job_with_its_error(stage: Stage) -> None:

@@ -67,8 +67,69 @@ def test_a_job_has_all_fields_of_the_contract(client: TestClient, file_id: str) 
         ({"windlass": {"epochs": 0}}, "windlass.epochs", "greater than or equal to 1, got 0"),
         ({"windlass": {"batch_size": 2.5}}, "windlass.batch_size", "valid integer, got 2.5"),
         ({"windlass": {"clip_norm": 0}}, "windlass.clip_norm", "greater than 0, got 0"),
-        ({"windlass": {"precision": "fp8"}}, "windlass.precision", "'bf16' or 'fp32', got 'fp8'"),
-        ({"windlass": {"optimizer": "sgd"}}, "windlass.optimizer", "'adamw', got 'sgd'"),
+        ({"windlass": {"learning_rate": 1.5}}, "windlass.learning_rate", "less than or equal to 1, got 1.5"),
+        ({"windlass": {"weight_decay": -0.1}}, "windlass.weight_decay", "greater than or equal to 0, got -0.1"),
+        ({"windlass": {"beta1": 1}}, "windlass.beta1", "less than 1, got 1"),
+        ({"windlass": {"beta2": -0.5}}, "windlass.beta2", "greater than or equal to 0, got -0.5"),
+        ({"windlass": {"epsilon": 0}}, "windlass.epsilon", "greater than 0, got 0"),
+        ({"windlass": {"epsilon": 1e-50}}, "windlass.epsilon", "at least 1e-37: fp32 takes less for 0"),
+        ({"windlass": {"max_bad_steps": -1}}, "windlass.max_bad_steps", "greater than or equal to 0, got -1"),
+        ({"windlass": {"max_bad_steps": 1001}}, "windlass.max_bad_steps", "less than or equal to 1000, got 1001"),
+        ({"windlass": {"max_bad_steps": True}}, "windlass.max_bad_steps", "valid integer, got True"),
+        ({"windlass": {"max_bad_steps": None}}, "windlass.max_bad_steps", "valid integer, got None"),
+        ({"windlass": {"precision": "fp8"}}, "windlass.precision", "'bf16', 'fp16' or 'fp32', got 'fp8'"),
+        ({"windlass": {"precision": None}}, "windlass.precision", "got None"),
+        ({"windlass": {"optimizer": "sgd"}}, "windlass.optimizer", "'adamw' or 'adam', got 'sgd'"),
+        ({"windlass": {"schedule": ["linear"]}}, "windlass.schedule", "'cosine' or 'constant', got ['linear']"),
+        ({"windlass": {"state_precision": "fp16"}}, "windlass.state_precision", "'split' or 'bf16', got 'fp16'"),
+        (
+            {"windlass": {"state_precision": "split", "precision": "fp16"}},
+            "windlass.state_precision",
+            "split states go with bf16 training; in fp16 states are fp32, got 'split'",
+        ),
+        (
+            {"windlass": {"precision": "fp32", "state_precision": "bf16"}},
+            "windlass.state_precision",
+            "bf16 states go with bf16 training; in fp32 states are fp32, got 'bf16'",
+        ),
+        (
+            {"windlass": {"accumulation_precision": "bf16", "precision": "fp16"}},
+            "windlass.accumulation_precision",
+            "must be fp32 or the model's own precision: bf16 sums do not go with precision fp16, got 'bf16'",
+        ),
+        (
+            {"windlass": {"accumulation_precision": "fp16"}},
+            "windlass.accumulation_precision",
+            "fp16 sums do not go with precision bf16",
+        ),
+        (
+            {"windlass": {"accumulation_precision": "bf16", "precision": "fp32"}},
+            "windlass.accumulation_precision",
+            "bf16 sums do not go with precision fp32",
+        ),
+        (
+            {"windlass": {"gradient_updates": "late"}},
+            "windlass.gradient_updates",
+            "must be one of auto, active, kept, naive, after_backward, got 'late'",
+        ),
+        ({"windlass": {"gradient_updates": None}}, "windlass.gradient_updates", "must be one of auto, active"),
+        ({"windlass": {"gradient_updates": ["active"]}}, "windlass.gradient_updates", "must be one of auto, active"),
+        (
+            {"windlass": {"gradient_updates": "active"}},
+            "windlass.gradient_updates",
+            "with clip_norm 1.0 every gradient must be known before the first update, as the norm is that of all; set "
+            "clip_norm to null, or choose auto or kept, got 'active'",
+        ),
+        (
+            {"windlass": {"gradient_updates": "active", "clip_norm": None, "precision": "fp16"}},
+            "windlass.gradient_updates",
+            "with precision fp16 every gradient must be known before the first update, as one overflow skips the step; "
+            "choose auto or kept, or precision bf16, got 'active'",
+        ),
+        # What is wrong itself is told first.
+        ({"windlass": {"precision": "fp8", "state_precision": "split"}}, "windlass.precision", "got 'fp8'"),
+        ({"windlass": {"precision": "fp8", "accumulation_precision": "bf16"}}, "windlass.precision", "got 'fp8'"),
+        ({"windlass": {"clip_norm": -1, "gradient_updates": "active"}}, "windlass.clip_norm", "got -1"),
         ({"windlass": {"gpus": 2}}, "windlass.gpus", "got 2"),
         ({"windlass": {"budgets": {"host_memory_gib": 0}}}, "windlass.budgets.host_memory_gib", "got 0"),
         ({"windlass": {"budgets": {"ssd": 1}}}, "windlass.budgets.ssd", "unrecognized parameter"),
@@ -109,6 +170,45 @@ def test_bad_requests_name_the_parameter_and_the_value(
     error = refusal(client, file_id, **body)
     assert error["param"] == param
     assert message in error["message"]
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "budgets.host_memory_gib"]
+)
+def test_json_s_way_to_say_what_is_no_number(client: TestClient, file_id: str, name: str, literal: str) -> None:
+    setting = f'"{name}": {literal}' if "." not in name else f'"budgets": {{"host_memory_gib": {literal}}}'
+    body = f'{{"model": "tiny", "training_file": "{file_id}", "windlass": {{{setting}}}}}'
+    response = client.post(JOBS, content=body, headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, f"windlass.{name}", "invalid_value")
+    assert error["type"] == "invalid_request_error"
+    assert "number, got " in error["message"]
+    assert client.get(JOBS).json()["data"] == []
+
+
+def test_a_job_tells_all_its_settings(client: TestClient, file_id: str) -> None:
+    asked = {
+        "precision": "bf16",
+        "optimizer": "adam",
+        "state_precision": "split",
+        "accumulation_precision": "bf16",
+        "gradient_updates": "active",
+        "max_bad_steps": 3,
+        "clip_norm": None,
+    }
+    told = create(client, file_id, windlass=asked).json()["windlass"]["settings"]
+    assert {name: told[name] for name in asked} == asked
+    defaults = create(client, file_id).json()["windlass"]["settings"]
+    assert {name: defaults[name] for name in asked} == {
+        "precision": "bf16",
+        "optimizer": "adamw",
+        "state_precision": "fp32",
+        "accumulation_precision": "fp32",
+        "gradient_updates": "auto",
+        "max_bad_steps": 10,
+        "clip_norm": 1.0,
+    }
 
 
 def test_no_json_and_no_model_are_said_so(client: TestClient) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.actors.cores import numa_nodes
 from windlass.service.settings import Settings, SettingsError, is_device_path, load_settings
 
 
@@ -53,7 +54,7 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ('database_url = "mysql://h/d"', "database_url = 'mysql://h/d': must be one of sqlite, postgresql"),
         ('database_url = "windlass.db"', "database_url = 'windlass.db': Could not parse SQLAlchemy URL"),
         ("max_file_mib = 0", "max_file_mib = 0: Input should be greater than or equal to 1"),
-        ("prot = 1", "prot = 1: there is no such setting; there are database_url, "),
+        ("prot = 1", "prot = 1: there is no such setting; there are compute_threads, database_url, "),
         ('home = "/x"', "home = '/x': there is no such setting"),
         ('ssd_dirs = ["ssd"]', "ssd_dirs = ['ssd']: must be absolute paths, got 'ssd'"),
         ('ssd_dirs = ["/a", "/a"]', "ssd_dirs = ['/a', '/a']: /a is the same place as /a"),
@@ -67,10 +68,23 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
             "ssd_endurance_tbw = [1, 2, 3]",
             "ssd_endurance_tbw = [1, 2, 3]: must be one number, or one for each of the 2 entries of ssd_dirs, got 3",
         ),
+        ("host_memory_gib = inf", "host_memory_gib = inf: Input should be a finite number"),
+        ("num_cpu_optimizers = 0", "num_cpu_optimizers = 0: Input should be greater than or equal to 1"),
+        ("num_cpu_optimizers = 5", "num_cpu_optimizers = 5: must be at most 4, the cores that windlass may use here"),
+        ("compute_threads = 5", "compute_threads = 5: must be at most 4, the cores that windlass may use here"),
+        ("optimizer_threads = 5", "optimizer_threads = 5: must be at most 4, the cores that windlass may use here"),
+        ("compute_threads = 1.5", "compute_threads = 1.5: Input should be a valid integer"),
+        (
+            "num_cpu_optimizers = 3\noptimizer_threads = 2",
+            "optimizer_threads = 2: with 3 optimizers (num_cpu_optimizers) these are 6 threads on 4 cores; set it to 1",
+        ),
         ("port = ", "cannot be read: Invalid value"),
     ],
 )
-def test_errors_name_file_key_and_value(tmp_path: Path, line: str, message: str) -> None:
+def test_errors_name_file_key_and_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str
+) -> None:
+    monkeypatch.setattr("windlass.service.settings.num_cores", lambda: 4)
     file = tmp_path / "windlass.toml"
     file.write_text(line + "\n")
     with pytest.raises(SettingsError) as caught:
@@ -82,6 +96,22 @@ def test_errors_name_file_key_and_value(tmp_path: Path, line: str, message: str)
 def test_errors_name_the_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_PORT", "many")
     with pytest.raises(SettingsError, match="environment: WINDLASS_PORT = 'many': Input should be a valid integer"):
+        load_settings(tmp_path)
+
+
+def test_threads_may_take_every_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.service.settings.num_cores", lambda: 4)
+    default = load_settings(tmp_path)
+    assert (default.num_cpu_optimizers, default.optimizer_threads, default.compute_threads) == (
+        len(numa_nodes()),
+        None,
+        None,
+    )
+    (tmp_path / "windlass.toml").write_text("num_cpu_optimizers = 2\noptimizer_threads = 2\ncompute_threads = 4\n")
+    asked = load_settings(tmp_path)
+    assert (asked.num_cpu_optimizers, asked.optimizer_threads, asked.compute_threads) == (2, 2, 4)
+    monkeypatch.setenv("WINDLASS_COMPUTE_THREADS", "8")
+    with pytest.raises(SettingsError, match="environment: WINDLASS_COMPUTE_THREADS = '8': must be at most 4"):
         load_settings(tmp_path)
 
 

@@ -7,13 +7,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from windlass.storage.ids import Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Precision, Rank, SsdIndex, StateKind
+from windlass.storage.ids import (
+    Attempt,
+    BlockIndex,
+    ChunkIndex,
+    ChunkKey,
+    Formats,
+    JobId,
+    Precision,
+    Rank,
+    SsdIndex,
+    StateKind,
+    StatePrecision,
+)
 from windlass.storage.ids import Step as StepId
 from windlass.storage.ssd_device import SsdDevice
 from windlass.storage.store_format import CommitRecord, StoreGeometry
 from windlass.storage.tensor_store import TensorStore
 from windlass.storage.volume import VOLUME_FILE, Volume
 
+FP32 = Formats(Precision.FP32, StatePrecision.FP32)
+BF16 = Formats(Precision.BF16, StatePrecision.FP32)
 JOB, OTHER = JobId("ftjob-1"), JobId("ftjob-2")
 
 
@@ -32,7 +46,7 @@ def make_geometry(job: JobId = JOB, **changes: Any) -> StoreGeometry:
         "attempt": Attempt(1),
         "ssd": SsdIndex(0),
         "ssd_weights": (1,),
-        "precision": Precision.BF16,
+        "formats": BF16,
         "chunk_numel": 2048,
         "chunks_per_block": (2, 1),
     }
@@ -96,10 +110,10 @@ def commit(store: TensorStore, step: int) -> CommitRecord:
     return record
 
 
-def check(store: TensorStore, step: int, attempt: int = 1) -> None:
-    """All states are those that `attempt` wrote as `step`."""
+def check(store: TensorStore, step: int, attempt: int = 1, written_as: int | None = None) -> None:
+    """All states of `step` are those that `attempt` wrote, as that step or another."""
     for key, kind in states(store.geometry):
-        expected = content(store.geometry, key, kind, step, attempt)
+        expected = content(store.geometry, key, kind, step if written_as is None else written_as, attempt)
         found = page_aligned(bytes(len(expected)))
         store.read(key, kind, StepId(step), found)
         assert found == expected, (key, kind, step)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.storage.faulty_device import Disk, Power, PowerLoss, factory, write_image
-from windlass.storage.ids import Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Precision, Rank, SsdIndex, Step
+from tests.unit.storage.stores import BF16
+from windlass.storage.ids import Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Rank, SsdIndex, Step
 from windlass.storage.store_errors import StoreMissing
 from windlass.storage.store_format import CommitRecord, StoreGeometry, last_common_commit
 from windlass.storage.tensor_store import TensorStore
@@ -17,6 +18,7 @@ from windlass.storage.volume import VOLUME_FILE, Volume
 
 JOB = JobId("ftjob-1")
 LAST_STEP = 3
+CARRIED_STEP = 2  # skipped: its states are those of the step before
 GEOMETRIES = tuple(
     StoreGeometry(
         job=JOB,
@@ -24,7 +26,7 @@ GEOMETRIES = tuple(
         attempt=Attempt(1),
         ssd=SsdIndex(ssd),
         ssd_weights=(1, 1),
-        precision=Precision.BF16,
+        formats=BF16,
         chunk_numel=2048,
         chunks_per_block=(2, 1),
     )
@@ -51,12 +53,22 @@ def _write_step(stores: list[TensorStore], step: int, attempt: int) -> None:
     for store in stores:
         for key, kind, nbytes in _states(store.geometry):
             store.write(key, kind, Step(step), _content(key, kind, step, attempt, nbytes))  # type: ignore[arg-type]
+    _commit(stores, step, attempt)
+
+
+def _carry_step(stores: list[TensorStore], step: int, attempt: int) -> None:
+    for store in stores:
+        store.carry_over(Step(step))
+    _commit(stores, step, attempt)
+
+
+def _commit(stores: list[TensorStore], step: int, attempt: int) -> None:
     for store in stores:
         store.commit(Step(step), Attempt(attempt), f'{{"step": {step}}}')
 
 
 def _train(directories: list[Path], disks: list[Disk], acknowledged: list[int]) -> None:
-    """A job of three steps; the steps that it was told are safe go into `acknowledged`."""
+    """A job of three steps, the second skipped; those that it was told are safe go into `acknowledged`."""
     volumes = [
         Volume.open(directory, make_device=factory(disk)) for directory, disk in zip(directories, disks, strict=True)
     ]
@@ -65,7 +77,10 @@ def _train(directories: list[Path], disks: list[Disk], acknowledged: list[int]) 
         for store in stores:
             store.resume_from(None)
         for step in range(LAST_STEP + 1):
-            _write_step(stores, step, attempt=1)
+            if step == CARRIED_STEP:
+                _carry_step(stores, step, attempt=1)
+            else:
+                _write_step(stores, step, attempt=1)
             acknowledged.append(step)
     finally:
         for volume in volumes:
@@ -87,12 +102,20 @@ def _reopen(directories: list[Path], attempt: int) -> tuple[list[TensorStore], C
     return stores, commit
 
 
-def _check(stores: list[TensorStore], step: int, attempt: int) -> None:
+def _check(stores: list[TensorStore], step: int, attempt: int, written_as: int | None = None) -> None:
+    """`written_as`: the step that wrote the states of `step`, where that was carried over."""
     for store in stores:
         for key, kind, nbytes in _states(store.geometry):
             found = memoryview(mmap.mmap(-1, nbytes))
             store.read(key, kind, Step(step), found)  # type: ignore[arg-type]
-            assert found == _content(key, kind, step, attempt, nbytes), (key, kind, step)
+            expected = _content(key, kind, step if written_as is None else written_as, attempt, nbytes)
+            assert found == expected, (key, kind, step)
+
+
+def _check_commit(stores: list[TensorStore], step: int, attempt: int) -> None:
+    """What `_train` left as `step`, or a later attempt that went on from there."""
+    is_carried = attempt == 1 and step == CARRIED_STEP
+    _check(stores, step, attempt, step - 1 if is_carried else step)
 
 
 def _close(stores: list[TensorStore]) -> None:
@@ -101,10 +124,12 @@ def _close(stores: list[TensorStore]) -> None:
 
 
 def _go_on(stores: list[TensorStore], commit: CommitRecord | None, attempt: int) -> None:
-    """One more step by the attempt after a crash, or the first one."""
+    """One more step by the attempt after a crash, or the first one, and one that it skips."""
     step = 0 if commit is None else commit.step + 1
     _write_step(stores, step, attempt)
     _check(stores, step, attempt)
+    _carry_step(stores, step + 1, attempt)
+    _check(stores, step + 1, attempt, written_as=step)
 
 
 def _count_operations(root: Path) -> int:
@@ -151,7 +176,7 @@ def _check_restart(directories: list[Path], acknowledged: list[int]) -> None:
             assert commit is not None
             assert commit.step >= acknowledged[-1]
         if commit is not None:
-            _check(stores, commit.step, attempt=1)
+            _check_commit(stores, commit.step, attempt=1)
             assert commit.trainer_state == f'{{"step": {commit.step}}}'
         _go_on(stores, commit, attempt=2)
     finally:
@@ -185,7 +210,7 @@ def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
             stores, commit = _reopen(after, attempt=3)
             assert commit is not None
             assert committed <= commit.step <= LAST_STEP
-            _check(stores, commit.step, attempt=1 if commit.step < LAST_STEP else 2)
+            _check_commit(stores, commit.step, attempt=1 if commit.step < LAST_STEP else 2)
             _go_on(stores, commit, attempt=3)
             _close(stores)
         if committed == LAST_STEP:

@@ -5,14 +5,24 @@ from pathlib import Path
 import pytest
 
 from tests.unit.storage.faulty_device import Disk, Power, PowerLoss, factory, write_image
-from tests.unit.storage.stores import JOB, check, commit, make_geometry, new_store, open_volume, resume, volume_file
-from windlass.storage.ids import Attempt, Precision, Step
+from tests.unit.storage.stores import (
+    FP32,
+    JOB,
+    check,
+    commit,
+    make_geometry,
+    new_store,
+    open_volume,
+    resume,
+    volume_file,
+)
+from windlass.storage.ids import Attempt, Step
 from windlass.storage.store_errors import StoreMissing
 from windlass.storage.tensor_store import TensorStore
 from windlass.storage.volume import Volume
 
 # Extents of 768 KiB: a checkpoint makes the store grow.
-GEOMETRY = make_geometry(chunk_numel=65536, chunks_per_block=(1,), precision=Precision.FP32)
+GEOMETRY = make_geometry(chunk_numel=65536, chunks_per_block=(1,), formats=FP32)
 
 
 class _Job:

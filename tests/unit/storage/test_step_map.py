@@ -5,9 +5,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.storage.stores import make_geometry
+from tests.unit.storage.stores import FP32, make_geometry
 from windlass.storage.checksum import GRANULE_NBYTES
-from windlass.storage.ids import Attempt, Precision, Rank, StateKind, Step
+from windlass.storage.ids import ALL_FORMATS, Attempt, Formats, Rank, StateKind, Step
 from windlass.storage.records import RECORD_NBYTES
 from windlass.storage.step_map import StepMap
 from windlass.storage.store_format import CommitRecord, unpack_commit
@@ -71,9 +71,19 @@ def test_every_granule_has_a_number_of_its_own(notes: list[tuple[int, StateKind,
             assert step_map.digests(chunk, kind, 0, num) == [expected.get((chunk, kind, i), 0) for i in range(num)]
 
 
-@pytest.mark.parametrize("precision", Precision)
-def test_comes_back_from_its_manifest(precision: Precision) -> None:
-    geometry = make_geometry(precision=precision, chunks_per_block=(70, 1))
+def test_a_copy_is_the_same_until_one_of_them_changes() -> None:
+    original, expected = _whole(LARGE), _whole(LARGE).pack(RECORD, NONCE)
+    copy = original.copy()
+    assert copy.pack(RECORD, NONCE) == expected
+    copy.place(0, 99)
+    _written(copy, 1, StateKind.MASTER, 4096, [77])
+    assert original.pack(RECORD, NONCE) == expected
+    assert (copy.extent(0), copy.nbytes(1, StateKind.MASTER)) == (99, 4096)
+
+
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_comes_back_from_its_manifest(formats: Formats) -> None:
+    geometry = make_geometry(formats=formats, chunks_per_block=(70, 1))
     step_map = _whole(geometry)
     raw, digest = step_map.pack(RECORD, NONCE)
     assert len(raw) == geometry.manifest_nbytes
@@ -92,7 +102,7 @@ def test_comes_back_from_its_manifest(precision: Precision) -> None:
 
 def test_layout_of_the_numbers() -> None:
     """As docs/store-format.md has it: extents, then bytes written, then checksums; 8 bytes each, little-endian."""
-    geometry = make_geometry(precision=Precision.FP32, chunks_per_block=(2,))
+    geometry = make_geometry(formats=FP32, chunks_per_block=(2,))
     raw, _ = _whole(geometry).pack(RECORD, NONCE)
     numbers = [int.from_bytes(raw[at : at + 8], "little") for at in range(RECORD_NBYTES, RECORD_NBYTES + 8 * 14, 8)]
     assert numbers == [10, 11, *[8192] * 6, 1, 2, 3, 101, 102, 103]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.storage.stores import (
+    FP32,
     JOB,
     OTHER,
     QuickDevice,
@@ -32,7 +33,7 @@ from tests.unit.storage.stores import (
 )
 from windlass.storage import store_format as layout
 from windlass.storage import volume_format
-from windlass.storage.ids import Attempt, BlockIndex, ChunkIndex, ChunkKey, Precision, StateKind, Step
+from windlass.storage.ids import Attempt, BlockIndex, ChunkIndex, ChunkKey, StateKind, Step
 from windlass.storage.records import RECORD_NBYTES
 from windlass.storage.store_errors import StaleAttempt, StoreCorrupt, StoreError, StoreIoError
 from windlass.storage.store_format import CommitRecord, pack_commit
@@ -40,7 +41,7 @@ from windlass.storage.tensor_store import TensorStore
 from windlass.storage.volume import VOLUME_FILE, Volume
 
 KEY = ChunkKey(BlockIndex(0), ChunkIndex(1))
-SMALL = make_geometry(precision=Precision.FP32, chunks_per_block=(1,))
+SMALL = make_geometry(formats=FP32, chunks_per_block=(1,))
 LAST = 4
 PINNED = 2
 

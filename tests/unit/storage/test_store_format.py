@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.storage.stores import make_geometry
+from tests.unit.storage.stores import FP32, make_geometry
 from windlass.storage import store_format as layout
 from windlass.storage.ids import (
-    STATE_ITEMSIZE,
+    ALL_FORMATS,
     Attempt,
     BlockIndex,
     ChunkIndex,
     ChunkKey,
-    Precision,
+    Formats,
     Rank,
     SsdIndex,
     StateKind,
@@ -66,11 +66,11 @@ class TestGeometry:
     @given(
         chunks=st.lists(st.integers(1, 4), min_size=1, max_size=5),
         ssd_weights=weights,
-        precision=st.sampled_from(Precision),
+        formats=st.sampled_from(ALL_FORMATS),
         units=st.integers(1, 1000),
     )
     def test_every_state_has_an_aligned_place_of_its_own(
-        self, chunks: list[int], ssd_weights: tuple[int, ...], precision: Precision, units: int
+        self, chunks: list[int], ssd_weights: tuple[int, ...], formats: Formats, units: int
     ) -> None:
         keys = [ChunkKey(BlockIndex(b), ChunkIndex(c)) for b, num in enumerate(chunks) for c in range(num)]
         num_places = 0
@@ -78,7 +78,7 @@ class TestGeometry:
             geometry = make_geometry(
                 ssd=SsdIndex(ssd),
                 ssd_weights=ssd_weights,
-                precision=precision,
+                formats=formats,
                 chunk_numel=units * layout.CHUNK_NUMEL_UNIT,
                 chunks_per_block=tuple(chunks),
             )
@@ -146,14 +146,14 @@ class TestGeometry:
             make_geometry(**change)
 
     def test_unknown_chunks_and_states_are_refused(self) -> None:
-        geometry = make_geometry(ssd_weights=(1, 1), precision=Precision.FP32)
+        geometry = make_geometry(ssd_weights=(1, 1), formats=FP32)
         for block, chunk in ((0, 2), (2, 0), (-1, 0), (0, -1)):
             with pytest.raises(ValueError, match="is not a chunk of job ftjob-1"):
                 geometry.ssd_of(ChunkKey(BlockIndex(block), ChunkIndex(chunk)))
         with pytest.raises(ValueError, match="rests on SSD 1 of job ftjob-1, not on SSD 0"):
             geometry.local_index(ChunkKey(BlockIndex(0), ChunkIndex(1)))
         for method in (geometry.region_nbytes, geometry.region_offset):
-            with pytest.raises(ValueError, match="a fp32 store holds no param, only master, exp_avg, exp_avg_sq"):
+            with pytest.raises(ValueError, match="the store holds no param, only master, exp_avg, exp_avg_sq"):
                 method(StateKind.PARAM)
 
     def test_ssd_without_a_chunk_needs_a_head_only(self) -> None:
@@ -163,16 +163,16 @@ class TestGeometry:
 
 
 class TestSuperblock:
-    @pytest.mark.parametrize("precision", Precision)
-    def test_comes_back(self, precision: Precision) -> None:
-        geometry = make_geometry(precision=precision, ssd=SsdIndex(2), ssd_weights=(1, 5, 2), rank=Rank(3))
+    @pytest.mark.parametrize("formats", ALL_FORMATS)
+    def test_comes_back(self, formats: Formats) -> None:
+        geometry = make_geometry(formats=formats, ssd=SsdIndex(2), ssd_weights=(1, 5, 2), rank=Rank(3))
         raw = pack_superblock(geometry, NONCE)
         assert len(raw) == layout.SUPERBLOCK_NBYTES
         assert b"_places" not in raw  # what can be computed
         found = unpack_superblock(raw, NONCE, "SSD x")
         assert found == geometry
         assert [found.local_index(ChunkKey(BlockIndex(0), ChunkIndex(1)))] == [0]
-        assert tuple(STATE_ITEMSIZE[precision]) == found.kinds
+        assert tuple(formats.itemsizes) == found.kinds
         assert pickle.loads(pickle.dumps(found)) == geometry
 
     @settings(max_examples=40, deadline=None)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.storage.stores import (
+    FP32,
     JOB,
     OTHER,
     QuickDevice,
@@ -27,11 +28,12 @@ from windlass.storage import volume as volume_module
 from windlass.storage.arena import Arena
 from windlass.storage.checksum import GRANULE_NBYTES
 from windlass.storage.ids import (
+    ALL_FORMATS,
     Attempt,
     BlockIndex,
     ChunkIndex,
     ChunkKey,
-    Precision,
+    Formats,
     Rank,
     Span,
     SsdIndex,
@@ -58,15 +60,15 @@ def volume(tmp_path: Path) -> Iterator[Volume]:
 
 
 class TestRoundTrip:
-    @pytest.mark.parametrize("precision", Precision)
+    @pytest.mark.parametrize("formats", ALL_FORMATS)
     def test_striped_over_two_ssds_from_an_arena_by_many_threads(
-        self, tmp_path: Path, direct: bool, precision: Precision
+        self, tmp_path: Path, direct: bool, formats: Formats
     ) -> None:
         stores = []
         for i in range(2):
             (tmp_path / f"ssd{i}").mkdir()
             geometry = make_geometry(
-                ssd=SsdIndex(i), ssd_weights=(2, 1), precision=precision, chunk_numel=4096, chunks_per_block=(2, 1, 6)
+                ssd=SsdIndex(i), ssd_weights=(2, 1), formats=formats, chunk_numel=4096, chunks_per_block=(2, 1, 6)
             )
             stores.append(new_store(Volume.open(tmp_path / f"ssd{i}", direct=direct), geometry))
         all_states = [(store, *state) for store in stores for state in states(store.geometry)]
@@ -116,9 +118,7 @@ class TestRoundTrip:
             store.read(KEY, StateKind.MASTER, Step(0), page_aligned(bytes(2 * PAGE)))
 
     def test_beginning_of_a_state_in_whole_granules(self, volume: Volume) -> None:
-        geometry = make_geometry(
-            chunk_numel=GRANULE_NBYTES // 2 + 2048, chunks_per_block=(1,), precision=Precision.FP32
-        )
+        geometry = make_geometry(chunk_numel=GRANULE_NBYTES // 2 + 2048, chunks_per_block=(1,), formats=FP32)
         store, key = new_store(volume, geometry), ChunkKey(BlockIndex(0), ChunkIndex(0))
         commit(store, 0)
         expected = content(geometry, key, StateKind.EXP_AVG, 0)
@@ -243,7 +243,7 @@ class TestSteps:
         store.commit(Step(0), Attempt(1), "{}")
 
     def test_state_that_is_written_in_part_is_neither_read_nor_committed(self, volume: Volume) -> None:
-        geometry = make_geometry(chunk_numel=GRANULE_NBYTES // 2, chunks_per_block=(1,), precision=Precision.FP32)
+        geometry = make_geometry(chunk_numel=GRANULE_NBYTES // 2, chunks_per_block=(1,), formats=FP32)
         store, key = new_store(volume, geometry), ChunkKey(BlockIndex(0), ChunkIndex(0))
         fill(store, 0)
         (region,) = store.regions_to_write(key, Step(0), [(StateKind.MASTER, 2 * GRANULE_NBYTES)])
@@ -321,6 +321,138 @@ class TestCommit:
         check(store, 0)
         store.commit(Step(1), Attempt(1), "x" * 3072)
         check(resume(volume, attempt=2), 1)
+
+
+class TestCarryOver:
+    def test_reads_as_the_step_before_and_the_next_one_is_written_elsewhere(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 0)
+        for step in range(1, 7, 2):
+            store.carry_over(Step(step))
+            check(store, step - 1)
+            check(store, step, written_as=step - 1)
+            store.commit(Step(step), Attempt(1), "{}")
+            check(store, step, written_as=step - 1)
+            fill(store, step + 1)
+            check(store, step, written_as=step - 1)
+            check(store, step + 1)
+            store.commit(Step(step + 1), Attempt(1), "{}")
+            check(store, step + 1)
+
+    def test_many_in_a_row(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 0)
+        for step in range(1, layout.NUM_COMMIT_RECORDS + 5):
+            store.carry_over(Step(step))
+            store.commit(Step(step), Attempt(1), "{}")
+        check(store, layout.NUM_COMMIT_RECORDS + 4, written_as=0)
+        commit(store, layout.NUM_COMMIT_RECORDS + 5)
+        check(resume(volume, attempt=2), layout.NUM_COMMIT_RECORDS + 5)
+
+    def test_writes_its_manifest_and_record_only(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = new_store(volume)
+        commit(store, 0)
+
+        def refuse(offset: int, buffer: memoryview) -> int:
+            pytest.fail("a carried step moves no states")
+
+        monkeypatch.setattr(volume.device, "write", refuse)
+        store.carry_over(Step(1))
+        store.commit(Step(1), Attempt(1), "{}")
+        check(store, 1, written_as=0)
+
+    def test_another_attempt_finds_it_once_it_is_committed(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 0)
+        store.carry_over(Step(1))
+        store.commit(Step(1), Attempt(1), '{"skipped": 1}')
+        store = resume(volume, attempt=2)
+        record = store.last_commit()
+        assert record is not None
+        assert (record.step, record.attempt, record.trainer_state) == (1, 2, '{"skipped": 1}')
+        check(store, 1, written_as=0)
+        store.carry_over(Step(2))  # and is lost before it commits that
+        store = resume(volume, attempt=3)
+        check(store, 1, written_as=0)
+        with pytest.raises(StepNotAllowed, match="cannot read"):
+            store.read(KEY, StateKind.PARAM, Step(2), page_aligned(bytes(PAGE)))
+        commit(store, 2)
+        check(store, 2, attempt=3)
+
+    def test_checkpoints_before_after_and_of_it_keep_their_bytes(self, volume: Volume) -> None:
+        store = new_store(volume, LARGE)
+        commit(store, 0)
+        store.pin(Step(0))
+        store.carry_over(Step(1))
+        store.commit(Step(1), Attempt(1), "{}")
+        store.pin(Step(1))
+        for step in (2, 3):
+            commit(store, step)
+        check(store, 0)
+        check(store, 1, written_as=0)
+        store.unpin(Step(0))  # the other still uses the same extents
+        for step in (4, 5):
+            commit(store, step)
+        store = resume(volume, attempt=2)
+        check(store, 1, written_as=0)
+        check(store, 5)
+
+    def test_ssd_without_a_chunk(self, volume: Volume) -> None:
+        store = new_store(volume, make_geometry(ssd=SsdIndex(1), ssd_weights=(9, 1), chunks_per_block=(1,)))
+        commit(store, 0)
+        store.carry_over(Step(1))
+        store.commit(Step(1), Attempt(1), "{}")
+        record = resume(volume, attempt=2).last_commit()
+        assert record is not None
+        assert record.step == 1
+
+    def test_refused_before_anything_is_committed(self, volume: Volume) -> None:
+        store = new_store(volume)
+        for step in (0, 1):
+            with pytest.raises(StepNotAllowed, match=f"nothing can be carried over to step {step}"):
+                store.carry_over(Step(step))
+        commit(store, 0)
+        check(store, 0)
+        reopened = TensorStore.open(volume, JOB, Attempt(2))
+        with pytest.raises(StepNotAllowed, match="cannot carry over step 1 before it is said where to resume"):
+            reopened.carry_over(Step(1))
+
+    def test_refused_but_for_the_step_after_the_commit(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 3)
+        for step in (2, 3, 5):
+            with pytest.raises(StepNotAllowed, match=f"cannot carry over step {step} when step 3 is the last commit"):
+                store.carry_over(Step(step))
+        check(store, 3)
+
+    def test_refused_when_something_of_it_is_written(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 0)
+        raw = content(store.geometry, KEY, StateKind.PARAM, 1)
+        store.write(KEY, StateKind.PARAM, Step(1), page_aligned(raw))
+        with pytest.raises(StepNotAllowed, match="nothing can be carried over to step 1"):
+            store.carry_over(Step(1))
+        check(store, 0)
+        commit(store, 1)
+        check(store, 1)
+
+    def test_refused_twice(self, volume: Volume) -> None:
+        store = new_store(volume)
+        commit(store, 0)
+        store.carry_over(Step(1))
+        with pytest.raises(StepNotAllowed, match="nothing can be carried over to step 1"):
+            store.carry_over(Step(1))
+        store.commit(Step(1), Attempt(1), "{}")
+        check(store, 1, written_as=0)
+
+    def test_nothing_of_it_can_be_written(self, volume: Volume) -> None:
+        """Its extents are the last commit's: what a restart would need."""
+        store = new_store(volume)
+        commit(store, 0)
+        store.carry_over(Step(1))
+        with pytest.raises(StepNotAllowed):
+            store.write(KEY, StateKind.PARAM, Step(1), page_aligned(bytes(PAGE)))
+        check(store, 0)
 
 
 class TestPins:

@@ -82,9 +82,9 @@ class TestOpen:
     def test_other_version_is_refused(self, tmp_path: Path) -> None:
         open_volume(tmp_path).close()
         for offset in layout.SUPERBLOCK_OFFSETS:
-            raw = layout.pack_json(layout.SUPERBLOCK_MAGIC, {"version": 3})
+            raw = layout.pack_json(layout.SUPERBLOCK_MAGIC, {"version": layout.VERSION + 1})
             _overwrite(volume_file(tmp_path), offset, raw)
-        with pytest.raises(StoreCorrupt, match=f"{tmp_path} has format version 3; this windlass reads version 2"):
+        with pytest.raises(StoreCorrupt, match=f"{tmp_path} has format version {layout.VERSION + 1}; this windlass"):
             open_volume(tmp_path)
 
     def test_something_else_is_left_alone(self, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Whatever the order in which actors finish, the policy keeps the promises that exactness and restarts rest on."""
 
+import math
 import pickle
 import random
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
     BlockUpdated,
+    CommitStore,
     ComputeBlock,
     GradOffloaded,
+    GradSlotsReturned,
     LossComputed,
     Message,
     ModelExported,
@@ -27,12 +30,23 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy import pipeline as pipeline_module
-from windlass.actors.policy.pipeline import DeadlineMissedError, Pipeline, UnexpectedEventError
+from windlass.actors.policy.pipeline import DeadlineMissedError, NotFiniteError, Pipeline, UnexpectedEventError
 from windlass.actors.policy.shape import JobShape, Operation, program
+from windlass.actors.policy.trainer import Trainer
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
+STEP, BLOCK = Step(1), BlockIndex(2)
+ORDERS: dict[str, dict[str, Any]] = {
+    "active": {"clip_norm": None, "keeps_grads": False},
+    "kept": {"clip_norm": None, "keeps_grads": True},
+    "clipped": {"clip_norm": 1.0, "keeps_grads": True},
+    "alone": {"clip_norm": None, "keeps_grads": True, "updates_alone": True},
+    "clipped-alone": {"clip_norm": 1.0, "keeps_grads": True, "updates_alone": True},
+}
 shapes = st.builds(
-    make_shape,
+    lambda order, **options: make_shape(**order, **options),
+    order=st.sampled_from(list(ORDERS.values())),
+    max_bad_steps=st.integers(0, 3),
     chunks_per_block=st.lists(st.integers(1, 3), min_size=3, max_size=6).map(tuple),
     tied=st.booleans(),
     num_optimizers=st.integers(1, 2),
@@ -41,12 +55,17 @@ shapes = st.builds(
     num_evaluation_groups=st.integers(0, 2),
     evaluate_every=st.integers(0, 2),
     checkpoint_every=st.integers(0, 3),
-    clip_norm=st.sampled_from([None, 1.0]),
     max_prefetched=st.integers(1, 4),
     max_offloading=st.integers(1, 3),
     max_updating=st.integers(1, 3),
 )
 # Some actors are slow: their events come only now and then while there are others.
+# (step, block) of gradients that are not finite; mostly few, at times all of several steps.
+bad_gradients = st.one_of(
+    st.just(frozenset[tuple[int, int]]()),
+    st.frozensets(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=4),
+    st.frozensets(st.integers(1, 4)).map(lambda steps: frozenset((step, b) for step in steps for b in range(6))),
+)
 slow_actors = st.sets(st.sampled_from(["compute", "gradient", "offload", "update", "commit", "export"]))
 many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -63,41 +82,46 @@ def run(world: World, order: random.Random, slow: set[str], stop_at: int | None 
         num += 1
 
 
-@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors)
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, bad=bad_gradients, scales_loss=st.booleans())
 @many
-def test_every_order_ends_with_everything_committed(shape: JobShape, seed: int, slow: set[str]) -> None:
-    world = World(shape)
+def test_every_order_ends_with_everything_committed(
+    shape: JobShape, seed: int, slow: set[str], bad: frozenset[tuple[int, int]], scales_loss: bool
+) -> None:
+    world = World(shape, bad=bad, scales_loss=scales_loss)
     run(world, random.Random(seed), slow)
     world.check_end()
 
 
-@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, stop_at=st.integers(0, 120))
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, stop_at=st.integers(0, 120), bad=bad_gradients)
 @many
 def test_a_stop_at_any_moment_ends_after_the_step_that_had_begun(
-    shape: JobShape, seed: int, slow: set[str], stop_at: int
+    shape: JobShape, seed: int, slow: set[str], stop_at: int, bad: frozenset[tuple[int, int]]
 ) -> None:
-    world = World(shape)
+    world = World(shape, bad=bad)
     run(world, random.Random(seed), slow, stop_at)
     world.check_end()
 
 
-@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, data=st.data())
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, data=st.data(), bad=bad_gradients)
 @many
 def test_a_resumed_job_goes_on_at_the_next_step(
-    shape: JobShape, seed: int, slow: set[str], data: st.DataObject
+    shape: JobShape, seed: int, slow: set[str], data: st.DataObject, bad: frozenset[tuple[int, int]]
 ) -> None:
+    """Also where the steps before were skipped: the trainer's counts go on, too."""
     initial_step = data.draw(st.integers(0, shape.total_steps - 1))
-    world = World(shape, initial_step)
+    world = World(shape, initial_step, bad=bad, scales_loss=True)
     run(world, random.Random(seed), slow)
     world.check_end()
     trained = {Phase.FORWARD, Phase.HEAD, Phase.BACKWARD}
     assert min(step for step, phase, *_ in world.computed if phase in trained) == initial_step + 1
 
 
-@given(shape=shapes, seed=st.integers(0, 2**32), data=st.data())
+@given(shape=shapes, seed=st.integers(0, 2**32), data=st.data(), bad=bad_gradients)
 @many
-def test_an_event_that_comes_twice_is_refused(shape: JobShape, seed: int, data: st.DataObject) -> None:
-    world, order = World(shape), random.Random(seed)
+def test_an_event_that_comes_twice_is_refused(
+    shape: JobShape, seed: int, data: st.DataObject, bad: frozenset[tuple[int, int]]
+) -> None:
+    world, order = World(shape, bad=bad), random.Random(seed)
     world.start()
     for _ in range(data.draw(st.integers(1, 80))):
         if not (choices := world.choices()):
@@ -126,19 +150,32 @@ class _CopyableProgram(Iterator[Operation]):
 
 
 @pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.long)], ids="{}-of-each".format)
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_all_orders_of_a_tiny_job(clip_norm: float | None, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("order", "bad"),
+    [
+        ("active", frozenset()),
+        ("kept", frozenset()),
+        ("alone", frozenset()),
+        ("clipped", frozenset({(1, 2)})),
+        ("clipped-alone", frozenset({(2, 0)})),
+        ("kept", frozenset({(1, 0), (2, 3)})),
+    ],
+    ids=["active", "kept", "alone", "clipped-first-skipped", "clipped-alone-second-skipped", "kept-both-skipped"],
+)
+def test_all_orders_of_a_tiny_job(
+    order: str, bad: frozenset[tuple[int, int]], num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every state that two layers and two steps can get into, and a stop in each of them."""
     monkeypatch.setattr(pipeline_module, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
     shape = make_shape(
         chunks_per_block=(num,) * 4,
         tied=True,
-        clip_norm=clip_norm,
+        **ORDERS[order],
         num_optimizers=num,
         num_ssds=num,
         max_prefetched=num + 1,
     )
-    root = World(shape)
+    root = World(shape, bad=bad)
     root.start()
     seen: set[tuple[frozenset[str], frozenset[str]]] = set()
     frontier: list[tuple[World, frozenset[str]]] = [(root, frozenset())]
@@ -163,7 +200,7 @@ def test_all_orders_of_a_tiny_job(clip_norm: float | None, num: int, monkeypatch
             twin.deliver(choice)
             frontier.append((twin, history | {choice.answers}))
     assert num_ends == 1
-    assert len(seen) > 500
+    assert len(seen) > (100 if bad else 500)
 
 
 # --- what the orders are good for -----------------------------------------------------------------------------------
@@ -195,6 +232,29 @@ def test_the_next_forward_pass_begins_while_later_blocks_are_updated() -> None:
     world.check_end()
 
 
+def test_kept_gradients_are_updated_when_the_backward_pass_is_over() -> None:
+    world = World(make_shape(keeps_grads=True))
+    world.start()
+    deliver_all_but(world, "gradient 1 0")
+    assert set(world.written) == {0}
+    deliver_all_but(world, "commit 1")
+    assert set(world.written) == {1}
+    deliver_all_but(world)
+    world.check_end()
+
+
+@pytest.mark.parametrize("updates_alone", [False, True])
+def test_updates_share_the_time_with_the_forward_pass_unless_they_run_alone(updates_alone: bool) -> None:
+    world = World(make_shape(keeps_grads=True, updates_alone=updates_alone))
+    world.start()
+    deliver_all_but(world, "update 1 3")
+    assert world.written == [1, 1, 1, 0]
+    forward = [(2, Phase.FORWARD, block, 0) for block in range(3)]
+    assert world.computed[-3:] == (forward if not updates_alone else [(1, Phase.BACKWARD, b, 0) for b in (2, 1, 0)])
+    deliver_all_but(world)
+    world.check_end()
+
+
 def test_the_next_step_reads_what_is_not_yet_committed_and_overwrites_nothing() -> None:
     world = World(make_shape())
     world.start()
@@ -219,10 +279,12 @@ def test_a_late_urgent_block_overtakes() -> None:
 # --- clipping -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-4, 0.3, 1.0, 40.0, 1e30, float("inf"), float("nan")])
-def test_the_clipping_factor_is_torchs(size: float) -> None:
+@pytest.mark.parametrize("scales_loss", [False, True])
+@pytest.mark.parametrize("size", [0.0, 1e-4, 0.3, 1.0, 40.0, 1e30])
+def test_the_clipping_factor_is_torchs(size: float, scales_loss: bool) -> None:
     shape = make_shape(chunks_per_block=(1, 1, 1), clip_norm=0.75, total_steps=1)
-    pipeline = Pipeline(shape, Step(0))
+    loss_scale = 65536.0 if scales_loss else 1.0
+    pipeline = Pipeline(shape, Trainer(scales_loss=scales_loss), Step(0))
     instructions = pipeline.start(0.0)
     grads = [torch.full((3,), value, dtype=torch.float64) for value in (0.2, 0.3, size)]
     scales = []
@@ -232,11 +294,17 @@ def test_the_clipping_factor_is_torchs(size: float) -> None:
         events: list[Message] = []
         if isinstance(message, ComputeBlock):
             if message.phase in (Phase.HEAD, Phase.BACKWARD):
-                sq_sum = float(grads[message.block].square().sum())
+                sq_sum = float((grads[message.block] * loss_scale).square().sum())
                 events.append(BlockBackwardDone(job=JOB, step=message.step, block=message.block, grad_sq_sum=sq_sum))
             events.append(
                 BlockComputed(
-                    job=JOB, step=message.step, op=message.op, phase=message.phase, block=message.block, compute_s=0.0
+                    job=JOB,
+                    step=message.step,
+                    op=message.op,
+                    phase=message.phase,
+                    block=message.block,
+                    compute_s=0.0,
+                    is_finite=True,
                 )
             )
         elif isinstance(message, UpdateBlock):
@@ -253,8 +321,137 @@ def test_the_clipping_factor_is_torchs(size: float) -> None:
     norm = torch.nn.utils.clip_grad_norm_(parameters, 0.75)
     assert len(scales) == 2  # max_updating
     for scale in scales:
-        torch.testing.assert_close(parameters[0].grad, grads[0] * scale, rtol=1e-12, atol=0, equal_nan=True)
-    torch.testing.assert_close(pipeline.grad_norms[1], float(norm), rtol=1e-12, atol=0, equal_nan=True)
+        torch.testing.assert_close(parameters[0].grad, grads[0] * loss_scale * scale, rtol=1e-12, atol=0)
+    torch.testing.assert_close(pipeline.ends[1].grad_norm, float(norm), rtol=1e-12, atol=0)
+
+
+# --- gradients that are not finite ----------------------------------------------------------------------------------
+
+
+def sent(world: World, kind: type[Message]) -> list[Message]:
+    """What the policy sends from now on, of one kind, until nothing is left."""
+    found: list[Message] = []
+    while choices := world.choices():
+        found += [i.message for i in world.deliver(choices[0]) if isinstance(i.message, kind)]
+    return found
+
+
+def test_a_skipped_step_is_committed_as_it_was_and_counts_for_nothing() -> None:
+    world = World(make_shape(keeps_grads=True, total_steps=3), bad=frozenset({(2, 1)}), scales_loss=True)
+    world.start()
+    deliver_all_but(world, "gradient 2 0")
+    assert world.committed == 1
+    messages = sent(world, Message)
+    world.check_end()
+    assert {m.step for m in messages if isinstance(m, UpdateBlock)} == {3}
+    assert {m.optimizer_step for m in messages if isinstance(m, UpdateBlock)} == {2}
+    assert {m.grad_scale for m in messages if isinstance(m, UpdateBlock)} == {1 / 32768}
+    assert [(m.step, m.is_unchanged) for m in messages if isinstance(m, CommitStore)] == [(2, True), (3, False)]
+    returned = [span for m in messages if isinstance(m, GradSlotsReturned) for span in m.spans]
+    assert len(returned) == len(set(returned)) == sum(map(len, world.shape.chunks))
+
+
+def test_a_skipped_step_is_not_committed_while_a_gradient_is_on_its_way() -> None:
+    world = World(make_shape(keeps_grads=True), bad=frozenset({(1, 3)}))
+    world.start()
+    deliver_all_but(world, "offload 1 2")
+    assert world.asked_commits == [0]
+    assert world.computed[-1] == (1, Phase.BACKWARD, 0, 0)
+    assert sent(world, GradSlotsReturned) == [
+        GradSlotsReturned(job=JOB, step=STEP, spans=tuple(chunk.span for chunk in grad_chunks(world.shape, 2)))
+    ]
+    world.check_end()
+
+
+def test_a_skipped_step_waits_until_the_one_before_is_safe() -> None:
+    world = World(make_shape(keeps_grads=True, num_ssds=2), bad=frozenset({(2, 0)}))
+    world.start()
+    deliver_all_but(world, "commit 1 ssd-1")
+    assert world.computed[-1] == (2, Phase.BACKWARD, 0, 0)
+    assert world.asked_commits == [0, 0, 1, 1]
+    deliver_all_but(world, "commit 2 ssd-0")
+    assert world.asked_commits == [0, 0, 1, 1, 2, 2]
+    assert world.committed == 1
+    deliver_all_but(world)
+    world.check_end()
+
+
+def test_nothing_of_the_next_step_begins_before_a_skipped_one_is_committed() -> None:
+    world = World(make_shape(keeps_grads=True), bad=frozenset({(1, 0)}))
+    world.start()
+    deliver_all_but(world, "commit 1")
+    assert world.asked_commits == [0, 1]
+    assert max(step for step, *_ in world.computed) == 1
+    assert not world.computing
+    deliver_all_but(world)
+    world.check_end()
+
+
+def test_the_last_step_can_be_skipped_and_is_evaluated_and_exported() -> None:
+    world = World(make_shape(keeps_grads=True, num_evaluation_groups=1), bad=frozenset({(2, 0)}))
+    world.start()
+    deliver_all_but(world)
+    world.check_end()
+    assert world.exports == [(2, "/models/out")]
+
+
+def bad_in_all_blocks(*steps: int) -> frozenset[tuple[int, int]]:
+    return frozenset((step, block) for step in steps for block in range(4))
+
+
+@pytest.mark.parametrize("max_bad_steps", [0, 1, 2])
+def test_too_many_skipped_steps_in_a_row_end_the_job(max_bad_steps: int) -> None:
+    shape = make_shape(keeps_grads=True, total_steps=5, max_bad_steps=max_bad_steps)
+    world = World(shape, bad=bad_in_all_blocks(2, 3, 4, 5))
+    world.start()
+    deliver_all_but(world, f"gradient {2 + max_bad_steps} 0")
+    assert world.committed == 1 + max_bad_steps
+    assert not world.failed
+    deliver_all_but(world)
+    assert world.failed
+
+
+def test_a_good_step_in_between_resets_the_count() -> None:
+    shape = make_shape(keeps_grads=True, total_steps=8, max_bad_steps=2)
+    world = World(shape, bad=bad_in_all_blocks(1, 2, 4, 5, 7, 8))
+    world.start()
+    deliver_all_but(world)
+    assert not world.failed
+    world.check_end()
+
+
+def test_a_resumed_job_counts_the_steps_skipped_before() -> None:
+    shape = make_shape(keeps_grads=True, total_steps=5, max_bad_steps=2)
+    world = World(shape, 3, bad=bad_in_all_blocks(2, 3, 4))
+    world.start()
+    deliver_all_but(world)
+    assert world.failed
+    assert world.committed == 3
+
+
+@pytest.mark.parametrize("block", [3, 1, 0])
+def test_where_updates_have_begun_a_bad_gradient_ends_the_job_at_once(block: int) -> None:
+    world = World(make_shape(), bad=frozenset({(2, block)}))
+    world.start()
+    deliver_all_but(world)
+    assert world.failed
+    last = world.delivered[-1]
+    assert isinstance(last, BlockBackwardDone)
+    assert (last.step, last.block) == (2, block)
+
+
+@pytest.mark.parametrize("sizes", [(math.inf, 1.0), (1.0, math.nan), (math.nan, math.inf), (math.inf, math.inf)])
+def test_any_gradient_that_is_not_finite_makes_the_step_bad(sizes: tuple[float, float]) -> None:
+    pipeline = Pipeline(make_shape(chunks_per_block=(1, 1), clip_norm=1.0, max_bad_steps=0), Trainer(False), Step(0))
+    pipeline.start(0.0)
+    head = {"job": JOB, "step": STEP, "op": 2, "phase": Phase.HEAD, "block": BlockIndex(1), "compute_s": 0.1}
+    first = {"job": JOB, "step": STEP, "op": 1, "phase": Phase.FORWARD, "block": BlockIndex(0), "compute_s": 0.1}
+    pipeline.handle(BlockComputed(**first, is_finite=True), 0.0)
+    pipeline.handle(BlockBackwardDone(job=JOB, step=STEP, block=BlockIndex(1), grad_sq_sum=sizes[0]), 0.0)
+    pipeline.handle(BlockComputed(**head, is_finite=True), 0.0)
+    with pytest.raises(NotFiniteError, match="the gradients of 1 steps in a row, up to step 1, were not") as caught:
+        pipeline.handle(BlockBackwardDone(job=JOB, step=STEP, block=BlockIndex(0), grad_sq_sum=sizes[1]), 0.0)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 # --- stop, resume ---------------------------------------------------------------------------------------------------
@@ -308,10 +505,9 @@ def test_a_job_lost_after_its_last_commit_resumes_with_evaluation_and_export() -
 
 # --- events that nothing asked for ----------------------------------------------------------------------------------
 
-STEP, BLOCK = Step(1), BlockIndex(2)
 UNASKED = [
     ModelLoaded(job=JOB, step=Step(0)),
-    BlockComputed(job=JOB, step=STEP, op=9, phase=Phase.FORWARD, block=BLOCK, compute_s=0.1),
+    BlockComputed(job=JOB, step=STEP, op=9, phase=Phase.FORWARD, block=BLOCK, compute_s=0.1, is_finite=True),
     BlockBackwardDone(job=JOB, step=STEP, block=BLOCK, grad_sq_sum=1.0),
     GradOffloaded(job=JOB, step=STEP, block=BLOCK, chunks=()),
     BlockUpdated(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-0")),
@@ -323,7 +519,7 @@ UNASKED = [
 
 @pytest.mark.parametrize("event", UNASKED, ids=lambda event: type(event).__name__)
 def test_an_event_that_nothing_asked_for_is_refused(event: Message) -> None:
-    pipeline = Pipeline(make_shape(), Step(0))
+    pipeline = Pipeline(make_shape(), Trainer(scales_loss=False), Step(0))
     pipeline.start(0.0)
     with pytest.raises(UnexpectedEventError) as caught:
         pipeline.handle(event, 0.0)

@@ -1,0 +1,53 @@
+"""Which cores an optimizer of the pool runs on: those of one NUMA node, whose memory is the nearest to them."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+_NODES_DIR = Path("/sys/devices/system/node")
+
+
+class TooFewCoresError(ValueError):
+    """A process was given more threads than cores; the text gives both and says what to change."""
+
+
+def numa_nodes(nodes_dir: Path = _NODES_DIR) -> list[frozenset[int]]:
+    """The cores of each NUMA node that this process may use; one node where the system tells of none."""
+    allowed = frozenset(os.sched_getaffinity(0))
+    lists = sorted(nodes_dir.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
+    nodes = [parse_cpu_list(path.read_text()) & allowed for path in lists]
+    return [node for node in nodes if node] or [allowed]
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """Core numbers from the kernel's notation, such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def cores_of(index: int, num_optimizers: int, nodes: Sequence[frozenset[int]]) -> frozenset[int]:
+    """The cores of one optimizer: they are dealt out to the nodes in turn, and those of one node share its cores."""
+    node = sorted(nodes[index % len(nodes)])
+    mates = range(index % len(nodes), num_optimizers, len(nodes))
+    place, count = mates.index(index), len(mates)
+    share = node[place * len(node) // count : (place + 1) * len(node) // count]
+    return frozenset(share or node)
+
+
+def bind_optimizer(index: int, num_optimizers: int, num_threads: int) -> None:
+    """Bind this process, and the threads that it starts from now on, to an optimizer's cores.
+
+    Raises:
+        TooFewCoresError: it has more threads than cores.
+    """
+    cores = cores_of(index, num_optimizers, numa_nodes())
+    if num_threads > len(cores):
+        raise TooFewCoresError(
+            f"optimizer {index} of {num_optimizers} has {len(cores)} cores on its NUMA node and is to run "
+            f"{num_threads} threads; lower optimizer_threads or num_cpu_optimizers in the settings"
+        )
+    os.sched_setaffinity(0, cores)

@@ -1,0 +1,196 @@
+"""Twenty steps in every mode: the same parameters, bit for bit, and those of plain PyTorch but for rounding.
+
+Modes are what must not matter: the order of updates, how the master rests, where the states lie. Cases are what does:
+precision, clipping, micro-batches.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.training import (
+    exported_params,
+    has_direct_io,
+    journal_of,
+    make_partition,
+    make_spec,
+    metrics_of,
+    train_plainly,
+)
+from windlass.actors.job_spec import JobSpec, Optimizer, UpdateOrder
+from windlass.actors.local import run_local
+from windlass.engine.dataset import PreparedDataset
+from windlass.engine.formats import TORCH_DTYPE
+from windlass.storage.ids import Precision, StatePrecision
+
+NUM_STEPS = 20
+# The norms of these twenty steps lie between 1.1 and 2.5.
+CLIP_NORMS = {"no clip": None, "always binds": 0.05, "sometimes binds": 1.5}
+
+
+@dataclass(frozen=True)
+class Case:
+    precision: Precision
+    clip: str
+    num_microbatches: int
+
+    def __str__(self) -> str:
+        return f"{self.precision}-{self.clip.replace(' ', '-')}-{self.num_microbatches}"
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        return self.precision is Precision.FP16 or CLIP_NORMS[self.clip] is not None
+
+
+@dataclass(frozen=True)
+class Mode:
+    states: StatePrecision
+    order: UpdateOrder
+    in_memory: bool  # the states lie in a file system in memory instead of on a disk
+
+
+CASES = [Case(*each) for each in product(Precision, CLIP_NORMS, (1, 3))]
+
+
+def modes_of(case: Case) -> list[Mode]:
+    """Every mode in which a case can run; the first is the plainest."""
+    states = [StatePrecision.FP32] + [StatePrecision.SPLIT] * (case.precision is Precision.BF16)
+    orders = [UpdateOrder.KEPT] + [UpdateOrder.ACTIVE] * (not case.needs_all_gradients)
+    return [Mode(*each) for each in product(states, orders, (False, True))]
+
+
+# With these every pair of values of two factors that can meet does so.
+QUICK = {
+    Case(Precision.BF16, "no clip", 1): [0, 3, 4, 7],
+    Case(Precision.BF16, "sometimes binds", 3): [0, 3],
+    Case(Precision.BF16, "always binds", 1): [2],
+    Case(Precision.FP16, "no clip", 3): [0],
+    Case(Precision.FP16, "sometimes binds", 1): [1],
+    Case(Precision.FP16, "always binds", 3): [0],
+    Case(Precision.FP32, "no clip", 3): [0, 3],
+    Case(Precision.FP32, "always binds", 1): [1],
+    Case(Precision.FP32, "sometimes binds", 3): [0],
+}
+
+
+def spec_of(root: Path, case: Case, mode: Mode, memory_dir: Path, **changes: Any) -> JobSpec:
+    spec = make_spec(
+        root,
+        total_steps=NUM_STEPS,
+        evaluate_every=None,
+        precision=case.precision,
+        clip_norm=CLIP_NORMS[case.clip],
+        num_microbatches=case.num_microbatches,
+        state_precision=mode.states,
+        update_order=mode.order,
+        **changes,
+    )
+    if mode.in_memory:
+        spec = dataclasses.replace(spec, ssd_dirs=tuple(str(memory_dir / f"{root.name}-{i}") for i in range(2)))
+    return spec
+
+
+def run(spec: JobSpec) -> dict[str, torch.Tensor]:
+    outcome = run_local(
+        spec, partition=make_partition(spec), poison_released=True, direct=has_direct_io(Path(spec.ssd_dirs[0]).parent)
+    )
+    assert outcome["status"] == "succeeded", outcome
+    return exported_params(spec)
+
+
+QUICK_RUNS = [
+    pytest.param(case, [modes_of(case)[i] for i in QUICK[case]], id=str(case)) for case in CASES if case in QUICK
+]
+ALL_RUNS = [pytest.param(case, modes_of(case), id=f"{case}-all", marks=pytest.mark.long) for case in CASES]
+
+
+@pytest.fixture
+def memory_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="windlass-test-") as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize(("case", "modes"), QUICK_RUNS + ALL_RUNS)
+def test_every_mode_gives_the_parameters_of_plain_pytorch(
+    tmp_path: Path, memory_dir: Path, case: Case, modes: list[Mode]
+) -> None:
+    specs = [spec_of(tmp_path / f"mode{i}", case, mode, memory_dir) for i, mode in enumerate(modes)]
+    found = [run(spec) for spec in specs]
+    for mode, params in zip(modes[1:], found[1:], strict=True):
+        different = [name for name in params if not torch.equal(params[name], found[0][name])]
+        assert not different, f"{mode} differs from {modes[0]} in {different}"
+    plain = train_plainly(specs[0])
+    binds = {norm > (CLIP_NORMS[case.clip] or float("inf")) for norm in plain.grad_norms}
+    assert binds == {"no clip": {False}, "always binds": {True}, "sometimes binds": {True, False}}[case.clip]
+    assert_params_agree(found[0], plain.params, case.precision)
+
+
+def assert_params_agree(
+    params: dict[str, torch.Tensor], masters: dict[str, torch.Tensor], precision: Precision
+) -> None:
+    """Within one rounding to the model's precision, where a gradient is more than rounding errors."""
+    assert set(params) == set(masters)
+    for name, param in params.items():
+        if name.endswith("k_proj.bias") and precision is not Precision.FP32:
+            # Attention does not change when a constant is added to all keys: that bias has no gradient but rounding
+            # errors, which Adam turns into steps as large as the others'.
+            continue
+        eps = max(torch.finfo(TORCH_DTYPE[precision]).eps, 1e-4)
+        torch.testing.assert_close(
+            param.float(), masters[name], rtol=eps, atol=eps * 0.25, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("optimizer", Optimizer)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_steps_that_plain_pytorch_skips_are_skipped(
+    tmp_path: Path, value: float, optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of some batches is broken; the scale of the others' goes down with each."""
+    spec = make_spec(
+        tmp_path,
+        total_steps=NUM_STEPS,
+        evaluate_every=None,
+        precision=Precision.FP16,
+        num_microbatches=3,
+        optimizer=optimizer,
+        clip_norm=1.0,
+    )
+    broken_steps = {7, 8, 9, 15}
+    broken = broken_targets(spec, steps=broken_steps)
+    cross_entropy = F.cross_entropy
+
+    def break_some(logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+        loss = cross_entropy(logits, targets, **options)
+        return loss * value if int(targets.clamp(min=0).sum()) in broken else loss
+
+    monkeypatch.setattr(F, "cross_entropy", break_some)
+    params = run(spec)
+    plain = train_plainly(spec)
+    assert plain.skipped == sorted(broken_steps)
+    scales = metrics_of(spec, "loss_scale")
+    assert list(scales.values()) == plain.loss_scales
+    texts = [record.message for record in journal_of(spec) if " skipped: " in record.message]
+    assert [int(text.split()[1]) for text in texts] == plain.skipped
+    assert_params_agree(params, plain.params, Precision.FP16)
+
+
+def broken_targets(spec: JobSpec, steps: set[int]) -> set[int]:
+    """What the targets of the first micro-batch of each step add up to; no other micro-batch has these sums."""
+    hyper, dataset = spec.hyperparameters, PreparedDataset.open(spec.dataset_dir, "train")
+    sums = {
+        (step, i): int(microbatch.targets.clamp(min=0).sum())
+        for step in range(1, NUM_STEPS + 1)
+        for i, microbatch in enumerate(dataset.batch(step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed))
+    }
+    chosen = {sums[(step, 0)] for step in steps}
+    assert {step for (step, _), total in sums.items() if total in chosen} == steps
+    return chosen
