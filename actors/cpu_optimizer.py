@@ -40,6 +40,9 @@ from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
 from windlass.storage.arena import Arena, SlotPool
 from windlass.storage.ids import ActorName, ChunkKey, CorrelationId, Formats, Span, StateKind, Step
 
+# A block has fewer elements than this power of two: each element of the model has a place of its own.
+_BLOCK_SHIFT = 40
+
 
 def _read_kinds(formats: Formats) -> tuple[StateKind, ...]:
     """What an update reads: not the param where that follows from the master."""
@@ -255,7 +258,7 @@ class CpuOptimizer:
             grad_scale=update.grad_scale,
             decay_numel=min(max(layout.blocks[key.block].decay_numel - start, 0), stop - start),
             seed=self.spec.hyperparameters.seed,
-            position=self._geometry.ordinal(key) * layout.chunk_numel,
+            position=(key.block << _BLOCK_SHIFT) + start,
         )
 
     def _written(self, chunk: _ChunkUpdate) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import num_cores
+from benchmarks.optimizer_actor import actor_and_bare
 from benchmarks.optimizer_contenders import (
     Contender,
     ContenderMissing,
@@ -29,7 +30,7 @@ from benchmarks.optimizer_contenders import (
     torch_fused,
     windlass,
 )
-from benchmarks.report import Report, ratio, spread
+from benchmarks.report import Report, spread
 from windlass.storage.ids import StatePrecision
 
 _GRAD_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -48,21 +49,23 @@ class Plan:
     grads: Sequence[str]
 
 
-FULL = Plan(numel=32 << 20, num_rounds=6, num_calls=5, grads=tuple(_GRAD_DTYPES))
-QUICK = Plan(numel=16 << 20, num_rounds=2, num_calls=3, grads=("bf16",))
+FULL = Plan(numel=32 << 20, num_rounds=11, num_calls=3, grads=tuple(_GRAD_DTYPES))
+QUICK = Plan(numel=16 << 20, num_rounds=3, num_calls=3, grads=("bf16",))
 
 
 def measure(contenders: Sequence[Contender], plan: Plan) -> dict[str, list[float]]:
-    """Seconds of every timed call, by contender; one call before them warms up."""
+    """Seconds a call takes, by contender: the median of each round, after a call that warms up."""
     times: dict[str, list[float]] = defaultdict(list)
     for index in range(plan.num_rounds):
         for contender in contenders if index % 2 == 0 else reversed(contenders):
             contender.prepare()
             contender.run()
+            calls = []
             for _ in range(plan.num_calls):
                 start_s = time.perf_counter()
                 contender.run()
-                times[contender.name].append(time.perf_counter() - start_s)
+                calls.append(time.perf_counter() - start_s)
+            times[contender.name].append(statistics.median(calls))
     return times
 
 
@@ -100,34 +103,60 @@ def rows_of(grad: str, contenders: Sequence[Contender], times: Times, numel: int
 
 
 def ratios_of(results: Mapping[str, tuple[Sequence[Contender], Times]]) -> dict[str, float | None]:
-    """The keys of the last line; the least over the gradients' formats."""
+    """The keys of the last line: medians over the rounds, as a machine's speed changes from one to the next.
+
+    The least over the gradients' formats, and of fp32 and split states.
+    """
     lossless = [name_of(states) for states in (StatePrecision.FP32, StatePrecision.SPLIT)]
     over_deepspeed: list[float | None] = []
-    over_memcpy: list[float | None] = []
-    bf16_over_memcpy: list[float | None] = []
+    over_memcpy: list[float] = []
+    bf16_over_memcpy: list[float] = []
     for contenders, times in results.values():
-        seconds = {name: statistics.median(values) for name, values in times.items()}
-        bandwidth = {contender.name: contender.nbytes / seconds[contender.name] for contender in contenders}
-        copied = max(value for name, value in bandwidth.items() if name.startswith(_MEMCPY))
-        over_deepspeed += [ratio(seconds.get(_DEEPSPEED), seconds[name]) for name in lossless]
-        over_memcpy += [ratio(bandwidth[name], copied) for name in lossless]
-        bf16_over_memcpy.append(ratio(bandwidth[name_of(StatePrecision.BF16)], copied))
+        nbytes = {contender.name: contender.nbytes for contender in contenders}
+        rates = {name: [nbytes[name] / seconds for seconds in values] for name, values in times.items()}
+        copies_of_rounds = zip(*(values for name, values in rates.items() if name.startswith(_MEMCPY)), strict=True)
+        copied = [max(values) for values in copies_of_rounds]
+        over_deepspeed += [
+            _median_ratio(times[_DEEPSPEED], times[name]) if _DEEPSPEED in times else None for name in lossless
+        ]
+        over_memcpy += [_median_ratio(rates[name], copied) for name in lossless]
+        bf16_over_memcpy.append(_median_ratio(rates[name_of(StatePrecision.BF16)], copied))
+    present = [value for value in over_deepspeed if value is not None]
     return {
-        "over_deepspeed_min": _least(over_deepspeed),
-        "over_memcpy_min": _least(over_memcpy),
-        "bf16_over_memcpy": _least(bf16_over_memcpy),
+        "over_deepspeed_min": min(present) if len(present) == len(over_deepspeed) else None,
+        "over_memcpy_min": min(over_memcpy),
+        "bf16_over_memcpy": min(bf16_over_memcpy),
     }
 
 
-def _least(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return min(present) if len(present) == len(values) else None
+def _median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(over, under, strict=True))
+
+
+def actor_over_bare(report: Report, folder: Path, plan: Plan, num_threads: int) -> float:
+    """The least share of the bare kernel's rate that the actor reaches, of all formats of states."""
+    rows, shares = [], []
+    for states in StatePrecision:
+        seconds: dict[str, list[float]] = defaultdict(list)
+        with actor_and_bare(folder, states, num_threads) as (actor, bare):
+            for turn in range(plan.num_rounds * plan.num_calls):
+                contenders = [("bare", bare.run), ("actor", actor.run)]
+                for name, run in contenders if turn % 2 == 0 else reversed(contenders):
+                    seconds[name].append(run())
+        shares.append(statistics.median(seconds["bare"]) / statistics.median(seconds["actor"]))
+        spreads = [spread(seconds[name], scale=1e-3, digits=1) for name in ("bare", "actor")]
+        rows.append((str(states), *spreads, f"{shares[-1]:.2f}"))
+    report.add(
+        "", "The actor, with SSD servers that answer at once, and the bare kernel on the same slots, bf16 gradients:"
+    )
+    report.add_table(("states", "bare kernel, ms a block", "actor, ms a block", "actor over bare"), rows)
+    return min(shares)
 
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="gradients in bf16 only, two rounds")
+    parser.add_argument("--quick", action="store_true", help="gradients in bf16 only, three rounds")
     options = parser.parse_args()
     plan = QUICK if options.quick else FULL
     num_threads = num_cores()
@@ -150,8 +179,12 @@ def main() -> None:
             rows += rows_of(grad, contenders, times, plan.numel)
             notes += [f"DeepSpeed's CPUAdam is missing: {missing}"] if missing and not notes else []
     report.add_table(("gradient", "contender", "parameters, 10^9/s", "GB/s"), rows)
-    report.add(*notes, "Spreads are median (smallest to largest) over all calls.")
-    report.finish({**ratios_of(results), "actor_over_bare": None})
+    report.add(
+        *notes, "Spreads are median (smallest to largest) over the rounds; ratios are medians of those within a round."
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        share = actor_over_bare(report, Path(directory), plan, num_threads)
+    report.finish({**ratios_of(results), "actor_over_bare": share})
 
 
 if __name__ == "__main__":

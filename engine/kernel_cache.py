@@ -80,6 +80,8 @@ def load_kernel(kernel: Format, cache_dir: Path | None) -> CompiledKernel:
     Raises:
         KernelUnavailable: there is no compiler, or it failed.
     """
+    if not hasattr(torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors"):  # how tensors are handed over
+        raise KernelUnavailable(f"torch {torch.__version__} cannot hand tensors to compiled kernels")
     if cache_dir is None:
         with tempfile.TemporaryDirectory() as directory:
             return _load_from(kernel, Path(directory))
