@@ -7,10 +7,12 @@ from windlass.engine.layout import ModelLayout
 from windlass.planner.plan import ModelSize, Plan, make_plan
 from windlass.storage.ids import (
     ActorName,
+    BlockIndex,
     ChunkKey,
     Formats,
     Precision,
     Rank,
+    Span,
     SsdIndex,
     StateKind,
 )
@@ -101,12 +103,19 @@ class JobContext:
         return stop - start
 
     def state_offsets(self) -> dict[StateKind, int]:
-        """Where each state begins inside an optimizer's slot, in bytes."""
+        """Where each state begins inside a slot for states, in bytes; a gradient that was on an SSD comes last."""
         offsets, offset = {}, 0
         for kind, itemsize in self.formats.itemsizes.items():
             offsets[kind] = offset
             offset += itemsize * self.layout.chunk_numel
+        offsets[StateKind.GRAD] = offset
         return offsets
+
+    def host_slots(self) -> dict[ChunkKey, Span]:
+        """Where the states of each chunk lie that rest in host memory."""
+        pool = self.plan.host_states
+        keys = (key for block in self.plan.host_blocks for key in self.layout.chunk_keys(BlockIndex(block)))
+        return {key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(keys)}
 
 
 def aligned(nbytes: int, alignment: int = 4096) -> int:
@@ -134,5 +143,6 @@ def make_context(
         keep_grads=spec.hyperparameters.keeps_grads,
         is_naive=spec.hyperparameters.order_of_updates is UpdateOrder.NAIVE,
         host_memory_nbytes=spec.host_memory_nbytes,
+        placement=spec.placement,
     )
     return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)

@@ -8,19 +8,23 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, aligned, grad_precision, ssd_name
-from windlass.actors.job_spec import Optimizer
+from windlass.actors.chunk_io import ChunkIoClient
+from windlass.actors.chunk_update import ChunkUpdater
+from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, aligned, grad_precision
 from windlass.actors.messages import (
     ActorFailed,
+    Announcement,
+    BlockFlushed,
     BlockUpdated,
+    BorrowParams,
     ChunkIo,
     ChunkIoDone,
     ChunkPart,
     ExportModel,
+    FlushBlock,
     GradChunk,
     GradSlotsReturned,
     KernelChosen,
@@ -29,19 +33,19 @@ from windlass.actors.messages import (
     Message,
     ModelExported,
     ModelLoaded,
-    ReadChunks,
+    ParamLoan,
+    ParamsLent,
+    ParamsReturned,
+    RestoreStates,
+    StatesRestored,
     UpdateBlock,
-    WriteChunks,
 )
 from windlass.actors.model_io import ModelIo
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
-from windlass.engine.optimizer_formulas import AdamSettings
-from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
 from windlass.storage.arena import Arena, SlotPool
-from windlass.storage.ids import ActorName, ChunkKey, CorrelationId, Formats, Span, StateKind, Step
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Formats, Span, StateKind, Step
 
-# A block has fewer elements than this power of two: each element of the model has a place of its own.
-_BLOCK_SHIFT = 40
+_Command = UpdateBlock | FlushBlock | RestoreStates | LoadModel | ExportModel
 
 
 def _read_kinds(formats: Formats) -> tuple[StateKind, ...]:
@@ -51,13 +55,16 @@ def _read_kinds(formats: Formats) -> tuple[StateKind, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _ChunkUpdate:
-    """One chunk of an update in flight, with the slot its states lie in."""
+    """One chunk of an update in flight."""
 
     update: UpdateBlock
     grad: GradChunk
-    slot: Span
+    slot: Span  # its states lie there
+    rests_here: bool  # they stay there, and are not written
+    loan: ParamLoan | None = None  # its params lie there instead
+    num_missing: int = 1  # requests that must be answered first
 
 
 class CpuOptimizer:
@@ -68,18 +75,23 @@ class CpuOptimizer:
         self.context = context
         self.spec = context.spec
         self.send = send
-        self._geometry = context.geometry(0)
         self._pool = context.plan.states[index]
+        self._host_slots = {
+            key: slot
+            for key, slot in context.host_slots().items()
+            if key.chunk % context.spec.num_cpu_optimizers == index
+        }
+        self._borrows = context.plan.num_cached_params > 0
         self._offsets = context.state_offsets()
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
         self._read_kinds = _read_kinds(context.formats)
-        self._updates: queue.Queue[UpdateBlock | LoadModel | ExportModel | None] = queue.Queue()
+        self._commands: queue.Queue[_Command | None] = queue.Queue()
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
-        self._lock = threading.Lock()
-        self._correlation = 0
-        self._on_done: dict[CorrelationId, Callable[[], None]] = {}
-        self._num_unwritten: dict[tuple[Step, int], int] = {}
+        self._io = ChunkIoClient(name, context, send)
+        self._lock = threading.Condition()
+        self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
+        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # answers not yet used
         self._threads: list[threading.Thread] = []
         self._stopping = False
 
@@ -87,29 +99,15 @@ class CpuOptimizer:
 
     def setup(self) -> None:
         """Maps the arena and starts the threads."""
-        hyper = self.spec.hyperparameters
-        self._kernel = OptimizerKernel(
-            AdamSettings(
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                epsilon=hyper.epsilon,
-                weight_decay=hyper.weight_decay,
-                decoupled=hyper.optimizer is Optimizer.ADAMW,
-            ),
-            grad_dtype=self._grad_dtype,
-            param_dtype=None if self._formats.param_kind is StateKind.MASTER else TORCH_DTYPE[self._formats.precision],
-            state_precision=self._formats.states,
-            kernel=hyper.kernel,
-            cache_dir=None if self.spec.kernel_dir is None else Path(self.spec.kernel_dir),
-        )
+        self._updater = ChunkUpdater(self.context, announce=self._announce)
         self._arena = Arena.open(self.context.arena_path)
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         pool = self._pool
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {self.name}")
         self._model_io = ModelIo(self.context, self._slots, self.chunk_view, self.read, self.write)
-        chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._kernel.kernel)
+        chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
-        for target in (self._run_feeder, self._run_updates):
+        for target in (self._run_commands, self._run_updates):
             thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -117,26 +115,36 @@ class CpuOptimizer:
     def post(self, message: Message) -> None:
         """Takes a message and returns at once."""
         match message:
-            case UpdateBlock() | LoadModel() | ExportModel():
-                self._updates.put(message)
+            case UpdateBlock():
+                self._borrow(message)
+                self._commands.put(message)
+            case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
+                self._commands.put(message)
             case ChunkIoDone():
+                self._io.take(message)
+            case ParamsLent():
                 with self._lock:
-                    on_done = self._on_done.pop(message.correlation)
-                on_done()
+                    self._loans[(message.step, message.block)] = {loan.key: loan for loan in message.loans}
+                    self._lock.notify_all()
             case _:
                 raise ValueError(f"{self.name} does not take {type(message).__name__}")
 
     def stop(self) -> None:
         """Ends the threads, whatever they wait for, and unmaps the arena."""
-        self._stopping = True
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
         self._model_io.abort()
         self._slots.close()
-        self._updates.put(None)
+        self._commands.put(None)
         self._arrived.put(None)
         for thread in self._threads:
             thread.join(self.spec.deadline_s)
         del self._memory
         self._arena.close()
+
+    def _announce(self, text: str) -> None:
+        self.send(SCHEDULER, Announcement(job=self.spec.job, step=Step(0), text=text))
 
     def _guard(self, target: Callable[[], None]) -> None:
         try:
@@ -149,61 +157,52 @@ class CpuOptimizer:
 
     def chunk_view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
         """One state of a chunk inside a slot: a flat tensor of as many elements as the chunk holds."""
-        dtype = state_dtype(self._formats, kind)
-        return self._view(slot.offset + self._offsets[kind], self.context.chunk_numel(key), dtype)
+        return self._view(slot.offset + self._offsets[kind], key, self._dtype(kind))
 
-    def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory[offset : offset + numel * dtype.itemsize].view(dtype)
+    def grad_view(self, span: Span, key: ChunkKey) -> torch.Tensor:
+        """A chunk's gradient in its slot."""
+        return self._view(span.offset, key, self._grad_dtype)
 
-    def _chunk_io(self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...]) -> ChunkIo:
-        numel = self.context.chunk_numel(key)
+    def _dtype(self, kind: StateKind) -> torch.dtype:
+        return self._grad_dtype if kind is StateKind.GRAD else state_dtype(self._formats, kind)
+
+    def _view(self, offset: int, key: ChunkKey, dtype: torch.dtype) -> torch.Tensor:
+        return self._memory[offset : offset + self.context.chunk_numel(key) * dtype.itemsize].view(dtype)
+
+    def _chunk_io(
+        self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], loan: ParamLoan | None = None
+    ) -> ChunkIo:
         parts = []
         for kind in kinds:
-            nbytes = aligned(numel * self._formats.itemsizes[kind])
-            parts.append(ChunkPart(kind, Span(slot.offset + self._offsets[kind], nbytes)))
+            nbytes = aligned(self.context.chunk_numel(key) * self._dtype(kind).itemsize)
+            offset = slot.offset + self._offsets[kind]
+            if loan is not None and kind is self._formats.param_kind:
+                offset = loan.span.offset
+            parts.append(ChunkPart(kind, Span(offset, nbytes)))
         return ChunkIo(key, tuple(parts))
 
     def read(
         self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], step: Step, on_done: Callable[[], None]
     ) -> None:
         """Asks for states of `step`; `on_done` is called when they lie in the slot."""
-        self._request(ReadChunks, self._chunk_io(slot, key, kinds), step, step + 1, on_done)
+        self._io.read([self._chunk_io(slot, key, kinds)], step, (step + 1, key.block), lambda _: on_done())
 
     def write(self, slot: Span, key: ChunkKey, step: Step, on_done: Callable[[], None]) -> None:
         """Writes all states of a chunk as those of `step`; `on_done` is called when the slot is free again."""
-        kinds = tuple(self._formats.itemsizes)
-        self._request(WriteChunks, self._chunk_io(slot, key, kinds), step, step, on_done)
+        item = self._chunk_io(slot, key, tuple(self._formats.itemsizes))
+        self._io.write([item], step, (step, key.block), lambda _: on_done())
 
-    def _request(
-        self,
-        kind: type[ReadChunks] | type[WriteChunks],
-        item: ChunkIo,
-        step: Step,
-        urgency: int,
-        on_done: Callable[[], None],
-    ) -> None:
-        with self._lock:
-            self._correlation += 1
-            correlation = CorrelationId(self._correlation)
-            self._on_done[correlation] = on_done
-        request = kind(
-            job=self.spec.job,
-            step=step,
-            correlation=correlation,
-            reply_to=self.name,
-            priority=(urgency, item.key.block),
-            deadline_s=self.spec.deadline_s,
-            items=(item,),
-        )
-        self.send(ssd_name(self._geometry.ssd_of(item.key)), request)
+    # --- commands ---------------------------------------------------------------------------------------------------
 
-    # --- updates ----------------------------------------------------------------------------------------------------
-
-    def _run_feeder(self) -> None:
-        while (message := self._updates.get()) is not None:
+    def _run_commands(self) -> None:
+        while (message := self._commands.get()) is not None:
             match message:
                 case UpdateBlock():
                     self._feed(message)
+                case FlushBlock():
+                    self._flush(message)
+                case RestoreStates():
+                    self._restore(message)
                 case LoadModel():
                     for progress in self._model_io.load():
                         self.send(SCHEDULER, LoadProgressed(job=self.spec.job, step=Step(0), **progress))
@@ -213,62 +212,149 @@ class CpuOptimizer:
                     exported = ModelExported(job=self.spec.job, step=message.step, path=message.path)
                     self.send(SCHEDULER, exported)
 
-    def _feed(self, update: UpdateBlock) -> None:
+    def _count(self, message: FlushBlock | RestoreStates | UpdateBlock, block: BlockIndex, num_chunks: int) -> None:
         with self._lock:
-            self._num_unwritten[(update.step, update.block)] = len(update.chunks)
-        for grad in update.chunks:
-            (slot,) = self._slots.acquire(1, self.spec.deadline_s)
-            chunk = _ChunkUpdate(update, grad, slot)
+            self._num_left[(type(message), message.step, block)] = num_chunks
 
-            def arrived(chunk: _ChunkUpdate = chunk) -> None:
+    def _is_last(self, message: FlushBlock | RestoreStates | UpdateBlock, block: BlockIndex) -> bool:
+        """One chunk more is done."""
+        key = (type(message), message.step, block)
+        with self._lock:
+            self._num_left[key] -= 1
+            if self._num_left[key]:
+                return False
+            del self._num_left[key]
+            return True
+
+    def _flush(self, message: FlushBlock) -> None:
+        slots = {key: slot for key, slot in self._host_slots.items() if key.block == message.block}
+        self._count(message, message.block, len(slots))
+
+        def written() -> None:
+            if self._is_last(message, message.block):
+                done = BlockFlushed(job=self.spec.job, step=message.step, block=message.block, actor=self.name)
+                self.send(SCHEDULER, done)
+
+        for key, slot in slots.items():
+            self.write(slot, key, message.step, written)
+
+    def _restore(self, message: RestoreStates) -> None:
+        every_block = BlockIndex(-1)
+        self._count(message, every_block, len(self._host_slots))
+
+        def arrived() -> None:
+            if self._is_last(message, every_block):
+                self.send(SCHEDULER, StatesRestored(job=self.spec.job, step=message.step, actor=self.name))
+
+        for key, slot in self._host_slots.items():
+            self.read(slot, key, tuple(self._formats.itemsizes), message.step, arrived)
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def _borrow(self, update: UpdateBlock) -> None:
+        """Asks for slots to update params in, from which the next forward pass will take them."""
+        if self._is_borrowing(update):
+            request = BorrowParams(
+                job=self.spec.job,
+                step=update.step,
+                actor=self.name,
+                block=update.block,
+                from_step=update.from_step,
+                keys=tuple(chunk.key for chunk in update.chunks),
+            )
+            self.send(GPU_WORKER, request)
+
+    def _is_borrowing(self, update: UpdateBlock) -> bool:
+        # Where states rest in memory, so do their params.
+        return self._borrows and update.chunks[0].key not in self._host_slots
+
+    def _await_loans(self, update: UpdateBlock) -> dict[ChunkKey, ParamLoan]:
+        if not self._is_borrowing(update):
+            return {}
+        key = (update.step, update.block)
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._stopping or key in self._loans, self.spec.deadline_s):
+                raise TimeoutError(
+                    f"{GPU_WORKER} did not say within {self.spec.deadline_s:g} s whether it lends slots for the params "
+                    f"of block {update.block} in step {update.step}"
+                )
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+            return self._loans.pop(key)
+
+    def _feed(self, update: UpdateBlock) -> None:
+        self._count(update, update.block, len(update.chunks))
+        loans = self._await_loans(update)
+        for grad in update.chunks:
+            host_slot = self._host_slots.get(grad.key)
+            if host_slot is not None:
+                self._arrived.put(_ChunkUpdate(update, grad, host_slot, rests_here=True))
+                continue
+            (slot,) = self._slots.acquire(1, self.spec.deadline_s)
+            chunk = _ChunkUpdate(update, grad, slot, rests_here=False, loan=loans.get(grad.key))
+            self._read_states(chunk)
+
+    def _read_states(self, chunk: _ChunkUpdate) -> None:
+        update, key, loan = chunk.update, chunk.grad.key, chunk.loan
+        is_spilled = chunk.grad.span is None
+        chunk.num_missing = 1 + is_spilled
+
+        def arrived(_: ChunkKey) -> None:
+            with self._lock:
+                chunk.num_missing -= 1
+                is_whole = chunk.num_missing == 0
+            if is_whole:
                 self._arrived.put(chunk)
 
-            self.read(slot, grad.key, self._read_kinds, Step(update.step - 1), arrived)
+        kinds = self._read_kinds
+        if loan is not None and loan.is_filled:
+            kinds = tuple(kind for kind in kinds if kind is not self._formats.param_kind)
+        urgency = (update.step, int(key.block))
+        if is_spilled:
+            self._io.read([self._chunk_io(chunk.slot, key, (StateKind.GRAD,))], update.step, urgency, arrived)
+        self._io.read([self._chunk_io(chunk.slot, key, kinds, loan)], update.from_step, urgency, arrived)
 
     def _run_updates(self) -> None:
         torch.set_num_threads(self.spec.optimizer_threads)
         while (chunk := self._arrived.get()) is not None:
             self._update(chunk)
-            self.send(
-                GPU_WORKER,
-                GradSlotsReturned(job=self.spec.job, step=chunk.update.step, spans=(chunk.grad.span,)),
-            )
-
-            def written(chunk: _ChunkUpdate = chunk) -> None:
-                self._written(chunk)
-
-            self.write(chunk.slot, chunk.grad.key, chunk.update.step, written)
+            if chunk.grad.span is not None:
+                self.send(
+                    GPU_WORKER,
+                    GradSlotsReturned(job=self.spec.job, step=chunk.update.step, spans=(chunk.grad.span,)),
+                )
+            if chunk.rests_here:
+                self._done(chunk.update)
+            else:
+                self._write_back(chunk)
 
     def _update(self, chunk: _ChunkUpdate) -> None:
-        key, update, layout = chunk.grad.key, chunk.update, self.context.layout
-        start, stop = layout.chunk_range(key)
+        key = chunk.grad.key
         held = {kind: self.chunk_view(chunk.slot, key, kind) for kind in self._formats.itemsizes}
-        states = ChunkStates(
-            grad=self._view(chunk.grad.span.offset, stop - start, self._grad_dtype),
-            param=held.get(StateKind.PARAM),
-            master=held.get(StateKind.MASTER),
-            residual=held.get(StateKind.RESIDUAL),
-            exp_avg=held[StateKind.EXP_AVG],
-            exp_avg_sq=held[StateKind.EXP_AVG_SQ],
-        )
-        self._kernel.update(
-            states,
-            learning_rate=update.learning_rate,
-            step=update.optimizer_step,
-            grad_scale=update.grad_scale,
-            decay_numel=min(max(layout.blocks[key.block].decay_numel - start, 0), stop - start),
-            seed=self.spec.hyperparameters.seed,
-            position=(key.block << _BLOCK_SHIFT) + start,
-        )
+        if chunk.loan is not None:
+            kind = self._formats.param_kind
+            held[kind] = self._view(chunk.loan.span.offset, key, self._dtype(kind))
+        if chunk.grad.span is None:
+            grad = self.chunk_view(chunk.slot, key, StateKind.GRAD)
+        else:
+            grad = self.grad_view(chunk.grad.span, key)
+        start, _ = self.context.layout.chunk_range(key)
+        self._updater.update(chunk.update, start, grad, held)
 
-    def _written(self, chunk: _ChunkUpdate) -> None:
-        self._slots.release([chunk.slot])
-        key = (chunk.update.step, int(chunk.update.block))
-        with self._lock:
-            self._num_unwritten[key] -= 1
-            done = self._num_unwritten[key] == 0
-            if done:
-                del self._num_unwritten[key]
-        if done:
-            updated = BlockUpdated(job=self.spec.job, step=chunk.update.step, block=chunk.update.block, actor=self.name)
+    def _write_back(self, chunk: _ChunkUpdate) -> None:
+        update, key = chunk.update, chunk.grad.key
+
+        def written(_: ChunkKey) -> None:
+            self._slots.release([chunk.slot])
+            if chunk.loan is not None:  # before the block is reported: then the forward pass finds it
+                returned = ParamsReturned(job=self.spec.job, step=update.step, key=key, span=chunk.loan.span)
+                self.send(GPU_WORKER, returned)
+            self._done(update)
+
+        item = self._chunk_io(chunk.slot, key, tuple(self._formats.itemsizes), chunk.loan)
+        self._io.write([item], update.step, (update.step, int(key.block)), written)
+
+    def _done(self, update: UpdateBlock) -> None:
+        if self._is_last(update, update.block):
+            updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
             self.send(SCHEDULER, updated)

@@ -4,12 +4,13 @@ The runner is detached and named; it makes the placement group and all other act
 up, the actors send each other messages past Ray (`mail.py`): descriptors only, and their order between two is kept.
 """
 
+import contextlib
 import ctypes
 import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from windlass.actors.context import (
 from windlass.actors.cores import bind_optimizer
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
+from windlass.actors.kept_kernel import keeping_kernel
 from windlass.actors.mail import Courier, Mailbox
-from windlass.actors.messages import ActorFailed, Message
+from windlass.actors.messages import ActorFailed, Announcement, Message
 from windlass.actors.outbox import Outbox
 from windlass.actors.scheduler import INTERRUPTED, ActorLostError, JobFailedError, Scheduler
 from windlass.engine.layout import ModelLayout
@@ -47,7 +49,10 @@ NAMESPACE = "windlass"
 DEVICE_RESOURCE = "device"
 _START_DEADLINE_S = 120.0
 _NICE = 10
-_M_ARENA_MAX = -8  # of malloc.h
+# Of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+_Send = Callable[[ActorName, Message], None]
 
 
 def runner_name(job: JobId, attempt: Attempt) -> str:
@@ -83,14 +88,21 @@ class ActorShell:
         """From now on the attempt is not over while this process lives. Before it opens anything."""
         self._attempt_lock = join_attempt(Path(self.context.spec.job_dir), self.context.spec.attempt)
 
-    def setup(self) -> None:
-        """Builds the actor and opens its devices and files; a failure reaches the caller."""
-        spec = self.context.spec
+    def setup(self, commit: CommitRecord | None = None) -> None:
+        """Builds the actor and opens its devices and files; a failure reaches the caller.
+
+        `commit`: what the job goes on from. SSD servers, who tell of it, are set up without.
+        """
+        spec, libc = self.context.spec, ctypes.CDLL(None)
+        # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
+        libc.mallopt(_M_ARENA_MAX, 1)
         if (index := optimizer_index(self.name)) is not None:
             bind_optimizer(index, spec.num_cpu_optimizers, spec.optimizer_threads)
-        # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-        self.actor = _build(self.name, self.context, self._outbox.send)
+            # What the fused kernel takes for a slice, some MiB, and frees again would come back as new pages each time,
+            # which is a third of its time or more.
+            libc.mallopt(_M_TRIM_THRESHOLD, 32 << 20)
+            libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+        self.actor = _build(self.name, keeping_kernel(self.context, commit), self._outbox.send)
         self.actor.setup()
 
     def _post(self, messages: Sequence[Message]) -> None:
@@ -157,7 +169,8 @@ class Runner:
         self._cancelled = threading.Event()
         self._workers: dict[ActorName, Any] = {}
         self._alive: dict[Any, ActorName] = {}
-        self._connected = threading.Event()
+        self._lock = threading.Lock()  # held where messages and the scheduler meet
+        self._early: list[Message] = []  # came before there was a scheduler
 
     def start(self) -> None:
         """Begins; returns at once, so that the attempt does not depend on who started it."""
@@ -165,10 +178,30 @@ class Runner:
         threading.Thread(target=self._run, name="runner", daemon=True).start()
 
     def _post(self, messages: Sequence[Message]) -> None:
-        self._connected.wait()
-        assert self._scheduler is not None
-        for message in messages:
-            self._scheduler.post(message)
+        with self._lock:
+            for message in messages:
+                if self._scheduler is not None:
+                    self._scheduler.post(message)
+                elif isinstance(message, Announcement):
+                    with contextlib.closing(self._open_journal()) as journal:
+                        journal.append("message", message.text)
+                else:
+                    self._early.append(message)
+
+    def _make_scheduler(self, context: JobContext, send: _Send, commit: CommitRecord | None) -> Scheduler:
+        """It takes the messages from now on, and those that came before."""
+        with self._lock:
+            scheduler = Scheduler(context, send, resume_from=commit, check_actors=self._check_workers)
+            for message in self._early:
+                scheduler.post(message)
+            self._scheduler = scheduler
+        if self._cancelled.is_set():
+            scheduler.cancel()
+        return scheduler
+
+    def _open_journal(self) -> Journal:
+        """For as long as no scheduler has it open."""
+        return Journal(Path(self.spec.job_dir) / "journal.jsonl", self.spec.attempt)
 
     def cancel(self) -> None:
         """The job ends after its current step."""
@@ -181,7 +214,7 @@ class Runner:
             self._attempt()
         except Exception as error:  # noqa: BLE001 - the journal is the only way to tell
             Path(self.spec.job_dir, "error.txt").write_text(traceback.format_exc())
-            journal = Journal(Path(self.spec.job_dir) / "journal.jsonl", self.spec.attempt)
+            journal = self._open_journal()
             # Ray wraps what an actor raised; the cause is what people need.
             cause = getattr(error, "cause", None) or error
             is_for_people = isinstance(cause, JobFailedError | NotEnoughRoom | StoreError | ValueError)
@@ -211,11 +244,7 @@ class Runner:
             addresses = self._make_workers(context, group) | {SCHEDULER: mailbox.address}
             commit = self._set_up_workers(addresses)
             outbox = Outbox(Courier(addresses).deliver)
-            self._scheduler = Scheduler(context, outbox.send, resume_from=commit, check_actors=self._check_workers)
-            self._connected.set()
-            if self._cancelled.is_set():
-                self._scheduler.cancel()
-            outcome = self._scheduler.run()
+            outcome = self._make_scheduler(context, outbox.send, commit).run()
             if outcome["status"] != INTERRUPTED:  # else the states stay, and the workers are of no use any more
                 stops = [handle.stop.remote(True) for handle in self._workers.values()]
                 ray.wait(stops, num_returns=len(stops), timeout=spec.deadline_s)
@@ -249,12 +278,14 @@ class Runner:
         """Returns the commit that they go on from."""
         ray.get([handle.connect.remote(addresses) for handle in self._workers.values()], timeout=_START_DEADLINE_S)
         ray.get([handle.join_attempt.remote() for handle in self._workers.values()], timeout=_START_DEADLINE_S)
-        _await_setup({name: handle.setup.remote() for name, handle in self._workers.items()})
-        self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
-        servers = [self._workers[ssd_name(i)] for i in range(len(self.spec.ssd_dirs))]
-        journals = ray.get([server.commits.remote() for server in servers], timeout=_START_DEADLINE_S)
+        servers = {name: self._workers[name] for name in map(ssd_name, range(len(self.spec.ssd_dirs)))}
+        _await_setup({name: handle.setup.remote() for name, handle in servers.items()})
+        journals = ray.get([server.commits.remote() for server in servers.values()], timeout=_START_DEADLINE_S)
         commit = last_common_commit(journals)
-        ray.get([server.resume_from.remote(commit) for server in servers], timeout=_START_DEADLINE_S)
+        ray.get([server.resume_from.remote(commit) for server in servers.values()], timeout=_START_DEADLINE_S)
+        others = {name: handle for name, handle in self._workers.items() if name not in servers}
+        _await_setup({name: handle.setup.remote(commit) for name, handle in others.items()})
+        self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
         return commit
 
     def _check_workers(self) -> None:

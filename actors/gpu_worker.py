@@ -1,8 +1,8 @@
 """One rank: owns the device and runs the block loop.
 
-Four threads: one asks the SSD servers for params, one copies what has arrived to the device, one computes, one moves
-gradients out. `post` only hands messages to them. Scheduler messages are about blocks; SSD servers and optimizers are
-spoken to in chunks.
+Five threads: two bring params (`param_feed`), one computes, one moves gradients out, one updates the states that rest
+on the device (`device_states`). `post` only hands messages to them. Scheduler messages are about blocks; SSD servers
+and optimizers are spoken to in chunks.
 """
 
 import math
@@ -10,38 +10,38 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from windlass.actors.context import (
-    GPU_WORKER,
-    SCHEDULER,
-    JobContext,
-    aligned,
-    evaluation_batch_size,
-    grad_precision,
-    ssd_name,
-)
+from windlass.actors.chunk_io import ChunkIoClient
+from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, aligned, evaluation_batch_size, grad_precision
+from windlass.actors.device_states import DeviceStates
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
     ActorFailed,
     BlockBackwardDone,
     BlockComputed,
+    BorrowParams,
     ChunkIo,
     ChunkIoDone,
     ChunkPart,
     ComputeBlock,
+    FlushBlock,
     GradChunk,
+    GradDropped,
     GradOffloaded,
     GradSlotsReturned,
+    KernelChosen,
     LossComputed,
     Message,
     OffloadGrad,
+    ParamsReturned,
     Phase,
     PrefetchParams,
-    ReadChunks,
+    RestoreStates,
+    UpdateBlock,
 )
+from windlass.actors.param_feed import ParamFeed
 from windlass.engine.block_runner import BlockRunner, GradBuffer
 from windlass.engine.dataset import MicroBatch, PreparedDataset
 from windlass.engine.device import Device
@@ -49,20 +49,10 @@ from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_norm import squared_norm
 from windlass.engine.partition import Partition
 from windlass.storage.arena import Arena, SlotPool
-from windlass.storage.ids import BlockIndex, ChunkKey, CorrelationId, Span, Step
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
 
 # Gradients of so many blocks may lie on the device while the offload is behind.
 MAX_GRAD_BUFFERS = 2
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """Params of one block on their way to a device buffer."""
-
-    block: BlockIndex
-    buffer: torch.Tensor
-    num_missing: int
-    ready: threading.Event = field(default_factory=threading.Event)
 
 
 class GpuWorker:
@@ -85,19 +75,14 @@ class GpuWorker:
         self.partition = partition
         self.send = send
         self.device = Device(torch.device(device), poison_released=poison_released)
-        self._geometry = context.geometry(0)
-        self._to_fetch: queue.Queue[PrefetchParams | None] = queue.Queue()
-        self._arrived: queue.Queue[ChunkIoDone | None] = queue.Queue()
+        self._io = ChunkIoClient(self.name, context, send)
         self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
         self._to_offload: queue.Queue[OffloadGrad | None] = queue.Queue()
-        self._lock = threading.Condition()
-        self._fetches: dict[tuple[int, BlockIndex], _Fetch] = {}
-        self._expected: dict[CorrelationId, tuple[_Fetch, dict[ChunkKey, Span]]] = {}
+        self._lock = threading.Lock()
         self._grads: dict[BlockIndex, GradBuffer] = {}
         self._offloadable: dict[BlockIndex, torch.Tensor] = {}
         self._grad_permits = threading.Semaphore(MAX_GRAD_BUFFERS)
         self._permitted: set[BlockIndex] = set()
-        self._correlation = 0
         self._threads: list[threading.Thread] = []
         self._batch: list[MicroBatch] = []
         self._evaluation: list[list[MicroBatch]] = []
@@ -109,16 +94,26 @@ class GpuWorker:
         """Maps the arena, opens the data, starts the threads."""
         self._arena = Arena.open(self.context.arena_path)
         plan = self.context.plan
-        self._param_slots = SlotPool(
-            plan.params.offset, plan.params.slot_nbytes, plan.params.num_slots, name="param slots"
-        )
         self._grad_slots = SlotPool(plan.grads.offset, plan.grads.slot_nbytes, plan.grads.num_slots, name="grad slots")
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         self.device.pin(self._memory)
+        self._states = DeviceStates(
+            self.context,
+            self.device,
+            self._memory,
+            self._io,
+            name=self.name,
+            take_grad=self._take_grad,
+            report=lambda message: self.send(SCHEDULER, message),
+        )
+        if self._states.kernel is not None:
+            chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._states.kernel)
+            self.send(SCHEDULER, chosen)
+        self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params)
         self.runner = BlockRunner(self.partition, self.device.device, self.hyper.seed)
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
-        for target in (self._run_fetches, self._run_arrivals, self._run_compute, self._run_offloads):
+        for target in (*self._feed.loops, self._run_compute, self._run_offloads, self._states.run):
             thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -127,30 +122,35 @@ class GpuWorker:
         """Takes a message and returns at once."""
         match message:
             case PrefetchParams():
-                self._to_fetch.put(message)
+                self._feed.request(message)
             case ComputeBlock():
                 self._to_compute.put(message)
             case OffloadGrad():
                 self._to_offload.put(message)
+            case UpdateBlock() | FlushBlock() | RestoreStates():
+                self._states.post(message)
             case ChunkIoDone():
-                self._arrived.put(message)
+                self._io.take(message)
             case GradSlotsReturned():
                 self._grad_slots.release(message.spans)
+            case GradDropped():
+                self._drop(message)
+            case BorrowParams():
+                self.send(message.actor, self._feed.lend(message))
+            case ParamsReturned():
+                self._feed.take_back(message)
             case _:
                 raise ValueError(f"{self.name} does not take {type(message).__name__}")
 
     def stop(self) -> None:
         """Ends the threads, whatever they wait for, and unmaps the arena."""
-        with self._lock:
-            self._stopping = True
-            for fetch in self._fetches.values():
-                fetch.ready.set()
-            self._lock.notify_all()
-        self._param_slots.close()
+        self._stopping = True
+        self._feed.stop()
+        self._states.stop()
         self._grad_slots.close()
         self._grad_permits.release()
-        for pending in (self._to_fetch, self._arrived, self._to_compute, self._to_offload):
-            pending.put(None)
+        self._to_compute.put(None)
+        self._to_offload.put(None)
         for thread in self._threads:
             thread.join(self.spec.deadline_s)
         self.device.unpin(self._memory)
@@ -164,75 +164,14 @@ class GpuWorker:
             if not self._stopping:
                 self.send(SCHEDULER, ActorFailed.of(error, job=self.spec.job, step=Step(0), actor=self.name))
 
-    # --- params in --------------------------------------------------------------------------------------------------
-
-    def _run_fetches(self) -> None:
-        while (request := self._to_fetch.get()) is not None:
-            layout = self.context.layout
-            keys = layout.chunk_keys(request.block)
-            buffer = self.device.take(layout.blocks[request.block].numel, TORCH_DTYPE[self.hyper.precision])
-            fetch = _Fetch(request.block, buffer, len(keys))
-            with self._lock:
-                self._fetches[(request.op, request.block)] = fetch
-                self._lock.notify_all()
-            # So many chunks at a time that the next ones are on their way while these are copied.
-            size = max(1, self._param_slots.num_slots // 2)
-            for start in range(0, len(keys), size):
-                self._read(request, fetch, keys[start : start + size])
-
-    def _read(self, request: PrefetchParams, fetch: _Fetch, keys: Sequence[ChunkKey]) -> None:
-        spans = self._param_slots.acquire(len(keys), self.spec.deadline_s)
-        by_ssd: dict[int, dict[ChunkKey, Span]] = {}
-        for key, span in zip(keys, spans, strict=True):
-            by_ssd.setdefault(self._geometry.ssd_of(key), {})[key] = span
-        kind = self.context.formats.param_kind
-        for ssd, placed in by_ssd.items():
-            with self._lock:
-                self._correlation += 1
-                correlation = CorrelationId(self._correlation)
-                self._expected[correlation] = (fetch, placed)
-            items = []
-            for key, span in placed.items():
-                nbytes = aligned(self.context.chunk_numel(key) * fetch.buffer.itemsize)
-                items.append(ChunkIo(key, (ChunkPart(kind, Span(span.offset, nbytes)),)))
-            read = ReadChunks(
-                job=self.spec.job,
-                step=request.step,
-                correlation=correlation,
-                reply_to=self.name,
-                priority=(request.step, request.op),
-                deadline_s=self.spec.deadline_s,
-                items=tuple(items),
-            )
-            self.send(ssd_name(ssd), read)
-
-    def _run_arrivals(self) -> None:
-        layout = self.context.layout
-        while (done := self._arrived.get()) is not None:
-            with self._lock:
-                fetch, placed = self._expected[done.correlation]
-                span = placed.pop(done.key)
-                if not placed:
-                    del self._expected[done.correlation]
-            start, stop = layout.chunk_range(done.key)
-            source = self._view(span, stop - start, fetch.buffer.dtype)
-            self.device.copy_in(fetch.buffer[start:stop], source)
-            self._param_slots.release([span])
-            fetch.num_missing -= 1
-            if fetch.num_missing == 0:
-                fetch.ready.set()
-
-    def _view(self, span: Span, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory[span.offset : span.offset + numel * dtype.itemsize].view(dtype)
-
     # --- compute ----------------------------------------------------------------------------------------------------
 
     def _run_compute(self) -> None:
         if not self.device.is_cuda:
             torch.set_num_threads(self.spec.compute_threads)
         while (operation := self._to_compute.get()) is not None:
-            fetches = [self._await_params(operation, block) for block in operation.blocks]
-            flats = {fetch.block: fetch.buffer for fetch in fetches}
+            fetches = [self._feed.wait_for(operation, block) for block in operation.blocks]
+            flats = {fetch.request.block: fetch.buffer for fetch in fetches}
             grads = self._grad_buffers(operation)
             started_s = time.perf_counter()
             self.runner.install(operation.block, flats, grads)
@@ -241,7 +180,7 @@ class GpuWorker:
             self.runner.remove(operation.block)
             self.device.synchronize()
             for fetch in fetches:
-                self.device.give(fetch.buffer)
+                self._feed.release(fetch)
             computed = BlockComputed(
                 job=self.spec.job,
                 step=operation.step,
@@ -254,26 +193,6 @@ class GpuWorker:
             for event in (*events, *self._finish_grads(operation), computed):
                 self.send(SCHEDULER, event)
 
-    def _await_params(self, operation: ComputeBlock, block: BlockIndex) -> _Fetch:
-        key = (operation.op, block)
-        with self._lock:
-            if not self._lock.wait_for(lambda: self._stopping or key in self._fetches, self.spec.deadline_s):
-                raise TimeoutError(f"the params of block {block} in step {operation.step} were never asked for")
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-            fetch = self._fetches[key]
-        arrived = fetch.ready.wait(self.spec.deadline_s)
-        with self._lock:
-            del self._fetches[key]
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-        if not arrived:
-            raise TimeoutError(
-                f"the params of block {block} in step {operation.step} did not arrive within "
-                f"{self.spec.deadline_s:g} s; {fetch.num_missing} chunks are missing"
-            )
-        return fetch
-
     def _grad_buffers(self, operation: ComputeBlock) -> dict[BlockIndex, GradBuffer]:
         """The gradient buffers an operation adds to. A tied one lives from the head until its own block's backward."""
         if operation.phase not in (Phase.HEAD, Phase.BACKWARD):
@@ -281,8 +200,9 @@ class GpuWorker:
         for block in operation.blocks:
             if block in self._grads:
                 continue
-            # The shared one is exempt: it waits for the last operation of the step, which must not wait for it.
-            if block == operation.block:
+            # The shared one is exempt: it waits for the last operation of the step, which must not wait for it. So is
+            # what stays on the device until its update.
+            if block == operation.block and block not in self._states:
                 if not self._grad_permits.acquire(timeout=self.spec.deadline_s):
                     raise TimeoutError(
                         f"no gradient buffer came free for block {block} in step {operation.step} within "
@@ -370,24 +290,66 @@ class GpuWorker:
 
     # --- gradients out ----------------------------------------------------------------------------------------------
 
+    def _take_grad(self, block: BlockIndex) -> torch.Tensor:
+        with self._lock:
+            return self._offloadable.pop(block)
+
+    def _drop(self, message: GradDropped) -> None:
+        """A step is skipped."""
+        self._grad_slots.release([chunk.span for chunk in message.chunks if chunk.span is not None])
+        if message.block in self._states:
+            self.device.give(self._take_grad(message.block))
+
     def _run_offloads(self) -> None:
-        layout = self.context.layout
         while (request := self._to_offload.get()) is not None:
+            flat = self._take_grad(request.block)
+            if request.block in self.context.plan.spilled_blocks:
+                self._spill(request, flat)
+            else:
+                self._offload(request, flat)
+
+    def _offload(self, request: OffloadGrad, flat: torch.Tensor) -> None:
+        chunks = tuple(GradChunk(key, span) for key, span in self._copy_out(request.block, flat).items())
+        self._finish_offload(request, chunks)
+
+    def _spill(self, request: OffloadGrad, flat: torch.Tensor) -> None:
+        """Through grad slots to the SSDs."""
+        spans = self._copy_out(request.block, flat)
+        num_missing = len(spans)
+
+        def written(key: ChunkKey) -> None:
+            nonlocal num_missing
+            self._grad_slots.release([spans[key]])
             with self._lock:
-                flat = self._offloadable.pop(request.block)
-            keys = layout.chunk_keys(request.block)
-            spans = self._grad_slots.acquire(len(keys), self.spec.deadline_s)
-            chunks = []
-            for key, span in zip(keys, spans, strict=True):
-                start, stop = layout.chunk_range(key)
-                self.device.copy_out(self._view(span, stop - start, flat.dtype), flat[start:stop])
-                chunks.append(GradChunk(key, span))
-            self.device.give(flat)
-            if request.block in self._permitted:
-                self._permitted.remove(request.block)
-                self._grad_permits.release()
-            offloaded = GradOffloaded(job=self.spec.job, step=request.step, block=request.block, chunks=tuple(chunks))
-            self.send(SCHEDULER, offloaded)
+                num_missing -= 1
+                is_last = num_missing == 0
+            if is_last:
+                self._finish_offload(request, tuple(GradChunk(key, None) for key in spans))
+
+        items = []
+        for key, span in spans.items():
+            nbytes = aligned(self.context.chunk_numel(key) * flat.itemsize)
+            items.append(ChunkIo(key, (ChunkPart(StateKind.GRAD, Span(span.offset, nbytes)),)))
+        self._io.write(items, request.step, (request.step, int(request.block)), written)
+
+    def _copy_out(self, block: BlockIndex, flat: torch.Tensor) -> dict[ChunkKey, Span]:
+        """A block's gradient to grad slots; its buffer is free then."""
+        layout = self.context.layout
+        keys = layout.chunk_keys(block)
+        spans = dict(zip(keys, self._grad_slots.acquire(len(keys), self.spec.deadline_s), strict=True))
+        for key, span in spans.items():
+            start, stop = layout.chunk_range(key)
+            source = flat[start:stop]
+            target = self._memory[span.offset : span.offset + source.nbytes].view(flat.dtype)
+            self.device.copy_out(target, source)
+        self.device.give(flat)
+        if block in self._permitted:
+            self._permitted.remove(block)
+            self._grad_permits.release()
+        return spans
+
+    def _finish_offload(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
+        self.send(SCHEDULER, GradOffloaded(job=self.spec.job, step=request.step, block=request.block, chunks=chunks))
 
 
 def evaluation_groups(spec: JobSpec) -> list[list[MicroBatch]]:

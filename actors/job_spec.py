@@ -1,8 +1,9 @@
 """What a job is told when it is launched. Plain data: it travels to every actor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from windlass.planner.plan import Placement
 from windlass.storage.ids import Attempt, Formats, JobId, Kernel, Precision, StatePrecision
 
 
@@ -108,6 +109,7 @@ class JobSpec:
     kernel_dir: str | None  # where compiled update kernels are kept; None: nowhere
     host_memory_nbytes: int | None  # budget for the arena; None: what the machine has free
     deadline_s: float  # longest wait for any one thing within a step
+    placement: Placement = field(default_factory=Placement)  # where things rest, as far as somebody has decided
 
     @property
     def has_validation(self) -> bool:

@@ -9,6 +9,7 @@ from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, SsdFacts,
 from windlass.actors.cpu_optimizer import CpuOptimizer
 from windlass.actors.gpu_worker import GpuWorker
 from windlass.actors.job_spec import JobSpec
+from windlass.actors.kept_kernel import keeping_kernel
 from windlass.actors.messages import Message
 from windlass.actors.scheduler import INTERRUPTED, Scheduler
 from windlass.actors.ssd_server import SsdServer
@@ -51,14 +52,10 @@ def run_local(
         actors[to].post(message)
 
     servers = {ssd_name(i): _ssd_server(context, i, send, direct) for i in range(len(spec.ssd_dirs))}
-    optimizers = {
-        optimizer_name(i): CpuOptimizer(optimizer_name(i), i, context, send) for i in range(spec.num_cpu_optimizers)
-    }
-    worker = GpuWorker(context, partition, send, device=device, poison_released=poison_released)
     is_over = False
     started: list[SsdServer | CpuOptimizer | GpuWorker] = []
     try:
-        actors |= {**servers, **optimizers, GPU_WORKER: worker}
+        actors |= servers
         for server in servers.values():
             server.setup()
             started.append(server)
@@ -66,7 +63,12 @@ def run_local(
         for server in servers.values():
             server.resume_from(commit)
         scheduler = Scheduler(context, send, resume_from=commit)
-        actors[SCHEDULER] = scheduler
+        resumed = keeping_kernel(context, commit)
+        optimizers = {
+            optimizer_name(i): CpuOptimizer(optimizer_name(i), i, resumed, send) for i in range(spec.num_cpu_optimizers)
+        }
+        worker = GpuWorker(resumed, partition, send, device=device, poison_released=poison_released)
+        actors |= {**optimizers, GPU_WORKER: worker, SCHEDULER: scheduler}
         others: list[CpuOptimizer | GpuWorker] = [*optimizers.values(), worker]
         for actor in others:
             actor.setup()

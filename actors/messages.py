@@ -73,7 +73,7 @@ class CommitStore(Message):
     """Make `step` the state that a restart finds: sync, then append a commit record, then sync again."""
 
     attempt: Attempt
-    is_unchanged: bool  # the step was skipped: its states are those of the one before, and nothing was written
+    states_step: Step  # whose states they are: an earlier one's where the steps since were skipped
     trainer_state: str  # JSON
 
 
@@ -101,9 +101,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchParams(Message):
-    """Bring the params of `block`, as `step` left them, to the device: one buffer, held until its operation is done."""
+    """Bring the params of `block`, as `step` left them, to the device: one buffer, held until its operation is done.
+
+    `step` is the last that changed them.
+    """
 
     op: int  # the compute operation they are for
+    phase: Phase  # what that does
     block: BlockIndex
 
 
@@ -121,7 +125,7 @@ class ComputeBlock(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadGrad(Message):
-    """Move the gradient of `block` from the device to grad slots in the arena."""
+    """Move the gradient of `block` from the device to grad slots in the arena, or through them to the SSDs."""
 
     block: BlockIndex
 
@@ -150,12 +154,12 @@ class GradChunk:
     """A chunk's gradient in the arena; its slot belongs to whoever holds this, until it is returned."""
 
     key: ChunkKey
-    span: Span
+    span: Span | None  # None: on the SSD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradOffloaded(Message):
-    """The gradient of `block` lies in the arena."""
+    """The gradient of `block` lies where it is kept until the update."""
 
     block: BlockIndex
     chunks: tuple[GradChunk, ...]
@@ -177,9 +181,14 @@ class LossComputed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateBlock(Message):
-    """Update chunks of `block`: read the states of `step - 1`, update them, write those of `step`."""
+    """Update chunks of `block`: read the states of `from_step`, update them, write those of `step`.
+
+    States that rest in memory are updated where they are, and written when FlushBlock asks for it. To the GPU worker it
+    comes for blocks whose states rest on the device, without chunks, as their gradients never left.
+    """
 
     block: BlockIndex
+    from_step: Step  # the last that changed them
     optimizer_step: int  # updates so far, this one included: steps less those that were skipped
     chunks: tuple[GradChunk, ...]
     learning_rate: float
@@ -188,16 +197,89 @@ class UpdateBlock(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradSlotsReturned(Message):
-    """To the GPU worker, from an optimizer or, where a step is skipped, the scheduler: these are yours again."""
+    """To the GPU worker, from an optimizer: these are yours again."""
 
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockUpdated(Message):
-    """This optimizer's share of `block` is written; the next forward pass may read it."""
+class BorrowParams(Message):
+    """To the GPU worker, from an optimizer: slots are wanted to update params in, so that the forward pass finds them.
+
+    `step` is the one whose params will lie there.
+    """
+
+    actor: ActorName
+    block: BlockIndex
+    from_step: Step  # whose params the update begins with
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamLoan:
+    """A slot for a chunk's params; the borrower's until it returns it."""
+
+    key: ChunkKey
+    span: Span
+    is_filled: bool  # the params that the update begins with lie there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamsLent(Message):
+    """The answer to BorrowParams: slots for as many of the chunks as there are."""
 
     block: BlockIndex
+    loans: tuple[ParamLoan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamsReturned(Message):
+    """To the GPU worker: the slot it lent is its own again, and holds the params of `step`."""
+
+    key: ChunkKey
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradDropped(Message):
+    """To the GPU worker, from the scheduler: the step is skipped, so nothing was done with this gradient."""
+
+    block: BlockIndex
+    chunks: tuple[GradChunk, ...]  # none where it still lies on the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUpdated(Message):
+    """This actor's share of `block` lies where it rests; the next forward pass may read it."""
+
+    block: BlockIndex
+    actor: ActorName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushBlock(Message):
+    """Write this actor's share of `block`, which rests in memory, as the states of `step`, the last to change them."""
+
+    block: BlockIndex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFlushed(Message):
+    """This actor's share of `block` is written; its states may change again."""
+
+    block: BlockIndex
+    actor: ActorName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreStates(Message):
+    """Read all states that rest in this actor's memory, as `step` left them, before an attempt's first operation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatesRestored(Message):
+    """What rests in this actor's memory is there."""
+
     actor: ActorName
 
 
@@ -207,6 +289,13 @@ class KernelChosen(Message):
 
     actor: ActorName
     kernel: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement(Message):
+    """What people who watch the job should know at once; it goes into the journal as it is."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from windlass.actors.job_spec import UpdateOrder
 from windlass.actors.journal import Journal, read_journal
 from windlass.actors.messages import (
     ActorFailed,
+    Announcement,
     BlockBackwardDone,
     BlockComputed,
     KernelChosen,
@@ -30,15 +31,10 @@ from windlass.actors.messages import (
     Phase,
     StoreCommitted,
 )
-from windlass.actors.policy.pipeline import (
-    DeadlineMissedError,
-    Instruction,
-    NotFiniteError,
-    Pipeline,
-    UnexpectedEventError,
-)
+from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.trainer import Trainer
+from windlass.actors.policy.waits import DeadlineMissedError, Instruction, UnexpectedEventError
 from windlass.engine.learning_rate import learning_rate
 from windlass.storage.ids import ActorName, Precision
 from windlass.storage.store_format import CommitRecord
@@ -69,9 +65,19 @@ class _Losses:
     num_groups: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SsdBytes:
+    """What one SSD has moved, as of its last commit."""
+
+    step: int  # the commit's
+    read: int  # since the attempt began
+    written: int
+    written_a_step: int | None = None  # since the commit before; None: there is none with a step in between
+
+
 def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobShape:
     """What the policy needs to know of a job. `trainer_state`: what a commit of a step keeps for a restart, JSON."""
-    spec, layout, hyper = context.spec, context.layout, context.spec.hyperparameters
+    spec, layout, hyper, plan = context.spec, context.layout, context.spec.hyperparameters, context.plan
 
     def rate(step: int) -> float:
         return learning_rate(
@@ -101,6 +107,10 @@ def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobSh
         optimizers=tuple(optimizer_name(i) for i in range(spec.num_cpu_optimizers)),
         ssd_servers=tuple(ssd_name(i) for i in range(len(spec.ssd_dirs))),
         output_dir=spec.output_dir,
+        host_blocks=frozenset(plan.host_blocks),
+        device_blocks=frozenset(plan.device_blocks),
+        spilled_blocks=frozenset(plan.spilled_blocks),
+        commit_every=plan.commit_every,
         deadline_s=spec.deadline_s,
     )
 
@@ -138,12 +148,12 @@ class Scheduler:
         """`resume_from`: the commit to go on from. `check_actors` raises ActorLostError when an actor is gone."""
         self.context = context
         self.spec = context.spec
-        self._resumed = resume_from
+        self._resumed: dict[str, Any] | None = None if resume_from is None else json.loads(resume_from.trainer_state)
         initial_step = None if resume_from is None else resume_from.step
         trainer = Trainer(scales_loss=self.spec.hyperparameters.precision is Precision.FP16)
-        if resume_from is not None:
-            trainer.restore(json.loads(resume_from.trainer_state))
-        self.pipeline = Pipeline(job_shape(context, self._trainer_state), trainer, initial_step)
+        if self._resumed is not None:
+            trainer.restore(self._resumed["trainer"])
+        self.pipeline = Pipeline(job_shape(context, self._end_step), trainer, initial_step)
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
@@ -154,14 +164,20 @@ class Scheduler:
         self._started_s = 0.0
         self._step_began_s = 0.0
         self._first_step = (initial_step or 0) + 1
-        self._trained_tokens = 0
+        self._num_tokens = 0  # trained on in all steps that are over
+        self._trained_tokens = 0  # in those that were told of
+        self._told = initial_step or 0
         self._losses: dict[int, LossComputed] = {}
+        self._metrics: dict[int, dict[str, Any]] = {}  # of steps that are over and not told of
         self._compute_s: dict[int, float] = {}  # of each step, evaluation included
         self._kernels: set[str] = set()  # that have updated states of this job
         self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
         self._evaluations: dict[int, _Losses] = {}
         self._last_metrics: dict[str, Any] = {}
-        self._ssd_bytes: dict[ActorName, tuple[int, int, int]] = {}  # read, written, written since the last commit
+        self._ssd_bytes: dict[ActorName, _SsdBytes] = {}  # empty until the model is loaded
+        if initial_step is not None:
+            nothing = _SsdBytes(step=initial_step, read=0, written=0)
+            self._ssd_bytes = dict.fromkeys(self.pipeline.shape.ssd_servers, nothing)
 
     # --- what others call -------------------------------------------------------------------------------------------
 
@@ -193,8 +209,8 @@ class Scheduler:
         if self.pipeline.committed < 0:
             if self._history.steps:
                 raise JobFailedError(
-                    f"step {max(self._history.steps)} was committed, and none of the job's SSDs "
-                    f"({', '.join(self.spec.ssd_dirs)}) holds states of it: they are not the ones that it began with, "
+                    f"the job had come to step {max(self._history.steps)}, and none of its SSDs "
+                    f"({', '.join(self.spec.ssd_dirs)}) holds its states: they are not the ones that it began with, "
                     "or not mounted, or were emptied; put them back, or submit the job again"
                 )
             self._journal.append("message", "Loading the model's weights into the tensor store")
@@ -206,39 +222,55 @@ class Scheduler:
             if self._cancelled.is_set():
                 if self.pipeline.committed < 0:
                     return
-                self.pipeline.stop_after_current_step()
+                self._carry_out(self.pipeline.stop_after_current_step(time.monotonic()))
                 if self.pipeline.finished:
                     return
             with contextlib.suppress(queue.Empty):
                 self._take(self._events.get(timeout=_TICK_S))
             if time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + _TICK_S
-                self.pipeline.check_deadlines(time.monotonic())
+                self.pipeline.waits.check(time.monotonic())
                 if self._check_actors is not None:
                     self._check_actors()
 
-    def _trainer_state(self, step: int) -> str:
-        """What the next attempt must know of a step that is about to be committed."""
-        state: dict[str, Any] = {**self.pipeline.trainer.to_json(), "trained_tokens": self._trained_tokens}
-        state |= {"kernels": sorted(self._kernels)}
-        if (loss := self._losses.get(step)) is not None:
-            state["trained_tokens"] += loss.num_targets
-            state |= {"train_loss": _finite(loss.loss_sum / loss.num_targets)}
-            state |= {"train_mean_token_accuracy": loss.num_correct / loss.num_targets}
-            state |= {"grad_norm": _finite(self.pipeline.ends[step].grad_norm)}
-        return json.dumps(state)
+    def _end_step(self, step: int) -> str:
+        """Takes stock of a step as soon as it is known what became of it. Returns what its commit keeps, as JSON."""
+        state = {"trainer": self.pipeline.trainer.to_json(), "kernels": sorted(self._kernels)}
+        kept: dict[str, Any] = {}
+        if step > 0:
+            data = self._metrics[step] = self._take_stock(step)
+            kept = {name: data[name] for name in ("train_loss", "train_mean_token_accuracy", "grad_norm")}
+        return json.dumps({**state, "trained_tokens": self._num_tokens, "metrics": kept})
+
+    def _take_stock(self, step: int) -> dict[str, Any]:
+        loss, end = self._losses.pop(step), self.pipeline.ends.pop(step)
+        now_s = time.monotonic()
+        step_s, self._step_began_s = now_s - self._step_began_s, now_s
+        self._num_tokens += loss.num_targets
+        return {
+            "step": step,
+            "total_steps": self.spec.total_steps,
+            "train_loss": _finite(loss.loss_sum / loss.num_targets),
+            "train_mean_token_accuracy": loss.num_correct / loss.num_targets,
+            "learning_rate": self.pipeline.shape.learning_rate(step),
+            "grad_norm": _finite(end.grad_norm),
+            "loss_scale": end.loss_scale,
+            "skipped_steps": end.num_skipped,
+            "step_s": step_s,
+            "tokens_per_s": loss.num_targets / step_s,
+            "trained_tokens": self._num_tokens,
+        }
 
     def _restore(self) -> None:
         """Takes up what the commit knows. The attempt before may have died before it could tell of that step."""
         assert self._resumed is not None
-        step, state = self._resumed.step, json.loads(self._resumed.trainer_state)
-        self._trained_tokens = state.pop("trained_tokens")
-        self._kernels = set(state.pop("kernels"))
-        for name in self.pipeline.trainer.to_json():
-            del state[name]
+        step, state = self._told, self._resumed
+        self._num_tokens = self._trained_tokens = state["trained_tokens"]
+        self._kernels = set(state["kernels"])
         self._journal.append("message", f"Resuming after step {step}")
-        if state:
-            data = {"step": step, "total_steps": self.spec.total_steps, "trained_tokens": self._trained_tokens, **state}
+        if state["metrics"]:
+            data: dict[str, Any] = {"step": step, "total_steps": self.spec.total_steps, **state["metrics"]}
+            data["trained_tokens"] = self._trained_tokens
             self._last_metrics |= data
             if step not in self._history.steps:
                 self._journal.append("metrics", self._step_message(data), **data)
@@ -250,19 +282,24 @@ class Scheduler:
                 raise JobFailedError(f"{event.actor}: {event.error}")
             case LossComputed():
                 self._on_loss(event)
+            case Announcement():
+                self._journal.append("message", event.text)
             case KernelChosen():
                 self._on_kernel_chosen(event)
             case LoadProgressed():
-                self.pipeline.heard_from(self.pipeline.shape.optimizers[0], time.monotonic())
+                self.pipeline.waits.heard_from(self.pipeline.shape.optimizers[0], time.monotonic())
                 share = event.num_params / event.total_params
                 self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
             case _:
                 instructions = self._handle(event)
                 self._note(event)
+                while self._told < self.pipeline.commits.settled:
+                    self._told += 1
+                    self._tell(self._told)
                 self._carry_out(instructions)
 
     def _handle(self, event: Message) -> list[Instruction]:
-        if isinstance(event, BlockComputed) and not event.is_finite and event.phase in (Phase.FORWARD, Phase.HEAD):
+        if isinstance(event, BlockComputed) and not event.is_finite and event.phase is Phase.FORWARD:
             self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
         elif isinstance(event, BlockBackwardDone) and not math.isfinite(event.grad_sq_sum):
             self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
@@ -289,14 +326,19 @@ class Scheduler:
                 self._journal.append("message", f"Loaded {total:,} parameters in {seconds:.1f} s; training begins")
                 self._step_began_s = time.monotonic()
             case StoreCommitted():
-                _, written, _ = self._ssd_bytes.get(event.actor, (0, 0, 0))
-                self._ssd_bytes[event.actor] = (event.bytes_read, event.bytes_written, event.bytes_written - written)
-                if event.step > 0 and self.pipeline.committed == event.step:
-                    self._on_step_committed(event.step)
+                self._on_store_committed(event)
             case ModelExported():
                 self._on_exported(event)
             case BlockComputed():
                 self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
+
+    def _on_store_committed(self, event: StoreCommitted) -> None:
+        before, a_step = self._ssd_bytes.get(event.actor), None
+        if before is not None and event.step > before.step:
+            a_step = (event.bytes_written - before.written) // (event.step - before.step)
+        self._ssd_bytes[event.actor] = _SsdBytes(
+            step=event.step, read=event.bytes_read, written=event.bytes_written, written_a_step=a_step
+        )
 
     def _on_kernel_chosen(self, event: KernelChosen) -> None:
         self._journal.append("message", f"{event.actor} updates with the {event.kernel} kernel")
@@ -334,46 +376,39 @@ class Scheduler:
         message = f"Step {event.step}: validation loss={_in_words(data['valid_loss'])}"
         self._journal.append("metrics", message, **data)
 
-    def _on_step_committed(self, step: int) -> None:
-        loss = self._losses.pop(step)
-        now_s = time.monotonic()
-        step_s, self._step_began_s = now_s - self._step_began_s, now_s
-        self._trained_tokens += loss.num_targets
-        elapsed_s = now_s - self._started_s
-        done = step - self._first_step + 1
-        ssds = [self._ssd_bytes[name] for name in self.pipeline.shape.ssd_servers]
-        end = self.pipeline.ends.pop(step)
-        data: dict[str, Any] = {
-            "step": step,
-            "total_steps": self.spec.total_steps,
-            "train_loss": _finite(loss.loss_sum / loss.num_targets),
-            "train_mean_token_accuracy": loss.num_correct / loss.num_targets,
-            "learning_rate": self.pipeline.shape.learning_rate(step),
-            "grad_norm": _finite(end.grad_norm),
-            "loss_scale": end.loss_scale,
-            "skipped_steps": end.num_skipped,
-            "step_s": step_s,
-            "compute_s": self._compute_s.pop(step, 0.0),
-            "tokens_per_s": loss.num_targets / step_s,
-            "elapsed_s": elapsed_s,
-            "remaining_s": elapsed_s / done * (self.spec.total_steps - step),
-            "trained_tokens": self._trained_tokens,
-            "ssd_bytes_read": sum(read for read, _, _ in ssds),
-            "ssd_bytes_written": sum(written for _, written, _ in ssds),
-            "ssd_bytes_written_step": sum(in_step for _, _, in_step in ssds),
-            "ssd_bytes_written_step_by_ssd": [in_step for _, _, in_step in ssds],
-            "ssd_bytes_written_by_ssd": [
-                before + written for before, (_, written, _) in zip(self._history.ssd_bytes_written, ssds, strict=True)
-            ],
-        }
+    def _tell(self, step: int) -> None:
+        """A step is committed or, where none is due, over."""
+        data = self._metrics.pop(step)
+        self._trained_tokens = data["trained_tokens"]
+        elapsed_s = time.monotonic() - self._started_s
+        data["compute_s"] = self._compute_s.get(step, 0.0)
+        self._compute_s = {each: seconds for each, seconds in self._compute_s.items() if each > step}
+        data["elapsed_s"] = elapsed_s
+        data["remaining_s"] = elapsed_s / (step - self._first_step + 1) * (self.spec.total_steps - step)
+        data |= self._ssd_metrics()
         self._last_metrics |= data
         where = self._not_finite.pop(step, None)
-        if not math.isfinite(end.grad_norm):
+        if data["grad_norm"] is None:
             text = f"Step {step} skipped: {where} was not finite"
             if self.pipeline.trainer.scales_loss:
-                text += f"; the loss was scaled by {end.loss_scale:g}"
+                text += f"; the loss was scaled by {data['loss_scale']:g}"
             self._journal.append("message", text, level="warn")
         self._journal.append("metrics", self._step_message(data), **data)
+
+    def _ssd_metrics(self) -> dict[str, Any]:
+        """As of the last commit: what a step writes is the mean since the one before, and missing until it is known."""
+        ssds = [self._ssd_bytes[name] for name in self.pipeline.shape.ssd_servers]
+        data: dict[str, Any] = {
+            "ssd_bytes_read": sum(each.read for each in ssds),
+            "ssd_bytes_written": sum(each.written for each in ssds),
+            "ssd_bytes_written_by_ssd": [
+                before + each.written for before, each in zip(self._history.ssd_bytes_written, ssds, strict=True)
+            ],
+        }
+        a_step = [each.written_a_step for each in ssds if each.written_a_step is not None]
+        if len(a_step) == len(ssds):
+            data |= {"ssd_bytes_written_step": sum(a_step), "ssd_bytes_written_step_by_ssd": a_step}
+        return data
 
     def _step_message(self, data: dict[str, Any]) -> str:
         return f"Step {data['step']}/{self.spec.total_steps}: training loss={_in_words(data['train_loss'])}"

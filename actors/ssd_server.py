@@ -117,9 +117,9 @@ class SsdServer:
         self._queue: list[tuple[tuple[int, int], int, _ChunkJob]] = []  # heap by (priority, arrival)
         self._open: set[_ChunkJob] = set()  # waiting or on their way
         self._commits: deque[CommitStore] = deque()  # may run now
-        self._commits_waiting: dict[Step, CommitStore] = {}  # until the step's writes are done
+        self._commits_waiting: list[CommitStore] = []  # until the writes of their step, and those before, are done
         self._num_open_writes: Counter[Step] = Counter()
-        self._failed_steps: set[Step] = set()  # a write of theirs failed: never to be committed
+        self._failed_step: Step | None = None  # the first of which a write failed: nothing is committed from there on
         self._num_arrived = 0
         self._stopping = False
         self._bytes_read = 0
@@ -191,10 +191,8 @@ class SsdServer:
             if self._stopping:
                 raise RuntimeError(f"{self.name} of job {self._geometry.job} is stopped and takes no messages")
             if isinstance(message, CommitStore):
-                if self._num_open_writes[message.step]:
-                    self._commits_waiting[message.step] = message
-                else:
-                    self._commits.append(message)
+                self._commits_waiting.append(message)
+                self._release_commits()
             elif not self._changed.wait_for(self._has_room, timeout=message.deadline_s):
                 error = (
                     f"the SSD at {self._path} left {len(self._open)} chunks waiting for {message.deadline_s:g} s; "
@@ -263,6 +261,13 @@ class SsdServer:
             heapq.heappush(self._queue, job.entry)
         if isinstance(request, WriteChunks):
             self._num_open_writes[request.step] += len(request.items)
+
+    def _release_commits(self) -> None:
+        """Let the commits run that no write must come before any more."""
+        waiting = self._commits_waiting
+        oldest = min(+self._num_open_writes, default=None)
+        self._commits_waiting = [each for each in waiting if oldest is not None and oldest <= each.step]
+        self._commits += [each for each in waiting if each not in self._commits_waiting]
 
     # --- inside: transfers --------------------------------------------------------------------------------------------
 
@@ -382,9 +387,8 @@ class SsdServer:
                 self._num_open_writes[step] -= 1
                 if self._num_open_writes[step] == 0:
                     del self._num_open_writes[step]
-                    if step in self._commits_waiting:
-                        self._commits.append(self._commits_waiting.pop(step))
-                        self._changed.notify_all()
+                    self._release_commits()
+                    self._changed.notify_all()
 
     def _fail(self, job: _ChunkJob, error: Exception) -> None:
         with self._changed:
@@ -392,7 +396,8 @@ class SsdServer:
                 return  # another piece has told
             job.failed = True
             if isinstance(job.request, WriteChunks):
-                self._failed_steps.add(job.request.step)
+                step = job.request.step
+                self._failed_step = step if self._failed_step is None else min(step, self._failed_step)
         detail = "".join(traceback.format_exception(error))
         self._send(SCHEDULER, self._failure(job.request, str(error), detail))
 
@@ -426,11 +431,11 @@ class SsdServer:
 
     def _commit(self, command: CommitStore) -> None:
         try:
-            if command.step in self._failed_steps:
-                raise StoreError(f"{self._store.name}: a write of step {command.step} failed; it cannot be committed")
-            if command.is_unchanged:
-                self._store.carry_over(command.step)
-            self._store.commit(command.step, command.attempt, command.trainer_state)
+            if (failed := self._failed_step) is not None and failed <= command.step:
+                raise StoreError(
+                    f"{self._store.name}: a write of step {failed} failed; step {command.step} cannot be committed"
+                )
+            self._store.commit(command.step, command.attempt, command.trainer_state, states_step=command.states_step)
         except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
             self._send(SCHEDULER, self._failure(command, str(error), traceback.format_exc()))
             return

@@ -2,7 +2,9 @@
 
 The same model in windlass's real processes, updated in four ways: after the backward pass, with nothing else running;
 as gradients arrive, one chunk after the other (naive); as they arrive, reading, updating and writing overlapped; and,
-as clipping needs it, once all are known, under the next step's forward pass. Each with fp32, split and bf16 states.
+as clipping needs it, once all are known, under the next step's forward pass. Each with fp32, split and bf16 states, and
+everything read from the SSDs that is needed. Then the same with what host memory can save: params that stay there from
+one use to the next, gradients that wait there or, where they don't fit, on the SSDs; all states in host memory.
 The SSD servers count the bytes.
 Source: Ratel, section IV-C and figure 3.
 """
@@ -10,7 +12,7 @@ Source: Ratel, section IV-C and figure 3.
 import argparse
 import statistics
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
@@ -27,6 +29,41 @@ ORDERS = {
     UpdateOrder.ACTIVE: ("active", ("update_order=active",)),
     UpdateOrder.KEPT: ("kept for clipping", ("clip_norm=1.0", "update_order=kept")),
 }
+_EVERYTHING = 1_000_000  # more chunks or blocks than any model here has
+PLACES = {
+    "": ("num_cached_params=0",),
+    "some params stay": (),
+    "params stay": (f"num_cached_params={_EVERYTHING}",),
+    "gradients on SSDs": ("num_cached_params=0", "num_host_grad_blocks=0"),
+    "states in host memory": (f"host_blocks={_EVERYTHING}",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to train."""
+
+    order: UpdateOrder
+    states: StatePrecision
+    place: str = ""
+
+    @property
+    def name(self) -> str:
+        """For files and tables."""
+        return "-".join((self.order, self.states, *self.place.split()))
+
+
+CASES = [
+    *(Case(order, states) for states in StatePrecision for order in ORDERS),
+    *(
+        Case(order, StatePrecision.SPLIT, place)
+        for order in (UpdateOrder.ACTIVE, UpdateOrder.KEPT)
+        for place in ("some params stay", "params stay")
+    ),
+    Case(UpdateOrder.KEPT, StatePrecision.FP32, "gradients on SSDs"),
+    Case(UpdateOrder.ACTIVE, StatePrecision.FP32, "states in host memory"),
+    Case(UpdateOrder.KEPT, StatePrecision.FP32, "states in host memory"),
+]
 
 
 def workload_of(*, quick: bool) -> Workload:
@@ -46,13 +83,14 @@ def workload_of(*, quick: bool) -> Workload:
     )
 
 
-def contender_of(order: UpdateOrder, states: StatePrecision, ssd_dir: Path) -> Contender:
-    """Windlass with an order of updates and a format of states."""
-    title, changes = ORDERS[order]
-    options = [option for change in (*changes, f"state_precision={states}") for option in ("--change", change)]
+def contender_of(case: Case, ssd_dir: Path) -> Contender:
+    """Windlass, training in one way."""
+    title, changes = ORDERS[case.order]
+    options = [option for each in (*changes, f"state_precision={case.states}") for option in ("--change", each)]
+    options += [option for each in PLACES[case.place] for option in ("--place", each)]
     ours = contenders(ssd_dir)[0]
-    name = f"{order}-{states}"
-    return replace(ours, name=name, title=f"{title}, {states} states", arguments=(*ours.arguments, *options))
+    title = f"{title}, {case.states} states, {case.place}"
+    return replace(ours, name=case.name, title=title, arguments=(*ours.arguments, *options))
 
 
 def bytes_per_param(run: ContenderRun, num_params: int) -> tuple[float, float]:
@@ -72,36 +110,42 @@ def main() -> None:
     num_rounds = 1 if options.quick else 3
     configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}
     report = Report("Active gradient offloading", options.directory, configuration)
-    cases = [(order, states) for states in StatePrecision for order in ORDERS]
     runs: dict[str, list[ContenderRun]] = {}
     with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
         folder = Path(name).resolve()
         workload.write(folder)
-        for contender in rounds([contender_of(*case, folder / "ssd") for case in cases], num_rounds):
+        for contender in rounds([contender_of(case, folder / "ssd") for case in CASES], num_rounds):
             runs.setdefault(contender.name, []).append(run_contender(contender, workload, folder))
     num_params = workload.shape.num_params
-    rows, step_s, moved = [], {}, {}
-    for order, states in cases:
-        mine = runs[f"{order}-{states}"]
-        step_s[(order, states)] = [each for run in mine for each in run.step_s]
+    rows, median, moved = [], {}, {}
+    for case in CASES:
+        mine = runs[case.name]
+        step_s = [each for run in mine for each in run.step_s]
+        median[case] = statistics.median(step_s)
         read, written = bytes_per_param(mine[0], num_params)
-        moved[(order, states)] = read + written
-        figures = (f"{read:.1f}", f"{written:.1f}", f"{read + written:.1f}")
-        rows.append((ORDERS[order][0], str(states), spread(step_s[(order, states)]), *figures))
-    report.add_table(("updates", "states", "step, s", "bytes read a parameter", "written", "together"), rows)
-    report.add("Spreads are median (smallest to largest) over all rounds.")
+        moved[case] = read + written
+        figures = (f"{read:.1f}", f"{written:.1f}", f"{moved[case]:.1f}")
+        rows.append((ORDERS[case.order][0], str(case.states), case.place, spread(step_s), *figures))
+    columns = ("updates", "states", "in host memory", "step, s", "bytes read a parameter", "written", "together")
+    report.add_table(columns, rows)
     report.add(
-        "In the line below: speed-ups with fp32 states over updates after the backward pass, or naive ones; then"
+        "Spreads are median (smallest to largest) over all rounds. States that rest in host memory are written every"
     )
-    report.add("the bytes of bf16 states over those of fp32 states.")
-    median = {order: statistics.median(step_s[(order, StatePrecision.FP32)]) for order in ORDERS}
-    bf16, fp32 = (moved[(UpdateOrder.ACTIVE, states)] for states in (StatePrecision.BF16, StatePrecision.FP32))
+    report.add("tenth step and at a job's end: here in one of the timed steps of each run.")
+    report.add("In the line below: speed-ups with fp32 states over updates after the backward pass, or naive ones; the")
+    report.add("bytes of bf16 states over those of fp32 states; those of split states over them where all params stay.")
+    fp32 = {order: Case(order, StatePrecision.FP32) for order in ORDERS}
+    active, off = median[fp32[UpdateOrder.ACTIVE]], median[fp32[UpdateOrder.AFTER_BACKWARD]]
+    moved_fp32 = moved[fp32[UpdateOrder.ACTIVE]]
     report.finish(
         {
-            "optimized_over_off": ratio(median[UpdateOrder.AFTER_BACKWARD], median[UpdateOrder.ACTIVE]),
-            "optimized_over_naive": ratio(median[UpdateOrder.NAIVE], median[UpdateOrder.ACTIVE]),
-            "deferred_over_off": ratio(median[UpdateOrder.AFTER_BACKWARD], median[UpdateOrder.KEPT]),
-            "bf16_state_io_share": ratio(bf16, fp32),
+            "optimized_over_off": ratio(off, active),
+            "optimized_over_naive": ratio(median[fp32[UpdateOrder.NAIVE]], active),
+            "deferred_over_off": ratio(off, median[fp32[UpdateOrder.KEPT]]),
+            "bf16_state_io_share": ratio(moved[Case(UpdateOrder.ACTIVE, StatePrecision.BF16)], moved_fp32),
+            "split_kept_params_io_share": ratio(
+                moved[Case(UpdateOrder.KEPT, StatePrecision.SPLIT, "params stay")], moved_fp32
+            ),
         }
     )
 

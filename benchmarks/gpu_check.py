@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ from tests.training import has_direct_io, losses_of, make_partition, make_spec, 
 from windlass.actors.job_spec import Initialization, JobSpec
 from windlass.actors.local import run_local
 from windlass.engine.data import FORMAT_VERSION, NO_TARGET
-from windlass.storage.ids import Precision
+from windlass.planner.plan import Placement
+from windlass.storage.ids import Kernel, Precision
 
 REPORTS = Path(__file__).parent / "reports"
 # The largest relative difference of any of 30 losses.
-LIMITS = {Precision.FP32: 1e-5, Precision.BF16: 1e-3}
+LIMITS = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
+# Where model states rest.
+PLACES = ("SSD", "host", "device")
 _NUM_STEPS = 6
 _NUM_WARMUP = 2
 
@@ -75,60 +79,73 @@ def main() -> int:
 
 
 def parity(report: Report, root: Path) -> dict[str, float]:
-    """Losses of 30 steps beside plain PyTorch's on the same GPU, released buffers filled with NaN."""
+    """Losses of 30 steps beside plain PyTorch's on the same GPU, released buffers filled with NaN.
+
+    With states on the device the updates run there: torch's fused ones, and those compiled for the GPU where there is
+    a compiler.
+    """
     rows: list[tuple[str, ...]] = []
     worst: dict[str, float] = {}
-    for precision, limit in LIMITS.items():
-        for num_microbatches in (1, 4):
-            for tied in (False, True):
-                case = root / f"{precision}-{num_microbatches}-{tied}"
-                spec = make_spec(case, tied=tied, precision=precision, num_microbatches=num_microbatches)
-                outcome = _run(spec, root, poison=True, partition=make_partition(spec))
-                plain = train_plainly(spec, "cuda")
-                found = losses_of(spec)
-                difference = max(abs(a - b) / b for a, b in zip(found, plain.losses, strict=True))
-                worst[str(precision)] = max(worst.get(str(precision), 0.0), difference)
-                verdict = "equal" if difference <= limit else "DIFFERS"
-                rows.append(
-                    (str(precision), str(num_microbatches), str(tied), f"{difference:.1e}", f"{limit:.0e}", verdict)
-                )
-                assert outcome["status"] == "succeeded", outcome
-    report.add_table(("precision", "micro-batches", "tied", "largest loss difference", "limit", ""), rows)
+    modes = [("SSD", Kernel.FUSED), ("device", Kernel.FUSED), ("device", None)]
+    cases = product(LIMITS.items(), (1, 4), (False, True), modes)
+    for i, ((precision, limit), num_microbatches, tied, (place, kernel)) in enumerate(cases):
+        spec = make_spec(
+            root / f"parity-{i}", tied=tied, precision=precision, num_microbatches=num_microbatches, kernel=kernel
+        )
+        partition = make_partition(spec)
+        spec = dataclasses.replace(spec, placement=placement_in(place, len(partition.layout.blocks)))
+        outcome = _run(spec, root, poison=True, partition=partition)
+        assert outcome["status"] == "succeeded", outcome
+        plain = train_plainly(spec, "cuda")
+        found = losses_of(spec)
+        difference = max(abs(a - b) / b for a, b in zip(found, plain.losses, strict=True))
+        worst[str(precision)] = max(worst.get(str(precision), 0.0), difference)
+        verdict = "equal" if difference <= limit else "DIFFERS"
+        names = (str(precision), str(num_microbatches), str(tied), place, str(kernel or "compiled if possible"))
+        rows.append((*names, f"{difference:.1e}", f"{limit:.0e}", verdict))
+    columns = ("precision", "micro-batches", "tied", "states on", "kernel", "largest loss difference", "limit", "")
+    report.add_table(columns, rows)
     return worst
 
 
 def speed(report: Report, root: Path) -> dict[str, float]:
-    """Tokens per second with model states on the SSD and in RAM (a store in /dev/shm)."""
+    """Tokens per second with model states on the SSD, in host memory, and on the device."""
     rows: list[tuple[str, ...]] = []
     speeds: dict[str, float] = {}
-    for shape in SHAPES:
-        for tier, parent in (("ssd", root), ("ram", Path("/dev/shm"))):
-            with tempfile.TemporaryDirectory(prefix="windlass-gpu-check-", dir=parent) as states:
-                spec = _speed_spec(shape, root / f"{shape.name}-{tier}", Path(states))
-                torch.cuda.reset_peak_memory_stats()
-                try:
-                    outcome = _run(spec, Path(states), poison=False)
-                except RuntimeError as error:
-                    rows.append((shape.name, tier, f"not measured: {error}"[:160], "", ""))
-                    continue
-                if outcome["status"] != "succeeded":
-                    rows.append((shape.name, tier, f"failed: {outcome['error']['message']}"[:160], "", ""))
-                    continue
-                step_s = statistics.median(list(metrics_of(spec, "step_s").values())[_NUM_WARMUP:])
-                tokens_per_s = shape.batch_size * shape.sequence_length / step_s
-                speeds[f"{shape.name} {tier}"] = tokens_per_s
-                peak = torch.cuda.max_memory_allocated() / 2**30
-                rows.append((shape.name, tier, f"{tokens_per_s:.0f}", f"{step_s:.2f}", f"{peak:.2f}"))
-                shutil.rmtree(spec.job_dir, ignore_errors=True)
+    for shape, place in product(SHAPES, PLACES):
+        with tempfile.TemporaryDirectory(prefix="states-", dir=root) as states:
+            spec = _speed_spec(shape, root / f"{shape.name}-{place}", Path(states), place)
+            torch.cuda.reset_peak_memory_stats()
+            try:
+                outcome = _run(spec, Path(states), poison=False)
+            except RuntimeError as error:
+                rows.append((shape.name, place, f"not measured: {error}"[:160], "", ""))
+                continue
+            if outcome["status"] != "succeeded":
+                rows.append((shape.name, place, f"failed: {outcome['error']['message']}"[:160], "", ""))
+                continue
+            # But for the last, which writes what rests in memory.
+            step_s = statistics.median(list(metrics_of(spec, "step_s").values())[_NUM_WARMUP:-1])
+            tokens_per_s = shape.batch_size * shape.sequence_length / step_s
+            speeds[f"{shape.name} {place}"] = tokens_per_s
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            rows.append((shape.name, place, f"{tokens_per_s:.0f}", f"{step_s:.2f}", f"{peak:.2f}"))
+            shutil.rmtree(spec.job_dir, ignore_errors=True)
     report.add_table(("shape", "model states", "tokens per second", "step, s", "peak GPU memory, GiB"), rows)
     return speeds
+
+
+def placement_in(place: str, num_blocks: int) -> Placement:
+    """All blocks' states in one place."""
+    blocks = tuple(range(num_blocks))
+    return Placement(host_blocks=blocks if place == "host" else (), device_blocks=blocks if place == "device" else ())
 
 
 def _run(spec: JobSpec, states: Path, *, poison: bool, partition: Any = None) -> dict[str, Any]:
     return run_local(spec, partition=partition, device="cuda", poison_released=poison, direct=has_direct_io(states))
 
 
-def _speed_spec(shape: Shape, folder: Path, states: Path) -> JobSpec:
+def _speed_spec(shape: Shape, folder: Path, states: Path, place: str) -> JobSpec:
     """A job of random weights and random tokens; no clipping, one micro-batch."""
     folder.mkdir()
     config = Qwen2Config(
@@ -145,7 +162,11 @@ def _speed_spec(shape: Shape, folder: Path, states: Path) -> JobSpec:
     _write_tokens(folder / "data", shape, config.vocab_size)
     spec = make_spec(folder / "base", precision=Precision.BF16, clip_norm=None)
     hyper = dataclasses.replace(
-        spec.hyperparameters, batch_size=shape.batch_size, num_microbatches=1, sequence_length=shape.sequence_length
+        spec.hyperparameters,
+        batch_size=shape.batch_size,
+        num_microbatches=1,
+        sequence_length=shape.sequence_length,
+        kernel=None,
     )
     return dataclasses.replace(
         spec,
@@ -158,8 +179,9 @@ def _speed_spec(shape: Shape, folder: Path, states: Path) -> JobSpec:
         total_steps=_NUM_STEPS,
         evaluate_every=None,
         optimizer_threads=max(1, (os.cpu_count() or 1) - 2),
-        kernel_dir=None,
+        kernel_dir=str(folder / "kernels"),
         deadline_s=120.0,
+        placement=placement_in(place, shape.num_layers + 2),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.windlass_runner import job_spec
 from benchmarks.workload import ModelShape, Workload
+from windlass.actors.chunk_update import ChunkUpdater
 from windlass.actors.context import JobContext, make_context, optimizer_name
 from windlass.actors.cpu_optimizer import CpuOptimizer
 from windlass.actors.messages import (
@@ -27,10 +28,9 @@ from windlass.actors.messages import (
     WriteChunks,
 )
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
-from windlass.engine.optimizer_formulas import AdamSettings
-from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
+from windlass.planner.plan import Placement
 from windlass.storage.arena import Arena, arena_path
-from windlass.storage.ids import ActorName, BlockIndex, Span, StateKind, StatePrecision, Step
+from windlass.storage.ids import ActorName, BlockIndex, Span, StatePrecision, Step
 
 _CHUNK_NUMEL = 8 << 20
 _NUM_CHUNKS = 6
@@ -50,7 +50,10 @@ def _context(folder: Path, states: StatePrecision, num_threads: int) -> JobConte
     )
     spec = job_spec(workload, folder, folder, [folder / "ssd"])
     hyper = replace(spec.hyperparameters, state_precision=states)
-    spec = replace(spec, hyperparameters=hyper, optimizer_threads=num_threads, kernel_dir=str(folder))
+    placement = Placement(num_cached_params=0)  # nobody is there to lend slots
+    spec = replace(
+        spec, hyperparameters=hyper, optimizer_threads=num_threads, kernel_dir=str(folder), placement=placement
+    )
     numel = _NUM_CHUNKS * _CHUNK_NUMEL
     param = ParamSlice(name="layers.0.weight", shape=(numel,), offset=0, numel=numel, decay=True)
     block = BlockLayout(index=BlockIndex(0), name="layers.0", params=(param,))
@@ -61,7 +64,7 @@ def _context(folder: Path, states: StatePrecision, num_threads: int) -> JobConte
 class ActorRun:
     """An optimizer whose states are always there."""
 
-    def __init__(self, context: JobContext) -> None:
+    def __init__(self, context: JobContext, arena: Arena) -> None:
         self.context = context
         self._updated = threading.Event()
         self._error: str | None = None
@@ -70,31 +73,37 @@ class ActorRun:
         self._step = 0
         grads = context.plan.grads
         # The kernel is to find numbers, not the zeros of fresh memory: 0.5 in bf16, and nearly so in fp32.
-        self.optimizer._view(0, context.plan.arena_nbytes // 2, torch.bfloat16).fill_(0.5)
+        whole = arena.buffer(Span(0, context.plan.arena_nbytes))
+        torch.frombuffer(whole, dtype=torch.bfloat16).fill_(0.5)
         keys = context.layout.chunk_keys(BlockIndex(0))
-        self._chunks = tuple(
+        self.chunks = tuple(
             GradChunk(key, Span(grads.offset + i % grads.num_slots * grads.slot_nbytes, grads.slot_nbytes))
             for i, key in enumerate(keys)
         )
 
     def run(self) -> float:
         """Seconds for one update of all chunks."""
-        self._step += 1
+        update = self.next_update()
         self._updated.clear()
         start_s = time.perf_counter()
-        update = UpdateBlock(
-            job=self.context.spec.job,
-            step=Step(self._step),
-            block=BlockIndex(0),
-            optimizer_step=self._step,
-            chunks=self._chunks,
-            learning_rate=1e-4,
-            grad_scale=1.0,
-        )
         self.optimizer.post(update)
         if not self._updated.wait(_DEADLINE_S) or self._error is not None:
             raise RuntimeError(f"the optimizer did not update: {self._error}")
         return time.perf_counter() - start_s
+
+    def next_update(self) -> UpdateBlock:
+        """The update of the step that follows."""
+        self._step += 1
+        return UpdateBlock(
+            job=self.context.spec.job,
+            step=Step(self._step),
+            block=BlockIndex(0),
+            from_step=Step(self._step - 1),
+            optimizer_step=self._step,
+            chunks=self.chunks,
+            learning_rate=1e-4,
+            grad_scale=1.0,
+        )
 
     def _send(self, to: ActorName, message: Message) -> None:
         if isinstance(message, ReadChunks | WriteChunks):
@@ -110,48 +119,23 @@ class BareRun:
     """The kernel alone, on the same slots in turn."""
 
     def __init__(self, actor: ActorRun) -> None:
-        context, optimizer = actor.context, actor.optimizer
-        hyper = context.spec.hyperparameters
-        self._kernel = OptimizerKernel(
-            AdamSettings(
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                epsilon=hyper.epsilon,
-                weight_decay=hyper.weight_decay,
-                decoupled=True,
-            ),
-            grad_dtype=torch.bfloat16,
-            param_dtype=torch.bfloat16,
-            state_precision=context.formats.states,
-            cache_dir=Path(str(context.spec.kernel_dir)),
-        )
-        pool, grads = context.plan.states[0], context.plan.grads
-        keys = context.layout.chunk_keys(BlockIndex(0))
+        context = actor.context
+        self._actor = actor
+        self._updater = ChunkUpdater(context)
+        pool = context.plan.states[0]
         self._chunks = []
-        for i, key in enumerate(keys):
+        for i, chunk in enumerate(actor.chunks):
+            assert chunk.span is not None, "all gradients lie in the arena"
             slot = Span(pool.offset + i % pool.num_slots * pool.slot_nbytes, pool.slot_nbytes)
-            held = {kind: optimizer.chunk_view(slot, key, kind) for kind in context.formats.itemsizes}
-            grad_offset = grads.offset + i % grads.num_slots * grads.slot_nbytes
-            self._chunks.append(
-                ChunkStates(
-                    grad=optimizer._view(grad_offset, _CHUNK_NUMEL, torch.bfloat16),
-                    exp_avg=held[StateKind.EXP_AVG],
-                    exp_avg_sq=held[StateKind.EXP_AVG_SQ],
-                    param=held.get(StateKind.PARAM),
-                    master=held.get(StateKind.MASTER),
-                    residual=held.get(StateKind.RESIDUAL),
-                )
-            )
-        self._step = 0
+            states = {kind: actor.optimizer.chunk_view(slot, chunk.key, kind) for kind in context.formats.itemsizes}
+            self._chunks.append((actor.optimizer.grad_view(chunk.span, chunk.key), states))
 
     def run(self) -> float:
         """Seconds for one update of all chunks."""
-        self._step += 1
+        update = self._actor.next_update()
         start_s = time.perf_counter()
-        for chunk in self._chunks:
-            self._kernel.update(
-                chunk, learning_rate=1e-4, step=self._step, grad_scale=1.0, decay_numel=_CHUNK_NUMEL, seed=1
-            )
+        for i, (grad, states) in enumerate(self._chunks):
+            self._updater.update(update, i * _CHUNK_NUMEL, grad, states)
         return time.perf_counter() - start_s
 
 
@@ -162,7 +146,7 @@ def actor_and_bare(folder: Path, states: StatePrecision, num_threads: int) -> It
     arena = Arena.create(Path(context.arena_path), context.plan.arena_nbytes)
     actor = None
     try:
-        actor = ActorRun(context)
+        actor = ActorRun(context, arena)
         yield actor, BareRun(actor)
     finally:
         if actor is not None:

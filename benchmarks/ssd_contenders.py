@@ -96,14 +96,9 @@ class ActorServer:
         self._requester = remote_requester.options(num_cpus=0, max_concurrency=2).remote(
             setup.geometry, setup.arena.path, setup.num_in_flight
         )
-        addresses = dict(
-            zip(
-                (SERVER, REQUESTER),
-                ray.get([self._server.open_mailbox.remote(), self._requester.open_mailbox.remote()]),
-                strict=True,
-            )
-        )
-        ray.get([self._server.connect.remote(addresses), self._requester.connect.remote(addresses)])
+        actors = {SERVER: self._server, REQUESTER: self._requester}
+        addresses = {name: ray.get(actor.open_mailbox.remote()) for name, actor in actors.items()}
+        ray.get([actor.connect.remote(addresses) for actor in actors.values()])
         ray.get(self._requester.call.remote("prepare"))
 
     def measure(self, traffic: Traffic, seconds: float) -> float:
@@ -123,48 +118,50 @@ class ActorServer:
             self._ray.kill(actor)
 
 
-class _ServerShell:
+class _Shell:
+    """A process with a mailbox; what arrives goes to its actor."""
+
+    _actor: SsdServer | Requester
+
+    def open_mailbox(self) -> str:
+        self._mailbox = Mailbox(self.post)
+        return self._mailbox.address
+
+    def post(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._actor.post(message)
+
+
+class _ServerShell(_Shell):
+    _actor: SsdServer
+
     def __init__(self, directory: Path, geometry: StoreGeometry, arena_path: Path, io: IoSettings) -> None:
         self._make: Callable[..., SsdServer] = lambda send: SsdServer(
             SERVER, directory, geometry, arena_path, send, io=io
         )
 
-    def open_mailbox(self) -> str:
-        self._mailbox = Mailbox(self.post)
-        return self._mailbox.address
-
     def connect(self, addresses: Mapping[ActorName, str]) -> None:
-        self._server = self._make(Outbox(Courier(addresses).deliver).send)
-        self._server.setup()
-        self._server.resume_from(None)
-
-    def post(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._server.post(message)
+        self._actor = self._make(Outbox(Courier(addresses).deliver).send)
+        self._actor.setup()
+        self._actor.resume_from(None)
 
     def stop(self) -> None:
-        self._server.stop()
+        self._actor.stop()
 
 
-class _RequesterShell:
+class _RequesterShell(_Shell):
+    _actor: Requester
+
     def __init__(self, geometry: StoreGeometry, arena_path: Path, num_in_flight: int) -> None:
-        self._requester = Requester(geometry, arena_path, num_in_flight)
+        self._actor = Requester(geometry, arena_path, num_in_flight)
         self._one_call = threading.Lock()
 
-    def open_mailbox(self) -> str:
-        self._mailbox = Mailbox(self.post)
-        return self._mailbox.address
-
     def connect(self, addresses: Mapping[ActorName, str]) -> None:
-        self._requester.send = Outbox(Courier(addresses).deliver).send
-
-    def post(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._requester.post(message)
+        self._actor.send = Outbox(Courier(addresses).deliver).send
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._one_call:
-            return getattr(self._requester, method)(*arguments)
+            return getattr(self._actor, method)(*arguments)
 
 
 def _server(setup: Setup, io: IoSettings, send: Callable[[ActorName, Message], None], *, checksums: bool) -> SsdServer:

@@ -94,13 +94,12 @@ class Requester:
             self._changed.notify()
 
     def prepare(self) -> None:
-        """Write every chunk, as step 0 to be read and as step 1: nothing is written the first time while timed."""
+        """Write every chunk: nothing is written the first time while timed."""
         memory = self._arena.buffer(Span(0, self._arena.nbytes))
         block = bytes(range(256)) * 4096
         for start in range(0, memory.nbytes, len(block)):
             memory[start : start + len(block)] = block[: memory.nbytes - start]
-        for step in (0, 1):
-            self._run(Traffic.WRITE, len(self._keys), until_s=0.0, write_step=step)
+        self._run(Traffic.WRITE, len(self._keys), until_s=0.0)
 
     def measure(self, traffic: Traffic, seconds: float) -> float:
         """Bytes per second, with `num_in_flight` chunks on their way, for about so long."""
@@ -120,7 +119,7 @@ class Requester:
         """Unmap the arena."""
         self._arena.close()
 
-    def _run(self, traffic: Traffic, min_chunks: int, *, until_s: float, write_step: int = 1) -> int:
+    def _run(self, traffic: Traffic, min_chunks: int, *, until_s: float) -> int:
         """Keep the slots busy; each holds one chunk, read and then written where the traffic asks for both.
 
         What can be asked for at the same time goes out in one request.
@@ -142,7 +141,7 @@ class Requester:
                 ReadChunks, Step(0), [self._item(key.chunk, READ_KINDS[traffic], slot_of[key]) for key in to_read]
             )
             writes = [self._item(key.chunk, tuple(_FORMATS.itemsizes), slot_of[key]) for key in to_write]
-            self._ask(WriteChunks, Step(write_step), writes)
+            self._ask(WriteChunks, Step(0), writes)
             to_write = []
             if not slot_of:
                 return done

@@ -21,6 +21,7 @@ from benchmarks.pss import process_tree, thread_seconds
 from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule, UpdateOrder
 from windlass.actors.journal import METRICS, OUTCOME, JournalReader, JournalRecord
+from windlass.planner.plan import Placement
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
 from windlass.storage.arena import remove_leftovers
@@ -42,11 +43,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("ssd_dirs", type=Path, nargs="+")
     parser.add_argument("--change", action="append", default=[], metavar="NAME=VALUE", help="of a hyperparameter")
+    parser.add_argument("--place", action="append", default=[], metavar="NAME=VALUE", help="of the placement")
     options = parser.parse_args()
     workload = read_workload(options.folder)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="home-") as home:
         spec = job_spec(workload, options.folder, Path(home), options.ssd_dirs)
-        spec = replace(spec, hyperparameters=changed(spec.hyperparameters, options.change))
+        num_blocks = workload.shape.num_layers + 2
+        spec = replace(
+            spec,
+            hyperparameters=changed(spec.hyperparameters, options.change),
+            placement=placement_of(options.place, num_blocks),
+        )
         run(workload, spec, Path(home), options.ssd_dirs)
 
 
@@ -55,6 +62,13 @@ def changed(hyperparameters: Hyperparameters, changes: Sequence[str]) -> Hyperpa
     kinds = {"clip_norm": float, "state_precision": StatePrecision, "update_order": UpdateOrder}
     pairs = [change.split("=", 1) for change in changes]
     return replace(hyperparameters, **{name: kinds[name](value) for name, value in pairs})
+
+
+def placement_of(choices: Sequence[str], num_blocks: int) -> Placement:
+    """What `NAME=VALUE`s say; `host_blocks` and `device_blocks` are numbers of blocks, from the first."""
+    values = {name: int(value) for name, value in (choice.split("=", 1) for choice in choices)}
+    blocks = {name: tuple(range(min(values.pop(name, 0), num_blocks))) for name in ("host_blocks", "device_blocks")}
+    return Placement(host_blocks=blocks["host_blocks"], device_blocks=blocks["device_blocks"], **values)
 
 
 def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path]) -> None:

@@ -14,6 +14,9 @@ from windlass.storage.ids import StatePrecision
 
 # 1 MiB of fp32: five arrays of it fit the caches. Measured from 2**16 to whole chunks, it was the fastest.
 _SLICE_NUMEL = 2**18
+_LOW_HALF = 0xFFFF
+_TIE = 0x8000
+_SIGN = -(1 << 31)
 # Elements of torch's vectors, and a multiple of them.
 _VECTOR_NUMEL = 64
 
@@ -42,7 +45,7 @@ class FusedUpdate:
         for start, stop, decay in ((0, decay_numel, self.settings.weight_decay), (decay_numel, numel, 0.0)):
             for first, last in _slices(start, stop, position):
                 views = [tensor[first:last] for tensor in tensors]
-                grad = views[0].to(torch.float32) * grad_scale
+                grad = views[0].to(torch.float32, copy=True).mul_(grad_scale)
                 match self.format.states:
                     case StatePrecision.FP32:
                         self._update_fp32(views, grad, learning_rate, step, decay)
@@ -67,8 +70,7 @@ class FusedUpdate:
         master = join_master(param, residual, exp_avg_sq)
         exp_avg_sq.copy_(plain_exp_avg_sq(exp_avg_sq))
         self._step(grad, (master, exp_avg, exp_avg_sq), learning_rate, step, decay)
-        for target, value in zip((param, residual, exp_avg_sq), split_master(master, exp_avg_sq), strict=True):
-            target.copy_(value)
+        write_split(master, param, residual, exp_avg_sq)
 
     def _update_bf16(
         self,
@@ -82,7 +84,7 @@ class FusedUpdate:
         states = [view.to(torch.float32) for view in views[1:]]
         self._step(grad, states, learning_rate, step, decay)
         for target, value, halves in zip(views[1:], states, random, strict=True):
-            target.copy_(rounded(value, halves))
+            write_rounded(value, target, halves)
 
     def _step(
         self, grad: torch.Tensor, states: Sequence[torch.Tensor], learning_rate: float, step: int, decay: float
@@ -119,6 +121,37 @@ class FusedUpdate:
             amsgrad=False,
             maximize=False,
         )
+
+
+def write_split(master: torch.Tensor, param: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+    """Write what `split_master` makes of a master, which stays, to the other three."""
+    if _may_hold_nan(master):
+        for target, value in zip((param, residual, exp_avg_sq), split_master(master, exp_avg_sq), strict=True):
+            target.copy_(value)
+        return
+    bits, squares = master.view(torch.int32), exp_avg_sq.view(torch.int32)
+    residual.copy_(bits)
+    # Only 0 less 1 is negative.
+    ties = bits.bitwise_and(0x10000 | _LOW_HALF).bitwise_xor_(_TIE).sub_(1).bitwise_and_(_SIGN)
+    squares.bitwise_and_(~_SIGN).bitwise_or_(ties)
+    words = torch.bitwise_right_shift(bits, 16, out=ties)
+    param.view(torch.int16).copy_(words.bitwise_and_(1).add_(0x7FFF).add_(bits).bitwise_right_shift_(16))
+
+
+def write_rounded(values: torch.Tensor, target: torch.Tensor, random: torch.Tensor) -> None:
+    """Write what `rounded` makes of fp32 values to a bf16 target."""
+    if _may_hold_nan(values):
+        target.copy_(rounded(values, random))
+        return
+    words = random.to(torch.int32).bitwise_and_(_LOW_HALF).add_(values.view(torch.int32))
+    target.view(torch.int16).copy_(words.bitwise_right_shift_(16))
+
+
+def _may_hold_nan(values: torch.Tensor) -> bool:
+    """As every NaN makes the sum one. Comparing and choosing element by element, which only NaN needs, takes torch ten
+    times as long on a CPU as arithmetic does.
+    """
+    return bool(values.sum().isnan())
 
 
 def _slices(start: int, stop: int, position: int) -> Iterator[tuple[int, int]]:

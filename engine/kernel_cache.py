@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +28,7 @@ import torch
 from windlass.engine.optimizer_formulas import Format, encoded
 
 _COMPILE_DEADLINE_S = 600.0
+_ANNOUNCEMENT = "Compiling the update kernel for this job's number formats: 10 to 20 s, once for each format"
 _DIGEST_NBYTES = hashlib.sha256().digest_size
 _COMPILER = "compile_kernel"  # never imported here: it imports the compiler
 _SOURCES = (_COMPILER, "optimizer_formulas", "split_master", "stochastic_rounding")
@@ -72,10 +73,13 @@ class CompiledKernel:
             raise KernelFailed(f"the compiled optimizer kernel failed with code {failed}; its own text went to stderr")
 
 
-def load_kernel(kernel: Format, cache_dir: Path | None) -> CompiledKernel:
+def load_kernel(
+    kernel: Format, cache_dir: Path | None, announce: Callable[[str], None] | None = None
+) -> CompiledKernel:
     """The kernel of a format from the cache, compiled first where it lacks it or its entry is damaged.
 
     Processes that need the same kernel at once wait for the one that compiles. Without `cache_dir` nothing is kept.
+    `announce` is handed a line for people before a compilation begins, by the process that compiles.
 
     Raises:
         KernelUnavailable: there is no compiler, or it failed.
@@ -84,17 +88,17 @@ def load_kernel(kernel: Format, cache_dir: Path | None) -> CompiledKernel:
         raise KernelUnavailable(f"torch {torch.__version__} cannot hand tensors to compiled kernels")
     if cache_dir is None:
         with tempfile.TemporaryDirectory() as directory:
-            return _load_from(kernel, Path(directory))
-    _make_private(cache_dir)
-    return _load_from(kernel, cache_dir)
+            return _load_from(kernel, Path(directory), announce)
+    make_private(cache_dir)
+    return _load_from(kernel, cache_dir, announce)
 
 
-def _load_from(kernel: Format, cache_dir: Path) -> CompiledKernel:
+def _load_from(kernel: Format, cache_dir: Path, announce: Callable[[str], None] | None) -> CompiledKernel:
     path = cache_dir / f"{_key(kernel)}.so"
     if not _is_whole(path):
         with _lock(path.with_suffix(".lock")):
             if not _is_whole(path):
-                _compile(kernel, path)
+                _compile(kernel, path, announce)
     try:
         return CompiledKernel(path)
     except OSError as error:
@@ -133,10 +137,12 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(content[:-_DIGEST_NBYTES]).digest() == content[-_DIGEST_NBYTES:]
 
 
-def _compile(kernel: Format, path: Path) -> None:
+def _compile(kernel: Format, path: Path, announce: Callable[[str], None] | None) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise KernelUnavailable(f"there is no C++ compiler: {compiler} is not on the PATH")
+    if announce is not None:
+        announce(_ANNOUNCEMENT)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="compiling-") as directory:
         library = Path(directory) / "kernel.so"
         _run_compiler(kernel, library)
@@ -178,8 +184,12 @@ def _run_compiler(kernel: Format, library: Path) -> None:
         )
 
 
-def _make_private(directory: Path) -> None:
-    """Make a directory that its owner alone can enter: what lies in it is run as code."""
+def make_private(directory: Path) -> None:
+    """Make a directory that its owner alone can enter: what lies in it is run as code.
+
+    Raises:
+        KernelUnavailable: it belongs to somebody else.
+    """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     facts = directory.stat()
     if facts.st_uid != os.geteuid():

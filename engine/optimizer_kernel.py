@@ -6,7 +6,8 @@ machines without a C++ compiler. Their results differ in the last bit, so a job 
 
 Measured on two cores, 32 Mi elements in an arena, gradients in bf16. COMPILED moves 1.1 to 1.3 times the bytes a second
 of memcpy on fp32 states, 1.2 to 1.5 on split ones, 1.0 to 1.5 on bf16 ones; a pass that only adds is 4 percent faster
-on fp32 states. FUSED takes 1.2 times as long on fp32 states, 7 to 10 times on split ones, 27 times on bf16 ones.
+on fp32 states. FUSED, on one core and where the C library keeps memory from slice to slice, takes 1.3 times as long on
+fp32 states, 5 times on split ones, 10 times on bf16 ones; more threads help it little.
 """
 
 import logging
@@ -14,13 +15,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from windlass.engine.fused_update import FusedUpdate
 from windlass.engine.kernel_cache import KernelUnavailable, load_kernel
-from windlass.engine.optimizer_formulas import AdamSettings, Format, Scalar, formula, pair_words, scalars_of
+from windlass.engine.optimizer_formulas import AdamSettings, Format, Scalar, pair_words, scalars_of
 from windlass.engine.stochastic_rounding import NUMEL_PER_KEY, rounding_keys
 from windlass.storage.ids import Kernel, StatePrecision
 
@@ -77,12 +77,14 @@ class OptimizerKernel:
         kernel: Kernel | None = None,
         cache_dir: Path | None = None,
         device: torch.device | str = "cpu",
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         """Make or load the kernel: 6 ms from the cache, 10 to 20 s where it must be compiled.
 
         `param_dtype`: None in fp32 training, where the master is the param. `kernel`: the one a job began with; None
         takes the compiled one, and where it cannot be had the fused one, with the reason logged. `cache_dir`: where
-        compiled kernels are kept, closed to other users; None keeps none.
+        compiled kernels are kept, closed to other users; None keeps none. `announce` is handed a line for people before
+        anything takes that long.
 
         Raises:
             KernelUnavailable: `kernel` is COMPILED and cannot be had.
@@ -96,7 +98,7 @@ class OptimizerKernel:
         self.kernel = kernel or Kernel.COMPILED
         if self.kernel is Kernel.COMPILED:
             try:
-                self._run = self._compiled(cache_dir)
+                self._run = self._compiled(cache_dir, announce)
             except KernelUnavailable as error:
                 if kernel is not None:
                     raise
@@ -145,9 +147,12 @@ class OptimizerKernel:
         for part in self._ranges(numel, decay_numel, position):
             for scalar, decay in ((Scalar.DECAY, part.decay), (Scalar.ODD_DECAY, part.odd_decay)):
                 scalars[scalar] = 1 - learning_rate * decay if self.settings.decoupled else decay
-            constants = [scalars_of(scalars).to(self.device)]
+            constants = [scalars_of(scalars)]
             if self.format.num_integers:
-                constants.append(_integers(seed, step, position + part.start).to(self.device))
+                constants.append(_integers(seed, step, position + part.start))
+            if self.device.type != "cpu":
+                # From pinned memory, which is kept until it has been copied: nobody waits for the device.
+                constants = [each.pin_memory().to(self.device, non_blocking=True) for each in constants]
             self._update_range(tensors, part, constants)
 
     def _update_range(self, tensors: list[torch.Tensor], part: _Range, constants: list[torch.Tensor]) -> None:
@@ -197,13 +202,15 @@ class OptimizerKernel:
             Scalar.STEP_SIZE: learning_rate / (1 - settings.beta1**step),
         }
 
-    def _compiled(self, cache_dir: Path | None) -> Callable[..., None]:
+    def _compiled(self, cache_dir: Path | None, announce: Callable[[str], None] | None) -> Callable[..., None]:
         if self.device.type == "cpu":
-            return load_kernel(self.format, cache_dir)
-        # On a GPU Inductor's own cache serves. No fused multiply-add there either.
-        options: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
-        compiled = torch.compile(formula(self.format), dynamic=True, fullgraph=True, options=options)
-        return lambda *tensors: compiled(*map(_alone, tensors))
+            return load_kernel(self.format, cache_dir, announce)
+        # Imported here: it imports the compiler, which a process without a GPU never needs.
+        from windlass.engine.device_kernel import compile_here
+
+        if announce is not None:
+            announce(f"Compiling the update kernel for {self.device}: 10 to 20 s, less where it has been done before")
+        return compile_here(self.format, self.device, cache_dir)
 
     def _checked(self, states: ChunkStates) -> list[torch.Tensor]:
         """The tensors that the kernel takes, in its order. It would write through anything."""
@@ -246,9 +253,3 @@ def _integers(seed: int, step: int, position: int) -> torch.Tensor:
     word = position % NUMEL_PER_KEY // 2
     wrapped = word - (1 << 32) if word >= 1 << 31 else word
     return torch.tensor([*rounding_keys(seed, step, position), wrapped], dtype=torch.int32)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, not as a view: the compiler refuses to write to views that reinterpret their base."""
-    alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alone.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

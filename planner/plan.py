@@ -3,13 +3,20 @@
 Arithmetic only. Sizes follow from the model's blocks and the machine's budget; the engine allocates what the plan says.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 # Chunks of one block's params that may be on their way from the SSDs at once, beyond those being copied to the device.
 FETCH_DEPTH = 4
 # Chunks at one optimizer at once: one being read, one updated, one written back.
 STATE_DEPTH = 3
 MIN_STATE_DEPTH = 2
+# Chunks of states that rest on the device, on their way to or from the SSDs: one is copied while one is written.
+TRANSIT_DEPTH = 2
+# Typical blocks whose params stay in host memory from one use to the next, where nobody says otherwise.
+CACHED_BLOCKS = 2
+# Steps between commits where states rest in memory: each writes all of them, and a crash loses what is not committed.
+COMMIT_EVERY = 10
 
 
 class PlanError(ValueError):
@@ -32,7 +39,28 @@ class ModelSize:
     @property
     def total_chunks(self) -> int:
         """Chunks of the model."""
-        return sum(self.num_chunks(block) for block in range(len(self.block_numels)))
+        return sum(self.num_chunks(block) for block in self.blocks)
+
+    @property
+    def blocks(self) -> range:
+        """All blocks."""
+        return range(len(self.block_numels))
+
+    @property
+    def typical_chunks(self) -> int:
+        """Chunks of a block as most are."""
+        return sorted(self.num_chunks(block) for block in self.blocks)[len(self.block_numels) // 2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where things rest; what is None, the budget decides. Blocks that are not named rest on the SSDs."""
+
+    host_blocks: tuple[int, ...] = ()  # whose model states rest in host memory
+    device_blocks: tuple[int, ...] = ()  # whose model states rest on the device
+    num_host_grad_blocks: int | None = None  # kept gradients: the first so many blocks' in host memory, else on SSDs
+    num_cached_params: int | None = None  # chunks of params that stay in host memory from one use to the next
+    commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY where states rest in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +79,24 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The arena of a job and its share of the SSDs."""
+    """The arena of a job, its share of the SSDs, and where each block's things rest."""
 
-    params: Pool  # the GPU worker's: params on their way to the device
+    params: Pool  # the GPU worker's: params on their way to the device, and those that stay
     grads: Pool  # the GPU worker's, lent to the optimizers with each gradient
-    states: tuple[Pool, ...]  # one for each optimizer: all states of a chunk in one slot
+    states: tuple[Pool, ...]  # one for each optimizer: all states of a chunk in one slot, then a gradient if any spill
+    host_states: Pool  # all states of a chunk in one slot, of the chunks of `host_blocks` in order
+    transit: Pool  # the GPU worker's: all states of a chunk in one slot, on their way between device and SSDs
+    num_cached_params: int  # of the slots of `params`
+    host_blocks: tuple[int, ...]
+    device_blocks: tuple[int, ...]
+    spilled_blocks: tuple[int, ...]  # whose kept gradients go to the SSDs
+    commit_every: int  # steps
     ssd_nbytes: int  # model states on all SSDs, both generations
 
     @property
     def arena_nbytes(self) -> int:
         """Size of the shared memory."""
-        last = self.states[-1]
-        return last.offset + last.nbytes
+        return self.transit.offset + self.transit.nbytes
 
 
 def make_plan(
@@ -73,43 +107,128 @@ def make_plan(
     keep_grads: bool,
     host_memory_nbytes: int | None,
     is_naive: bool = False,
+    placement: Placement | None = None,
 ) -> Plan:
-    """The arena of a job.
+    """The arena of a job: what fits into the budget, the fastest first.
 
     `keep_grads`: every gradient is needed before the first update. `is_naive`: an optimizer has one chunk at a time.
 
     Raises:
-        PlanError: the budget is smaller than the least that the job needs.
+        PlanError: the budget is smaller than the least that the job needs, or the placement is impossible.
     """
-    blocks = range(len(model.block_numels))
-    largest = max(model.num_chunks(block) for block in blocks)
-    typical = sorted(model.num_chunks(block) for block in blocks)[len(model.block_numels) // 2]
-    # Two typical blocks in flight, or the largest one alone.
-    num_grads = model.total_chunks if keep_grads else max(largest, 2 * typical)
-    for depth in (1,) if is_naive else range(STATE_DEPTH, MIN_STATE_DEPTH - 1, -1):
-        plan = _lay_out(model, num_optimizers, grad_itemsize, num_grads, min(depth, model.total_chunks))
-        if host_memory_nbytes is None or plan.arena_nbytes <= host_memory_nbytes:
+    placement = placement or Placement()
+    _check(model, placement, keep_grads)
+    for choice in _choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
+        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, choice)
+        if host_memory_nbytes is None:
             return plan
+        if plan.arena_nbytes <= host_memory_nbytes:
+            if placement.num_cached_params is not None or is_naive:
+                return plan
+            num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
+            choice = replace(choice, num_cached=min(choice.num_cached + num_free, model.total_chunks))
+            return _lay_out(model, placement, num_optimizers, grad_itemsize, choice)
     raise PlanError(
         f"the job needs {plan.arena_nbytes} bytes ({plan.arena_nbytes / 2**30:.2f} GiB) of host memory for its "
         f"buffers, and its budget is {host_memory_nbytes} bytes; raise the budget"
-        + (
-            ", or train in bf16 without clipping (clip_norm: null): otherwise every gradient is kept in memory"
-            if keep_grads
-            else ""
-        )
     )
 
 
-def _lay_out(model: ModelSize, num_optimizers: int, grad_itemsize: int, num_grads: int, depth: int) -> Plan:
-    chunk = model.chunk_numel
-    params = Pool(offset=0, slot_nbytes=chunk * model.param_itemsize, num_slots=min(FETCH_DEPTH, model.total_chunks))
-    grads = Pool(offset=params.nbytes, slot_nbytes=chunk * grad_itemsize, num_slots=num_grads)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What a budget decides."""
+
+    depth: int  # chunks at an optimizer
+    num_cached: int  # chunks of params
+    num_host_grad_blocks: int | None  # None: gradients are not kept
+
+
+def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
+    in_memory = [*placement.host_blocks, *placement.device_blocks]
+    if len(set(in_memory)) < len(in_memory) or not set(in_memory) <= set(model.blocks):
+        raise PlanError(
+            f"host_blocks {placement.host_blocks} and device_blocks {placement.device_blocks} must name different "
+            f"blocks of 0 to {len(model.blocks) - 1}"
+        )
+    num_kept = placement.num_host_grad_blocks
+    if num_kept is not None and num_kept < len(model.blocks) and (not keep_grads or in_memory):
+        raise PlanError(
+            "gradients go to the SSDs only where they are kept until all are known, and no states rest in memory: a "
+            "gradient lies where the next states of its chunk will be written"
+        )
+
+
+def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_naive: bool) -> Iterator[_Choice]:
+    """From the fastest to the smallest: first params stay no longer, then buffers shrink, then gradients spill."""
+    num_blocks = len(model.blocks)
+    kept = placement.num_host_grad_blocks if placement.num_host_grad_blocks is not None else num_blocks
+    depths = (1,) if is_naive else range(STATE_DEPTH, MIN_STATE_DEPTH - 1, -1)
+    cached = placement.num_cached_params
+    if cached is None:
+        cached = 0 if is_naive else min(CACHED_BLOCKS * model.typical_chunks, model.total_chunks)
+    choice = _Choice(depth=depths[0], num_cached=cached, num_host_grad_blocks=kept if keep_grads else None)
+    yield choice
+    choice = replace(choice, num_cached=placement.num_cached_params or 0)
+    for depth in depths:
+        choice = replace(choice, depth=depth)
+        yield choice
+    may_spill = keep_grads and not placement.host_blocks and not placement.device_blocks
+    if may_spill and placement.num_host_grad_blocks is None:
+        for kept in range(num_blocks - 1, -1, -1):
+            yield replace(choice, num_host_grad_blocks=kept)
+
+
+def _num_grads(model: ModelSize, placement: Placement, num_host_grad_blocks: int | None) -> int:
+    """Slots for gradients: all that are kept, and of those that pass through two typical blocks or the largest one."""
+    offloaded = [block for block in model.blocks if block not in placement.device_blocks]
+    if num_host_grad_blocks is None:
+        kept, passing = [], offloaded
+    else:
+        kept = [block for block in offloaded if block < num_host_grad_blocks]
+        passing = [block for block in offloaded if block >= num_host_grad_blocks]
+    largest = max((model.num_chunks(block) for block in passing), default=0)
+    num_passing = max(largest, 2 * model.typical_chunks) if passing else 0
+    num_kept = sum(model.num_chunks(block) for block in kept)
+    return max(1, num_kept + num_passing)
+
+
+def _lay_out(model: ModelSize, placement: Placement, num_optimizers: int, grad_itemsize: int, choice: _Choice) -> Plan:
+    chunk, total = model.chunk_numel, model.total_chunks
+    num_kept = choice.num_host_grad_blocks
+    spilled = () if num_kept is None else tuple(model.blocks[num_kept:])
+    in_memory = placement.host_blocks or placement.device_blocks
+    num_params = min(FETCH_DEPTH, total) + choice.num_cached
+    params = Pool(offset=0, slot_nbytes=chunk * model.param_itemsize, num_slots=num_params)
+    grads = Pool(
+        offset=params.nbytes,
+        slot_nbytes=chunk * grad_itemsize,
+        num_slots=_num_grads(model, placement, num_kept),
+    )
+    state_nbytes = chunk * model.state_itemsize
     states = []
     offset = grads.offset + grads.nbytes
     for _ in range(num_optimizers):
-        pool = Pool(offset=offset, slot_nbytes=chunk * model.state_itemsize, num_slots=depth)
+        slot_nbytes = state_nbytes + (grads.slot_nbytes if spilled else 0)
+        pool = Pool(offset=offset, slot_nbytes=slot_nbytes, num_slots=min(choice.depth, total))
         states.append(pool)
         offset += pool.nbytes
-    ssd_nbytes = 2 * model.total_chunks * chunk * model.state_itemsize
-    return Plan(params=params, grads=grads, states=tuple(states), ssd_nbytes=ssd_nbytes)
+    num_host = sum(model.num_chunks(block) for block in placement.host_blocks)
+    host_states = Pool(offset=offset, slot_nbytes=state_nbytes, num_slots=num_host)
+    transit = Pool(
+        offset=offset + host_states.nbytes,
+        slot_nbytes=state_nbytes,
+        num_slots=TRANSIT_DEPTH if placement.device_blocks else 0,
+    )
+    return Plan(
+        params=params,
+        grads=grads,
+        states=tuple(states),
+        host_states=host_states,
+        transit=transit,
+        num_cached_params=choice.num_cached,
+        host_blocks=tuple(sorted(placement.host_blocks)),
+        device_blocks=tuple(sorted(placement.device_blocks)),
+        spilled_blocks=spilled,
+        commit_every=placement.commit_every or (COMMIT_EVERY if in_memory else 1),
+        ssd_nbytes=2 * total * state_nbytes,
+    )

@@ -6,7 +6,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -32,8 +32,9 @@ DEFAULT_CLIP_NORM = 1.0
 BATCH_RATIO, LEAST_BATCH_SIZE, GREATEST_BATCH_SIZE = 0.002, 8, 64
 GREATEST_MICROBATCH_SIZE = 4
 DEFAULT_BETAS, DEFAULT_EPSILON = (0.9, 0.999), 1e-8
-DEFAULT_MAX_BAD_STEPS = 10
 
+# Of what has a default in the job itself, too: one source.
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Hyperparameters)}
 _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
 _MAX_SEED = 2**63 - 1
@@ -99,16 +100,16 @@ class WindlassSettings(_Strict):
     schedule: Annotated[Schedule, _WORD] = Schedule.LINEAR
     weight_decay: float = Field(default=DEFAULT_WEIGHT_DECAY, ge=0, le=1)
     clip_norm: float | None = Field(default=DEFAULT_CLIP_NORM, gt=0)  # null: no clipping
-    optimizer: Annotated[Optimizer, _WORD] = Optimizer.ADAMW
+    optimizer: Annotated[Optimizer, _WORD] = _DEFAULTS["optimizer"]
     beta1: float = Field(default=DEFAULT_BETAS[0], ge=0, lt=1)
     beta2: float = Field(default=DEFAULT_BETAS[1], ge=0, lt=1)
     epsilon: float = Field(default=DEFAULT_EPSILON, gt=0)
     precision: Annotated[Precision, _WORD] = Precision.BF16
     # Checked against what stands above them.
-    state_precision: Annotated[StatePrecision, _WORD] = StatePrecision.FP32
-    accumulation_precision: Annotated[Precision, _WORD] = Precision.FP32
+    state_precision: Annotated[StatePrecision, _WORD] = _DEFAULTS["state_precision"]
+    accumulation_precision: Annotated[Precision, _WORD] = _DEFAULTS["accumulation_precision"]
     gradient_updates: Annotated[UpdateOrder | Literal["auto"], BeforeValidator(_auto_or_order)] = "auto"
-    max_bad_steps: int = Field(default=DEFAULT_MAX_BAD_STEPS, ge=0, le=1000)
+    max_bad_steps: int = Field(default=_DEFAULTS["max_bad_steps"], ge=0, le=1000)
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     priority: int = Field(default=0, ge=-1000, le=1000)  # smaller runs first
     checkpoint_every: int | None = Field(default=None, ge=1)  # steps; null: only the final model

@@ -12,14 +12,16 @@ from windlass.service.hyperparameters import JobSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
 from windlass.service.preparation import CHECK_MODEL, PREPARE_DATA, PreparationOrder
-from windlass.service.settings import Settings
+from windlass.service.settings import CORES_TO_DIVIDE, Settings
 from windlass.storage.ids import Attempt, JobId, Kernel, Precision, StatePrecision
 from windlass.storage.sql.models import Job
 
 ARENA_DIR = Path("/dev/shm")
 
-# With a GPU the worker's process prepares batches and starts kernels; the optimizer has the other cores.
+# With a GPU the worker's process copies, prepares batches and starts kernels; the optimizers have the other cores, but
+# for what the SSD servers need.
 _GPU_WORKER_THREADS = 2
+_SSD_SERVER_THREADS = 1
 _DEADLINE_S = 120.0
 # Hyperparameters that JSON keeps as words.
 _WORDS: dict[str, type[StrEnum]] = {
@@ -47,15 +49,31 @@ class Machinery:
 
     @property
     def compute_threads(self) -> int:
-        """Threads of a job's GPU worker, where the settings say nothing."""
-        return _GPU_WORKER_THREADS if self.num_gpus else self.num_cores
+        """Threads of the GPU worker of a job with one optimizer, where the settings say nothing."""
+        return self.threads(1)[0]
 
     @property
     def optimizer_threads(self) -> int:
-        """Threads of a job's optimizers together, where the settings say nothing; without a GPU the worker shares."""
+        """Threads of that optimizer."""
+        return self.threads(1)[1]
+
+    def threads(self, num_optimizers: int, compute: int | None = None, each: int | None = None) -> tuple[int, int]:
+        """Threads of a job's GPU worker and of each optimizer; `compute` and `each` as far as the settings say.
+
+        Together no more than the job's share of the cores, but at least one each; without a GPU and with less than
+        `CORES_TO_DIVIDE` cores the optimizers share those of the compute (see decision 8). With more, one of so many
+        updates, which is about as fast as SSDs bring states, and the others compute.
+        """
+        cores = self.num_cores // self.num_devices
         if self.num_gpus:
-            return max(1, self.num_cores // self.num_gpus - _GPU_WORKER_THREADS)
-        return max(1, self.num_cores // 2)
+            left = cores - num_optimizers * (each or 1)
+            compute = compute or max(1, min(_GPU_WORKER_THREADS, left))
+            return compute, each or max(1, (cores - compute - _SSD_SERVER_THREADS) // num_optimizers)
+        together = min(cores // CORES_TO_DIVIDE, cores - (compute or 0))
+        each = each or max(1, together // num_optimizers)
+        if cores < CORES_TO_DIVIDE:
+            return compute or cores, each
+        return compute or max(1, cores - num_optimizers * each), each
 
     @classmethod
     def here(cls) -> "Machinery":
@@ -127,6 +145,7 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
     folder = job_dir(settings, job.id)
     prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
     hyper = _hyperparameters(job.hyperparameters)
+    compute_threads, optimizer_threads = _threads(settings, machinery)
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
@@ -144,8 +163,8 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
         checkpoint_every=asked.windlass.checkpoint_every,
         evaluate_every=asked.windlass.evaluate_every or job.total_steps // hyper.epochs,
         num_cpu_optimizers=settings.num_cpu_optimizers,
-        compute_threads=settings.compute_threads or machinery.compute_threads,
-        optimizer_threads=settings.optimizer_threads or _optimizer_threads(settings.num_cpu_optimizers, machinery),
+        compute_threads=compute_threads,
+        optimizer_threads=optimizer_threads,
         kernel_dir=str(settings.home / "kernels"),
         host_memory_nbytes=_host_memory_nbytes(settings, asked),
         deadline_s=_DEADLINE_S,
@@ -170,11 +189,14 @@ def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
     return Hyperparameters(**{**stored, **words})
 
 
-def _optimizer_threads(num_optimizers: int, machinery: Machinery) -> int:
-    """Of each; no more than the cores that the least of them has on its NUMA node."""
-    nodes = numa_nodes()
-    least = min(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers))
-    return max(1, min(least, machinery.optimizer_threads // num_optimizers))
+def _threads(settings: Settings, machinery: Machinery) -> tuple[int, int]:
+    """Of the GPU worker and of each optimizer."""
+    num_optimizers = settings.num_cpu_optimizers
+    compute, each = machinery.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
+    if settings.optimizer_threads is None:  # no more than the cores that the least of them has on its NUMA node
+        nodes = numa_nodes()
+        each = min(each, *(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers)))
+    return compute, each
 
 
 def _host_memory_nbytes(settings: Settings, asked: JobSettings) -> int | None:

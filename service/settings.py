@@ -22,6 +22,10 @@ from windlass.storage.sql.database import SUPPORTED_DATABASES
 ENV_PREFIX = "WINDLASS_"
 SETTINGS_FILE = "windlass.toml"
 
+# From so many cores on, each thread of a job has one of its own. With fewer, on a machine without a GPU, that costs
+# more than sharing them (docs/decisions/0008-thread-budgets.md).
+CORES_TO_DIVIDE = 8
+
 _TB_NBYTES = 10**12  # as data sheets count
 _Tbw = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -90,15 +94,20 @@ class Settings(BaseSettings):
     @field_validator("num_cpu_optimizers", "compute_threads", "optimizer_threads")
     @classmethod
     def _no_more_than_cores(cls, value: int | None, info: ValidationInfo) -> int | None:
-        cores = num_cores()
-        if value is not None and value > cores:
+        if value is None:
+            return None
+        cores, name = num_cores(), info.field_name
+        if value > cores:
             raise ValueError(f"must be at most {cores}, the cores that windlass may use here")
-        num_optimizers = info.data.get("num_cpu_optimizers", 1)  # absent where it is wrong itself
-        if info.field_name == "optimizer_threads" and value is not None and value * num_optimizers > cores:
-            raise ValueError(
-                f"with {num_optimizers} optimizers (num_cpu_optimizers) these are {value * num_optimizers} threads on "
-                f"{cores} cores; set it to {cores // num_optimizers} or less"
-            )
+        # What is wrong itself is absent; where nothing is asked for, there is one thread at least.
+        num_optimizers = value if name == "num_cpu_optimizers" else info.data.get("num_cpu_optimizers", 1)
+        compute = value if name == "compute_threads" else info.data.get("compute_threads") or 1
+        each = value if name == "optimizer_threads" else 1
+        terms, num_threads = f"num_cpu_optimizers {num_optimizers} x optimizer_threads {each}", num_optimizers * each
+        if cores >= CORES_TO_DIVIDE:
+            terms, num_threads = f"{terms} + compute_threads {compute}", num_threads + compute
+        if num_threads > cores:
+            raise ValueError(f"{terms} = {num_threads} threads on {cores} cores; lower one of them")
         return value
 
     @field_validator("database_url")

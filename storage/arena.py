@@ -191,13 +191,17 @@ class SlotPool:
                         f"{deadline_s} s; {len(self._in_use)} of {self.num_slots} are in use. Whoever holds them is "
                         "stuck, or the deadline is too short for this machine"
                     )
-                taken = [self._free.pop() for _ in range(n)]
-                self._in_use.update(taken)
-                self._high_water = max(self._high_water, len(self._in_use))
-                return taken
+                return self._hand_out(n)
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
+
+    def try_acquire(self, n: int) -> list[Span]:
+        """Take `n` slots if they are free and nobody waits for some, else none; never waits."""
+        with self._changed:
+            if self._closed or self._waiting or len(self._free) < n:
+                return []
+            return self._hand_out(n)
 
     def release(self, spans: Sequence[Span]) -> None:
         """Give slots back; all of them or, on an error, none.
@@ -212,6 +216,12 @@ class SlotPool:
             self._in_use.difference_update(spans)
             self._free.extend(spans)
             self._changed.notify_all()
+
+    def _hand_out(self, n: int) -> list[Span]:
+        taken = [self._free.pop() for _ in range(n)]
+        self._in_use.update(taken)
+        self._high_water = max(self._high_water, len(self._in_use))
+        return taken
 
     def close(self) -> None:
         """Hand out no more slots: who waits for one now is told at once. Slots may still be returned."""

@@ -24,13 +24,14 @@ ActorName = NewType("ActorName", str)
 
 
 class StateKind(StrEnum):
-    """One of the model states of a chunk."""
+    """One of the model states of a chunk, or its gradient."""
 
     PARAM = "param"  # what the forward pass reads, in bf16 or fp16. In fp32 training that is the master itself
     MASTER = "master"  # fp32
     RESIDUAL = "residual"  # what rounding the master to the param cut off: its low 16 bits
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    GRAD = "grad"  # kept from the backward pass to the update; never a part of a commit
 
 
 class Precision(StrEnum):

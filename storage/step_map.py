@@ -21,19 +21,15 @@ class StepMap:
     def __init__(self, geometry: StoreGeometry) -> None:
         self._geometry = geometry
         num_chunks, kinds = geometry.num_local_chunks, geometry.kinds
-        self._granules = [-(-geometry.region_nbytes(kind) // GRANULE_NBYTES) for kind in kinds]
+        granules = [-(-geometry.region_nbytes(kind) // GRANULE_NBYTES) for kind in kinds]
         self._kind_index = {kind: i for i, kind in enumerate(kinds)}
-        self._first_granule = [sum(self._granules[:i]) for i in range(len(kinds))]
-        self._granules_per_extent = sum(self._granules)  # asked for with every piece that moves
+        self._num_kinds = len(kinds)
+        # Asked for with every piece that moves. A gradient lies where the states will: so do its checksums.
+        self._first_granule = {kind: sum(granules[:i]) for i, kind in enumerate(kinds)} | {StateKind.GRAD: 0}
+        self._granules_per_extent = sum(granules)
         self._extents = array("Q", [_NO_EXTENT]) * num_chunks
-        self._nbytes = array("Q", [0]) * (num_chunks * len(kinds))
+        self._nbytes = array("Q", [0]) * (num_chunks * self._num_kinds)
         self._digests = array("Q", [0]) * (num_chunks * self._granules_per_extent)
-
-    def copy(self) -> "StepMap":
-        """The same of another step."""
-        step_map = StepMap(self._geometry)
-        step_map._extents[:], step_map._nbytes[:], step_map._digests[:] = self._extents, self._nbytes, self._digests
-        return step_map
 
     def extent(self, chunk: int) -> int | None:
         """The extent of a chunk; None if none of its states has been given a place."""
@@ -48,16 +44,21 @@ class StepMap:
         """Give a chunk its extent."""
         self._extents[chunk] = extent
 
+    def clear(self, chunk: int) -> None:
+        """Forget what has been written of a chunk, but not its extent."""
+        first, num_kinds = chunk * self._num_kinds, self._num_kinds
+        self._nbytes[first : first + num_kinds] = array("Q", [0]) * num_kinds
+        self.note(chunk, StateKind.GRAD, 0, [0] * self._granules_per_extent)
+
     def nbytes(self, chunk: int, kind: StateKind) -> int:
-        """Bytes of a state that have been asked to be written."""
-        return self._nbytes[chunk * len(self._granules) + self._kind_index[kind]]
+        """Bytes of a state that have been asked to be written; none of what is no state."""
+        index = self._kind_index.get(kind)
+        return 0 if index is None else self._nbytes[chunk * self._num_kinds + index]
 
     def expect(self, chunk: int, kind: StateKind, nbytes: int) -> None:
         """A state's bytes are about to be written: no checksum that it had counts any more."""
-        self._nbytes[chunk * len(self._granules) + self._kind_index[kind]] = nbytes
-        first = self._digest_index(chunk, kind, 0)
-        for i in range(first, first + -(-nbytes // GRANULE_NBYTES)):
-            self._digests[i] = 0
+        self._nbytes[chunk * self._num_kinds + self._kind_index[kind]] = nbytes
+        self.note(chunk, kind, 0, [0] * -(-nbytes // GRANULE_NBYTES))
 
     def note(self, chunk: int, kind: StateKind, granule: int, digests: list[int]) -> None:
         """Checksums of granules that have been written, from the `granule`th on."""
@@ -96,6 +97,4 @@ class StepMap:
         return step_map
 
     def _digest_index(self, chunk: int, kind: StateKind, granule: int) -> int:
-        index = self._kind_index[kind]
-        assert 0 <= granule < self._granules[index] or granule == 0
-        return chunk * self._granules_per_extent + self._first_granule[index] + granule
+        return chunk * self._granules_per_extent + self._first_granule[kind] + granule

@@ -75,6 +75,7 @@ class StoreGeometry:
     chunks_per_block: tuple[int, ...]
     _first_ordinals: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _places: tuple[tuple[SsdIndex, int], ...] = field(init=False, repr=False, compare=False)
+    _region_offsets: dict[StateKind, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not _FILE_SAFE.fullmatch(self.job):
@@ -91,6 +92,8 @@ class StoreGeometry:
             raise ValueError(f"every block has at least one chunk; chunks_per_block is {self.chunks_per_block}")
         object.__setattr__(self, "_first_ordinals", tuple(accumulate(self.chunks_per_block, initial=0)))
         object.__setattr__(self, "_places", _deal(self.num_chunks, self.ssd_weights))
+        starts = accumulate((self.region_nbytes(kind) for kind in self.kinds), initial=0)
+        object.__setattr__(self, "_region_offsets", dict(zip(self.kinds, starts, strict=False)))
 
     @property
     def num_ssds(self) -> int:
@@ -164,12 +167,10 @@ class StoreGeometry:
 
     def region_offset(self, kind: StateKind) -> int:
         """Where in an extent a state begins."""
-        offset = 0
-        for stored in self.kinds:
-            if stored == kind:
-                return offset
-            offset += self.region_nbytes(stored)
-        raise ValueError(f"the store holds no {kind}, only {', '.join(self.kinds)}")
+        offset = self._region_offsets.get(kind)
+        if offset is None:
+            raise ValueError(f"the store holds no {kind}, only {', '.join(self.kinds)}")
+        return offset
 
     def manifest_offset(self, manifest: int) -> int:
         """Where in the head a manifest lies."""
@@ -231,7 +232,7 @@ def last_common_commit(records: Sequence[Sequence[CommitRecord]]) -> CommitRecor
 def pack_superblock(geometry: StoreGeometry, nonce: str) -> bytes:
     """The superblock's bytes."""
     facts = asdict(geometry)
-    del facts["_first_ordinals"], facts["_places"]
+    del facts["_first_ordinals"], facts["_places"], facts["_region_offsets"]
     text = json.dumps(facts, separators=(",", ":")).encode()
     if _SUPERBLOCK_HEAD.size + len(text) + 4 > SUPERBLOCK_NBYTES:
         raise ValueError(f"job {geometry.job}: {len(geometry.chunks_per_block)} blocks are more than a store can note")

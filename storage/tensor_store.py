@@ -1,6 +1,7 @@
 """The model states of a job on one SSD, read and written past the page cache, committed step by step.
 
-Copy on write: a step's states go to extents that hold neither the last committed step nor a checkpoint.
+Copy on write: a step's states go to extents that hold neither the last committed step nor a checkpoint. Until the next
+commit later steps write over them in place.
 """
 
 import errno
@@ -27,11 +28,12 @@ from windlass.storage.store_errors import (
 from windlass.storage.store_format import CommitRecord, Pin, StoreGeometry
 from windlass.storage.volume import Volume
 from windlass.storage.volume_format import Allocation
+from windlass.storage.working_map import WorkingMap
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where the bytes of one state of a chunk lie; checked, so that its pieces need no further check."""
+    """Where bytes of a state of a chunk, or of its gradient, lie; checked, so that its pieces need no further check."""
 
     key: ChunkKey
     kind: StateKind
@@ -40,7 +42,7 @@ class Region:
     extent: int
     chunk: int  # its place among those of this SSD
     offset: int  # on the SSD
-    step_map: StepMap
+    step_map: StepMap  # that has its checksums
 
 
 def stored_geometry(volume: Volume, job: JobId) -> StoreGeometry | None:
@@ -69,12 +71,11 @@ class TensorStore:
         self._offsets = allocation.extent_offsets(geometry.demand)  # on the SSD, of every extent
         self._own_fences = len(layout.FENCE_OFFSETS) * layout.pack_fence(attempt, allocation.nonce)
         self._records = self._read_journal()  # oldest first
-        self._committed: CommitRecord | None = None
+        self._committed: tuple[CommitRecord, StepMap] | None = None
         self._begun = False
-        self._maps: dict[Step, StepMap] = {}  # of the last commit, and of the step that is being written
+        self._working = WorkingMap(geometry)  # what has been written since
         self._pins: dict[Step, tuple[Pin, StepMap]] = {}
         self._free: list[int] = []  # heap of extents
-        self._carried: Step | None = None  # the last step that was carried over
         self._failed_sync: str | None = None
         self._lock = threading.Lock()
 
@@ -151,7 +152,7 @@ class TensorStore:
 
     def last_commit(self) -> CommitRecord | None:
         """The commit that this attempt stands on; None before the first."""
-        return self._committed
+        return None if self._committed is None else self._committed[0]
 
     def resume_from(self, commit: CommitRecord | None) -> None:
         """Make a commit of any SSD of the job the one that this attempt goes on from; None: from the beginning.
@@ -165,7 +166,7 @@ class TensorStore:
         with self._lock:
             self._check_attempt()
             assert not self._begun, "an attempt begins once"
-            mine, maps, pins = None, dict[Step, StepMap](), dict[Step, tuple[Pin, StepMap]]()
+            mine, committed, pins = None, None, dict[Step, tuple[Pin, StepMap]]()
             if commit is not None:
                 # The newest of that identity: it knows what was made a checkpoint since.
                 mine = next((each for each in reversed(self._records) if each.identity == commit.identity), None)
@@ -174,25 +175,27 @@ class TensorStore:
                         f"{self.name}: no intact record of step {commit.step} of attempt {commit.attempt}, which other "
                         "SSDs of the job have"
                     )
-                maps[mine.step] = self._read_manifest(mine.manifest, mine.manifest_digest, f"step {mine.step}")
+                step_map = self._read_manifest(mine.manifest, mine.manifest_digest, f"step {mine.step}")
                 for pin in mine.pins:
                     what = f"the checkpoint of step {pin.step}"
                     pins[pin.step] = (pin, self._read_manifest(pin.manifest, pin.manifest_digest, what))
-            self._maps, self._pins = maps, pins
+                if mine.attempt != self.attempt:
+                    mine = replace(mine, sequence=self._next_sequence(), attempt=self.attempt)
+                    self._append(mine)
+                committed = (mine, step_map)
+            self._committed, self._pins = committed, pins
             self._collect_free()
-            if mine is not None and mine.attempt != self.attempt:
-                mine = replace(mine, sequence=self._next_sequence(), attempt=self.attempt)
-                self._append(mine)
-            self._committed = mine
             self._begun = True
 
-    def commit(self, step: Step, attempt: Attempt, trainer_state: str) -> None:
+    def commit(self, step: Step, attempt: Attempt, trainer_state: str, *, states_step: Step | None = None) -> None:
         """Make `step` the state that a restart finds: sync its data and manifest, append a record, sync that.
 
-        Every write of the step must have returned. `trainer_state` is JSON of at most 3072 bytes.
+        `states_step` is the last step that changed the states, None: `step` itself. Where that is the last commit, no
+        bytes are copied. From then on they are the states of `step`. Every write must have returned; gradients are
+        forgotten. `trainer_state` is JSON of at most 3072 bytes.
 
         Raises:
-            StaleAttempt, StepNotAllowed: also where a chunk of the step has not been written.
+            StaleAttempt, StepNotAllowed: also where a chunk's states are not, or not all, those of `states_step`.
             StoreIoError: the sync failed. Nothing can be committed until the store is opened anew.
         """
         if attempt != self.attempt:
@@ -202,12 +205,7 @@ class TensorStore:
             self._check_follows_commit(step, "commit")
             if not self.volume.device.is_present:
                 raise StoreIoError(f"{self.name}: the file has vanished from its directory; nothing can be committed")
-            step_map = self._maps.setdefault(step, StepMap(self.geometry))
-            if (missing := step_map.missing()) is not None:
-                raise StepNotAllowed(
-                    f"{self.name}: step {step} cannot be committed: the {missing[1]} of chunk {missing[0]} of this SSD "
-                    "has not been written"
-                )
+            step_map = self._map_to_commit(step, step if states_step is None else states_step)
             record = CommitRecord(
                 sequence=self._next_sequence(),
                 step=step,
@@ -222,23 +220,10 @@ class TensorStore:
             self._write_synced(raw, (self.geometry.manifest_offset(record.manifest),), f"the manifest of step {step}")
             record = replace(record, manifest_digest=digest)
             self._append(record)
-            self._committed = record
-            for old in [each for each in self._maps if each != step]:
-                del self._maps[old]
+            # In this order: what is read meanwhile, without the lock, is found in one of the two.
+            self._committed = (record, step_map)
+            self._working = WorkingMap(self.geometry)
             self._collect_free()
-
-    def carry_over(self, step: Step) -> None:
-        """Make the states of the last commit those of `step` as well, before it is committed: no bytes are copied.
-
-        Raises:
-            StepNotAllowed: nothing is committed, or something of `step` has been written.
-        """
-        with self._lock:
-            self._check_follows_commit(step, "carry over")
-            if self._committed is None or step in self._maps:
-                raise StepNotAllowed(f"{self.name}: nothing can be carried over to step {step}")
-            self._maps[step] = self._maps[self._committed.step].copy()
-            self._carried = step
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -251,7 +236,7 @@ class TensorStore:
         """
         with self._lock:
             self._check_attempt()
-            last = self._committed
+            last = self.last_commit()
             if step in self._pins:
                 return
             if last is None or last.step != step or len(self._pins) >= layout.MAX_PINS:
@@ -267,16 +252,15 @@ class TensorStore:
                 self._allocation = self.volume.extend(self.geometry.job, demand)
                 self._offsets = self._allocation.extent_offsets(self.geometry.demand)
             pin = Pin(step=step, attempt=last.attempt, manifest=last.manifest, manifest_digest=last.manifest_digest)
-            self._append_pins({**self._pins, step: (pin, self._maps[step])}, last)
+            assert self._committed is not None, "it is the last commit"
+            self._append_pins({**self._pins, step: (pin, self._committed[1])})
 
     def unpin(self, step: Step) -> None:
         """Give a checkpoint up; nothing happens if there is none of that step."""
         with self._lock:
             self._check_attempt()
             if step in self._pins:
-                assert self._committed is not None, "what is pinned was committed"
-                kept = {each: pin for each, pin in self._pins.items() if each != step}
-                self._append_pins(kept, self._committed)
+                self._append_pins({each: pin for each, pin in self._pins.items() if each != step})
 
     @property
     def pinned(self) -> tuple[Step, ...]:
@@ -286,19 +270,20 @@ class TensorStore:
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def regions_to_read(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[Region]:
-        """Where to read so many bytes of each state, once it is sure that `step`'s states lie there.
+        """Where to read so many bytes of each state, or of the gradient, once it is sure that `step`'s lie there.
 
         Raises:
             StepNotAllowed: they have never been written, or may have been written over.
         """
-        step_map = self._map_to_read(step)
         chunk = self.geometry.local_index(key)
+        step_map = self._map_to_read(chunk, step)
         extent = None if step_map is None else step_map.extent(chunk)
         regions = []
         for kind, nbytes in sizes:
             written = 0 if step_map is None else step_map.nbytes(chunk, kind)
             if step_map is None or extent is None or nbytes > written:
-                last = "nothing" if self._committed is None else f"step {self._committed.step}"
+                record = self.last_commit()
+                last = "nothing" if record is None else f"step {record.step}"
                 raise StepNotAllowed(
                     f"{self.name}: cannot read {nbytes} bytes of the {kind} of block {key.block}, chunk {key.chunk} as "
                     f"step {step} left it: {written} bytes of it are held, and {last} is the last commit"
@@ -311,33 +296,29 @@ class TensorStore:
         return regions
 
     def regions_to_write(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[Region]:
-        """Where to write so many bytes of each state, once it is sure that this destroys nothing.
+        """Where to write so many bytes of each state, once it is sure that this destroys nothing that is needed.
+
+        From then on a chunk's states, or gradient, of an earlier step that is not committed are gone, in whole. A
+        gradient is asked for alone, up to the size of the extent; it lies where the states of its step will.
 
         Raises:
             StaleAttempt: a newer attempt has opened the store.
-            StepNotAllowed: it would write over the last committed states.
+            StepNotAllowed: `step` is committed; or it would write over a later step, or a gradient over states.
         """
+        is_gradient = any(kind is StateKind.GRAD for kind, _ in sizes)
+        if is_gradient and len(sizes) > 1:
+            raise ValueError(f"{key}: a gradient lies where the states do, so both cannot be written at once")
         chunk = self.geometry.local_index(key)
         with self._lock:
             self._check_attempt()
             self._check_follows_commit(step, "write")
-            step_map = self._maps.get(step)
-            if step_map is None:
-                step_map = self._maps[step] = StepMap(self.geometry)
-            extent = step_map.extent(chunk)
-            if step == self._carried:
-                raise StepNotAllowed(f"{self.name}: step {step} was carried over: it has the states of the last commit")
+            self._check_follows_writes(key, chunk, step, is_gradient)
+            extent = self._working.extent(chunk)
             if extent is None:
-                if not self._free:
-                    raise StepNotAllowed(
-                        f"{self.name}: no extent is free for step {step}: before anything is committed steps "
-                        f"{', '.join(str(each) for each in self._maps)} have been begun; commit one of them"
-                    )
-                extent = heapq.heappop(self._free)
-                step_map.place(chunk, extent)
-            regions = [self._region(key, kind, step, nbytes, chunk, extent, step_map) for kind, nbytes in sizes]
-            for region in regions:
-                step_map.expect(chunk, region.kind, region.nbytes)
+                extent = heapq.heappop(self._free)  # a working map and every one that is kept has one for each chunk
+                self._working.place(chunk, extent)
+            regions = [self._region(key, kind, step, nbytes, chunk, extent, self._working) for kind, nbytes in sizes]
+            self._working.begin(chunk, step, sizes)
         return regions
 
     def note_written(self, region: Region, start: int, buffer: memoryview) -> None:
@@ -413,40 +394,67 @@ class TensorStore:
                 raise self.io_error(verb, region, EOFError(f"the SSD ends at byte {offset}"))
             done += moved
 
-    def _map_to_read(self, step: Step) -> StepMap | None:
+    def _map_to_read(self, chunk: int, step: Step) -> StepMap | None:
         if not self._begun:
             return None
         # A commit may meanwhile take a step out of the one, and leave it in the other.
-        if (step_map := self._maps.get(step)) is not None:
-            return step_map
+        if (working := self._working).label(chunk) == step:
+            return working
+        if (committed := self._committed) is not None and committed[0].step == step:
+            return committed[1]
         pinned = self._pins.get(step)
         return None if pinned is None else pinned[1]
+
+    def _map_to_commit(self, step: Step, states_step: Step) -> StepMap:
+        """Where all states of `states_step` lie; raises StepNotAllowed if they don't, or if a later step has begun."""
+        committed, working, reason = self._committed, self._working, None
+        is_unchanged = committed is not None and committed[0].step == states_step
+        stray = working.unlike(None if is_unchanged else states_step)
+        if (newest := working.newest()) is not None and newest > step:
+            reason = f"step {newest} has been begun"
+        elif stray is not None and (found := working.states_step(stray)) is not None:
+            reason = f"chunk {stray} of this SSD has the states of step {found}, not {states_step}"
+        elif not is_unchanged and (missing := working.missing()) is not None:
+            reason = f"the {missing[1]} of chunk {missing[0]} of this SSD has not been written"
+        if reason is not None:
+            raise StepNotAllowed(f"{self.name}: step {step} cannot be committed: {reason}")
+        return committed[1] if committed is not None and is_unchanged else working
 
     def _region(
         self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int, chunk: int, extent: int, step_map: StepMap
     ) -> Region:
-        full = self.geometry.region_nbytes(kind)
+        is_gradient = kind is StateKind.GRAD
+        full = self.geometry.extent_nbytes if is_gradient else self.geometry.region_nbytes(kind)
         if not 0 < nbytes <= full or nbytes % ALIGNMENT_NBYTES:
             raise ValueError(
                 f"{nbytes} bytes cannot be the {kind} of {key}: a multiple of {ALIGNMENT_NBYTES} up to {full} is needed"
             )
-        offset = self._offsets[extent] + self.geometry.region_offset(kind)
+        offset = self._offsets[extent] + (0 if is_gradient else self.geometry.region_offset(kind))
         return Region(key, kind, step, nbytes, extent, chunk, offset, step_map)
 
     def _check_follows_commit(self, step: Step, verb: str) -> None:
         if not self._begun:
             raise StepNotAllowed(f"{self.name}: cannot {verb} step {step} before it is said where to resume")
-        last = self._committed
-        if last is not None and step != last.step + 1:
+        last = self.last_commit()
+        if last is not None and step <= last.step:
             raise StepNotAllowed(
-                f"{self.name}: cannot {verb} step {step} when step {last.step} is the last commit; only step "
-                f"{last.step + 1} may change, until it is committed"
+                f"{self.name}: cannot {verb} step {step} when step {last.step} is the last commit; only later steps "
+                "may change"
+            )
+
+    def _check_follows_writes(self, key: ChunkKey, chunk: int, step: Step, is_gradient: bool) -> None:
+        label, what = self._working.label(chunk), "gradient" if is_gradient else "states"
+        if label is not None and (step < label or (is_gradient and self._working.states_step(chunk) is not None)):
+            raise StepNotAllowed(
+                f"{self.name}: cannot write the {what} of block {key.block}, chunk {key.chunk}, step {step}: what step "
+                f"{label} has written lies in their place, and is not committed"
             )
 
     def _collect_free(self) -> None:
-        """All extents that neither a step at hand nor a checkpoint uses."""
-        used = [step_map.extents() for step_map in self._maps.values()]
-        used += [step_map.extents() for _, step_map in self._pins.values()]
+        """All extents that neither the last commit, nor what is written for the next, nor a checkpoint uses."""
+        used = [self._working.extents(), *(step_map.extents() for _, step_map in self._pins.values())]
+        if self._committed is not None:
+            used.append(self._committed[1].extents())
         self._free = sorted(set(range(len(self._offsets))).difference(*used))  # sorted is a heap
 
     def _check_attempt(self) -> list[Attempt]:
@@ -501,13 +509,15 @@ class TensorStore:
         # That of the record before stays, too: another SSD may lack the last one.
         used = {record.manifest for record in self._records[-2:]} | {pin.manifest for pin, _ in self._pins.values()}
         if self._committed is not None:
-            used.add(self._committed.manifest)
+            used.add(self._committed[0].manifest)
         return next(manifest for manifest in range(layout.NUM_MANIFESTS) if manifest not in used)
 
-    def _append_pins(self, pins: dict[Step, tuple[Pin, StepMap]], last: CommitRecord) -> None:
+    def _append_pins(self, pins: dict[Step, tuple[Pin, StepMap]]) -> None:
+        assert self._committed is not None, "only what is committed is pinned"
+        last, step_map = self._committed
         record = replace(last, sequence=self._next_sequence(), pins=tuple(pin for pin, _ in pins.values()))
         self._append(record)
-        self._committed, self._pins = record, pins
+        self._committed, self._pins = (record, step_map), pins
         self._collect_free()
 
     def _append(self, record: CommitRecord) -> None:

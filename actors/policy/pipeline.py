@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
+    BlockFlushed,
     BlockUpdated,
-    CommitStore,
     ComputeBlock,
     ExportModel,
     GradChunk,
+    GradDropped,
     GradOffloaded,
-    GradSlotsReturned,
     LoadModel,
     Message,
     ModelExported,
@@ -28,37 +28,16 @@ from windlass.actors.messages import (
     OffloadGrad,
     Phase,
     PrefetchParams,
+    RestoreStates,
+    StatesRestored,
     StoreCommitted,
     UpdateBlock,
 )
+from windlass.actors.policy.commits import Commits
 from windlass.actors.policy.shape import JobShape, Operation, program
 from windlass.actors.policy.trainer import StepResult, Trainer
+from windlass.actors.policy.waits import Instruction, UnexpectedEventError, Waits
 from windlass.storage.ids import ActorName, BlockIndex, Step
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """A message and who gets it."""
-
-    to: ActorName
-    message: Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """Something that was asked for and has not come yet."""
-
-    since_s: float
-    actor: ActorName
-    what: str  # with step and block
-
-
-class DeadlineMissedError(Exception):
-    """Nothing came from an actor for longer than the job's deadline."""
-
-
-class UnexpectedEventError(Exception):
-    """An event that nothing asked for: a bug, or an actor of another attempt."""
 
 
 class NotFiniteError(Exception):
@@ -72,12 +51,13 @@ class _StepUpdates:
     loss_scale: float
     grad_sq_sum: float = 0.0
     num_backward_done: int = 0
+    num_at_rest: int = 0  # gradients that lie where they are kept until the update
     kept: dict[BlockIndex, tuple[GradChunk, ...]] = field(default_factory=dict)  # until all gradients are known
     result: StepResult | None = None  # None: not all gradients are known
+    trainer_state: str = ""  # of a skipped step
     optimizer_step: int = 0
     grad_scale: float = 0.0
     num_updated: int = 0
-    num_offloaded: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,44 +76,50 @@ class Pipeline:
         """`trainer`: as the initial step left it."""
         self.shape = shape
         self.trainer = trainer
-        self.committed: int = -1 if initial_step is None else initial_step
-        self.versions = [self.committed] * shape.num_blocks  # last step whose update of the block is written
-        self.waits: dict[tuple[str, int, int, str], Wait] = {}
+        self.commits = Commits(shape, initial_step)
+        self.waits = Waits(shape.deadline_s)
         self.ends: dict[int, StepEnd] = {}  # of steps whose gradients are known; the caller takes them out
-        self.last_step = shape.total_steps
-        self._last_heard_s: dict[ActorName, float] = {}
         self._program = program(shape, max(self.committed, 0) + 1)
         self._next: Operation | None = next(self._program, None)
         self._running: dict[int, Operation] = {}
         self._steps: dict[int, _StepUpdates] = {}
         self._to_offload: list[tuple[int, int]] = []
-        self._to_update: list[tuple[int, int]] = []
+        self._to_update: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # True: on the device
         self._grads: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
         self._offloading: set[tuple[int, int]] = set()
         self._updating: dict[tuple[int, int], set[ActorName]] = {}
-        self._committing: dict[int, set[ActorName]] = {}
-        self._to_skip: int | None = None  # a step that waits to be committed as it is
+        # Who has yet to read the states that rest in its memory; nothing of it is asked for before it is needed.
+        self._to_restore = {actor for block in shape.resident_blocks for actor in shape.holders(block)}
+        self._restoring = False
+        self._to_skip: int | None = None  # a step whose gradients are not finite, until they are all dropped
         self._exporting = False
         self._stopped = False
         self._begun = max(self.committed, 0)  # last step of which anything has been granted
         self._handlers: dict[type[Message], Callable[..., list[Instruction]]] = {
             ModelLoaded: self._on_model_loaded,
+            StatesRestored: self._on_states_restored,
             BlockComputed: self._on_block_computed,
             BlockBackwardDone: self._on_backward_done,
             GradOffloaded: self._on_grad_offloaded,
             BlockUpdated: self._on_block_updated,
+            BlockFlushed: self._on_block_flushed,
             StoreCommitted: self._on_store_committed,
             ModelExported: self._on_model_exported,
         }
 
     # --- what the shell calls ---------------------------------------------------------------------------------------
 
+    @property
+    def committed(self) -> int:
+        """The last step that is safe; -1 while the model is loaded."""
+        return self.commits.committed
+
     def start(self, now_s: float) -> list[Instruction]:
         """The first instructions: load the model, or go on after the last committed step."""
         if self.committed < 0:
             message = LoadModel(job=self.shape.job, step=Step(0))
-            return self._issue([Instruction(self.shape.optimizers[0], message)], now_s)
-        return self._issue(self._advance(), now_s)
+            return self.waits.issue([Instruction(self.shape.optimizers[0], message)], now_s)
+        return self.waits.issue(self._advance(), now_s)
 
     def handle(self, event: Message, now_s: float) -> list[Instruction]:
         """Takes in one event. Raises UnexpectedEventError for one that nothing asked for."""
@@ -141,54 +127,49 @@ class Pipeline:
         if handler is None:
             raise UnexpectedEventError(f"the scheduler does not know what to do with {event}")
         instructions = handler(event)
-        self._last_heard_s[self._sender(event)] = now_s
-        return self._issue([*instructions, *self._advance()], now_s)
+        self.waits.heard_from(self._sender(event), now_s)
+        return self.waits.issue([*instructions, *self._advance()], now_s)
 
-    def heard_from(self, actor: ActorName, now_s: float) -> None:
-        """Progress that is no event of its own, such as part of a long load."""
-        self._last_heard_s[actor] = now_s
-
-    def stop_after_current_step(self) -> None:
+    def stop_after_current_step(self, now_s: float) -> list[Instruction]:
         """No operation of a step that has not begun is granted any more. Ends with a commit, without an export."""
         self._stopped = True
-        self.last_step = min(self.last_step, self._begun)
+        self.commits.last_step = min(self.commits.last_step, self._begun)
+        return self.waits.issue(self._advance(), now_s)
 
     @property
     def finished(self) -> bool:
         """Nothing is left to do and everything is committed."""
-        over = self._next is None or self._next.step > self.last_step or self._is_cut(self._next)
-        return over and not self.waits and self.committed >= min(self.last_step, self.shape.total_steps)
-
-    def check_deadlines(self, now_s: float) -> None:
-        """Raises DeadlineMissedError when an actor that owes something has been silent for too long."""
-        for wait in self.waits.values():
-            silent_s = now_s - max(wait.since_s, self._last_heard_s.get(wait.actor, 0.0))
-            if silent_s > self.shape.deadline_s:
-                raise DeadlineMissedError(
-                    f"{wait.actor} did not finish {wait.what} within {self.shape.deadline_s:g} s; "
-                    f"see its log, and the health of the device it uses"
-                )
+        over = self._next is None or self._next.step > self.commits.last_step or self._is_cut(self._next)
+        return over and not self.waits.outstanding and self.committed >= self.commits.last_step
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _on_model_loaded(self, event: ModelLoaded) -> list[Instruction]:
-        self._settle("load", 0, 0, self.shape.optimizers[0])
-        self.versions = [0] * self.shape.num_blocks
-        return self._commit(Step(0), is_unchanged=False)
+        self.waits.settle("load", 0, 0, self.shape.optimizers[0])
+        self.commits.model_loaded(self.shape.trainer_state(0))
+        return []
+
+    def _on_states_restored(self, event: StatesRestored) -> list[Instruction]:
+        self.waits.settle("restore", event.step, 0, event.actor)
+        self._to_restore.remove(event.actor)
+        return []
 
     def _on_block_computed(self, event: BlockComputed) -> list[Instruction]:
-        self._settle("compute", event.op, event.block, self.shape.gpu_worker)
+        self.waits.settle("compute", event.op, event.block, self.shape.gpu_worker)
         del self._running[event.op]
         return []
 
     def _on_backward_done(self, event: BlockBackwardDone) -> list[Instruction]:
-        self._settle("gradient", event.step, event.block, self.shape.gpu_worker)
+        self.waits.settle("gradient", event.step, event.block, self.shape.gpu_worker)
         updates = self._steps[event.step]
         updates.num_backward_done += 1
         updates.grad_sq_sum += event.grad_sq_sum
-        heapq.heappush(self._to_offload, (event.step, event.block))
         if not self.shape.keeps_grads:
             self._check_active(event)
+        if event.block in self.shape.device_blocks:
+            self._keep(event.step, event.block, ())
+        else:
+            heapq.heappush(self._to_offload, (event.step, event.block))
         if updates.num_backward_done < self.shape.num_blocks:
             return []
         return self._on_all_gradients(event.step, updates)
@@ -196,8 +177,8 @@ class Pipeline:
     def _check_active(self, event: BlockBackwardDone) -> None:
         if not math.isfinite(event.grad_sq_sum):
             raise NotFiniteError(
-                f"a gradient of step {event.step} is not finite, and its updates have begun: the job ends at step "
-                f"{event.step - 1}"
+                f"a gradient of step {event.step} is not finite, and its updates have begun: the job ends; step "
+                f"{self.committed} is the last that was committed"
             )
 
     def _on_all_gradients(self, step: Step, updates: _StepUpdates) -> list[Instruction]:
@@ -210,12 +191,13 @@ class Pipeline:
         self.ends[step] = StepEnd(grad_norm=norm, loss_scale=updates.loss_scale, num_skipped=num_skipped)
         kept, updates.kept = updates.kept, {}
         if updates.result is StepResult.SKIPPED:
-            self._to_skip = step
             if self.trainer.num_bad_steps > self.shape.max_bad_steps:
                 raise NotFiniteError(
                     f"the gradients of {self.trainer.num_bad_steps} steps in a row, up to step {step}, were not finite"
                 )
-            return [self._give_back(step, chunks) for chunks in kept.values()]
+            self._to_skip = step
+            updates.trainer_state = self.shape.trainer_state(step)
+            return [self._drop(step, block, chunks) for block, chunks in kept.items()]
         if self.shape.clip_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ has it.
             updates.grad_scale *= min(self.shape.clip_norm / (norm + 1e-6), 1.0)
@@ -230,51 +212,54 @@ class Pipeline:
         updates.optimizer_step = self.trainer.num_updates
 
     def _on_grad_offloaded(self, event: GradOffloaded) -> list[Instruction]:
-        self._settle("offload", event.step, event.block, self.shape.gpu_worker)
+        self.waits.settle("offload", event.step, event.block, self.shape.gpu_worker)
         self._offloading.remove((event.step, event.block))
-        updates = self._steps[event.step]
-        updates.num_offloaded += 1
-        if updates.result is StepResult.SKIPPED:
-            return [self._give_back(event.step, event.chunks)]
-        if updates.result is None:
-            updates.kept[event.block] = event.chunks
-        else:
-            self._queue_update(event.step, event.block, event.chunks)
+        if self._steps[event.step].result is StepResult.SKIPPED:
+            self._steps[event.step].num_at_rest += 1
+            return [self._drop(event.step, event.block, event.chunks)]
+        self._keep(event.step, event.block, event.chunks)
         return []
 
-    def _give_back(self, step: Step, chunks: tuple[GradChunk, ...]) -> Instruction:
-        spans = tuple(chunk.span for chunk in chunks)
-        return Instruction(self.shape.gpu_worker, GradSlotsReturned(job=self.shape.job, step=step, spans=spans))
+    def _keep(self, step: Step, block: BlockIndex, chunks: tuple[GradChunk, ...]) -> None:
+        """A gradient lies where it stays until the update; on the device that is where it was."""
+        updates = self._steps[step]
+        updates.num_at_rest += 1
+        if updates.result is None:
+            updates.kept[block] = chunks
+        else:
+            self._queue_update(step, block, chunks)
+
+    def _drop(self, step: Step, block: BlockIndex, chunks: tuple[GradChunk, ...]) -> Instruction:
+        message = GradDropped(job=self.shape.job, step=step, block=block, chunks=chunks)
+        return Instruction(self.shape.gpu_worker, message)
 
     def _on_block_updated(self, event: BlockUpdated) -> list[Instruction]:
-        self._settle("update", event.step, event.block, event.actor)
+        self.waits.settle("update", event.step, event.block, event.actor)
         key = (event.step, event.block)
         self._updating[key].remove(event.actor)
         if self._updating[key]:
             return []
         del self._updating[key]
-        self.versions[event.block] = event.step
+        self.commits.block_updated(event.block, event.step)
         updates = self._steps[event.step]
         updates.num_updated += 1
-        if updates.num_updated < self.shape.num_blocks:
-            return []
-        del self._steps[event.step]
-        return self._commit(event.step, is_unchanged=False)
+        if updates.num_updated == self.shape.num_blocks:
+            del self._steps[event.step]
+            self.commits.step_over(event.step, self.shape.trainer_state(event.step))
+        return []
+
+    def _on_block_flushed(self, event: BlockFlushed) -> list[Instruction]:
+        self.waits.settle("flush", event.step, event.block, event.actor)
+        self.commits.block_flushed(event.block, event.actor)
+        return []
 
     def _on_store_committed(self, event: StoreCommitted) -> list[Instruction]:
-        self._settle("commit", event.step, 0, event.actor)
-        waiting = self._committing[event.step]
-        waiting.remove(event.actor)
-        if not waiting:
-            del self._committing[event.step]
-            self.committed = event.step
-            if event.step == self._to_skip:
-                self._to_skip = None
-                self.versions = [event.step] * self.shape.num_blocks
+        self.waits.settle("commit", event.step, 0, event.actor)
+        self.commits.store_committed(event.step, event.actor)
         return []
 
     def _on_model_exported(self, event: ModelExported) -> list[Instruction]:
-        self._settle("export", event.step, 0, self.shape.optimizers[0])
+        self.waits.settle("export", event.step, 0, self.shape.optimizers[0])
         self._exporting = False
         self._next = next(self._program, None)
         return []
@@ -282,16 +267,26 @@ class Pipeline:
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def _advance(self) -> list[Instruction]:
-        return [*self._grant_offloads(), *self._grant_updates(), *self._grant_skip(), *self._grant_operations()]
+        self._skip()
+        return [
+            *self._grant_offloads(),
+            *self._grant_updates(is_device=False),
+            *self._grant_updates(is_device=True),
+            *self._grant_operations(),
+            *self.commits.advance(is_computing=bool(self._running)),
+        ]
 
     def _is_cut(self, operation: Operation) -> bool:
         """A job that was told to stop neither evaluates nor exports after its last step."""
-        return self._stopped and operation.version == operation.step == self.last_step
+        return self._stopped and operation.version == operation.step == self.commits.last_step
 
     def _grant_operations(self) -> list[Instruction]:
         granted: list[Instruction] = []
-        while (operation := self._next) is not None and operation.step <= self.last_step:
+        while (operation := self._next) is not None and operation.step <= self.commits.last_step:
             if self.committed < 0 or self._is_cut(operation):
+                break
+            if self._to_restore:
+                granted.extend(self._grant_restore())
                 break
             if operation.phase is None:
                 granted.extend(self._grant_export(operation))
@@ -300,7 +295,7 @@ class Pipeline:
             if len(self._running) >= self.shape.max_prefetched:
                 break
             waits_for = range(self.shape.num_blocks) if self.shape.updates_alone else blocks
-            if any(self.versions[block] < operation.version for block in waits_for):
+            if any(self.commits.versions[block] < operation.version for block in waits_for):
                 break
             self._running[operation.op] = operation
             self._begun = operation.step
@@ -309,17 +304,19 @@ class Pipeline:
         return granted
 
     def _compute(self, operation: Operation, blocks: tuple[BlockIndex, ...]) -> list[Instruction]:
-        worker, job = self.shape.gpu_worker, self.shape.job
-        assert operation.phase is not None
+        worker, job, op, phase = self.shape.gpu_worker, self.shape.job, operation.op, operation.phase
+        assert phase is not None
         fetches = [
-            Instruction(worker, PrefetchParams(job=job, step=operation.version, op=operation.op, block=block))
+            Instruction(
+                worker, PrefetchParams(job=job, step=self.commits.label(block), op=op, phase=phase, block=block)
+            )
             for block in blocks
         ]
         compute = ComputeBlock(
             job=job,
             step=operation.step,
-            op=operation.op,
-            phase=operation.phase,
+            op=op,
+            phase=phase,
             block=operation.block,
             blocks=blocks,
             group=operation.group,
@@ -336,15 +333,20 @@ class Pipeline:
             self._end_step(updates, StepResult.UPDATED)  # or with an error
         return updates.loss_scale
 
-    def _grant_skip(self) -> list[Instruction]:
-        """A skipped step is committed once nothing of it is on its way and the one before is safe."""
+    def _skip(self) -> None:
+        """A skipped step is over once nothing of it is on its way."""
         step = self._to_skip
-        if step is None or step not in self._steps or self.committed < step - 1:
+        if step is None or self._steps[step].num_at_rest < self.shape.num_blocks:
+            return
+        self._to_skip = None
+        self.commits.step_over(Step(step), self._steps.pop(step).trainer_state)
+
+    def _grant_restore(self) -> list[Instruction]:
+        if self._restoring:
             return []
-        if self._steps[step].num_offloaded < self.shape.num_blocks:
-            return []
-        del self._steps[step]
-        return self._commit(Step(step), is_unchanged=True)
+        self._restoring = True
+        message = RestoreStates(job=self.shape.job, step=Step(self.committed))
+        return [Instruction(actor, message) for actor in sorted(self._to_restore)]
 
     def _grant_export(self, operation: Operation) -> list[Instruction]:
         if self._exporting or self._running or self.committed < operation.version:
@@ -357,7 +359,11 @@ class Pipeline:
     def _grant_offloads(self) -> list[Instruction]:
         granted = []
         while self._to_offload and len(self._offloading) < self.shape.max_offloading:
-            step, block = heapq.heappop(self._to_offload)
+            step, block = self._to_offload[0]
+            # On the SSDs it takes the place of what the step before the last commit left.
+            if block in self.shape.spilled_blocks and self.committed < step - 1:
+                break
+            heapq.heappop(self._to_offload)
             self._offloading.add((step, block))
             message = OffloadGrad(job=self.shape.job, step=Step(step), block=BlockIndex(block))
             granted.append(Instruction(self.shape.gpu_worker, message))
@@ -365,26 +371,22 @@ class Pipeline:
 
     def _queue_update(self, step: int, block: BlockIndex, chunks: tuple[GradChunk, ...]) -> None:
         self._grads[(step, block)] = chunks
-        heapq.heappush(self._to_update, (step, block))
+        heapq.heappush(self._to_update[block in self.shape.device_blocks], (step, block))
 
-    def _grant_updates(self) -> list[Instruction]:
+    def _grant_updates(self, *, is_device: bool) -> list[Instruction]:
         granted: list[Instruction] = []
-        while self._to_update and len(self._updating) < self.shape.max_updating:
-            step, block = self._to_update[0]
-            # Step t overwrites what t-2 left; until t-1 is safe, that is what a restart would need.
-            if self.committed < step - 1:
-                break
-            heapq.heappop(self._to_update)
+        queue = self._to_update[is_device]
+        num_updating = sum((block in self.shape.device_blocks) == is_device for _, block in self._updating)
+        while queue and num_updating < self.shape.max_updating and self.commits.may_update(queue[0][0]):
+            step, block = heapq.heappop(queue)
+            num_updating += 1
             chunks = self._grads.pop((step, block))
-            num = len(self.shape.optimizers)
-            shares = {
-                actor: tuple(chunk for chunk in chunks if chunk.key.chunk % num == i)
-                for i, actor in enumerate(self.shape.optimizers)
-            }
-            self._updating[(step, block)] = {actor for actor, share in shares.items() if share}
-            for actor, share in shares.items():
-                if share:
-                    granted.append(Instruction(actor, self._update(step, block, share)))
+            holders = self.shape.holders(block)
+            self._updating[(step, block)] = set(holders)
+            for actor in holders:
+                # None for the device: there the gradients are where the states are.
+                share = tuple(chunk for chunk in chunks if self.shape.optimizer_of(chunk.key) == actor)
+                granted.append(Instruction(actor, self._update(step, block, share)))
         return granted
 
     def _update(self, step: int, block: int, chunks: tuple[GradChunk, ...]) -> UpdateBlock:
@@ -392,64 +394,16 @@ class Pipeline:
             job=self.shape.job,
             step=Step(step),
             block=BlockIndex(block),
+            from_step=self.commits.label(BlockIndex(block)),
             chunks=chunks,
             optimizer_step=self._steps[step].optimizer_step,
             learning_rate=self.shape.learning_rate(step),
             grad_scale=self._steps[step].grad_scale,
         )
 
-    def _commit(self, step: Step, *, is_unchanged: bool) -> list[Instruction]:
-        self._committing[step] = set(self.shape.ssd_servers)
-        message = CommitStore(
-            job=self.shape.job,
-            step=step,
-            attempt=self.shape.attempt,
-            is_unchanged=is_unchanged,
-            trainer_state=self.shape.trainer_state(step),
-        )
-        return [Instruction(ssd, message) for ssd in self.shape.ssd_servers]
-
-    # --- deadlines --------------------------------------------------------------------------------------------------
-
-    def _issue(self, instructions: list[Instruction], now_s: float) -> list[Instruction]:
-        for instruction in instructions:
-            for key, what in _waits_of(instruction.message):
-                wait = Wait(since_s=now_s, actor=instruction.to, what=what)
-                self.waits[(*key, instruction.to)] = wait
-        return instructions
-
-    def _settle(self, kind: str, number: int, block: int, actor: ActorName) -> None:
-        if self.waits.pop((kind, number, block, actor), None) is None:
-            raise UnexpectedEventError(f"{actor} reported a {kind} of {number}, block {block}, that nobody asked for")
-
     def _sender(self, event: Message) -> ActorName:
-        if isinstance(event, (BlockUpdated, StoreCommitted)):
+        if isinstance(event, BlockUpdated | BlockFlushed | StatesRestored | StoreCommitted):
             return event.actor
-        if isinstance(event, (ModelLoaded, ModelExported)):
+        if isinstance(event, ModelLoaded | ModelExported):
             return self.shape.optimizers[0]
         return self.shape.gpu_worker
-
-
-def _waits_of(message: Message) -> list[tuple[tuple[str, int, int], str]]:
-    """What an instruction makes the scheduler wait for, and its names for people."""
-    match message:
-        case LoadModel():
-            return [(("load", 0, 0), "loading the model")]
-        case ComputeBlock():
-            where = f"of block {message.block} in step {message.step}"
-            computed = (("compute", message.op, message.block), f"the {message.phase} {where}")
-            if message.phase not in (Phase.HEAD, Phase.BACKWARD):
-                return [computed]
-            return [computed, (("gradient", message.step, message.block), f"the gradient {where}")]
-        case OffloadGrad():
-            what = f"the gradient offload of block {message.block} in step {message.step}"
-            return [(("offload", message.step, message.block), what)]
-        case UpdateBlock():
-            what = f"the update of block {message.block} in step {message.step}"
-            return [(("update", message.step, message.block), what)]
-        case CommitStore():
-            return [(("commit", message.step, 0), f"the commit of step {message.step}")]
-        case ExportModel():
-            return [(("export", message.step, 0), f"the export of step {message.step}")]
-        case _:
-            return []

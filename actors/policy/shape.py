@@ -25,21 +25,72 @@ class JobShape:
     updates_alone: bool  # no compute before all updates of the step are done
     max_bad_steps: int  # skipped in a row
     learning_rate: Callable[[int], float]  # of a step, from 1
-    trainer_state: Callable[[int], str]  # JSON that a commit of a step keeps for a restart
+    trainer_state: Callable[[int], str]  # JSON that a commit of a step keeps for a restart; asked for once a step
     gpu_worker: ActorName
     optimizers: tuple[ActorName, ...]
     ssd_servers: tuple[ActorName, ...]
     output_dir: str
+    # Where the states of blocks rest: in host memory, on the device, and all others' on the SSDs.
+    host_blocks: frozenset[int] = frozenset()
+    device_blocks: frozenset[int] = frozenset()
+    spilled_blocks: frozenset[int] = frozenset()  # whose kept gradients go to the SSDs, over the states to come
+    commit_every: int = 1  # steps
     # How many may be outstanding at each resource: enough to keep it busy, few for a late urgent block to overtake.
     max_prefetched: int = 2  # operations whose params have been asked for and which are not done: device buffers
     max_offloading: int = 2  # blocks
-    max_updating: int = 2  # blocks
+    max_updating: int = 2  # blocks at the optimizers, and as many on the device
     deadline_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.commit_every < 1:
+            raise ValueError(
+                f"commit_every is {self.commit_every}; states are committed every so many steps, at least 1"
+            )
+        if both := self.host_blocks & self.device_blocks:
+            raise ValueError(
+                f"the states of blocks {sorted(both)} rest either in host memory or on the device, not both"
+            )
+        if self.spilled_blocks and (self.resident_blocks or self.commit_every > 1):
+            raise ValueError(
+                f"gradients of blocks {sorted(self.spilled_blocks)} go to the SSDs: then every step must be committed, "
+                f"not every {self.commit_every}, and no states rest in memory, as those of {self.resident_blocks} do"
+            )
 
     @property
     def num_blocks(self) -> int:
         """Embedding, layers and head."""
         return len(self.chunks)
+
+    @property
+    def resident_blocks(self) -> tuple[BlockIndex, ...]:
+        """Blocks whose states rest in memory, smallest first."""
+        return tuple(BlockIndex(block) for block in sorted(self.host_blocks | self.device_blocks))
+
+    def optimizer_of(self, key: ChunkKey) -> ActorName:
+        """Which of the optimizers has a chunk, where its block's states do not rest on the device."""
+        return self.optimizers[key.chunk % len(self.optimizers)]
+
+    def holders(self, block: int) -> tuple[ActorName, ...]:
+        """Who updates a block, and holds its states where they rest in memory."""
+        if block in self.device_blocks:
+            return (self.gpu_worker,)
+        return tuple(dict.fromkeys(self.optimizer_of(key) for key in self.chunks[block]))
+
+    def is_commit_step(self, step: int) -> bool:
+        """Whether a step is committed, wherever the job stops."""
+        return step == self.total_steps or any(step % every == 0 for every in self._commit_intervals)
+
+    def commit_before(self, step: int) -> int:
+        """The last step before this one that is committed."""
+        return max((step - 1) // every * every for every in self._commit_intervals)
+
+    def commit_after(self, step: int) -> int:
+        """The first step after this one that is committed."""
+        return min(self.total_steps, *((step // every + 1) * every for every in self._commit_intervals))
+
+    @property
+    def _commit_intervals(self) -> tuple[int, ...]:
+        return (self.commit_every, self.checkpoint_every) if self.checkpoint_every else (self.commit_every,)
 
     def path_of_export(self, step: int) -> str:
         """The final model takes the output folder itself; checkpoints stand beside it."""

@@ -25,6 +25,7 @@ from tests.training import (
 )
 from windlass.actors.job_spec import JobSpec
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.planner.plan import Placement
 from windlass.service.processes import find_process, wait_until_gone
 from windlass.service.ray_cluster import RayCluster
 from windlass.storage.ids import BlockIndex, Precision
@@ -174,12 +175,21 @@ def test_the_working_directory_comes_first_on_the_workers_import_path(driver: Dr
     assert path.index(str(cwd)) < min(i for i, each in enumerate(path) if each.endswith("site-packages"))
 
 
+EVERY_BLOCK = (0, 1, 2, 3, 4)
+
+
 @pytest.mark.parametrize(
-    ("precision", "num_microbatches"),
-    [(Precision.FP32, 1), (Precision.FP32, 4), (Precision.BF16, 1), (Precision.BF16, 4), (Precision.FP16, 4)],
+    ("precision", "num_microbatches", "placement"),
+    [
+        pytest.param(Precision.FP32, 1, Placement(), id="fp32"),
+        pytest.param(Precision.FP32, 4, Placement(host_blocks=(1,), device_blocks=(3,), commit_every=4), id="mixed"),
+        pytest.param(Precision.BF16, 1, Placement(num_host_grad_blocks=1), id="gradients on SSDs"),
+        pytest.param(Precision.BF16, 4, Placement(host_blocks=EVERY_BLOCK), id="states in host memory"),
+        pytest.param(Precision.FP16, 4, Placement(num_cached_params=1000), id="params stay"),
+    ],
 )
 def test_thirty_steps_agree_with_plain_pytorch(
-    driver: Driver, tmp_path: Path, precision: Precision, num_microbatches: int
+    driver: Driver, tmp_path: Path, precision: Precision, num_microbatches: int, placement: Placement
 ) -> None:
     spec = make_spec(
         tmp_path,
@@ -189,6 +199,7 @@ def test_thirty_steps_agree_with_plain_pytorch(
         clip_norm=0.5 if precision is Precision.BF16 else None,
         num_cpu_optimizers=2 if num_microbatches == 4 else 1,
         checkpoint_every=20,
+        placement=placement,
     )
     driver.start(spec)
     outcome = driver.await_end(spec)

@@ -8,7 +8,16 @@ from typing import TypeVar
 import torch
 
 from windlass.actors.context import JobContext
-from windlass.actors.messages import ChunkIo, ChunkIoDone, Message, ReadChunks, WriteChunks
+from windlass.actors.messages import (
+    BorrowParams,
+    ChunkIo,
+    ChunkIoDone,
+    Message,
+    ParamLoan,
+    ParamsLent,
+    ReadChunks,
+    WriteChunks,
+)
 from windlass.storage.arena import Arena
 from windlass.storage.ids import ActorName, ChunkKey, StateKind, Step
 
@@ -25,6 +34,7 @@ class MemorySsds:
         self.states: dict[tuple[Step, ChunkKey, StateKind], bytes] = {}
         self.sent: list[tuple[ActorName, Message]] = []
         self.answer: Callable[[Message], None] = lambda message: None  # the actor's `post`
+        self.lend: Callable[[BorrowParams], tuple[ParamLoan, ...]] = lambda message: ()
         self.hold = False
         self.held: list[ReadChunks | WriteChunks] = []
         self.num_open_writes = 0  # chunks whose write was asked for and not answered
@@ -35,7 +45,10 @@ class MemorySsds:
         with self._changed:
             self.sent.append((to, message))
             self._changed.notify_all()
-        if isinstance(message, ReadChunks | WriteChunks):
+        if isinstance(message, BorrowParams):
+            lent = ParamsLent(job=message.job, step=message.step, block=message.block, loans=self.lend(message))
+            self.answer(lent)
+        elif isinstance(message, ReadChunks | WriteChunks):
             for item in message.items:
                 assert to == f"ssd-{self.context.geometry(0).ssd_of(item.key)}"
             if self.hold:

@@ -15,8 +15,8 @@ from windlass.actors.context import (
     ssd_name,
 )
 from windlass.actors.job_spec import UpdateOrder
-from windlass.planner.plan import PlanError
-from windlass.storage.ids import ALL_FORMATS, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision
+from windlass.planner.plan import Placement, PlanError
+from windlass.storage.ids import ALL_FORMATS, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision, StateKind
 
 LAYOUT = make_layout(3000, 5000, 5000, 100)
 
@@ -73,13 +73,14 @@ def test_all_states_of_a_chunk_fit_one_slot_side_by_side(formats: Formats) -> No
     hyper = {"precision": formats.precision, "state_precision": formats.states}
     context = make_context(make_spec(hyperparameters=hyper), LAYOUT, "/arena")
     assert context.formats == context.geometry(0).formats == formats
-    ends = []
-    for kind, offset in context.state_offsets().items():
-        assert offset == (ends[-1] if ends else 0)
-        assert offset % 4096 == 0
-        ends.append(offset + formats.itemsizes[kind] * LAYOUT.chunk_numel)
-    assert set(context.state_offsets()) == set(formats.itemsizes)
-    assert all(pool.slot_nbytes == ends[-1] for pool in context.plan.states)
+    end = 0
+    for kind, itemsize in formats.itemsizes.items():
+        assert context.state_offsets()[kind] == end
+        assert end % 4096 == 0
+        end += itemsize * LAYOUT.chunk_numel
+    assert context.state_offsets().keys() - formats.itemsizes.keys() == {StateKind.GRAD}
+    assert context.state_offsets()[StateKind.GRAD] == end  # there where gradients may be on an SSD
+    assert all(pool.slot_nbytes == end for pool in context.plan.states)
     assert context.plan.params.slot_nbytes == LAYOUT.chunk_numel * formats.itemsizes[formats.param_kind]
     assert formats.param_kind in context.state_offsets()
 
@@ -123,6 +124,21 @@ def test_transfers_are_whole_pages(nbytes: int, expected: int) -> None:
 )
 def test_every_gradient_has_a_slot_where_all_must_be_known(hyperparameters: dict[str, Any], num_slots: int) -> None:
     assert make_context(make_spec(hyperparameters=hyperparameters), LAYOUT, "/arena").plan.grads.num_slots == num_slots
+
+
+def test_a_slot_for_states_has_room_for_a_gradient_that_was_on_an_ssd() -> None:
+    placement = Placement(num_host_grad_blocks=1)
+    context = make_context(make_spec(placement=placement, hyperparameters={"clip_norm": 1.0}), LAYOUT, "/arena")
+    end = context.state_offsets()[StateKind.GRAD] + context.plan.grads.slot_nbytes
+    assert all(pool.slot_nbytes == end for pool in context.plan.states)
+
+
+def test_states_that_rest_in_host_memory_have_a_slot_for_each_chunk() -> None:
+    context = make_context(make_spec(placement=Placement(host_blocks=(3, 1))), LAYOUT, "/arena")
+    slots, pool = context.host_slots(), context.plan.host_states
+    assert list(slots) == [key(1, 0), key(1, 1), key(1, 2), key(3, 0)]
+    assert [slot.offset for slot in slots.values()] == [pool.offset + i * pool.slot_nbytes for i in range(4)]
+    assert {slot.nbytes for slot in slots.values()} == {context.geometry(0).extent_nbytes}
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:

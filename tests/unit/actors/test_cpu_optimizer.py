@@ -16,20 +16,28 @@ from windlass.actors.cpu_optimizer import CpuOptimizer
 from windlass.actors.job_spec import Optimizer
 from windlass.actors.messages import (
     ActorFailed,
+    BlockFlushed,
     BlockUpdated,
+    BorrowParams,
+    FlushBlock,
     GradChunk,
     GradSlotsReturned,
     KernelChosen,
     LoadModel,
     LossComputed,
+    ParamLoan,
+    ParamsReturned,
     Phase,
     ReadChunks,
+    RestoreStates,
+    StatesRestored,
     UpdateBlock,
     WriteChunks,
 )
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.engine.split_master import join_master, plain_exp_avg_sq, split_master
+from windlass.planner.plan import Placement
 from windlass.storage.arena import Arena
 from windlass.storage.ids import (
     ALL_FORMATS,
@@ -70,10 +78,13 @@ KEYS = LAYOUT.chunk_keys(BlockIndex(0))
 class Bench:
     """An optimizer that has begun, its arena and its SSDs; step 2's states are stored."""
 
-    def __init__(self, directory: Path, formats: Formats, **hyperparameters: Any) -> None:
+    def __init__(
+        self, directory: Path, formats: Formats, *, placement: Placement | None = None, **hyperparameters: Any
+    ) -> None:
         # Gradients of fp32 in any precision: there are two micro-batches. Clipping keeps slots for all of them.
         hyper = {"precision": formats.precision, "state_precision": formats.states, "clip_norm": 1.0}
         spec = make_spec(num_cpu_optimizers=1, hyperparameters={**hyper, **hyperparameters})
+        spec = replace(spec, placement=placement or Placement())
         context = make_context(spec, LAYOUT, str(directory / "arena"))
         self.context: JobContext = context
         self.arena = Arena.create(context.arena_path, context.plan.arena_nbytes)
@@ -111,6 +122,7 @@ class Bench:
             job=self.context.spec.job,
             step=Step(3),
             block=BlockIndex(0),
+            from_step=Step(2),
             optimizer_step=2,
             chunks=self.grad_chunks(),
             learning_rate=1e-2,
@@ -189,6 +201,10 @@ def check_update(bench: Bench, grad_scale: float = 1.0) -> None:
     bench.optimizer.post(bench.update(grad_scale))
     (updated,) = bench.ssds.receive(BlockUpdated)
     assert (updated.step, updated.block, updated.actor) == (3, 0, "optimizer-0")
+    check_new_states(bench, grad_scale)
+
+
+def check_new_states(bench: Bench, grad_scale: float = 1.0) -> None:
     formats, states = bench.context.formats, bench.new_states()
     # Of bf16 states, which are rounded at random, at most one unit in the last place.
     rtol, atol = (2**-7, 1e-6) if formats.states is StatePrecision.BF16 else (1e-6, 1e-7)
@@ -305,3 +321,141 @@ def test_a_key_belongs_to_one_ssd(bench: Bench) -> None:
         if isinstance(message, ReadChunks | WriteChunks):
             receivers.setdefault(message.items[0].key, set()).add(to)
     assert [receivers[key] for key in KEYS] == [{f"ssd-{i % 2}"} for i in range(len(KEYS))]
+
+
+# --- params updated in slots that the GPU worker lends ----------------------------------------------------------------
+
+
+class Lender:
+    """Slots of the GPU worker's for some of the chunks, and what lies in them."""
+
+    def __init__(self, bench: Bench, is_filled: dict[ChunkKey, bool]) -> None:
+        self.bench = bench
+        pool, self.kind = bench.context.plan.params, bench.context.formats.param_kind
+        self.spans = {
+            key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(is_filled)
+        }
+        for key, is_full in is_filled.items():
+            buffer = bench.arena.buffer(self.spans[key])
+            buffer[:] = b"\xff" * len(buffer)
+            if is_full:
+                state = bench.ssds.states.pop((Step(2), key, self.kind))  # nowhere else
+                buffer[: len(state)] = state
+        self.loans = tuple(ParamLoan(key, self.spans[key], is_full) for key, is_full in is_filled.items())
+
+    def __call__(self, message: BorrowParams) -> tuple[ParamLoan, ...]:
+        assert (message.block, message.from_step, message.step, message.actor) == (0, 2, 3, "optimizer-0")
+        assert list(message.keys) == KEYS
+        return self.loans
+
+
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_params_are_updated_in_lent_slots_and_stay_there(bench: Bench, is_filled: bool) -> None:
+    # Two chunks of five, one of them the short one.
+    lender = Lender(bench, {KEYS[1]: is_filled, KEYS[4]: is_filled})
+    bench.ssds.lend = lender
+    check_update(bench)
+    returned = {message.key: message for message in bench.ssds.of(ParamsReturned)}
+    assert {key: message.span for key, message in returned.items()} == lender.spans
+    assert {message.step for message in returned.values()} == {3}
+    for key, span in lender.spans.items():
+        state = bench.ssds.states[(Step(3), key, lender.kind)]
+        assert bytes(bench.arena.buffer(span))[: len(state)] == state
+    kinds = [type(message) for _, message in bench.ssds.sent]
+    assert kinds.index(BlockUpdated) > max(i for i, kind in enumerate(kinds) if kind is ParamsReturned)
+
+
+def test_what_lies_in_a_lent_slot_is_not_read_again(bench: Bench) -> None:
+    bench.ssds.lend = Lender(bench, {KEYS[0]: True, KEYS[2]: False})
+    bench.optimizer.post(bench.update())
+    bench.ssds.receive(BlockUpdated)
+    read = {item.key: {part.kind for part in item.parts} for m in bench.ssds.of(ReadChunks) for item in m.items}
+    assert bench.context.formats.param_kind not in read[KEYS[0]]
+    assert read[KEYS[2]] == read[KEYS[1]]
+
+
+def test_a_slot_is_returned_only_when_its_params_are_written(bench: Bench) -> None:
+    """Until then the SSD server reads from it."""
+    bench.ssds.lend = Lender(bench, {KEYS[0]: False})
+    bench.ssds.hold = True
+    bench.optimizer.post(bench.update())
+    for read in bench.ssds.receive(ReadChunks):
+        bench.ssds.serve(read)
+    (write, *_) = bench.ssds.receive(WriteChunks)
+    assert bench.ssds.of(ParamsReturned) == []
+    bench.ssds.serve(write)
+    bench.ssds.receive(ParamsReturned)
+
+
+def test_nothing_is_borrowed_where_nothing_is_kept(tmp_path: Path) -> None:
+    for bench in _started(Bench(tmp_path, FP32, placement=Placement(num_cached_params=0))):
+        check_update(bench)
+        assert bench.ssds.of(BorrowParams) == []
+
+
+def test_a_worker_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, FP32)
+    bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=0.1)
+    bench.optimizer.setup()
+    bench.ssds.answer = lambda message: None
+    bench.optimizer.post(bench.update())
+    (failed,) = bench.ssds.receive(ActorFailed)
+    assert "gpu-0 did not say within 0.1 s whether it lends slots for the params of block 0 in step 3" in failed.error
+    bench.optimizer.stop()
+
+
+# --- gradients that were kept on an SSD -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_a_gradient_on_an_ssd_is_read_beside_the_states(tmp_path: Path, formats: Formats) -> None:
+    for bench in _started(Bench(tmp_path, formats, placement=Placement(num_host_grad_blocks=0))):
+        for key in KEYS:
+            start, stop = LAYOUT.chunk_range(key)
+            bench.ssds.put(3, key, StateKind.GRAD, bench.grad[start:stop])
+        update = replace(bench.update(), chunks=tuple(GradChunk(key, None) for key in KEYS))
+        bench.optimizer.post(update)
+        bench.ssds.receive(BlockUpdated)
+        check_new_states(bench)
+        assert bench.ssds.of(GradSlotsReturned) == []
+
+
+# --- states that rest in host memory ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=ALL_FORMATS, ids=lambda formats: f"{formats.precision}-{formats.states}-states")
+def resident(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path, request.param, placement=Placement(host_blocks=(0,)))
+    for started in _started(bench):
+        bench.optimizer.post(RestoreStates(job=bench.context.spec.job, step=Step(2)))
+        (restored,) = bench.ssds.receive(StatesRestored)
+        assert (restored.step, restored.actor) == (2, "optimizer-0")
+        yield started
+
+
+def flush(bench: Bench, step: int) -> None:
+    bench.optimizer.post(FlushBlock(job=bench.context.spec.job, step=Step(step), block=BlockIndex(0)))
+    (flushed,) = bench.ssds.receive(BlockFlushed)
+    assert (flushed.step, flushed.block, flushed.actor) == (step, 0, "optimizer-0")
+
+
+def test_states_in_host_memory_are_updated_there_and_written_when_asked(resident: Bench) -> None:
+    num_reads = len(resident.ssds.of(ReadChunks))
+    resident.optimizer.post(resident.update())
+    resident.ssds.receive(BlockUpdated)
+    assert len(resident.ssds.of(ReadChunks)) == num_reads
+    assert resident.ssds.of(WriteChunks) == []
+    assert resident.ssds.of(BorrowParams) == []
+    assert len(resident.ssds.of(GradSlotsReturned)) == len(KEYS)
+    flush(resident, 3)
+    check_new_states(resident)
+
+
+def test_a_flush_is_told_when_everything_is_written(resident: Bench) -> None:
+    resident.ssds.hold = True
+    resident.optimizer.post(FlushBlock(job=resident.context.spec.job, step=Step(2), block=BlockIndex(0)))
+    writes = resident.ssds.receive(WriteChunks, len(KEYS))
+    for write in writes:
+        assert resident.ssds.of(BlockFlushed) == []
+        resident.ssds.serve(write)
+    resident.ssds.receive(BlockFlushed)

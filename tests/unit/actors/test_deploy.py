@@ -85,7 +85,7 @@ def jobs_on(directory: Path) -> set[str]:
 
 def commit(step: int) -> CommitStore:
     return CommitStore(
-        job=JobId("ftjob-1"), step=Step(step), attempt=Attempt(2), is_unchanged=False, trainer_state="{}"
+        job=JobId("ftjob-1"), step=Step(step), attempt=Attempt(2), states_step=Step(step), trainer_state="{}"
     )
 
 

@@ -18,8 +18,20 @@ from tests.training import (
 )
 from windlass.actors.context import SsdFacts
 from windlass.actors.job_spec import JobSpec
+from windlass.actors.journal import METRICS, JournalRecord
 from windlass.actors.local import run_local
-from windlass.actors.messages import CommitStore, ExportModel, LoadModel, Message, UpdateBlock, WriteChunks
+from windlass.actors.messages import (
+    CommitStore,
+    ExportModel,
+    FlushBlock,
+    LoadModel,
+    Message,
+    OffloadGrad,
+    RestoreStates,
+    UpdateBlock,
+    WriteChunks,
+)
+from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, Attempt, ChunkKey, JobId, Precision
 from windlass.storage.transfers import DEFAULT_IO
 
@@ -98,6 +110,44 @@ def test_the_same_model_whatever_cut_the_attempts_off(
         assert torch.equal(exported_params(spec)[name], param), name
     told = [record.data["fine_tuned_model_checkpoint"] for record in journal_of(spec) if record.kind == "checkpoint"]
     assert set(told) == {"out-step-2", "out-step-4", "out"}
+    assert outcome["trained_tokens"] == trained_tokens
+    assert leftovers_of(spec) == []
+
+
+def is_of_a_step(record: JournalRecord) -> bool:
+    return record.kind == METRICS and "train_loss" in record.data
+
+
+SPILLED = Placement(num_host_grad_blocks=1)
+HOST = Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=10)
+MIXED = Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=5, commit_every=3)
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        # With commits at the steps 2, 4 and 6 (for checkpoints), and 3 where every third is committed.
+        [(SPILLED, (OffloadGrad, 3)), (SPILLED, (UpdateBlock, 5)), (SPILLED, None)],
+        [(HOST, (UpdateBlock, 4)), (HOST, (FlushBlock, 4)), (HOST, (CommitStore, 6)), (HOST, None)],
+        [(MIXED, (RestoreStates, 0)), (MIXED, (FlushBlock, 3)), (MIXED, (UpdateBlock, 5)), (MIXED, None)],
+        [(Placement(), (UpdateBlock, 2)), (HOST, (UpdateBlock, 4)), (SPILLED, (OffloadGrad, 5)), (MIXED, None)],
+    ],
+    ids=["spilled", "host", "mixed", "each attempt another"],
+)
+def test_an_attempt_goes_on_wherever_things_rest(
+    tmp_path: Path, uninterrupted: Result, attempts: list[tuple[Placement, tuple[type[Message], int] | None]]
+) -> None:
+    spec = job(tmp_path)
+    for number, (placement, cut) in enumerate(attempts, start=1):
+        outcome = attempt(dataclasses.replace(spec, placement=placement), number, cut)
+        assert (outcome is None) == (cut is not None)
+    losses, params, trained_tokens = uninterrupted
+    # Steps that were not committed are trained, and told, again.
+    told = [(record.data["step"], record.data["train_loss"]) for record in journal_of(spec) if is_of_a_step(record)]
+    assert set(told) == set(enumerate(losses, start=1))
+    for name, param in params.items():
+        assert torch.equal(exported_params(spec)[name], param), name
+    assert outcome is not None
     assert outcome["trained_tokens"] == trained_tokens
     assert leftovers_of(spec) == []
 

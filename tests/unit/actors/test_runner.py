@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from tests.unit.actors.specs import make_spec
+from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors.attempt_lock import close_attempt, has_begun
+from windlass.actors.context import make_context, optimizer_name
 from windlass.actors.deploy import Runner
 from windlass.actors.journal import read_journal
+from windlass.actors.messages import Announcement, KernelChosen, Message
 from windlass.actors.scheduler import INTERRUPTED, ActorLostError
-from windlass.storage.ids import Attempt
+from windlass.storage.ids import Attempt, Kernel, Step
 
 
 @pytest.fixture
@@ -41,6 +43,41 @@ def test_a_process_that_dies_while_the_attempt_starts_is_no_failure_of_the_job(
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.kind, outcome.data["status"]) == ("outcome", status)
+
+
+def test_what_is_told_before_there_is_a_scheduler_reaches_it_in_order(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actors tell of themselves while they are set up, and none of them waits for the others."""
+    received: list[Message] = []
+
+    class Receiver:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.post = received.append
+
+    monkeypatch.setattr("windlass.actors.deploy.Scheduler", Receiver)
+    chosen = [
+        KernelChosen(job=runner.spec.job, step=Step(0), actor=optimizer_name(index), kernel=Kernel.FUSED)
+        for index in range(3)
+    ]
+    runner._post(chosen[:1])
+    runner._post(chosen[1:2])
+    assert received == []
+    context = make_context(runner.spec, make_layout(5000), "/dev/shm/arena")
+    runner._make_scheduler(context, lambda to, message: None, None)
+    runner._post(chosen[2:])
+    assert received == chosen
+
+
+def test_an_announcement_is_in_the_journal_before_there_is_a_scheduler(runner: Runner, tmp_path: Path) -> None:
+    runner._post([Announcement(job=runner.spec.job, step=Step(0), text="Compiling")])
+    (told,) = read_journal(tmp_path / "journal.jsonl")
+    assert (told.kind, told.level, told.message, told.seq) == ("message", "info", "Compiling", 1)
+    runner._make_scheduler(
+        make_context(runner.spec, make_layout(5000), "/dev/shm/arena"), lambda to, message: None, None
+    )
+    runner._post([Announcement(job=runner.spec.job, step=Step(0), text="late")])
+    assert len(list(read_journal(tmp_path / "journal.jsonl"))) == 1
 
 
 def test_the_attempt_has_begun_when_start_returns(

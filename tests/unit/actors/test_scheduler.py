@@ -18,11 +18,14 @@ from windlass.actors.messages import (
     ActorFailed,
     BlockBackwardDone,
     BlockComputed,
+    BlockFlushed,
     BlockUpdated,
     CommitStore,
     ComputeBlock,
     ExportModel,
+    FlushBlock,
     GradChunk,
+    GradDropped,
     GradOffloaded,
     KernelChosen,
     LoadModel,
@@ -33,10 +36,13 @@ from windlass.actors.messages import (
     ModelLoaded,
     OffloadGrad,
     Phase,
+    RestoreStates,
+    StatesRestored,
     StoreCommitted,
     UpdateBlock,
 )
 from windlass.actors.scheduler import ActorLostError, JobFailedError, Scheduler
+from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, Attempt, JobId, Kernel, Precision, Rank, Span, Step
 from windlass.storage.store_format import CommitRecord
 
@@ -104,6 +110,10 @@ class Stage:
                 return [GradOffloaded(**facts, block=message.block, chunks=chunks)]
             case UpdateBlock():
                 return [BlockUpdated(**facts, block=message.block, actor=to)]
+            case FlushBlock():
+                return [BlockFlushed(**facts, block=message.block, actor=to)]
+            case RestoreStates():
+                return [StatesRestored(**facts, actor=to)]
             case CommitStore():
                 self.bytes_written[to] += NBYTES_A_STEP[to]
                 return [StoreCommitted(**facts, actor=to, bytes_read=100, bytes_written=self.bytes_written[to])]
@@ -248,13 +258,16 @@ def test_an_actor_that_is_gone_ends_the_job(stage: Stage) -> None:
         (OffloadGrad, "gpu-0 did not finish the gradient offload of block 2 in step 1 within 0.5 s"),
         (CommitStore, "ssd-0 did not finish the commit of step 0 within 0.5 s"),
         (ExportModel, "optimizer-0 did not finish the export of step 4 within 0.5 s"),
+        (RestoreStates, "gpu-0 did not finish reading the states of step 0 into memory within 0.5 s"),
+        (FlushBlock, "gpu-0 did not finish the flush of block 2, as step 3 left it within 0.5 s"),
     ],
 )
 def test_a_wait_that_is_too_long_names_step_block_and_actor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: type[Message], message: str
 ) -> None:
     monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
-    stage = Stage(tmp_path, deadline_s=0.5)
+    tiers = TIERED | {"total_steps": 4} if silent in (RestoreStates, FlushBlock) else {}
+    stage = Stage(tmp_path, deadline_s=0.5, **tiers)
     stage.silent = {silent}
     outcome = stage.run()
     assert outcome["status"] == "failed"
@@ -335,7 +348,10 @@ def test_a_job_whose_states_have_vanished_does_not_start_over(tmp_path: Path) ->
     run_first_attempt(tmp_path)
     outcome = Stage(tmp_path, attempt=Attempt(3)).run()
     assert outcome["status"] == "failed"
-    assert "step 4 was committed, and none of the job's SSDs (/ssd0, /ssd1) holds states" in outcome["error"]["message"]
+    assert (
+        "the job had come to step 4, and none of its SSDs (/ssd0, /ssd1) holds its states"
+        in outcome["error"]["message"]
+    )
 
 
 def test_a_lost_process_interrupts_the_attempt(stage: Stage) -> None:
@@ -370,6 +386,150 @@ def test_bytes_written_to_other_ssds_are_not_carried_over(tmp_path: Path) -> Non
     stage.run()
     told = [record.data["ssd_bytes_written_by_ssd"] for record in journal_of(stage.spec) if record.kind == "metrics"]
     assert told[-2:] == [[250, 150], [50]]
+
+
+# --- states in memory: not every step is committed -------------------------------------------------------------------
+
+TIERED: dict[str, Any] = {
+    "total_steps": 7,
+    "placement": Placement(host_blocks=(0,), device_blocks=(2,), commit_every=3),
+}
+
+
+def told_steps(spec: JobSpec, attempt: int = 2) -> list[int]:
+    """Steps in the order in which an attempt told of their training."""
+    records = [each for each in journal_of(spec) if each.attempt == attempt and "train_loss" in each.data]
+    return [each.data["step"] for each in records]
+
+
+def test_the_policy_knows_where_states_rest(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, **TIERED)
+    shape = stage.scheduler.pipeline.shape
+    assert (shape.host_blocks, shape.device_blocks, shape.spilled_blocks) == ({0}, {2}, frozenset())
+    assert shape.commit_every == 3
+    assert stage.run()["status"] == "succeeded"
+    assert {(to, message.block) for to, message in stage.received if isinstance(message, FlushBlock)} == {
+        ("optimizer-0", 0),
+        ("gpu-0", 2),
+    }
+    restored = [(to, message.step) for to, message in stage.received if isinstance(message, RestoreStates)]
+    assert restored == [("gpu-0", 0), ("optimizer-0", 0)]
+    spilled = Stage(tmp_path / "spilled", hyperparameters=FP16, placement=Placement(num_host_grad_blocks=1))
+    assert spilled.scheduler.pipeline.shape.spilled_blocks == {1, 2}
+    assert spilled.run()["status"] == "succeeded"
+
+
+def test_steps_are_told_when_they_are_over_or_committed_where_that_is_due(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, **TIERED)
+    told_when_committed: dict[int, list[int]] = {}
+
+    def look(message: Message) -> None:
+        if isinstance(message, CommitStore):
+            told_when_committed[message.step] = told_steps(stage.spec)
+
+    stage.before = look
+    outcome = stage.run()
+    assert outcome["trained_tokens"] == 7 * NUM_TARGETS
+    assert told_when_committed == {0: [], 3: [1, 2], 6: [1, 2, 3, 4, 5], 7: [1, 2, 3, 4, 5, 6]}
+    assert told_steps(stage.spec) == [1, 2, 3, 4, 5, 6, 7]
+    assert metrics_of(stage.spec, "trained_tokens") == {step: step * NUM_TARGETS for step in range(1, 8)}
+    assert min(metrics_of(stage.spec, "step_s").values()) > 0
+    assert metrics_of(stage.spec, "compute_s") == pytest.approx(dict.fromkeys(range(1, 8), 0.5))
+
+
+def test_bytes_between_commits_are_those_of_the_last_one(tmp_path: Path) -> None:
+    """What a step writes is the mean since the commit before, and not told before that is known."""
+    stage = Stage(tmp_path, **TIERED)
+    stage.run()
+    a_step, last = [50 // 3, 30 // 3], [50, 30]
+    assert metrics_of(stage.spec, "ssd_bytes_written_step_by_ssd") == {
+        3: a_step,
+        4: a_step,
+        5: a_step,
+        6: a_step,
+        7: last,
+    }
+    assert metrics_of(stage.spec, "ssd_bytes_written_step") == {3: 26, 4: 26, 5: 26, 6: 26, 7: 80}
+    num_commits = {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3, 7: 4}
+    assert metrics_of(stage.spec, "ssd_bytes_written") == {step: 80 * num for step, num in num_commits.items()}
+    by_ssd = {step: [50 * num, 30 * num] for step, num in num_commits.items()}
+    assert metrics_of(stage.spec, "ssd_bytes_written_by_ssd") == by_ssd
+
+    Path(stage.spec.output_dir).rmdir()
+    resumed = Stage(tmp_path, resume_from=stage.commit(3), attempt=Attempt(3), **TIERED)
+    resumed.run()
+    told = [each.data for each in journal_of(resumed.spec) if each.attempt == 3 and each.kind == "metrics"]
+    assert [data["ssd_bytes_written"] for data in told] == [0, 0, 80, 160]
+    assert [data["ssd_bytes_written_by_ssd"][0] for data in told] == [200, 200, 250, 300]
+    assert [data.get("ssd_bytes_written_step_by_ssd") for data in told] == [None, None, a_step, last]
+
+
+def test_steps_past_the_last_commit_are_trained_and_told_again(tmp_path: Path) -> None:
+    first = Stage(tmp_path, **TIERED)
+
+    def lose(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.step == 6:
+            raise ActorLostError("the process of ssd-1 died")
+
+    first.before = lose
+    outcome = first.run()
+    assert (outcome["status"], outcome["trained_tokens"]) == ("interrupted", 5 * NUM_TARGETS)
+    assert told_steps(first.spec) == [1, 2, 3, 4, 5]
+    resumed = Stage(tmp_path, resume_from=first.commit(3), attempt=Attempt(3), **TIERED)
+    assert resumed.run()["trained_tokens"] == 7 * NUM_TARGETS
+    assert told_steps(resumed.spec, attempt=3) == [4, 5, 6, 7]
+    told = [each.data["trained_tokens"] for each in journal_of(resumed.spec) if "train_loss" in each.data]
+    assert told == [step * NUM_TARGETS for step in (1, 2, 3, 4, 5, 4, 5, 6, 7)]
+    assert [message.step for message in resumed.sent(RestoreStates)] == [3, 3]
+
+
+def test_cancelled_between_commits_it_commits_the_step_it_was_in(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, **TIERED)
+
+    def cancel(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.step == 4:
+            stage.scheduler.cancel()
+
+    stage.before = cancel
+    outcome = stage.run()
+    assert (outcome["status"], outcome["trained_tokens"]) == ("cancelled", 4 * NUM_TARGETS)
+    assert [message.step for message in stage.sent(CommitStore)] == [0, 0, 3, 3, 4, 4]
+    assert told_steps(stage.spec) == [1, 2, 3, 4]
+    state = json.loads(stage.commit(4).trainer_state)
+    assert (state["trainer"]["optimizer_step"], state["trained_tokens"]) == (4, 4 * NUM_TARGETS)
+
+
+def test_cancelled_when_a_step_was_told_already_it_is_committed_and_told_once(tmp_path: Path) -> None:
+    """The evaluation after it has begun."""
+    stage = Stage(tmp_path, **TIERED, num_validation_examples=9, evaluate_every=4)
+
+    def cancel(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.phase is Phase.EVALUATE:
+            stage.scheduler.cancel()
+
+    stage.before = cancel
+    outcome = stage.run()
+    assert (outcome["status"], outcome["trained_tokens"]) == ("cancelled", 4 * NUM_TARGETS)
+    assert [message.step for message in stage.sent(CommitStore)][-2:] == [4, 4]
+    assert told_steps(stage.spec) == [1, 2, 3, 4]
+
+
+def test_skipped_steps_between_commits_are_told_and_count_in_the_next_commit(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, **TIERED, hyperparameters=FP16)
+    for step in (2, 3, 4, 7):
+        stage.bad_grads.add((step, 1))
+    assert stage.run()["trained_tokens"] == 7 * NUM_TARGETS
+    assert told_steps(stage.spec) == [1, 2, 3, 4, 5, 6, 7]
+    assert metrics_of(stage.spec, "skipped_steps") == {1: 0, 2: 1, 3: 2, 4: 3, 5: 3, 6: 3, 7: 4}
+    commits = {message.step: message.states_step for message in stage.sent(CommitStore)}
+    assert commits == {0: 0, 3: 1, 6: 6, 7: 6}
+    tokens = {step: json.loads(stage.commit(step).trainer_state)["trained_tokens"] for step in commits}
+    assert tokens == {step: step * NUM_TARGETS for step in commits}
+    dropped = {(message.step, message.block) for message in stage.sent(GradDropped)}
+    assert dropped == {(step, block) for step in (2, 3, 4, 7) for block in range(3)}
+    assert [message.split(":")[0] for message in warnings_of(stage.spec)] == [
+        f"Step {step} skipped" for step in (2, 3, 4, 7)
+    ]
 
 
 def test_a_later_attempt_appends_to_the_journal(tmp_path: Path) -> None:
@@ -442,8 +602,8 @@ def test_a_skipped_step_is_told_with_its_first_block_and_its_scale(tmp_path: Pat
     told = [record["message"] for record in strict_journal(stage.spec) if record["kind"] == "metrics"]
     assert told[1] == "Step 2/4: training loss=not finite"
     assert told[2] == "Step 3/4: training loss=3.0000"
-    commits = {message.step: message.is_unchanged for message in stage.sent(CommitStore)}
-    assert commits == {0: False, 1: False, 2: True, 3: True, 4: False}
+    commits = {message.step: message.states_step for message in stage.sent(CommitStore)}
+    assert commits == {0: 0, 1: 1, 2: 1, 3: 2, 4: 4}
     assert {(m.step, m.optimizer_step, m.grad_scale) for m in stage.sent(UpdateBlock)} == {
         (1, 1, 1 / 65536),
         (4, 2, 1 / 16384),
@@ -518,8 +678,8 @@ def test_what_a_commit_keeps_is_taken_up(tmp_path: Path) -> None:
     first.break_step(2, block=0)
     first.run()
     state = json.loads(first.commit(2).trainer_state, parse_constant=pytest.fail)
-    assert (state["optimizer_step"], state["bad_steps"], state["good_steps"]) == (1, 1, 0)
-    assert (state["loss_scale"], state["train_loss"], state["grad_norm"]) == (32768.0, None, None)
+    assert state["trainer"] == {"optimizer_step": 1, "bad_steps": 1, "loss_scale": 32768.0, "good_steps": 0}
+    assert state["metrics"] == {"train_loss": None, "train_mean_token_accuracy": 0.4, "grad_norm": None}
 
     stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3), hyperparameters=FP16)
     assert stage.run()["status"] == "succeeded"

@@ -1,74 +1,49 @@
 import errno
 import os
-import queue
-import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.unit.storage.stores import BF16
+from tests.unit.actors.ssd_bench import (
+    CHUNK_NBYTES,
+    CHUNK_NUMEL,
+    GEOMETRY,
+    GRADIENT_NBYTES,
+    JOB,
+    KEYS,
+    WAIT_S,
+    WORKER,
+    Bench,
+    commit_of,
+)
 from windlass.actors.messages import (
     ActorFailed,
     ChunkIo,
     ChunkIoDone,
     ChunkPart,
-    CommitStore,
     LoadModel,
     Message,
     ReadChunks,
     StoreCommitted,
-    WriteChunks,
 )
-from windlass.actors.ssd_server import SsdServer
-from windlass.storage.arena import Arena
 from windlass.storage.ids import (
     ActorName,
     Attempt,
-    BlockIndex,
-    ChunkIndex,
-    ChunkKey,
     CorrelationId,
     JobId,
-    Rank,
     Span,
-    SsdIndex,
     StateKind,
     Step,
 )
 from windlass.storage.store_errors import StaleAttempt, StoreError
-from windlass.storage.store_format import StoreGeometry, last_common_commit
 from windlass.storage.transfers import Backend, IoSettings, uring_refusal
 from windlass.storage.volume import VOLUME_FILE, Volume
 
-JOB = JobId("ftjob-1")
-WORKER = ActorName("optimizer-0")
-CHUNK_NUMEL = 1 << 19
-CHUNK_NBYTES = 14 * CHUNK_NUMEL
-GEOMETRY = StoreGeometry(
-    job=JOB,
-    rank=Rank(0),
-    attempt=Attempt(1),
-    ssd=SsdIndex(0),
-    ssd_weights=(1,),
-    formats=BF16,
-    chunk_numel=CHUNK_NUMEL,
-    chunks_per_block=(3, 3),
-)
-KEYS = [ChunkKey(BlockIndex(block), ChunkIndex(chunk)) for block in range(2) for chunk in range(3)]
-WAIT_S = 30.0
-
-
-def threads(num_threads: int) -> IoSettings:
-    return IoSettings(backend=Backend.THREADS, num_threads=num_threads, depth=1, piece_nbytes=1 << 20)
-
-
-def commit_of(step: int, attempt: int = 1, *, is_unchanged: bool = False, job: JobId = JOB) -> CommitStore:
-    return CommitStore(
-        job=job, step=Step(step), attempt=Attempt(attempt), is_unchanged=is_unchanged, trainer_state=f"[{step}]"
-    )
+# What tells that the SSD hangs, and what ends it.
+Hang = Callable[..., tuple[threading.Event, threading.Event]]
 
 
 def holds_states(directory: Path) -> bool:
@@ -79,118 +54,37 @@ def holds_states(directory: Path) -> bool:
         volume.close()
 
 
-class Bench:
-    """A server, its arena, and what it sent, in order."""
-
-    def __init__(
-        self,
-        directory: Path,
-        num_threads: int = 4,
-        geometry: StoreGeometry = GEOMETRY,
-        max_open_chunks: int = 100,
-        io: IoSettings | None = None,
-    ) -> None:
-        self.directory = directory
-        self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", len(KEYS) * CHUNK_NBYTES)
-        self.sent: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
-        self.server = SsdServer(
-            ActorName("ssd-0"),
-            str(directory),
-            geometry,
-            str(self.arena.path),
-            lambda to, message: self.sent.put((to, message)),
-            io=io or threads(num_threads),
-            direct=False,
-            max_open_chunks=max_open_chunks,
-        )
-
-    def setup(self) -> None:
-        """Starts the server, as its job does."""
-        self.server.setup()
-        self.server.resume_from(last_common_commit([self.server.commits()]))
-
-    def last_step(self) -> int | None:
-        commits = self.server.commits()
-        return commits[-1].step if commits else None
-
-    def next(self) -> tuple[ActorName, Message]:
-        return self.sent.get(timeout=WAIT_S)
-
-    def items(self, keys: Sequence[ChunkKey]) -> tuple[ChunkIo, ...]:
-        """Every state of each chunk; a chunk's place in the arena is its place in KEYS."""
-        return tuple(ChunkIo(key, self.parts(key)) for key in keys)
-
-    def parts(self, key: ChunkKey) -> tuple[ChunkPart, ...]:
-        offset = KEYS.index(key) * CHUNK_NBYTES
-        parts = []
-        for kind, itemsize in BF16.itemsizes.items():
-            parts.append(ChunkPart(kind, Span(offset, itemsize * CHUNK_NUMEL)))
-            offset += itemsize * CHUNK_NUMEL
-        return tuple(parts)
-
-    def read(
-        self,
-        keys: Sequence[ChunkKey],
-        *,
-        step: int = 0,
-        id: int = 1,
-        priority: tuple[int, int] = (0, 0),
-        deadline_s: float = WAIT_S,
-    ) -> None:
-        request = ReadChunks(
-            job=JOB,
-            step=Step(step),
-            correlation=CorrelationId(id),
-            reply_to=WORKER,
-            priority=priority,
-            deadline_s=deadline_s,
-            items=self.items(keys),
-        )
-        self.server.post(request)
-
-    def write(
-        self,
-        keys: Sequence[ChunkKey],
-        *,
-        step: int = 0,
-        id: int = 1,
-        priority: tuple[int, int] = (0, 0),
-        deadline_s: float = WAIT_S,
-    ) -> None:
-        request = WriteChunks(
-            job=JOB,
-            step=Step(step),
-            correlation=CorrelationId(id),
-            reply_to=WORKER,
-            priority=priority,
-            deadline_s=deadline_s,
-            items=self.items(keys),
-        )
-        self.server.post(request)
-
-    def write_all(self, step: int = 0) -> None:
-        self.write(KEYS, step=step)
-        for _ in KEYS:
-            assert isinstance(self.next()[1], ChunkIoDone)
-
-    def commit(self, step: int, attempt: int = 1, *, is_unchanged: bool = False) -> None:
-        self.server.post(commit_of(step, attempt, is_unchanged=is_unchanged))
-
-    def fill(self, seed: int) -> bytes:
-        content = random.Random(seed).randbytes(1 << 20) * (self.arena.nbytes >> 20)
-        self.arena.buffer(Span(0, self.arena.nbytes))[:] = content
-        return content
-
-    def content(self) -> bytes:
-        return bytes(self.arena.buffer(Span(0, self.arena.nbytes)))
-
-
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     bench.setup()
     yield bench
     bench.server.stop()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Hang:
+    """Make the SSD hang in so many calls of a function of `os`."""
+
+    def replace_call(name: str, num_calls: int = 1000) -> tuple[threading.Event, threading.Event]:
+        entered, released = threading.Event(), threading.Event()
+        real, calls = getattr(os, name), iter(range(num_calls))
+
+        def call(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if next(calls, None) is not None:
+                entered.set()
+                assert released.wait(WAIT_S)
+            moved: int = real(fd, buffers, offset)
+            return moved
+
+        monkeypatch.setattr(os, name, call)
+        return entered, released
+
+    return replace_call
+
+
+def _fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    raise OSError(errno.EIO, "Input/output error")
 
 
 def _failure(answer: tuple[ActorName, Message]) -> ActorFailed:
@@ -251,6 +145,53 @@ class TestTransfers:
         bench.server.stop()
 
 
+class TestGradients:
+    def test_come_back_bit_exact_and_their_bytes_count(self, bench: Bench) -> None:
+        bench.write_all()
+        bench.commit(0)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        content = bench.fill(1)
+        bench.write(KEYS, step=1, gradient=True)
+        bench.wait_done()
+        bench.fill(2)
+        bench.read(KEYS, step=1, gradient=True)
+        bench.wait_done()
+        for i in range(len(KEYS)):
+            at = i * CHUNK_NBYTES
+            assert bench.content()[at : at + GRADIENT_NBYTES] == content[at : at + GRADIENT_NBYTES]
+        assert bench.server.bytes_read == len(KEYS) * GRADIENT_NBYTES
+        assert bench.server.bytes_written == len(KEYS) * (CHUNK_NBYTES + GRADIENT_NBYTES)
+
+    def test_make_room_for_the_states_of_their_step(self, bench: Bench) -> None:
+        bench.write_all()
+        bench.commit(0)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        bench.write(KEYS, step=1, gradient=True)
+        bench.wait_done()
+        content = bench.fill(1)
+        bench.write_all(step=1)
+        bench.read(KEYS[:1], step=1, gradient=True)
+        assert "cannot read 1048576 bytes of the grad of block 0, chunk 0 as step 1" in _failure(bench.next()).error
+        bench.write(KEYS[:1], step=2, gradient=True)
+        assert "cannot write the gradient of block 0, chunk 0, step 2" in _failure(bench.next()).error
+        bench.read(KEYS, step=1)
+        bench.wait_done()
+        assert bench.content() == content
+        bench.commit(1)
+        assert isinstance(bench.next()[1], StoreCommitted)
+
+    def test_flipped_bit_is_an_error(self, bench: Bench) -> None:
+        bench.write(KEYS[:1], gradient=True)
+        bench.wait_done(1)
+        volume = Volume.open(bench.directory, direct=False)
+        at = volume.allocation(JOB).extent_offsets(GEOMETRY.demand)[0] + GRADIENT_NBYTES - 5
+        byte = volume.device.read_records(at, 1)[0]
+        volume.device.write_records(at, bytes([byte ^ 0x10]))
+        volume.close()
+        bench.read(KEYS[:1], gradient=True)
+        assert "extent 0 (grad of block 0, chunk 0, step 0): the bytes" in _failure(bench.next()).error
+
+
 class TestOrder:
     def test_smallest_priority_first_then_arrival(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path, num_threads=1)
@@ -286,25 +227,17 @@ class TestOrder:
 
 
 class TestCommit:
-    def test_waits_for_the_writes_of_its_step_while_others_go_on(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("step", [0, 2])
+    def test_waits_for_the_writes_of_its_step_and_of_earlier_ones_while_others_go_on(
+        self, tmp_path: Path, hang: Hang, step: int
     ) -> None:
         bench = Bench(tmp_path, num_threads=2)
         bench.setup()
         bench.write_all()
-        entered, released = threading.Event(), threading.Event()
-        real_write = os.pwritev
-
-        def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if not entered.is_set():
-                entered.set()
-                assert released.wait(WAIT_S)
-            return real_write(fd, buffers, offset)
-
-        monkeypatch.setattr(os, "pwritev", hang)
+        entered, released = hang("pwritev", num_calls=1)
         bench.write([KEYS[0]], step=0, id=2)
         assert entered.wait(WAIT_S)
-        bench.commit(0)
+        bench.commit(step, states_step=0)
         # One thread hangs; were the commit runnable, the other would have done it before this read.
         bench.read([KEYS[1]], step=0, id=3)
         answer = bench.next()[1]
@@ -319,38 +252,66 @@ class TestCommit:
         assert to == "scheduler"
         assert committed == StoreCommitted(
             job=JOB,
-            step=Step(0),
+            step=Step(step),
             actor=ActorName("ssd-0"),
             bytes_read=CHUNK_NBYTES,
             bytes_written=(len(KEYS) + 1) * CHUNK_NBYTES,
         )
-        assert bench.last_step() == 0
+        assert bench.last_step() == step
         bench.server.stop()
+
+    def test_write_of_a_later_step_is_not_waited_for(self, bench: Bench, hang: Hang) -> None:
+        """What it has written over is lost for this commit."""
+        bench.write_all(step=1)
+        entered, released = hang("pwritev", num_calls=1)
+        bench.write([KEYS[0]], step=2)
+        assert entered.wait(WAIT_S)
+        bench.commit(1)
+        assert "step 1 cannot be committed: step 2 has been begun" in _failure(bench.next()).error
+        released.set()
+        bench.wait_done(1)
 
     def test_without_open_writes_it_runs_at_once(self, bench: Bench) -> None:
         bench.write_all()
         bench.commit(0)
         assert isinstance(bench.next()[1], StoreCommitted)
 
-    def test_step_with_a_failed_write_is_never_committed(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
+    def test_step_with_a_failed_write_and_those_after_it_are_never_committed(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", fail)
+            patch.setattr(os, "pwritev", _fail)
             bench.write(KEYS[:2], step=0)
             bench.commit(0)
             texts = [_failure(bench.next()).error for _ in range(3)]
-        assert "a write of step 0 failed; it cannot be committed" in texts[2]
+        assert "a write of step 0 failed; step 0 cannot be committed" in texts[2]
         assert all("could not write" in text for text in texts[:2])
+        bench.write_all(step=2)
+        bench.commit(2)
+        assert "a write of step 0 failed; step 2 cannot be committed" in _failure(bench.next()).error
         assert bench.last_step() is None
+
+    def test_failed_write_of_a_later_step_leaves_the_one_before(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench.write_all()
+        bench.commit(0)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", _fail)
+            bench.write(KEYS[:1], step=2, gradient=True)
+            _failure(bench.next())
+        for step in (1, 2):
+            bench.commit(step, states_step=0)
+            assert f"step {step} cannot be committed" in _failure(bench.next()).error
+        assert bench.last_step() == 0
 
     def test_skipped_steps_have_the_states_of_the_one_before(self, bench: Bench) -> None:
         content = bench.fill(1)
         bench.write_all()
         bench.commit(0)
         for step in (1, 2):
-            bench.commit(step, is_unchanged=True)
+            bench.commit(step, states_step=step - 1)
         committed = [bench.next()[1] for _ in range(3)]
         assert committed == [
             StoreCommitted(
@@ -365,8 +326,7 @@ class TestCommit:
         assert [each.trainer_state for each in bench.server.commits()] == ["[0]", "[1]", "[2]"]
         bench.fill(2)
         bench.read(KEYS, step=2)
-        for _ in KEYS:
-            assert isinstance(bench.next()[1], ChunkIoDone)
+        bench.wait_done()
         assert bench.content() == content
         changed = bench.fill(3)
         bench.write_all(step=3)
@@ -377,16 +337,37 @@ class TestCommit:
         assert isinstance(bench.next()[1], StoreCommitted)
 
     def test_step_that_is_not_as_it_was_cannot_be_skipped(self, bench: Bench) -> None:
-        bench.commit(0, is_unchanged=True)
-        assert "nothing can be carried over to step 0" in _failure(bench.next()).error
+        bench.commit(1, states_step=0)
+        assert "step 1 cannot be committed: the param of chunk 0" in _failure(bench.next()).error
         bench.write_all()
         bench.commit(0)
         assert isinstance(bench.next()[1], StoreCommitted)
         bench.write(KEYS[:1], step=1)
-        assert isinstance(bench.next()[1], ChunkIoDone)
-        bench.commit(1, is_unchanged=True)
-        assert "nothing can be carried over to step 1" in _failure(bench.next()).error
+        bench.wait_done(1)
+        bench.commit(1, states_step=0)
+        assert "chunk 0 of this SSD has the states of step 1, not 0" in _failure(bench.next()).error
         assert bench.last_step() == 0
+
+    def test_steps_between_commits_are_written_over_in_place(self, bench: Bench) -> None:
+        first = bench.fill(0)
+        bench.write_all()
+        bench.commit(0)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        for step in (1, 2):
+            content = bench.fill(step)
+            bench.write_all(step)
+            bench.read(KEYS, step=0)
+            bench.wait_done()
+            assert bench.content() == first
+            bench.read(KEYS, step=step)
+            bench.wait_done()
+            assert bench.content() == content
+        bench.commit(3, states_step=2)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        bench.fill(9)
+        bench.read(KEYS, step=3)
+        bench.wait_done()
+        assert bench.content() == content
 
     def test_older_attempt_is_told(self, bench: Bench) -> None:
         bench.commit(0, attempt=9)
@@ -397,12 +378,9 @@ class TestFailures:
     def test_one_failure_per_chunk_with_the_facts_and_the_server_lives_on(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
         bench.write_all()
         with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", fail)
+            patch.setattr(os, "preadv", _fail)
             bench.read([KEYS[4]], step=0)
             failure = _failure(bench.next())
         for fact in (str(bench.directory), "ftjob-1", "extent ", "block 1, chunk 1", "Input/output error"):
@@ -520,21 +498,11 @@ class TestCorruption:
 
 
 class TestDeadlines:
-    def test_a_hanging_ssd_is_named_and_its_slot_is_never_given_back(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_hanging_ssd_is_named_and_its_slot_is_never_given_back(self, tmp_path: Path, hang: Hang) -> None:
         bench = Bench(tmp_path, num_threads=2)
         bench.setup()
         bench.write_all()
-        entered, released = threading.Event(), threading.Event()
-        real_read = os.preadv
-
-        def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            entered.set()
-            assert released.wait(WAIT_S)
-            return real_read(fd, buffers, offset)
-
-        monkeypatch.setattr(os, "preadv", hang)
+        entered, released = hang("preadv")
         bench.read([KEYS[1]], deadline_s=0.05)
         assert entered.wait(WAIT_S)
         failure = _failure(bench.next())
@@ -545,20 +513,11 @@ class TestDeadlines:
         bench.server.stop()
         assert bench.sent.empty()  # it did land, and was not reported: the slot still was the server's
 
-    def test_a_full_queue_holds_up_who_asks_and_tells_of_an_ssd_that_hangs(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_full_queue_holds_up_who_asks_and_tells_of_an_ssd_that_hangs(self, tmp_path: Path, hang: Hang) -> None:
         bench = Bench(tmp_path, max_open_chunks=2)
         bench.setup()
         bench.write_all()
-        released = threading.Event()
-        real_read = os.preadv
-
-        def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            assert released.wait(WAIT_S)
-            return real_read(fd, buffers, offset)
-
-        monkeypatch.setattr(os, "preadv", hang)
+        _, released = hang("preadv")
         bench.read(KEYS[:2], id=1)
         bench.read(KEYS[2:3], id=2, deadline_s=0.05)
         assert "left 2 chunks waiting for 0.05 s" in _failure(bench.next()).error

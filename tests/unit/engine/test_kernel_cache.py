@@ -94,6 +94,24 @@ def test_those_who_want_the_same_kernel_wait_for_one_compilation(tmp_path: Path,
     assert len(compilations) == 1
 
 
+def test_a_compilation_is_announced_before_it_begins(tmp_path: Path, compilations: list[Path]) -> None:
+    announced: list[tuple[str, int]] = []
+    for _ in range(2):
+        load_kernel(FORMAT, tmp_path / "new", lambda text: announced.append((text, len(compilations))))
+    ((text, num_compilations),) = announced
+    assert text.startswith("Compiling the update kernel for this job's number formats: 10 to 20 s")
+    assert num_compilations == 0
+    assert len(compilations) == 1
+
+
+def test_without_a_compiler_nothing_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    announced: list[str] = []
+    with pytest.raises(KernelUnavailable):
+        load_kernel(FORMAT, tmp_path / "new", announced.append)
+    assert announced == []
+
+
 def test_nothing_is_kept_without_a_directory(compilations: list[Path]) -> None:
     assert works(load_kernel(FORMAT, None))
     assert not compilations[0].parent.parent.exists()

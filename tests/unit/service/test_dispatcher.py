@@ -83,9 +83,9 @@ def test_a_job_of_an_older_version_has_the_defaults(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({}, (16, 8, 1)),
-        ({"num_cpu_optimizers": 2}, (16, 4, 2)),
-        ({"num_cpu_optimizers": 16}, (16, 1, 16)),
+        ({}, (14, 2, 1)),
+        ({"num_cpu_optimizers": 2}, (14, 1, 2)),
+        ({"num_cpu_optimizers": 15}, (1, 1, 15)),
         ({"num_cpu_optimizers": 2, "optimizer_threads": 3, "compute_threads": 5}, (5, 3, 2)),
     ],
 )
@@ -108,7 +108,7 @@ def test_an_optimizer_has_no_more_threads_than_its_numa_node_cores(
     monkeypatch.setattr("windlass.service.settings.num_cores", lambda: 14)
     monkeypatch.setattr("windlass.service.job_specs.numa_nodes", lambda: nodes)
     settings = Settings(home=stage.settings.home)
-    spec = build_job_spec(settings, Machinery(num_cores=14, num_gpus=0), stage.job(stage.queue()))
+    spec = build_job_spec(settings, Machinery(num_cores=14, num_gpus=1), stage.job(stage.queue()))
     assert (spec.num_cpu_optimizers, spec.optimizer_threads) == (2, 2)
 
 

@@ -67,8 +67,35 @@ def test_a_drive_has_the_size_that_the_kernel_tells(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("num_cores", "num_gpus", "expected"),
-    [(2, 0, (1, 2, 1)), (1, 0, (1, 1, 1)), (16, 0, (1, 16, 8)), (16, 1, (1, 2, 14)), (4, 4, (4, 2, 1))],
+    [
+        (1, 0, (1, 1)),
+        (2, 0, (2, 1)),
+        (7, 0, (7, 1)),
+        (8, 0, (7, 1)),
+        (16, 0, (14, 2)),
+        (2, 1, (1, 1)),
+        (4, 1, (2, 1)),
+        (16, 1, (2, 13)),
+        (64, 4, (2, 13)),
+        (4, 4, (1, 1)),
+    ],
 )
-def test_threads_of_a_job(num_cores: int, num_gpus: int, expected: tuple[int, int, int]) -> None:
+def test_threads_of_a_job(num_cores: int, num_gpus: int, expected: tuple[int, int]) -> None:
     machinery = Machinery(num_cores=num_cores, num_gpus=num_gpus)
-    assert (machinery.num_devices, machinery.compute_threads, machinery.optimizer_threads) == expected
+    assert machinery.num_devices == max(1, num_gpus)
+    assert (machinery.compute_threads, machinery.optimizer_threads) == expected
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 4])
+@pytest.mark.parametrize("num_optimizers", [1, 2, 4])
+@pytest.mark.parametrize(("compute", "each"), [(None, None), (3, None), (None, 1), (4, 1)])
+def test_all_jobs_together_have_no_more_threads_than_cores(
+    num_gpus: int, num_optimizers: int, compute: int | None, each: int | None
+) -> None:
+    for num_cores in range(8 * max(1, num_gpus), 129):
+        machinery = Machinery(num_cores=num_cores, num_gpus=num_gpus)
+        asked = (compute, each)
+        threads = machinery.threads(num_optimizers, *asked)
+        assert (threads[0] + num_optimizers * threads[1]) * machinery.num_devices <= num_cores
+        assert min(threads) >= 1
+        assert all(want in (None, found) for want, found in zip(asked, threads, strict=True))

@@ -76,7 +76,7 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ("compute_threads = 1.5", "compute_threads = 1.5: Input should be a valid integer"),
         (
             "num_cpu_optimizers = 3\noptimizer_threads = 2",
-            "optimizer_threads = 2: with 3 optimizers (num_cpu_optimizers) these are 6 threads on 4 cores; set it to 1",
+            "optimizer_threads = 2: num_cpu_optimizers 3 x optimizer_threads 2 = 6 threads on 4 cores; lower one",
         ),
         ("port = ", "cannot be read: Invalid value"),
     ],
@@ -113,6 +113,40 @@ def test_threads_may_take_every_core(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WINDLASS_COMPUTE_THREADS", "8")
     with pytest.raises(SettingsError, match="environment: WINDLASS_COMPUTE_THREADS = '8': must be at most 4"):
         load_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"compute_threads": 7}, None),
+        ({"compute_threads": 4, "optimizer_threads": 2, "num_cpu_optimizers": 2}, None),
+        (
+            {"compute_threads": 8},
+            "compute_threads = 8: num_cpu_optimizers 1 x optimizer_threads 1 + compute_threads 8 = 9 threads on 8 c",
+        ),
+        ({"num_cpu_optimizers": 8}, "num_cpu_optimizers 8 x optimizer_threads 1 + compute_threads 1 = 9 threads"),
+        (
+            {"compute_threads": 5, "optimizer_threads": 4},
+            "optimizer_threads = 4: num_cpu_optimizers 1 x optimizer_threads 4 + compute_threads 5 = 9 threads",
+        ),
+        (
+            {"compute_threads": 4, "optimizer_threads": 3, "num_cpu_optimizers": 2},
+            "x optimizer_threads 3 + compute_threads 4 = 10 threads",
+        ),
+    ],
+)
+def test_all_threads_of_a_job_fit_the_cores_where_these_are_enough_to_divide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], message: str | None
+) -> None:
+    monkeypatch.setattr("windlass.service.settings.num_cores", lambda: 8)
+    monkeypatch.setattr("windlass.service.settings.numa_nodes", lambda: [frozenset(range(8))])
+    (tmp_path / "windlass.toml").write_text("".join(f"{key} = {value}\n" for key, value in asked.items()))
+    if message is None:
+        assert {key: getattr(load_settings(tmp_path), key) for key in asked} == asked
+        return
+    with pytest.raises(SettingsError) as caught:
+        load_settings(tmp_path)
+    assert message in str(caught.value)
 
 
 def test_a_file_is_no_place_for_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,17 @@
 
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from windlass.storage.ssd_device import SsdDevice
+from windlass.storage.volume import VOLUME_FILE, Volume
 
 # What a disk writes at once, whole or not.
 SECTOR_NBYTES = 512
+_MOST_OPERATIONS = 20
 
 
 class PowerLoss(Exception):
@@ -105,15 +107,44 @@ def factory(disk: Disk) -> Any:
     return make
 
 
+def power_losses(
+    directory: Path, act: Callable[[Volume], object], *, image: bytes = b"", num_random: int = 12
+) -> Iterator[bool]:
+    """Cut the power before each operation of opening an SSD directory's volume, which was `image`, and of `act`.
+
+    Yields with each file that may be left then, in its place, whether `act` had come to its end.
+    """
+    file = directory / VOLUME_FILE
+    for off_at in range(_MOST_OPERATIONS):
+        disk, is_done = Disk(Power(off_at=off_at), bytearray(image)), True
+        file.unlink(missing_ok=True)
+        if image:
+            write_image(file, image)
+        try:
+            volume = Volume.open(directory, direct=False, make_device=factory(disk))
+            try:
+                act(volume)
+            finally:
+                volume.close()
+        except PowerLoss:
+            is_done = False
+        for outcome in disk.outcomes(off_at, num_random):
+            write_image(file, outcome)
+            yield is_done
+        if is_done:
+            return
+    raise AssertionError(f"not done after {_MOST_OPERATIONS} operations")
+
+
 def write_image(path: Path, image: bytes) -> None:
     """Puts a disk's surviving bytes into a file, which holds zeros where they do."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.ftruncate(fd, len(image))
-        step = 1 << 16
-        for start in range(0, len(image), step):
-            part = image[start : start + step]
-            if part.strip(b"\0"):
+        zeros = bytes(1 << 16)
+        for start in range(0, len(image), len(zeros)):
+            part = image[start : start + len(zeros)]
+            if part != zeros[: len(part)]:
                 os.pwrite(fd, part, start)
     finally:
         os.close(fd)

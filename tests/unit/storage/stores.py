@@ -53,6 +53,10 @@ def make_geometry(job: JobId = JOB, **changes: Any) -> StoreGeometry:
     return StoreGeometry(**{**facts, **changes})
 
 
+# Extents of 448 KiB: what is left of the last unit holds none or two of them, never a whole step's three.
+LARGE = make_geometry(chunk_numel=32768)
+
+
 def open_volume(path: Path, *, direct: bool = False, make_device: Callable[..., SsdDevice] = QuickDevice) -> Volume:
     """The volume of an SSD directory, made if there is none."""
     return Volume.open(path, direct=direct, make_device=make_device)
@@ -101,13 +105,33 @@ def fill(store: TensorStore, step: int) -> None:
         store.write(key, kind, StepId(step), page_aligned(raw))
 
 
-def commit(store: TensorStore, step: int) -> CommitRecord:
-    """Write a step and commit it."""
-    fill(store, step)
-    store.commit(StepId(step), store.attempt, f'{{"step": {step}}}')
+def commit(store: TensorStore, step: int, states_step: int | None = None) -> CommitRecord:
+    """Write a step and commit it; or only commit it, with the states that `states_step` wrote."""
+    if states_step is None:
+        fill(store, step)
+    of = None if states_step is None else StepId(states_step)
+    store.commit(StepId(step), store.attempt, f'{{"step": {step}}}', states_step=of)
     record = store.last_commit()
     assert record is not None
     return record
+
+
+def gradient(geometry: StoreGeometry, key: ChunkKey, step: int, nbytes: int | None = None) -> bytes:
+    """Bytes that tell whose gradient they are; of fp32, unless said how many."""
+    return random.Random(f"{geometry.job} {key} gradient {step}").randbytes(nbytes or 4 * geometry.chunk_numel)
+
+
+def check_gradient(store: TensorStore, key: ChunkKey, step: int, nbytes: int | None = None) -> None:
+    """A chunk's gradient is the one that `gradient` made."""
+    expected = gradient(store.geometry, key, step, nbytes)
+    found = page_aligned(bytes(len(expected)))
+    store.read(key, StateKind.GRAD, StepId(step), found)
+    assert found == expected, (key, step)
+
+
+def keys(geometry: StoreGeometry) -> list[ChunkKey]:
+    """All chunks of a geometry's SSD."""
+    return list(dict.fromkeys(key for key, _ in states(geometry)))
 
 
 def check(store: TensorStore, step: int, attempt: int = 1, written_as: int | None = None) -> None:

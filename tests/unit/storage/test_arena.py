@@ -324,6 +324,13 @@ class SlotPoolMachine(RuleBasedStateMachine):
             with pytest.raises(SlotTimeout):
                 self.pool.acquire(n, 0.0)
 
+    @rule(n=st.integers(0, 5))
+    def try_to_acquire(self, n: int) -> None:
+        taken = self.pool.try_acquire(n)
+        assert len(taken) == (n if n <= self.NUM - len(self.held) else 0)
+        self.held += taken
+        self.most = max(self.most, len(self.held))
+
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         spans = data.draw(st.lists(st.sampled_from(self.held), unique=True)) if self.held else []
@@ -398,6 +405,7 @@ class TestSlotPool:
         while len(pool._waiting) < 2:
             threading.Event().wait(0.001)
         assert order == []  # one slot is free, and yet the small request waits its turn
+        assert pool.try_acquire(1) == []
         pool.release(first)
         large.join(30)
         small.join(30)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.storage.faulty_device import Disk, Power, PowerLoss, factory, write_image
+from tests.unit.storage.faulty_device import power_losses
 from tests.unit.storage.stores import (
     JOB,
     OTHER,
@@ -176,27 +176,17 @@ class TestFence:
         flip(volume_file(tmp_path), volume.allocation(JOB).head_offset + layout.FENCE_OFFSETS[copy] + 20)
         volume.close()
         damaged = volume_file(tmp_path).read_bytes()
-        for off_at in range(20):
-            write_image(volume_file(tmp_path), damaged)
-            disk = Disk(Power(off_at=off_at), bytearray(damaged))
-            volume = Volume.open(tmp_path, direct=False, make_device=factory(disk))
-            is_done = True
-            try:
-                TensorStore.open(volume, JOB, Attempt(2))
-            except PowerLoss:
-                is_done = False
-            volume.close()
-            for image in disk.outcomes(off_at, num_random=12):
-                write_image(volume_file(tmp_path), image)
-                volume = open_volume(tmp_path)
-                if is_done:
-                    with pytest.raises(StaleAttempt, match="attempt 2 has taken over"):
-                        TensorStore.open(volume, JOB, Attempt(1))
-                check(resume(volume, attempt=3), 0)
-                volume.close()
+
+        def take_over(volume: Volume) -> None:
+            TensorStore.open(volume, JOB, Attempt(2))
+
+        for is_done in power_losses(tmp_path, take_over, image=damaged):
+            volume = open_volume(tmp_path)
             if is_done:
-                return
-        pytest.fail("the attempt never opened the store")
+                with pytest.raises(StaleAttempt, match="attempt 2 has taken over"):
+                    TensorStore.open(volume, JOB, Attempt(1))
+            check(resume(volume, attempt=3), 0)
+            volume.close()
 
 
 class TestResume:

@@ -1,6 +1,5 @@
 """A power loss before every single operation of a job's disks, and what a restart then finds."""
 
-import mmap
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,66 +8,68 @@ from pathlib import Path
 import pytest
 
 from tests.unit.storage.faulty_device import Disk, Power, PowerLoss, factory, write_image
-from tests.unit.storage.stores import BF16
-from windlass.storage.ids import Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Rank, SsdIndex, Step
+from tests.unit.storage.stores import keys, make_geometry, open_volume, page_aligned, states
+from windlass.storage.ids import Attempt, ChunkKey, JobId, SsdIndex, StateKind, Step
 from windlass.storage.store_errors import StoreMissing
 from windlass.storage.store_format import CommitRecord, StoreGeometry, last_common_commit
 from windlass.storage.tensor_store import TensorStore
 from windlass.storage.volume import VOLUME_FILE, Volume
 
 JOB = JobId("ftjob-1")
-LAST_STEP = 3
-CARRIED_STEP = 2  # skipped: its states are those of the step before
-GEOMETRIES = tuple(
-    StoreGeometry(
-        job=JOB,
-        rank=Rank(0),
-        attempt=Attempt(1),
-        ssd=SsdIndex(ssd),
-        ssd_weights=(1, 1),
-        formats=BF16,
-        chunk_numel=2048,
-        chunks_per_block=(2, 1),
-    )
-    for ssd in range(2)
-)
+# What jobs do, one after another: write all states, or gradients, of a step; commit a step, with the states that were
+# written last.
+JOBS = {
+    "every step": "write 0, commit 0, write 1, commit 1, commit 2, write 3, commit 3",
+    # Written over in place between commits.
+    "every third step": "write 0, commit 0, write 1, write 2, commit 3, write 4, write 5, write 6, commit 6, commit 9, "
+    "write 10, write 12",
+    # They lie where the states of their step will. Step 2 is skipped.
+    "gradients": "write 0, commit 0, gradient 1, write 1, commit 1, gradient 2, commit 2, gradient 3, write 3, "
+    "commit 3, gradient 4",
+}
+LAST_STEP = 3  # of "every step"
+GEOMETRIES = tuple(make_geometry(JOB, ssd=SsdIndex(ssd), ssd_weights=(1, 1)) for ssd in range(2))
 
 
-def _states(geometry: StoreGeometry) -> Iterator[tuple[ChunkKey, str, int]]:
-    for block, num in enumerate(geometry.chunks_per_block):
-        for chunk in range(num):
-            key = ChunkKey(BlockIndex(block), ChunkIndex(chunk))
-            if geometry.ssd_of(key) == geometry.ssd:
-                for kind in geometry.kinds:
-                    yield key, kind, geometry.region_nbytes(kind)
+def _acts(job: str) -> Iterator[tuple[str, int, int]]:
+    """Each with its step, and the step that the states are of by then."""
+    written = 0
+    for act in job.split(", "):
+        verb, step = act.split()
+        if verb == "write":
+            written = int(step)
+        yield verb, int(step), written
 
 
-def _content(key: ChunkKey, kind: str, step: int, attempt: int, nbytes: int) -> memoryview:
-    buffer = memoryview(mmap.mmap(-1, nbytes))
-    buffer[:] = random.Random(f"{key} {kind} {step} {attempt}").randbytes(nbytes)
-    return buffer
+def _states(geometry: StoreGeometry) -> Iterator[tuple[ChunkKey, StateKind, int]]:
+    for key, kind in states(geometry):
+        yield key, kind, geometry.region_nbytes(kind)
 
 
-def _write_step(stores: list[TensorStore], step: int, attempt: int) -> None:
+def _content(key: ChunkKey, kind: StateKind, step: int, attempt: int, nbytes: int) -> memoryview:
+    return page_aligned(random.Random(f"{key} {kind} {step} {attempt}").randbytes(nbytes))
+
+
+def _write(stores: list[TensorStore], step: int, attempt: int) -> None:
     for store in stores:
         for key, kind, nbytes in _states(store.geometry):
-            store.write(key, kind, Step(step), _content(key, kind, step, attempt, nbytes))  # type: ignore[arg-type]
-    _commit(stores, step, attempt)
+            store.write(key, kind, Step(step), _content(key, kind, step, attempt, nbytes))
 
 
-def _carry_step(stores: list[TensorStore], step: int, attempt: int) -> None:
+def _write_gradients(stores: list[TensorStore], step: int, attempt: int) -> None:
     for store in stores:
-        store.carry_over(Step(step))
-    _commit(stores, step, attempt)
+        for key in keys(store.geometry):
+            nbytes = store.geometry.region_nbytes(StateKind.MASTER)
+            store.write(key, StateKind.GRAD, Step(step), _content(key, StateKind.GRAD, step, attempt, nbytes))
 
 
-def _commit(stores: list[TensorStore], step: int, attempt: int) -> None:
+def _commit(stores: list[TensorStore], step: int, attempt: int, states_step: int) -> None:
     for store in stores:
-        store.commit(Step(step), Attempt(attempt), f'{{"step": {step}}}')
+        store.commit(Step(step), Attempt(attempt), f'{{"step": {step}}}', states_step=Step(states_step))
 
 
-def _train(directories: list[Path], disks: list[Disk], acknowledged: list[int]) -> None:
-    """A job of three steps, the second skipped; those that it was told are safe go into `acknowledged`."""
+def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: list[int]) -> None:
+    """Run a job; the steps that it was told are safe go into `acknowledged`."""
     volumes = [
         Volume.open(directory, make_device=factory(disk)) for directory, disk in zip(directories, disks, strict=True)
     ]
@@ -76,12 +77,14 @@ def _train(directories: list[Path], disks: list[Disk], acknowledged: list[int]) 
         stores = [TensorStore.create(volume, geometry) for volume, geometry in zip(volumes, GEOMETRIES, strict=True)]
         for store in stores:
             store.resume_from(None)
-        for step in range(LAST_STEP + 1):
-            if step == CARRIED_STEP:
-                _carry_step(stores, step, attempt=1)
+        for act, step, states_step in _acts(job):
+            if act == "write":
+                _write(stores, step, attempt=1)
+            elif act == "gradient":
+                _write_gradients(stores, step, attempt=1)
             else:
-                _write_step(stores, step, attempt=1)
-            acknowledged.append(step)
+                _commit(stores, step, 1, states_step)
+                acknowledged.append(step)
     finally:
         for volume in volumes:
             volume.close()
@@ -91,7 +94,7 @@ def _reopen(directories: list[Path], attempt: int) -> tuple[list[TensorStore], C
     """A new attempt, resumed from what it finds; stores that were never whole are made anew."""
     stores = []
     for directory, geometry in zip(directories, GEOMETRIES, strict=True):
-        volume = Volume.open(directory)
+        volume = open_volume(directory)
         try:
             stores.append(TensorStore.open(volume, JOB, Attempt(attempt)))
         except StoreMissing:
@@ -102,20 +105,19 @@ def _reopen(directories: list[Path], attempt: int) -> tuple[list[TensorStore], C
     return stores, commit
 
 
-def _check(stores: list[TensorStore], step: int, attempt: int, written_as: int | None = None) -> None:
-    """`written_as`: the step that wrote the states of `step`, where that was carried over."""
+def _check(stores: list[TensorStore], step: int, attempt: int, written_as: int) -> None:
+    """All states of `step` are those that `attempt` wrote as `written_as`."""
     for store in stores:
         for key, kind, nbytes in _states(store.geometry):
-            found = memoryview(mmap.mmap(-1, nbytes))
-            store.read(key, kind, Step(step), found)  # type: ignore[arg-type]
-            expected = _content(key, kind, step if written_as is None else written_as, attempt, nbytes)
-            assert found == expected, (key, kind, step)
+            found = page_aligned(bytes(nbytes))
+            store.read(key, kind, Step(step), found)
+            assert found == _content(key, kind, written_as, attempt, nbytes), (key, kind, step)
 
 
-def _check_commit(stores: list[TensorStore], step: int, attempt: int) -> None:
-    """What `_train` left as `step`, or a later attempt that went on from there."""
-    is_carried = attempt == 1 and step == CARRIED_STEP
-    _check(stores, step, attempt, step - 1 if is_carried else step)
+def _check_commit(stores: list[TensorStore], step: int, job: str) -> None:
+    """What the first attempt left as `step`."""
+    (states_step,) = (states_step for act, each, states_step in _acts(job) if (act, each) == ("commit", step))
+    _check(stores, step, 1, states_step)
 
 
 def _close(stores: list[TensorStore]) -> None:
@@ -126,15 +128,16 @@ def _close(stores: list[TensorStore]) -> None:
 def _go_on(stores: list[TensorStore], commit: CommitRecord | None, attempt: int) -> None:
     """One more step by the attempt after a crash, or the first one, and one that it skips."""
     step = 0 if commit is None else commit.step + 1
-    _write_step(stores, step, attempt)
-    _check(stores, step, attempt)
-    _carry_step(stores, step + 1, attempt)
-    _check(stores, step + 1, attempt, written_as=step)
+    _write(stores, step, attempt)
+    _commit(stores, step, attempt, step)
+    _check(stores, step, attempt, step)
+    _commit(stores, step + 1, attempt, step)
+    _check(stores, step + 1, attempt, step)
 
 
-def _count_operations(root: Path) -> int:
+def _count_operations(root: Path, job: str) -> int:
     power = Power()
-    _train(_directories(root, "whole"), [Disk(power), Disk(power)], [])
+    _train(_directories(root, "whole"), [Disk(power), Disk(power)], job, [])
     return power.num_operations
 
 
@@ -147,16 +150,18 @@ def _directories(root: Path, name: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_power_loss_before_every_operation(tmp_path: Path, part: int) -> None:
-    """Every write, sync and journal boundary of three steps on two SSDs, with torn and reordered unsynced writes."""
-    num_operations = _count_operations(tmp_path)
+@pytest.mark.parametrize("name", JOBS)
+def test_power_loss_before_every_operation(tmp_path: Path, name: str, part: int) -> None:
+    """Every write, sync and journal boundary of jobs on two SSDs, with torn and reordered unsynced writes."""
+    job = JOBS[name]
+    num_operations = _count_operations(tmp_path, job)
     assert num_operations > 100
     for off_at in range(part, num_operations + 1, 4):
         power, acknowledged = Power(off_at=off_at), list[int]()
         disks = [Disk(power), Disk(power)]
         directories = _directories(tmp_path, "crashed")
         try:
-            _train(directories, disks, acknowledged)
+            _train(directories, disks, job, acknowledged)
         except PowerLoss:
             pass
         else:
@@ -166,17 +171,17 @@ def test_power_loss_before_every_operation(tmp_path: Path, part: int) -> None:
         for i, image in enumerate(disks[0].outcomes(seed=off_at, num_random=2)):
             write_image(after[0] / VOLUME_FILE, image)
             write_image(after[1] / VOLUME_FILE, second[(i * 5 + off_at) % len(second)])
-            _check_restart(after, acknowledged)
+            _check_restart(after, job, acknowledged)
 
 
-def _check_restart(directories: list[Path], acknowledged: list[int]) -> None:
+def _check_restart(directories: list[Path], job: str, acknowledged: list[int]) -> None:
     stores, commit = _reopen(directories, attempt=2)
     try:
         if acknowledged:
             assert commit is not None
             assert commit.step >= acknowledged[-1]
         if commit is not None:
-            _check_commit(stores, commit.step, attempt=1)
+            _check_commit(stores, commit.step, job)
             assert commit.trainer_state == f'{{"step": {commit.step}}}'
         _go_on(stores, commit, attempt=2)
     finally:
@@ -186,10 +191,10 @@ def _check_restart(directories: list[Path], acknowledged: list[int]) -> None:
 def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
     """The second attempt is cut off at every operation of its own; the third finds the committed step all the same."""
     # The last commit reached one SSD only: the machine goes off before the other's journal has it.
-    power = Power(off_at=_count_operations(tmp_path) - 3)
+    power = Power(off_at=_count_operations(tmp_path, JOBS["every step"]) - 3)
     disks = [Disk(power), Disk(power)]
     with pytest.raises(PowerLoss):
-        _train(_directories(tmp_path, "first"), disks, [])
+        _train(_directories(tmp_path, "first"), disks, JOBS["every step"], [])
     images = [disk.image([]) for disk in disks]
     for off_at in range(200):
         power = Power(off_at=off_at)
@@ -210,7 +215,10 @@ def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
             stores, commit = _reopen(after, attempt=3)
             assert commit is not None
             assert committed <= commit.step <= LAST_STEP
-            _check_commit(stores, commit.step, attempt=1 if commit.step < LAST_STEP else 2)
+            if commit.step < LAST_STEP:
+                _check_commit(stores, commit.step, JOBS["every step"])
+            else:
+                _check(stores, LAST_STEP, 2, LAST_STEP)
             _go_on(stores, commit, attempt=3)
             _close(stores)
         if committed == LAST_STEP:
@@ -228,7 +236,8 @@ def _second_attempt(directories: list[Path], disks: list[Disk]) -> None:
         for store in stores:
             store.resume_from(commit)
         assert commit is not None
-        _write_step(stores, commit.step + 1, attempt=2)
+        _write(stores, commit.step + 1, attempt=2)
+        _commit(stores, commit.step + 1, 2, commit.step + 1)
     finally:
         for volume in volumes:
             volume.close()

@@ -71,14 +71,26 @@ def test_every_granule_has_a_number_of_its_own(notes: list[tuple[int, StateKind,
             assert step_map.digests(chunk, kind, 0, num) == [expected.get((chunk, kind, i), 0) for i in range(num)]
 
 
-def test_a_copy_is_the_same_until_one_of_them_changes() -> None:
-    original, expected = _whole(LARGE), _whole(LARGE).pack(RECORD, NONCE)
-    copy = original.copy()
-    assert copy.pack(RECORD, NONCE) == expected
-    copy.place(0, 99)
-    _written(copy, 1, StateKind.MASTER, 4096, [77])
-    assert original.pack(RECORD, NONCE) == expected
-    assert (copy.extent(0), copy.nbytes(1, StateKind.MASTER)) == (99, 4096)
+def test_cleared_chunk_keeps_its_extent_and_nothing_else() -> None:
+    step_map, expected = _whole(LARGE), _whole(LARGE)
+    step_map.clear(1)
+    assert step_map.extents() == {10, 11}
+    assert step_map.missing() == (1, StateKind.PARAM)
+    for kind in LARGE.kinds:
+        assert step_map.nbytes(1, kind) == 0
+        num = -(-LARGE.region_nbytes(kind) // GRANULE_NBYTES)
+        assert step_map.digests(1, kind, 0, num) == [0] * num
+        assert step_map.nbytes(0, kind) == expected.nbytes(0, kind)
+        assert step_map.digests(0, kind, 0, num) == expected.digests(0, kind, 0, num)
+    for kind in LARGE.kinds:
+        num = -(-LARGE.region_nbytes(kind) // GRANULE_NBYTES)
+        _written(step_map, 1, kind, expected.nbytes(1, kind), expected.digests(1, kind, 0, num))
+    assert step_map.pack(RECORD, NONCE) == expected.pack(RECORD, NONCE)
+
+
+def test_holds_nothing_of_what_is_no_state() -> None:
+    step_map = _whole(make_geometry(formats=FP32))
+    assert step_map.nbytes(0, StateKind.PARAM) == step_map.nbytes(0, StateKind.GRAD) == 0
 
 
 @pytest.mark.parametrize("formats", ALL_FORMATS)

@@ -1,3 +1,4 @@
+import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -153,8 +154,9 @@ class TestGeometry:
         with pytest.raises(ValueError, match="rests on SSD 1 of job ftjob-1, not on SSD 0"):
             geometry.local_index(ChunkKey(BlockIndex(0), ChunkIndex(1)))
         for method in (geometry.region_nbytes, geometry.region_offset):
-            with pytest.raises(ValueError, match="the store holds no param, only master, exp_avg, exp_avg_sq"):
-                method(StateKind.PARAM)
+            for kind in (StateKind.PARAM, StateKind.GRAD):
+                with pytest.raises(ValueError, match=f"the store holds no {kind}, only master, exp_avg, exp_avg_sq"):
+                    method(kind)
 
     def test_ssd_without_a_chunk_needs_a_head_only(self) -> None:
         geometry = make_geometry(ssd=SsdIndex(1), ssd_weights=(9, 1), chunks_per_block=(1,))
@@ -168,7 +170,8 @@ class TestSuperblock:
         geometry = make_geometry(formats=formats, ssd=SsdIndex(2), ssd_weights=(1, 5, 2), rank=Rank(3))
         raw = pack_superblock(geometry, NONCE)
         assert len(raw) == layout.SUPERBLOCK_NBYTES
-        assert b"_places" not in raw  # what can be computed
+        facts = json.loads(raw[20 : raw.index(b"\0", 20)])
+        assert not [name for name in facts if name.startswith("_")]  # what can be computed
         found = unpack_superblock(raw, NONCE, "SSD x")
         assert found == geometry
         assert [found.local_index(ChunkKey(BlockIndex(0), ChunkIndex(1)))] == [0]

@@ -8,6 +8,7 @@ import pytest
 from tests.unit.storage.stores import (
     FP32,
     JOB,
+    LARGE,
     OTHER,
     QuickDevice,
     check,
@@ -48,8 +49,6 @@ from windlass.storage.volume import Volume
 
 KEY = ChunkKey(BlockIndex(0), ChunkIndex(1))
 PAGE = 4096
-# Extents of 448 KiB: what is left of the last unit holds none or two of them, never a whole step's three.
-LARGE = make_geometry(chunk_numel=32768)
 
 
 @pytest.fixture
@@ -190,90 +189,6 @@ class TestCreateAndDelete:
         check(resume(volume, attempt=2, job=OTHER), 3)
 
 
-class TestSteps:
-    def test_next_step_leaves_the_committed_one_untouched(self, volume: Volume) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-        for step in range(1, 5):
-            fill(store, step)
-            check(store, step)
-            check(store, step - 1)
-            store.commit(Step(step), Attempt(1), "{}")
-            check(store, step)
-
-    def test_only_the_step_after_the_commit_may_be_written(self, volume: Volume) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-        for step in (0, 2, 3):
-            with pytest.raises(
-                StepNotAllowed, match=f"cannot write step {step} when step 0 is the last commit; only step 1"
-            ):
-                store.write(KEY, StateKind.PARAM, Step(step), page_aligned(bytes(PAGE)))
-            with pytest.raises(StepNotAllowed, match=f"cannot commit step {step} when step 0"):
-                store.commit(Step(step), Attempt(1), "{}")
-        check(store, 0)
-
-    def test_nothing_before_it_is_said_where_to_resume(self, volume: Volume) -> None:
-        commit(new_store(volume), 0)
-        store = TensorStore.open(volume, JOB, Attempt(2))
-        assert store.last_commit() is None
-        with pytest.raises(StepNotAllowed, match="cannot write step 1 before it is said where to resume"):
-            store.write(KEY, StateKind.PARAM, Step(1), page_aligned(bytes(PAGE)))
-        with pytest.raises(StepNotAllowed, match="cannot commit step 1 before"):
-            store.commit(Step(1), Attempt(2), "{}")
-        with pytest.raises(StepNotAllowed, match="cannot read"):
-            store.read(KEY, StateKind.PARAM, Step(0), page_aligned(bytes(PAGE)))
-
-    @pytest.mark.parametrize(("key", "kind"), list(states(make_geometry())))
-    def test_every_state_of_every_chunk_must_be_written(self, volume: Volume, key: ChunkKey, kind: StateKind) -> None:
-        store = new_store(volume)
-        for each in states(store.geometry):
-            if each != (key, kind):
-                store.write(*each, Step(0), page_aligned(bytes(PAGE)))
-        chunk = store.geometry.local_index(key)
-        with pytest.raises(
-            StepNotAllowed, match=f"step 0 cannot be committed: the {kind} of chunk {chunk} of this SSD"
-        ):
-            store.commit(Step(0), Attempt(1), "{}")
-        with pytest.raises(
-            StepNotAllowed, match=f"{kind} of block {key.block}, chunk {key.chunk} .* 0 bytes of it are held"
-        ):
-            store.read(key, kind, Step(0), page_aligned(bytes(PAGE)))
-        store.write(key, kind, Step(0), page_aligned(bytes(PAGE)))
-        store.commit(Step(0), Attempt(1), "{}")
-
-    def test_state_that_is_written_in_part_is_neither_read_nor_committed(self, volume: Volume) -> None:
-        geometry = make_geometry(chunk_numel=GRANULE_NBYTES // 2, chunks_per_block=(1,), formats=FP32)
-        store, key = new_store(volume, geometry), ChunkKey(BlockIndex(0), ChunkIndex(0))
-        fill(store, 0)
-        (region,) = store.regions_to_write(key, Step(0), [(StateKind.MASTER, 2 * GRANULE_NBYTES)])
-        first = page_aligned(b"n" * GRANULE_NBYTES)
-        volume.device.write(region.offset, first)
-        store.note_written(region, 0, first)
-        store.read(key, StateKind.MASTER, Step(0), first)
-        with pytest.raises(
-            StepNotAllowed, match=r"extent \d \(master of block 0, chunk 0, step 0\): .* not been written yet"
-        ):
-            store.read(key, StateKind.MASTER, Step(0), page_aligned(bytes(2 * GRANULE_NBYTES)))
-        with pytest.raises(StepNotAllowed, match="the master of chunk 0"):
-            store.commit(Step(0), Attempt(1), "{}")
-
-    def test_more_steps_than_there_is_space_for_before_the_first_commit(self, volume: Volume) -> None:
-        store = new_store(volume, LARGE)
-        fill(store, 0)
-        fill(store, 1)
-        with pytest.raises(StepNotAllowed, match=r"no extent is free for step 2: .* steps 0, 1, 2 have been begun"):
-            fill(store, 2)
-
-    def test_states_of_older_steps_are_not_read(self, volume: Volume) -> None:
-        store = new_store(volume)
-        for step in (0, 1):
-            commit(store, step)
-        for step in (0, 2, 3):
-            with pytest.raises(StepNotAllowed, match=f"as step {step} left it: 0 bytes .* step 1 is the last commit"):
-                store.read(KEY, StateKind.PARAM, Step(step), page_aligned(bytes(PAGE)))
-
-
 class TestCommit:
     def test_last_is_found_after_the_journal_went_round(self, volume: Volume) -> None:
         store = new_store(volume, make_geometry(rank=Rank(3), chunks_per_block=(1,)))
@@ -321,138 +236,6 @@ class TestCommit:
         check(store, 0)
         store.commit(Step(1), Attempt(1), "x" * 3072)
         check(resume(volume, attempt=2), 1)
-
-
-class TestCarryOver:
-    def test_reads_as_the_step_before_and_the_next_one_is_written_elsewhere(self, volume: Volume) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-        for step in range(1, 7, 2):
-            store.carry_over(Step(step))
-            check(store, step - 1)
-            check(store, step, written_as=step - 1)
-            store.commit(Step(step), Attempt(1), "{}")
-            check(store, step, written_as=step - 1)
-            fill(store, step + 1)
-            check(store, step, written_as=step - 1)
-            check(store, step + 1)
-            store.commit(Step(step + 1), Attempt(1), "{}")
-            check(store, step + 1)
-
-    def test_many_in_a_row(self, volume: Volume) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-        for step in range(1, layout.NUM_COMMIT_RECORDS + 5):
-            store.carry_over(Step(step))
-            store.commit(Step(step), Attempt(1), "{}")
-        check(store, layout.NUM_COMMIT_RECORDS + 4, written_as=0)
-        commit(store, layout.NUM_COMMIT_RECORDS + 5)
-        check(resume(volume, attempt=2), layout.NUM_COMMIT_RECORDS + 5)
-
-    def test_writes_its_manifest_and_record_only(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-
-        def refuse(offset: int, buffer: memoryview) -> int:
-            pytest.fail("a carried step moves no states")
-
-        monkeypatch.setattr(volume.device, "write", refuse)
-        store.carry_over(Step(1))
-        store.commit(Step(1), Attempt(1), "{}")
-        check(store, 1, written_as=0)
-
-    def test_another_attempt_finds_it_once_it_is_committed(self, volume: Volume) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-        store.carry_over(Step(1))
-        store.commit(Step(1), Attempt(1), '{"skipped": 1}')
-        store = resume(volume, attempt=2)
-        record = store.last_commit()
-        assert record is not None
-        assert (record.step, record.attempt, record.trainer_state) == (1, 2, '{"skipped": 1}')
-        check(store, 1, written_as=0)
-        store.carry_over(Step(2))  # and is lost before it commits that
-        store = resume(volume, attempt=3)
-        check(store, 1, written_as=0)
-        with pytest.raises(StepNotAllowed, match="cannot read"):
-            store.read(KEY, StateKind.PARAM, Step(2), page_aligned(bytes(PAGE)))
-        commit(store, 2)
-        check(store, 2, attempt=3)
-
-    def test_checkpoints_before_after_and_of_it_keep_their_bytes(self, volume: Volume) -> None:
-        store = new_store(volume, LARGE)
-        commit(store, 0)
-        store.pin(Step(0))
-        store.carry_over(Step(1))
-        store.commit(Step(1), Attempt(1), "{}")
-        store.pin(Step(1))
-        for step in (2, 3):
-            commit(store, step)
-        check(store, 0)
-        check(store, 1, written_as=0)
-        store.unpin(Step(0))  # the other still uses the same extents
-        for step in (4, 5):
-            commit(store, step)
-        store = resume(volume, attempt=2)
-        check(store, 1, written_as=0)
-        check(store, 5)
-
-    def test_ssd_without_a_chunk(self, volume: Volume) -> None:
-        store = new_store(volume, make_geometry(ssd=SsdIndex(1), ssd_weights=(9, 1), chunks_per_block=(1,)))
-        commit(store, 0)
-        store.carry_over(Step(1))
-        store.commit(Step(1), Attempt(1), "{}")
-        record = resume(volume, attempt=2).last_commit()
-        assert record is not None
-        assert record.step == 1
-
-    def test_refused_before_anything_is_committed(self, volume: Volume) -> None:
-        store = new_store(volume)
-        for step in (0, 1):
-            with pytest.raises(StepNotAllowed, match=f"nothing can be carried over to step {step}"):
-                store.carry_over(Step(step))
-        commit(store, 0)
-        check(store, 0)
-        reopened = TensorStore.open(volume, JOB, Attempt(2))
-        with pytest.raises(StepNotAllowed, match="cannot carry over step 1 before it is said where to resume"):
-            reopened.carry_over(Step(1))
-
-    def test_refused_but_for_the_step_after_the_commit(self, volume: Volume) -> None:
-        store = new_store(volume)
-        commit(store, 3)
-        for step in (2, 3, 5):
-            with pytest.raises(StepNotAllowed, match=f"cannot carry over step {step} when step 3 is the last commit"):
-                store.carry_over(Step(step))
-        check(store, 3)
-
-    def test_refused_when_something_of_it_is_written(self, volume: Volume) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-        raw = content(store.geometry, KEY, StateKind.PARAM, 1)
-        store.write(KEY, StateKind.PARAM, Step(1), page_aligned(raw))
-        with pytest.raises(StepNotAllowed, match="nothing can be carried over to step 1"):
-            store.carry_over(Step(1))
-        check(store, 0)
-        commit(store, 1)
-        check(store, 1)
-
-    def test_refused_twice(self, volume: Volume) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-        store.carry_over(Step(1))
-        with pytest.raises(StepNotAllowed, match="nothing can be carried over to step 1"):
-            store.carry_over(Step(1))
-        store.commit(Step(1), Attempt(1), "{}")
-        check(store, 1, written_as=0)
-
-    def test_nothing_of_it_can_be_written(self, volume: Volume) -> None:
-        """Its extents are the last commit's: what a restart would need."""
-        store = new_store(volume)
-        commit(store, 0)
-        store.carry_over(Step(1))
-        with pytest.raises(StepNotAllowed):
-            store.write(KEY, StateKind.PARAM, Step(1), page_aligned(bytes(PAGE)))
-        check(store, 0)
 
 
 class TestPins:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.storage.faulty_device import Disk, Power, PowerLoss, factory, write_image
+from tests.unit.storage.faulty_device import power_losses
 from tests.unit.storage.stores import JOB, OTHER, QuickDevice, flip, open_volume, used_nbytes, volume_file
 from windlass.storage import volume as volume_module
 from windlass.storage import volume_format as layout
@@ -117,22 +117,10 @@ class TestOpen:
 
     def test_power_loss_while_it_is_made(self, tmp_path: Path) -> None:
         """What is left is finished or made anew."""
-        for off_at in range(20):
-            disk = Disk(Power(off_at=off_at))
-            volume_file(tmp_path).unlink(missing_ok=True)
-            is_whole = True
-            try:
-                Volume.open(tmp_path, direct=False, make_device=factory(disk)).close()
-            except PowerLoss:
-                is_whole = False
-            for image in disk.outcomes(off_at, num_random=12):
-                write_image(volume_file(tmp_path), image)
-                volume = open_volume(tmp_path)
-                volume.reserve(JOB, DEMAND)
-                volume.close()
-            if is_whole:
-                return
-        pytest.fail("the volume was never whole")
+        for _ in power_losses(tmp_path, lambda volume: None):
+            volume = open_volume(tmp_path)
+            volume.reserve(JOB, DEMAND)
+            volume.close()
 
 
 class TestDamage:
@@ -173,26 +161,12 @@ class TestDamage:
         volume.close()
         flip(volume_file(tmp_path), layout.TABLE_OFFSETS[copy] + 50)
         damaged = volume_file(tmp_path).read_bytes()
-        for off_at in range(20):
-            write_image(volume_file(tmp_path), damaged)
-            disk = Disk(Power(off_at=off_at), bytearray(damaged))
-            volume = Volume.open(tmp_path, direct=False, make_device=factory(disk))
-            is_done = True
-            try:
-                volume.reserve(OTHER, DEMAND)
-            except PowerLoss:
-                is_done = False
+        for is_done in power_losses(tmp_path, lambda volume: volume.reserve(OTHER, DEMAND), image=damaged):
+            volume = open_volume(tmp_path)
+            found = volume.allocations()
             volume.close()
-            for image in disk.outcomes(off_at, num_random=12):
-                write_image(volume_file(tmp_path), image)
-                volume = open_volume(tmp_path)
-                found = volume.allocations()
-                volume.close()
-                assert found[JOB] == allocation
-                assert OTHER in found or not is_done
-            if is_done:
-                return
-        pytest.fail("the reservation never came to its end")
+            assert found[JOB] == allocation
+            assert OTHER in found or not is_done
 
 
 class TestAllocations:

@@ -1,215 +1,41 @@
-"""Whatever the order in which actors finish, the policy keeps the promises that exactness and restarts rest on."""
+"""What the policy does in cases that are told one by one."""
 
 import math
 import pickle
-import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tests.unit.actors.policy.world import GPU, JOB, World, grad_chunks, make_shape
+from tests.unit.actors.policy.jobs import GPU, JOB, grad_chunks, make_shape
+from tests.unit.actors.policy.world import World, deliver_all_but, sent
 from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
+    BlockFlushed,
     BlockUpdated,
     CommitStore,
     ComputeBlock,
+    GradDropped,
     GradOffloaded,
-    GradSlotsReturned,
     LossComputed,
     Message,
     ModelExported,
     ModelLoaded,
     OffloadGrad,
     Phase,
+    StatesRestored,
     StoreCommitted,
     UpdateBlock,
 )
-from windlass.actors.policy import pipeline as pipeline_module
-from windlass.actors.policy.pipeline import DeadlineMissedError, NotFiniteError, Pipeline, UnexpectedEventError
-from windlass.actors.policy.shape import JobShape, Operation, program
+from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
 from windlass.actors.policy.trainer import Trainer
+from windlass.actors.policy.waits import DeadlineMissedError, UnexpectedEventError
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 STEP, BLOCK = Step(1), BlockIndex(2)
-ORDERS: dict[str, dict[str, Any]] = {
-    "active": {"clip_norm": None, "keeps_grads": False},
-    "kept": {"clip_norm": None, "keeps_grads": True},
-    "clipped": {"clip_norm": 1.0, "keeps_grads": True},
-    "alone": {"clip_norm": None, "keeps_grads": True, "updates_alone": True},
-    "clipped-alone": {"clip_norm": 1.0, "keeps_grads": True, "updates_alone": True},
-}
-shapes = st.builds(
-    lambda order, **options: make_shape(**order, **options),
-    order=st.sampled_from(list(ORDERS.values())),
-    max_bad_steps=st.integers(0, 3),
-    chunks_per_block=st.lists(st.integers(1, 3), min_size=3, max_size=6).map(tuple),
-    tied=st.booleans(),
-    num_optimizers=st.integers(1, 2),
-    num_ssds=st.integers(1, 2),
-    total_steps=st.integers(1, 4),
-    num_evaluation_groups=st.integers(0, 2),
-    evaluate_every=st.integers(0, 2),
-    checkpoint_every=st.integers(0, 3),
-    max_prefetched=st.integers(1, 4),
-    max_offloading=st.integers(1, 3),
-    max_updating=st.integers(1, 3),
-)
-# Some actors are slow: their events come only now and then while there are others.
-# (step, block) of gradients that are not finite; mostly few, at times all of several steps.
-bad_gradients = st.one_of(
-    st.just(frozenset[tuple[int, int]]()),
-    st.frozensets(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=4),
-    st.frozensets(st.integers(1, 4)).map(lambda steps: frozenset((step, b) for step in steps for b in range(6))),
-)
-slow_actors = st.sets(st.sampled_from(["compute", "gradient", "offload", "update", "commit", "export"]))
-many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def run(world: World, order: random.Random, slow: set[str], stop_at: int | None = None) -> None:
-    """Delivers events in a random order until nothing is left."""
-    world.start()
-    num = 0
-    while choices := world.choices():
-        if stop_at is not None and num >= stop_at:
-            world.stop()  # again after each event, as the shell does
-        fast = [choice for choice in choices if choice.answers.split()[0] not in slow]
-        world.deliver(order.choice(fast if fast and order.random() < 0.9 else choices))
-        num += 1
-
-
-@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, bad=bad_gradients, scales_loss=st.booleans())
-@many
-def test_every_order_ends_with_everything_committed(
-    shape: JobShape, seed: int, slow: set[str], bad: frozenset[tuple[int, int]], scales_loss: bool
-) -> None:
-    world = World(shape, bad=bad, scales_loss=scales_loss)
-    run(world, random.Random(seed), slow)
-    world.check_end()
-
-
-@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, stop_at=st.integers(0, 120), bad=bad_gradients)
-@many
-def test_a_stop_at_any_moment_ends_after_the_step_that_had_begun(
-    shape: JobShape, seed: int, slow: set[str], stop_at: int, bad: frozenset[tuple[int, int]]
-) -> None:
-    world = World(shape, bad=bad)
-    run(world, random.Random(seed), slow, stop_at)
-    world.check_end()
-
-
-@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, data=st.data(), bad=bad_gradients)
-@many
-def test_a_resumed_job_goes_on_at_the_next_step(
-    shape: JobShape, seed: int, slow: set[str], data: st.DataObject, bad: frozenset[tuple[int, int]]
-) -> None:
-    """Also where the steps before were skipped: the trainer's counts go on, too."""
-    initial_step = data.draw(st.integers(0, shape.total_steps - 1))
-    world = World(shape, initial_step, bad=bad, scales_loss=True)
-    run(world, random.Random(seed), slow)
-    world.check_end()
-    trained = {Phase.FORWARD, Phase.HEAD, Phase.BACKWARD}
-    assert min(step for step, phase, *_ in world.computed if phase in trained) == initial_step + 1
-
-
-@given(shape=shapes, seed=st.integers(0, 2**32), data=st.data(), bad=bad_gradients)
-@many
-def test_an_event_that_comes_twice_is_refused(
-    shape: JobShape, seed: int, data: st.DataObject, bad: frozenset[tuple[int, int]]
-) -> None:
-    world, order = World(shape, bad=bad), random.Random(seed)
-    world.start()
-    for _ in range(data.draw(st.integers(1, 80))):
-        if not (choices := world.choices()):
-            break
-        world.deliver(order.choice(choices))
-    with pytest.raises(UnexpectedEventError):
-        world.pipeline.handle(order.choice(world.delivered), 0.0)
-
-
-class _CopyableProgram(Iterator[Operation]):
-    """The job's program as a place in a list: a generator cannot be copied."""
-
-    def __init__(self, operations: tuple[Operation, ...]) -> None:
-        self.operations, self.place = operations, 0
-
-    def __next__(self) -> Operation:
-        if self.place == len(self.operations):
-            raise StopIteration
-        self.place += 1
-        return self.operations[self.place - 1]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_CopyableProgram":
-        twin = _CopyableProgram(self.operations)
-        twin.place = self.place
-        return twin
-
-
-@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.long)], ids="{}-of-each".format)
-@pytest.mark.parametrize(
-    ("order", "bad"),
-    [
-        ("active", frozenset()),
-        ("kept", frozenset()),
-        ("alone", frozenset()),
-        ("clipped", frozenset({(1, 2)})),
-        ("clipped-alone", frozenset({(2, 0)})),
-        ("kept", frozenset({(1, 0), (2, 3)})),
-    ],
-    ids=["active", "kept", "alone", "clipped-first-skipped", "clipped-alone-second-skipped", "kept-both-skipped"],
-)
-def test_all_orders_of_a_tiny_job(
-    order: str, bad: frozenset[tuple[int, int]], num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every state that two layers and two steps can get into, and a stop in each of them."""
-    monkeypatch.setattr(pipeline_module, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
-    shape = make_shape(
-        chunks_per_block=(num,) * 4,
-        tied=True,
-        **ORDERS[order],
-        num_optimizers=num,
-        num_ssds=num,
-        max_prefetched=num + 1,
-    )
-    root = World(shape, bad=bad)
-    root.start()
-    seen: set[tuple[frozenset[str], frozenset[str]]] = set()
-    frontier: list[tuple[World, frozenset[str]]] = [(root, frozenset())]
-    num_ends = 0
-    while frontier:
-        world, history = frontier.pop()
-        choices = world.choices()
-        # What has happened and what is outstanding decide everything that follows.
-        state = (history, frozenset(choice.answers for choice in choices))
-        if state in seen:
-            continue
-        seen.add(state)
-        if not choices:
-            world.check_end()
-            num_ends += 1
-        stopped = world.fork()
-        stopped.stop()
-        deliver_all_but(stopped)
-        stopped.check_end()
-        for place, choice in enumerate(choices):
-            twin = world if place == len(choices) - 1 else world.fork()
-            twin.deliver(choice)
-            frontier.append((twin, history | {choice.answers}))
-    assert num_ends == 1
-    assert len(seen) > (100 if bad else 500)
 
 
 # --- what the orders are good for -----------------------------------------------------------------------------------
-
-
-def deliver_all_but(world: World, *kept: str) -> None:
-    """Lets everything happen except what answers one of `kept`."""
-    while choices := [c for c in world.choices() if not c.answers.startswith(kept)]:
-        world.deliver(choices[0])
 
 
 def test_updates_begin_while_the_backward_pass_goes_on() -> None:
@@ -328,14 +154,6 @@ def test_the_clipping_factor_is_torchs(size: float, scales_loss: bool) -> None:
 # --- gradients that are not finite ----------------------------------------------------------------------------------
 
 
-def sent(world: World, kind: type[Message]) -> list[Message]:
-    """What the policy sends from now on, of one kind, until nothing is left."""
-    found: list[Message] = []
-    while choices := world.choices():
-        found += [i.message for i in world.deliver(choices[0]) if isinstance(i.message, kind)]
-    return found
-
-
 def test_a_skipped_step_is_committed_as_it_was_and_counts_for_nothing() -> None:
     world = World(make_shape(keeps_grads=True, total_steps=3), bad=frozenset({(2, 1)}), scales_loss=True)
     world.start()
@@ -346,9 +164,9 @@ def test_a_skipped_step_is_committed_as_it_was_and_counts_for_nothing() -> None:
     assert {m.step for m in messages if isinstance(m, UpdateBlock)} == {3}
     assert {m.optimizer_step for m in messages if isinstance(m, UpdateBlock)} == {2}
     assert {m.grad_scale for m in messages if isinstance(m, UpdateBlock)} == {1 / 32768}
-    assert [(m.step, m.is_unchanged) for m in messages if isinstance(m, CommitStore)] == [(2, True), (3, False)]
-    returned = [span for m in messages if isinstance(m, GradSlotsReturned) for span in m.spans]
-    assert len(returned) == len(set(returned)) == sum(map(len, world.shape.chunks))
+    assert [(m.step, m.states_step) for m in messages if isinstance(m, CommitStore)] == [(2, 1), (3, 3)]
+    dropped = [(m.step, m.block) for m in messages if isinstance(m, GradDropped)]
+    assert sorted(dropped) == [(2, block) for block in range(4)]
 
 
 def test_a_skipped_step_is_not_committed_while_a_gradient_is_on_its_way() -> None:
@@ -357,8 +175,8 @@ def test_a_skipped_step_is_not_committed_while_a_gradient_is_on_its_way() -> Non
     deliver_all_but(world, "offload 1 2")
     assert world.asked_commits == [0]
     assert world.computed[-1] == (1, Phase.BACKWARD, 0, 0)
-    assert sent(world, GradSlotsReturned) == [
-        GradSlotsReturned(job=JOB, step=STEP, spans=tuple(chunk.span for chunk in grad_chunks(world.shape, 2)))
+    assert sent(world, GradDropped) == [
+        GradDropped(job=JOB, step=STEP, block=BLOCK, chunks=grad_chunks(world.shape, BLOCK))
     ]
     world.check_end()
 
@@ -511,6 +329,8 @@ UNASKED = [
     BlockBackwardDone(job=JOB, step=STEP, block=BLOCK, grad_sq_sum=1.0),
     GradOffloaded(job=JOB, step=STEP, block=BLOCK, chunks=()),
     BlockUpdated(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-0")),
+    BlockFlushed(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-0")),
+    StatesRestored(job=JOB, step=STEP, actor=ActorName("optimizer-0")),
     StoreCommitted(job=JOB, step=STEP, actor=ActorName("ssd-0"), bytes_read=0, bytes_written=0),
     ModelExported(job=JOB, step=STEP, path="/models/out"),
     LossComputed(job=JOB, step=STEP, phase=Phase.HEAD, loss_sum=1.0, num_targets=1, num_correct=0, group=0),
@@ -555,10 +375,10 @@ def test_a_missed_deadline_names_step_block_and_actor(kept: str, actor: str, wha
     world.start(now_s=100.0)
     while choices := [c for c in world.choices() if not c.answers.startswith(kept)]:
         world.deliver(choices[0], 100.0)
-    world.pipeline.check_deadlines(130.0)
+    world.pipeline.waits.check(130.0)
     with pytest.raises(DeadlineMissedError) as caught:
-        world.pipeline.check_deadlines(130.1)
-    assert what in {wait.what for wait in world.pipeline.waits.values() if wait.actor == actor}
+        world.pipeline.waits.check(130.1)
+    assert what in {wait.what for wait in world.pipeline.waits.outstanding.values() if wait.actor == actor}
     if not kept.startswith("gradient"):  # its operation was asked for at the same time, and is named first
         assert str(caught.value).startswith(f"{actor} did not finish {what} within 30 s")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -567,15 +387,15 @@ def test_a_missed_deadline_names_step_block_and_actor(kept: str, actor: str, wha
 def test_progress_puts_a_deadline_off() -> None:
     world = World(make_shape(deadline_s=30.0))
     world.start(now_s=0.0)
-    world.pipeline.heard_from(ActorName("optimizer-0"), 25.0)
-    world.pipeline.check_deadlines(55.0)
+    world.pipeline.waits.heard_from(ActorName("optimizer-0"), 25.0)
+    world.pipeline.waits.check(55.0)
     with pytest.raises(DeadlineMissedError):
-        world.pipeline.check_deadlines(55.1)
+        world.pipeline.waits.check(55.1)
 
 
 def test_another_actors_progress_does_not() -> None:
     world = World(make_shape(deadline_s=30.0))
     world.start(now_s=0.0)
-    world.pipeline.heard_from(GPU, 25.0)
+    world.pipeline.waits.heard_from(GPU, 25.0)
     with pytest.raises(DeadlineMissedError):
-        world.pipeline.check_deadlines(31.0)
+        world.pipeline.waits.check(31.0)

@@ -1,4 +1,8 @@
-from tests.unit.actors.policy.world import make_shape
+from typing import Any
+
+import pytest
+
+from tests.unit.actors.policy.jobs import GPU, make_shape
 from windlass.actors.messages import Phase
 from windlass.actors.policy.shape import Operation, program
 from windlass.storage.ids import BlockIndex, Step
@@ -43,3 +47,34 @@ def test_without_intervals_only_the_end_is_exported_and_evaluated() -> None:
 def test_checkpoints_stand_beside_the_final_model() -> None:
     shape = make_shape(total_steps=3)
     assert [shape.path_of_export(step) for step in (1, 3)] == ["/models/out-step-1", "/models/out"]
+
+
+@pytest.mark.parametrize(("commit_every", "checkpoint_every"), [(1, 0), (1, 2), (3, 0), (3, 4), (2, 5), (9, 0)])
+def test_commit_steps_are_every_so_many_the_checkpoints_and_the_last(commit_every: int, checkpoint_every: int) -> None:
+    shape = make_shape(total_steps=11, commit_every=commit_every, checkpoint_every=checkpoint_every)
+    intervals = [each for each in (commit_every, checkpoint_every) if each]
+    expected = [step for step in range(12) if step == 11 or 0 in [step % each for each in intervals]]
+    assert [step for step in range(12) if shape.is_commit_step(step)] == expected
+    for step in range(1, 12):
+        assert shape.commit_before(step) == max(each for each in expected if each < step)
+        assert shape.commit_after(step - 1) == min(each for each in expected if each >= step)
+    assert shape.commit_after(-1) == 0
+
+
+def test_who_holds_a_block() -> None:
+    shape = make_shape(chunks_per_block=(3, 2, 1), num_optimizers=3, device_blocks=frozenset({1}))
+    assert [shape.holders(block) for block in range(3)] == [shape.optimizers, (GPU,), shape.optimizers[:1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"commit_every": 0}, "commit_every is 0"),
+        ({"host_blocks": {0, 1}, "device_blocks": {1, 2}}, r"blocks \[1\] rest either in host memory or on the device"),
+        ({"spilled_blocks": {1}, "commit_every": 2}, r"blocks \[1\] go to the SSDs: .* not every 2"),
+        ({"spilled_blocks": {1}, "host_blocks": {0}}, r"blocks \[1\] go to the SSDs: .* as those of \(0,\) do"),
+    ],
+)
+def test_tiers_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_shape(**options)

@@ -1,27 +1,39 @@
 """A world that carries out a policy's instructions in any order, and checks each one as it is issued.
 
-It keeps its own account of what is true, such as which params are written and where gradients lie, and never asks the
-policy.
+It keeps its own account of what is true, such as what the SSDs hold, under which step it is read, and where gradients
+lie, and never asks the policy.
 """
 
 import copy
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
+from tests.unit.actors.policy.jobs import (
+    GPU,
+    JOB,
+    WITH_GRADIENT,
+    Expected,
+    expected_operations,
+    grad_chunks,
+    grad_sq_sum,
+    holders,
+    not_finite,
+)
 from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
+    BlockFlushed,
     BlockUpdated,
     CommitStore,
     ComputeBlock,
     ExportModel,
+    FlushBlock,
     GradChunk,
+    GradDropped,
     GradOffloaded,
-    GradSlotsReturned,
     LoadModel,
     Message,
     ModelExported,
@@ -29,97 +41,16 @@ from windlass.actors.messages import (
     OffloadGrad,
     Phase,
     PrefetchParams,
+    RestoreStates,
+    StatesRestored,
     StoreCommitted,
     UpdateBlock,
 )
-from windlass.actors.policy.pipeline import Instruction, NotFiniteError, Pipeline
+from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.trainer import Trainer
-from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Span, Step
-
-JOB = JobId("ftjob-1")
-GPU = ActorName("gpu-0")
-WITH_GRADIENT = (Phase.HEAD, Phase.BACKWARD)
-
-
-def make_shape(
-    *,
-    chunks_per_block: tuple[int, ...] = (2, 1, 3, 1),
-    tied: bool = False,
-    num_optimizers: int = 1,
-    num_ssds: int = 1,
-    **options: Any,
-) -> JobShape:
-    """A small job; `tied`: the head reads the embedding's params as well as its own.
-
-    Unless told otherwise, gradients are kept where that must be: with clipping.
-    """
-    last = len(chunks_per_block) - 1
-    shared = [(BlockIndex(b),) for b in range(last)] + [
-        (BlockIndex(last), BlockIndex(0)) if tied else (BlockIndex(last),)
-    ]
-    settings: dict[str, Any] = {
-        "total_steps": 2,
-        "num_evaluation_groups": 0,
-        "evaluate_every": 0,
-        "checkpoint_every": 0,
-        "clip_norm": None,
-        "keeps_grads": options.get("clip_norm") is not None,
-        "updates_alone": False,
-        "max_bad_steps": 10,
-    }
-    return JobShape(
-        job=JOB,
-        attempt=Attempt(3),
-        chunks=tuple(
-            tuple(ChunkKey(BlockIndex(b), ChunkIndex(c)) for c in range(num)) for b, num in enumerate(chunks_per_block)
-        ),
-        shared=tuple(shared),
-        learning_rate=lambda step: 0.5 / step,
-        trainer_state=lambda step: "",  # the world's own takes its place
-        gpu_worker=GPU,
-        optimizers=tuple(ActorName(f"optimizer-{i}") for i in range(num_optimizers)),
-        ssd_servers=tuple(ActorName(f"ssd-{i}") for i in range(num_ssds)),
-        output_dir="/models/out",
-        **(settings | options),
-    )
-
-
-def grad_chunks(shape: JobShape, block: int) -> tuple[GradChunk, ...]:
-    """Where the gradient of a block lies once it is offloaded."""
-    return tuple(GradChunk(key, Span(4096 * (10 * key.block + key.chunk), 4096)) for key in shape.chunks[block])
-
-
-def grad_sq_sum(step: int, block: int) -> float:
-    """The squared norm of a block's gradient before the loss is scaled: some steps need clipping, some do not."""
-    return float((block + 1) * (100 if step % 2 else 0.01))
-
-
-def not_finite(step: int, block: int) -> float:
-    """What the world's GPU worker reports of a bad gradient."""
-    return math.inf if (step + block) % 2 else math.nan
-
-
-def expected_operations(shape: JobShape, first_step: int) -> list[tuple[int, Phase | None, int, int]]:
-    """(step, phase, block, group) of every operation, written down as the design tells it; phase None is an export."""
-    layers = list(range(shape.num_blocks - 1))
-    head = shape.num_blocks - 1
-    found: list[tuple[int, Phase | None, int, int]] = []
-    for step in range(first_step - 1, shape.total_steps + 1):
-        if step >= first_step:
-            found += [(step, Phase.FORWARD, b, 0) for b in layers]
-            found += [(step, Phase.HEAD, head, 0)]
-            found += [(step, Phase.BACKWARD, b, 0) for b in reversed(layers)]
-        elif step == 0:
-            continue  # what follows a step is due again for the one that a resumed job goes on from
-        last = step == shape.total_steps
-        if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
-            for group in range(shape.num_evaluation_groups):
-                found += [(step, Phase.EVALUATE, b, group) for b in layers]
-                found += [(step, Phase.EVALUATE_HEAD, head, group)]
-        if last or (shape.checkpoint_every and step % shape.checkpoint_every == 0):
-            found += [(step, None, 0, 0)]
-    return found
+from windlass.actors.policy.waits import Instruction
+from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +61,8 @@ class Pending:
     answers: str  # key of the instruction that it answers; some instructions are answered by two events
 
 
-class World:
-    """Holds a policy's outstanding instructions. `choices` may happen next; `deliver` makes one of them happen.
-
-    `bad`: steps and blocks whose gradient is not finite.
-    """
+class World(Expected):
+    """Holds a policy's outstanding instructions. `choices` may happen next; `deliver` makes one of them happen."""
 
     def __init__(
         self,
@@ -144,10 +72,7 @@ class World:
         bad: frozenset[tuple[int, int]] = frozenset(),
         scales_loss: bool = False,
     ) -> None:
-        self.shape = shape
-        self.bad = frozenset(key for key in bad if key[1] < shape.num_blocks)
-        self.skipped = frozenset(step for step, _ in self.bad) if shape.keeps_grads else frozenset()
-        self.scales_loss = scales_loss
+        super().__init__(shape, bad, scales_loss)
         trainer = Trainer(scales_loss=scales_loss)
         trainer.restore(self.expected_trainer(initial_step or 0))
         self.pipeline = Pipeline(self._with_state(), trainer, None if initial_step is None else Step(initial_step))
@@ -157,20 +82,33 @@ class World:
         self.backward_told = False  # of the first one in `computing`
         self.offloading: dict[tuple[int, int], OffloadGrad] = {}
         self.updating: dict[tuple[int, int], dict[ActorName, UpdateBlock]] = {}
+        self.flushing: dict[int, dict[ActorName, FlushBlock]] = {}
         self.committing: dict[ActorName, CommitStore] = {}
+        self.restoring: dict[ActorName, RestoreStates] = {}
+        self.restored: list[ActorName] = []
         self.loading = False
         self.exporting: ExportModel | None = None
         self.num_issued = 0  # operations
         self.computed: list[tuple[int, Phase, int, int]] = []
-        self.prefetched: set[tuple[int, int, int]] = set()  # (op, block, version)
-        self.written = [-1 if initial_step is None else initial_step] * shape.num_blocks
+        self.prefetched: set[tuple[int, Phase, int, int]] = set()  # (op, what it does, block, version)
+        first = -1 if initial_step is None else initial_step
+        # Of each block: the step whose params an operation finds; the step under which its states are read; the step
+        # whose update made them what they are, in memory or on the SSDs, and on the SSDs.
+        self.written = [first] * shape.num_blocks
+        self.labels = [first] * shape.num_blocks
+        self.content = [self.last_good(first)] * shape.num_blocks
+        self.on_ssd = [self.last_good(first)] * shape.num_blocks
         self.backward_done: set[tuple[int, int]] = set()
         self.offloaded: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
-        self.lent: set[tuple[int, int]] = set()  # whose grad slots are neither an optimizer's nor the GPU worker's
+        self.lent: set[tuple[int, int]] = set()  # whose gradients are neither an optimizer's nor dropped
         self.to_offload: set[tuple[int, int]] = set()
         self.to_update: set[tuple[int, int]] = set()
         self.asked_commits: list[int] = []
-        self.committed = -1 if initial_step is None else initial_step
+        self.committed = first
+        self.captured = [
+            self.last_good(first)
+        ]  # steps whose trainer's state was asked for; at first nothing is decided
+        self.told = self.told_by_policy = max(first, 0)  # last step that is settled
         self.exports: list[tuple[int, str]] = []
         self.delivered: list[Message] = []
         self.stopped_at: int | None = None  # the last step of which anything was granted when the job was stopped
@@ -185,32 +123,33 @@ class World:
         return twin
 
     def _with_state(self) -> JobShape:
-        """The shape, with commits that keep what the trainer is at that moment."""
-        return replace(
-            self.shape, trainer_state=lambda step: json.dumps({"step": step, **self.pipeline.trainer.to_json()})
-        )
+        """The shape, with commits that keep what the trainer is when the state is asked for."""
+        return replace(self.shape, trainer_state=self._capture)
+
+    def _capture(self, step: int) -> str:
+        """Must be asked for once a step, when it is known what became of it, and before that changes for the next."""
+        assert step not in self.captured
+        self.captured.append(step)
+        assert step == self._last_decided()
+        assert not any(compute.step > step and compute.phase is Phase.HEAD for compute in self.computing)
+        return json.dumps({"step": step, **self.pipeline.trainer.to_json()})
+
+    def _last_decided(self) -> int:
+        """The last step that has been updated everywhere, or of which it is known that it is skipped."""
+        return max([min(self.content), *(step for step in self.skipped if self._gradients_complete(step))])
+
+    # --- which steps are committed ----------------------------------------------------------------------------------
+
+    def is_commit_step(self, step: int) -> bool:
+        """As the contract tells it."""
+        every = [each for each in (self.shape.commit_every, self.shape.checkpoint_every) if each]
+        return step in (self.shape.total_steps, self.stopped_at) or 0 in {step % each for each in every}
+
+    def commit_before(self, step: int) -> int:
+        """The last step before this one that must be safe before it changes anything."""
+        return max(each for each in range(step) if self.is_commit_step(each))
 
     # --- what bad gradients lead to ---------------------------------------------------------------------------------
-
-    def num_skipped_in_a_row(self, step: int) -> int:
-        """Skipped steps up to this one, since the last good one."""
-        last_good = next(each for each in range(step, -1, -1) if each not in self.skipped)
-        return step - last_good
-
-    def expected_trainer(self, step: int) -> dict[str, float]:
-        """The trainer's state after a step; far too early for the loss scale to grow."""
-        num_bad = sum(each <= step for each in self.skipped)
-        last_bad = max((each for each in self.skipped if each <= step), default=0)
-        return {
-            "optimizer_step": step - num_bad,
-            "bad_steps": self.num_skipped_in_a_row(step),
-            "loss_scale": 65536.0 / 2**num_bad,
-            "good_steps": step - last_bad,
-        }
-
-    def expected_loss_scale(self, step: int) -> float:
-        """What the gradients of a step are multiplied by."""
-        return self.expected_trainer(step - 1)["loss_scale"] if self.scales_loss else 1.0
 
     def _expected_failure(self, event: Message) -> str | None:
         """What the policy must say where it cannot go on after an event that has just happened."""
@@ -218,7 +157,10 @@ class World:
             return None
         if not self.shape.keeps_grads:
             is_bad = (event.step, event.block) in self.bad
-            return f"a gradient of step {event.step} is not finite.* ends at step {event.step - 1}" if is_bad else None
+            text = (
+                f"a gradient of step {event.step} is not finite.*; step {self.committed} is the last that was committed"
+            )
+            return text if is_bad else None
         num = self.num_skipped_in_a_row(event.step)
         if not self._gradients_complete(event.step) or num <= self.shape.max_bad_steps:
             return None
@@ -244,6 +186,13 @@ class World:
             for actor in shares:
                 updated = BlockUpdated(job=JOB, step=Step(step), block=BlockIndex(block), actor=actor)
                 found.append(Pending(updated, f"update {step} {block} {actor}"))
+        for block, flushes in self.flushing.items():
+            for actor, flush in flushes.items():
+                flushed = BlockFlushed(job=JOB, step=flush.step, block=flush.block, actor=actor)
+                found.append(Pending(flushed, f"flush {flush.step} {block} {actor}"))
+        for actor, restore in self.restoring.items():
+            restored = StatesRestored(job=JOB, step=restore.step, actor=actor)
+            found.append(Pending(restored, f"restore {restore.step} {actor}"))
         for actor, commit in self.committing.items():
             committed = StoreCommitted(job=JOB, step=commit.step, actor=actor, bytes_read=1, bytes_written=1)
             found.append(Pending(committed, f"commit {commit.step} {actor}"))
@@ -293,20 +242,27 @@ class World:
     def stop(self) -> None:
         if self.stopped_at is None:
             self.stopped_at = self.begun
-        self.pipeline.stop_after_current_step()
+        self._take(self.pipeline.stop_after_current_step(0.0))
 
     def _account(self, event: Message) -> None:
         """What is true once the event has happened."""
         match event:
             case ModelLoaded():
                 self.loading = False
-                self.written = [0] * self.shape.num_blocks
+                self._relabel(0)
+                self.content, self.on_ssd = list(self.written), list(self.written)
+            case StatesRestored():
+                del self.restoring[event.actor]
+                self.restored.append(event.actor)
             case BlockBackwardDone():
                 self.backward_told = True
                 self.backward_done.add((event.step, event.block))
-                self.to_offload.add((event.step, event.block))
-                if self.shape.keeps_grads and self._gradients_complete(event.step):
-                    self._note_to_update(event.step)
+                if event.block in self.shape.device_blocks:
+                    self.offloaded[(event.step, event.block)] = ()
+                    self.lent.add((event.step, event.block))
+                else:
+                    self.to_offload.add((event.step, event.block))
+                self._note_gradient(event.step)
             case BlockComputed():
                 compute = self.computing.pop(0)
                 self.backward_told = False
@@ -316,28 +272,51 @@ class World:
                 del self.offloading[key]
                 self.offloaded[key] = event.chunks
                 self.lent.add(key)
-                if not self.shape.keeps_grads or self._gradients_complete(event.step):
-                    self._note_to_update(event.step)
+                self._note_gradient(event.step)
             case BlockUpdated():
                 shares = self.updating[(event.step, event.block)]
                 del shares[event.actor]
                 if not shares:
                     del self.updating[(event.step, event.block)]
-                    self.written[event.block] = event.step
+                    self.written[event.block] = self.labels[event.block] = self.content[event.block] = event.step
+                    if event.block not in self.resident:
+                        self.on_ssd[event.block] = event.step
+            case BlockFlushed():
+                flushes = self.flushing[event.block]
+                del flushes[event.actor]
+                if not flushes:
+                    del self.flushing[event.block]
+                    self.on_ssd[event.block] = self.content[event.block]
             case StoreCommitted():
                 del self.committing[event.actor]
                 if not self.committing:
                     self.committed = event.step
                     if event.step in self.skipped:
-                        self.written = [event.step] * self.shape.num_blocks
+                        self._relabel(event.step)
             case ModelExported():
                 self.exporting = None
                 self.exports.append((event.step, event.path))
 
-    def _note_to_update(self, step: int) -> None:
-        """What lies on the host and may be updated; nothing of a step that is skipped."""
+    @property
+    def resident(self) -> frozenset[int]:
+        """Blocks whose states the SSDs get when they are flushed."""
+        return self.shape.host_blocks | self.shape.device_blocks
+
+    def _relabel(self, step: int) -> None:
+        """All blocks are read under this step from now on, whatever has made them what they are."""
+        self.written, self.labels = [step] * self.shape.num_blocks, [step] * self.shape.num_blocks
+
+    def _note_gradient(self, step: int) -> None:
+        """What is where it is kept may be updated; of a step that is skipped nothing is, and so it is over."""
+        if self.shape.keeps_grads and not self._gradients_complete(step):
+            return
         if step not in self.skipped:
             self.to_update |= {key for key in self.lent if key[0] == step}
+        elif self._gradients_at_rest(step) and not self.is_commit_step(step):
+            self.written = [step] * self.shape.num_blocks
+
+    def _gradients_at_rest(self, step: int) -> bool:
+        return sum(s == step for s, _ in self.offloaded) == self.shape.num_blocks
 
     def _gradients_complete(self, step: int) -> bool:
         return sum(s == step for s, _ in self.backward_done) == self.shape.num_blocks
@@ -351,15 +330,19 @@ class World:
         self._check_commit_is_whole()
         assert len(self.computing) <= self.shape.max_prefetched
         assert len(self.offloading) <= self.shape.max_offloading
-        assert len(self.updating) <= self.shape.max_updating
+        on_device = sum(block in self.shape.device_blocks for _, block in self.updating)
+        assert max(on_device, len(self.updating) - on_device) <= self.shape.max_updating
         # Every wait has a deadline: what is outstanding here and what the policy waits for are the same.
         num_outstanding = sum(len(shares) for shares in self.updating.values()) + len(self.committing)
+        num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
         num_outstanding += len(self.offloading) + self.loading + (self.exporting is not None)
         num_gradients = sum(c.phase in WITH_GRADIENT for c in self.computing) - self.backward_told
-        assert len(self.pipeline.waits) == num_outstanding + len(self.computing) + num_gradients
+        assert len(self.pipeline.waits.outstanding) == num_outstanding + len(self.computing) + num_gradients
         assert self.pipeline.committed == self.committed
         self._check_skipped()
         self._check_ends()
+        self._check_prompt()
+        self._check_told()
         if self.pipeline.finished:
             assert not self.choices()
         else:
@@ -373,20 +356,28 @@ class World:
                 self.loading = True
             case PrefetchParams():
                 assert to == GPU
-                assert self.written[message.block] == message.step, "params are fetched before they are written"
-                self.prefetched.add((message.op, message.block, message.step))
+                assert self.labels[message.block] == message.step, "params are read under another step than their own"
+                self.prefetched.add((message.op, message.phase, message.block, self.written[message.block]))
             case ComputeBlock():
                 self._take_compute(to, message)
             case OffloadGrad():
                 key = (int(message.step), int(message.block))
                 assert to == GPU
                 assert key == min(self.to_offload), "a later block overtook an earlier one"
+                is_safe = self.committed >= message.step - 1
+                assert is_safe or message.block not in self.shape.spilled_blocks, (
+                    "a gradient overwrites what is not safe"
+                )
                 self.to_offload.remove(key)
                 self.offloading[key] = message
             case UpdateBlock():
                 self._take_update(to, message)
-            case GradSlotsReturned():
-                self._take_back(to, message)
+            case FlushBlock():
+                self._take_flush(to, message)
+            case RestoreStates():
+                self._take_restore(to, message)
+            case GradDropped():
+                self._take_drop(to, message)
             case CommitStore():
                 self._take_commit(to, message)
             case ExportModel():
@@ -394,28 +385,80 @@ class World:
             case _:
                 raise AssertionError(f"nobody expects {message}")
 
-    def _take_back(self, to: ActorName, message: GradSlotsReturned) -> None:
+    def _take_drop(self, to: ActorName, message: GradDropped) -> None:
+        key = (int(message.step), int(message.block))
         assert to == GPU
         assert message.step in self.skipped, "an optimizer returns the slots of a step that is not skipped"
         assert self._gradients_complete(message.step)
-        spans = {tuple(chunk.span for chunk in self.offloaded[key]): key for key in self.lent if key[0] == message.step}
-        self.lent.remove(spans[message.spans])  # whole blocks, each once
+        assert message.chunks == self.offloaded[key]
+        self.lent.remove(key)  # each block once
+
+    def _take_restore(self, to: ActorName, message: RestoreStates) -> None:
+        assert to in {actor for block in self.resident for actor in holders(self.shape, block)}
+        assert to not in self.restoring
+        assert to not in self.restored
+        assert message.step == self.committed
+        assert not self.computed
+        assert not self.computing
+        self.restoring[to] = message
+
+    def _take_flush(self, to: ActorName, message: FlushBlock) -> None:
+        block, step = int(message.block), int(message.step)
+        assert block in self.resident
+        assert to in holders(self.shape, block)
+        assert step == self.labels[block], "states are written under another step than their own"
+        assert self.on_ssd[block] != self.content[block], "the SSDs have these states already"
+        assert not any(updated == block for _, updated in self.updating), "a block is written while it changes"
+        assert self.committed >= self.commit_before(step), "what a restart needs would be overwritten"
+        flushes = self.flushing.setdefault(block, {})
+        assert to not in flushes
+        flushes[to] = message
+        last = self._last_over()
+        is_due = self.committed < last and self.is_commit_step(last)
+        assert self.is_commit_step(step) or is_due, "flushed for no commit"
+
+    def _last_over(self) -> int:
+        """The last step that is updated, or of which, as it is skipped, nothing is on its way."""
+        over = [step for step in self.skipped if self._gradients_complete(step) and self._gradients_at_rest(step)]
+        return max([min(self.content), *over])
 
     def _take_commit(self, to: ActorName, message: CommitStore) -> None:
         step = message.step
         assert to not in self.committing
-        assert message.is_unchanged == (step in self.skipped)
-        if message.is_unchanged:
-            assert self.committed == step - 1, "a step is carried over before the one before is safe"
-            assert set(self.written) == {step - 1}
-            assert sum(s == step for s, _ in self.offloaded) == self.shape.num_blocks
-        else:
-            assert set(self.written) == {step}, "a step is committed before all of it is written"
-        assert not {key for key in self.lent if key[0] == step}
+        assert self.is_commit_step(step)
+        assert step == 0 or self.committed >= self.commit_before(step), "a commit overtook an earlier one"
+        assert set(self.labels) == {message.states_step}
+        assert set(self.content) == {self.last_good(step)}, "a step is committed before all of it is there"
+        assert self.on_ssd == self.content, "a step is committed before all of it is on the SSDs"
+        assert not self.flushing
+        assert not self.updating
+        assert (message.states_step < step) == (step in self.skipped)
+        if step in self.skipped:
+            assert self._gradients_at_rest(step)
+            assert not self.computing, "params are renamed while they are read"
+        assert not {key for key in self.lent if key[0] <= step}
         assert message.attempt == self.shape.attempt
         assert json.loads(message.trainer_state) == {"step": step, **self.expected_trainer(step)}
         self.committing[to] = message
         self.asked_commits.append(step)
+
+    def _check_prompt(self) -> None:
+        """Resident blocks are flushed as soon as a commit will need it, and trainer states are kept in time."""
+        for block in self.resident:
+            if self.on_ssd[block] != self.content[block] and self.is_commit_step(self.labels[block]):
+                assert block in self.flushing, "a block waits for its flush"
+        assert self.captured[-1] == self._last_decided()
+
+    def _check_told(self) -> None:
+        """Steps are settled in order: with their commit or, where none is due, when they are over."""
+        while self.told < max(self.committed, 0) or (
+            not self.is_commit_step(self.told + 1)
+            and self.committed >= self.commit_before(self.told + 1)
+            and min(self.written) > self.told
+        ):
+            self.told += 1
+        self.told_by_policy = max(self.told_by_policy, self.pipeline.commits.settled)
+        assert self.told_by_policy == self.told
 
     def _check_skipped(self) -> None:
         """No slot of a skipped step stays where it is; nothing of it is updated."""
@@ -436,6 +479,7 @@ class World:
     def _take_compute(self, to: ActorName, message: ComputeBlock) -> None:
         assert to == GPU
         assert self.committed >= 0
+        self._check_restored()
         assert self.stopped_at is None or message.step <= self.stopped_at, "a step began after the job was stopped"
         found = (message.step, message.phase, message.block, message.group)
         assert found == self.expected[self.num_issued]
@@ -449,13 +493,22 @@ class World:
             assert set(self.written) == {version}, "a block is computed beside updates"
         for block in message.blocks:
             assert self.written[block] == version, "a block is computed with params of another step"
-            assert (message.op, block, version) in self.prefetched
+            assert (message.op, message.phase, block, version) in self.prefetched
         assert all(message.op > other.op for other in self.computing)
         self.computing.append(message)
 
+    def _check_restored(self) -> None:
+        assert not self.restoring, "states are not in memory yet"
+        assert set(self.restored) == {actor for block in self.resident for actor in holders(self.shape, block)}
+
     def _take_update(self, to: ActorName, message: UpdateBlock) -> None:
         key = (int(message.step), int(message.block))
-        assert self.committed >= message.step - 1, "what a restart needs would be overwritten"
+        self._check_restored()
+        assert self.committed >= self.commit_before(message.step), "what a restart needs would be overwritten"
+        assert message.block not in self.flushing, "a block changes while it is written"
+        assert message.from_step == self.labels[message.block], "states are read under another step than their own"
+        reading = self.computing[self.backward_told :]
+        assert not any(message.block in compute.blocks for compute in reading), "params change while they are read"
         assert message.learning_rate == self.shape.learning_rate(message.step)
         assert message.grad_scale == pytest.approx(self.expected_grad_scale(message.step), rel=1e-12, abs=0.0)
         assert message.optimizer_step == self.expected_trainer(message.step)["optimizer_step"]
@@ -465,29 +518,17 @@ class World:
         if self.shape.updates_alone:
             assert len(self.computing) == self.backward_told, "a block is updated beside the backward pass"
         if key not in self.updating:
-            assert key == min(self.to_update), "a later block overtook an earlier one"
+            is_device = message.block in self.shape.device_blocks
+            rivals = [each for each in self.to_update if (each[1] in self.shape.device_blocks) == is_device]
+            assert key == min(rivals), "a later block overtook an earlier one"
             self.to_update.remove(key)
             self.lent.remove(key)
             self.updating[key] = {}
         shares = self.updating[key]
-        assert to in self.shape.optimizers
         assert to not in shares
         shares[to] = message
-        place = self.shape.optimizers.index(to)
-        num = len(self.shape.optimizers)
-        assert message.chunks == tuple(c for c in self.offloaded[key] if c.key.chunk % num == place)
-        assert message.chunks
-
-    def expected_grad_scale(self, step: int) -> float:
-        """Takes the loss scale back out, and clips. Source: torch.nn.utils.clip_grad_norm_."""
-        unscaled = 1.0 / self.expected_loss_scale(step)
-        if self.shape.clip_norm is None:
-            return unscaled
-        return unscaled * min(1.0, self.shape.clip_norm / (self.grad_norm(step) + 1e-6))
-
-    def grad_norm(self, step: int) -> float:
-        """Of a step whose gradients are finite."""
-        return math.sqrt(sum(grad_sq_sum(step, block) for block in range(self.shape.num_blocks)))
+        assert tuple(chunk.key for chunk in message.chunks) == holders(self.shape, message.block)[to]
+        assert set(message.chunks) <= set(self.offloaded[key])
 
     def _take_export(self, to: ActorName, message: ExportModel) -> None:
         assert to == self.shape.optimizers[0]
@@ -496,15 +537,19 @@ class World:
         self.num_issued += 1
         assert self.committed == message.step
         assert not self.computing
-        assert set(self.written) == {message.step}
+        self._check_restored()
+        assert set(self.written) == set(self.labels) == {message.step}
         self.exporting = message
 
     def _check_commit_is_whole(self) -> None:
         """Commands of one answer go out together: every share of an update, every server of a commit."""
         for (step, block), shares in self.updating.items():
             if not any(isinstance(e, BlockUpdated) and (e.step, e.block) == (step, block) for e in self.delivered):
-                keys = sorted(chunk.key for share in shares.values() for chunk in share.chunks)
-                assert keys == list(self.shape.chunks[block])
+                assert shares.keys() == holders(self.shape, block).keys()
+        for block, flushes in self.flushing.items():
+            (step,) = {flush.step for flush in flushes.values()}
+            if not any(isinstance(e, BlockFlushed) and (e.step, e.block) == (step, block) for e in self.delivered):
+                assert flushes.keys() == holders(self.shape, block).keys()
         if self.committing and self.asked_commits:
             step = self.asked_commits[-1]
             assert self.asked_commits.count(step) == len(self.shape.ssd_servers)
@@ -522,7 +567,8 @@ class World:
         assert not self.lent
         last = self.shape.total_steps if self.stopped_at is None else self.stopped_at
         assert self.committed == last
-        assert set(self.written) == {last}
+        assert set(self.written) == set(self.labels) == {last}
+        assert set(self.on_ssd) == set(self.content) == {self.last_good(last)}
         expected = self.expected[: self.num_issued]
         if self.stopped_at is None:
             assert self.num_issued == len(self.expected)
@@ -532,3 +578,17 @@ class World:
         assert self.computed == [o for o in expected if o[1] is not None]
         exports = [o[0] for o in expected if o[1] is None]
         assert self.exports == [(step, self.shape.path_of_export(step)) for step in exports]
+
+
+def deliver_all_but(world: World, *kept: str) -> None:
+    """Lets everything happen except what answers one of `kept`."""
+    while choices := [c for c in world.choices() if not c.answers.startswith(kept)]:
+        world.deliver(choices[0])
+
+
+def sent(world: World, *kinds: type[Message]) -> list[Message]:
+    """What the policy sends from now on, of some kinds, until nothing is left."""
+    found: list[Message] = []
+    while choices := world.choices():
+        found += [i.message for i in world.deliver(choices[0]) if isinstance(i.message, kinds)]
+    return found

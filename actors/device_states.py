@@ -1,0 +1,165 @@
+"""Model states that rest on the device: updated there, with gradients that never leave it."""
+
+import queue
+from collections.abc import Callable
+
+import torch
+
+from windlass.actors.chunk_io import ChunkIoClient
+from windlass.actors.chunk_update import ChunkUpdater
+from windlass.actors.context import JobContext, aligned
+from windlass.actors.messages import (
+    Announcement,
+    BlockFlushed,
+    BlockUpdated,
+    ChunkIo,
+    ChunkPart,
+    FlushBlock,
+    Message,
+    RestoreStates,
+    StatesRestored,
+    UpdateBlock,
+)
+from windlass.engine.device import Device
+from windlass.engine.formats import state_dtype
+from windlass.storage.arena import SlotPool
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Kernel, Span, StateKind, Step
+
+_Command = UpdateBlock | FlushBlock | RestoreStates
+
+
+class DeviceStates:
+    """The states of the plan's device blocks, each a flat tensor a block. Commands run in one thread of their own."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        device: Device,
+        memory: torch.Tensor,
+        io: ChunkIoClient,
+        *,
+        name: ActorName,
+        take_grad: Callable[[BlockIndex], torch.Tensor],
+        report: Callable[[Message], None],
+    ) -> None:
+        """`take_grad` hands over a block's gradient; it goes back to the device's buffers after the update."""
+        self._context = context
+        self._device = device
+        self._memory = memory
+        self._io = io
+        self._name = name
+        self._take_grad = take_grad
+        self._report = report
+        self._offsets = context.state_offsets()
+        pool = context.plan.transit
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of states on their way")
+        self._updater: ChunkUpdater | None = None
+        if context.plan.device_blocks:
+            self._updater = ChunkUpdater(context, device.device, announce=self._announce)
+        self._states: dict[BlockIndex, dict[StateKind, torch.Tensor]] = {}
+        for index in context.plan.device_blocks:
+            block = BlockIndex(index)
+            numel = context.layout.blocks[block].numel
+            self._states[block] = {
+                kind: torch.zeros(numel, dtype=state_dtype(context.formats, kind), device=device.device)
+                for kind in context.formats.itemsizes
+            }
+        self._commands: queue.Queue[_Command | None] = queue.Queue()
+        self._arrived: queue.Queue[ChunkKey | None] = queue.Queue()
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """What updates here; None where no states rest here."""
+        return None if self._updater is None else self._updater.kernel
+
+    def __contains__(self, block: BlockIndex) -> bool:
+        return block in self._states
+
+    def params(self, block: BlockIndex) -> torch.Tensor | None:
+        """The params of a block that rests here, None for others."""
+        states = self._states.get(block)
+        return None if states is None else states[self._context.formats.param_kind]
+
+    def post(self, command: _Command) -> None:
+        """Takes a command and returns at once."""
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._slots.close()
+        self._commands.put(None)
+        self._arrived.put(None)
+
+    def run(self) -> None:
+        """What the thread runs."""
+        torch.set_num_threads(self._context.spec.optimizer_threads)
+        while (command := self._commands.get()) is not None:
+            match command:
+                case UpdateBlock():
+                    self._update(command)
+                case FlushBlock():
+                    self._flush(command)
+                case RestoreStates():
+                    self._restore(command)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _announce(self, text: str) -> None:
+        self._report(Announcement(job=self._context.spec.job, step=Step(0), text=text))
+
+    def _update(self, update: UpdateBlock) -> None:
+        assert self._updater is not None, "only blocks that rest here are updated here"
+        grad = self._take_grad(update.block)
+        self._updater.update(update, 0, grad, self._states[update.block])
+        self._device.synchronize()
+        self._device.give(grad)
+        job, step, block = update.job, update.step, update.block
+        self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
+
+    def _flush(self, message: FlushBlock) -> None:
+        priority = (message.step, int(message.block))
+        slots: dict[ChunkKey, Span] = {}
+        for key in self._context.layout.chunk_keys(message.block):
+            (slots[key],) = self._slots.acquire(1, self._context.spec.deadline_s)
+            for kind, here in self._parts(key).items():
+                self._device.copy_out(self._view(slots[key], key, kind), here)
+            item = self._chunk_io(slots[key], key)
+            self._io.write([item], message.step, priority, lambda key: self._slots.release([slots[key]]))
+        self._drain()
+        job, step, block = message.job, message.step, message.block
+        self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
+
+    def _restore(self, message: RestoreStates) -> None:
+        deadline_s = self._context.spec.deadline_s
+        for block in self._states:
+            for key in self._context.layout.chunk_keys(block):
+                (slot,) = self._slots.acquire(1, deadline_s)
+                priority = (message.step, int(block))
+                self._io.read([self._chunk_io(slot, key)], message.step, priority, self._arrived.put)
+                if self._arrived.get(timeout=deadline_s) is None:
+                    raise InterruptedError("the job was stopped")
+                for kind, here in self._parts(key).items():
+                    self._device.copy_in(here, self._view(slot, key, kind))
+                self._slots.release([slot])
+        self._report(StatesRestored(job=message.job, step=message.step, actor=self._name))
+
+    def _drain(self) -> None:
+        self._slots.release(self._slots.acquire(self._slots.num_slots, self._context.spec.deadline_s))
+
+    def _parts(self, key: ChunkKey) -> dict[StateKind, torch.Tensor]:
+        start, stop = self._context.layout.chunk_range(key)
+        return {kind: state[start:stop] for kind, state in self._states[key.block].items()}
+
+    def _view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
+        dtype, offset = state_dtype(self._context.formats, kind), slot.offset + self._offsets[kind]
+        return self._memory[offset : offset + self._context.chunk_numel(key) * dtype.itemsize].view(dtype)
+
+    def _chunk_io(self, slot: Span, key: ChunkKey) -> ChunkIo:
+        numel, itemsizes = self._context.chunk_numel(key), self._context.formats.itemsizes
+        return ChunkIo(
+            key,
+            tuple(
+                ChunkPart(kind, Span(slot.offset + self._offsets[kind], aligned(numel * itemsize)))
+                for kind, itemsize in itemsizes.items()
+            ),
+        )

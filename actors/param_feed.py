@@ -1,0 +1,215 @@
+"""Brings params to the device: from the SSDs, from host memory where they rest or were kept, or as they lie there.
+
+Two threads: one asks for what is not at hand, one copies to the device what is. A block's params are one flat buffer,
+held from its request to the end of its operation.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from windlass.actors.chunk_io import ChunkIoClient
+from windlass.actors.context import JobContext, aligned
+from windlass.actors.job_spec import UpdateOrder
+from windlass.actors.messages import (
+    BorrowParams,
+    ChunkIo,
+    ChunkPart,
+    ComputeBlock,
+    ParamsLent,
+    ParamsReturned,
+    PrefetchParams,
+)
+from windlass.actors.param_cache import ParamCache
+from windlass.engine.device import Device
+from windlass.engine.formats import TORCH_DTYPE
+from windlass.planner.plan import FETCH_DEPTH
+from windlass.storage.arena import SlotPool
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Params of one block on their way to a device buffer."""
+
+    request: PrefetchParams
+    buffer: torch.Tensor
+    num_missing: int  # chunks
+    is_lent: bool = False  # the buffer is where these params rest
+    ready: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Params of a chunk that lie in host memory."""
+
+    fetch: Fetch
+    key: ChunkKey
+    span: Span
+    is_slot: bool  # one of the pool's; else where these params rest
+
+
+class ParamFeed:
+    """The params' way to the device. `resident` gives the params of a block that rest there, None for others."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        device: Device,
+        memory: torch.Tensor,
+        io: ChunkIoClient,
+        resident: Callable[[BlockIndex], torch.Tensor | None],
+    ) -> None:
+        self._context = context
+        self._device = device
+        self._memory = memory
+        self._io = io
+        self._resident = resident
+        self._dtype = TORCH_DTYPE[context.formats.precision]
+        self._host_slots = context.host_slots()
+        self._param_offset = context.state_offsets()[context.formats.param_kind]
+        pool, hyper, formats = context.plan.params, context.spec.hyperparameters, context.formats
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="param slots")
+        reads_params = formats.param_kind is StateKind.MASTER or StateKind.MASTER not in formats.itemsizes
+        self._cache = ParamCache(
+            self._slots,
+            capacity=context.plan.num_cached_params,
+            head=len(context.layout.blocks) - 1,
+            reads_params=reads_params and hyper.order_of_updates in (UpdateOrder.ACTIVE, UpdateOrder.NAIVE),
+        )
+        # So many chunks at a time that the next ones are on their way while these are copied.
+        self._batch = max(1, min(FETCH_DEPTH, pool.num_slots) // 2)
+        self._requests: queue.Queue[PrefetchParams | None] = queue.Queue()
+        self._arrived: queue.Queue[_Arrival | None] = queue.Queue()
+        self._changed = threading.Condition()
+        self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
+        self._stopping = False
+
+    @property
+    def loops(self) -> tuple[Callable[[], None], ...]:
+        """What its threads run."""
+        return (self._run_requests, self._run_arrivals)
+
+    def stop(self) -> None:
+        """Ends the threads, and the waits of others."""
+        with self._changed:
+            self._stopping = True
+            for fetch in self._fetches.values():
+                fetch.ready.set()
+            self._changed.notify_all()
+        self._slots.close()
+        self._requests.put(None)
+        self._arrived.put(None)
+
+    # --- what the worker calls --------------------------------------------------------------------------------------
+
+    def request(self, message: PrefetchParams) -> None:
+        """Begins to bring a block's params."""
+        self._requests.put(message)
+
+    def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Fetch:
+        """The params of a block that an operation needs, once they are on the device. `release` must follow.
+
+        Raises:
+            TimeoutError: they did not come within the job's deadline.
+            InterruptedError: the job was stopped.
+        """
+        key, deadline_s = (operation.op, block), self._context.spec.deadline_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._stopping or key in self._fetches, deadline_s):
+                raise TimeoutError(f"the params of block {block} in step {operation.step} were never asked for")
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+            fetch = self._fetches[key]
+        arrived = fetch.ready.wait(deadline_s)
+        with self._changed:
+            del self._fetches[key]
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+        if not arrived:
+            raise TimeoutError(
+                f"the params of block {block} in step {operation.step} did not arrive within {deadline_s:g} s; "
+                f"{fetch.num_missing} chunks are missing"
+            )
+        return fetch
+
+    def release(self, fetch: Fetch) -> None:
+        """The operation is done."""
+        if not fetch.is_lent:
+            self._device.give(fetch.buffer)
+
+    def lend(self, message: BorrowParams) -> ParamsLent:
+        """Slots for an optimizer, as far as there are some."""
+        loans = (self._cache.lend(key, message.from_step) for key in message.keys)
+        return ParamsLent(
+            job=message.job,
+            step=message.step,
+            block=message.block,
+            loans=tuple(loan for loan in loans if loan is not None),
+        )
+
+    def take_back(self, message: ParamsReturned) -> None:
+        """A slot comes back with new params."""
+        self._cache.take_back(message.key, message.step, message.span)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _run_requests(self) -> None:
+        layout = self._context.layout
+        while (request := self._requests.get()) is not None:
+            keys = layout.chunk_keys(request.block)
+            resident = self._resident(request.block)
+            if resident is not None:
+                fetch = Fetch(request, resident, 0, is_lent=True)
+                fetch.ready.set()
+            else:
+                buffer = self._device.take(layout.blocks[request.block].numel, self._dtype)
+                fetch = Fetch(request, buffer, len(keys))
+            with self._changed:
+                self._fetches[(request.op, request.block)] = fetch
+                self._changed.notify_all()
+            if resident is None:
+                self._fetch(fetch, keys)
+
+    def _fetch(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
+        missing = []
+        for key in keys:
+            if (slot := self._host_slots.get(key)) is not None:
+                span = Span(slot.offset + self._param_offset, self._nbytes(key))
+                self._arrived.put(_Arrival(fetch, key, span, is_slot=False))
+            elif (kept := self._cache.take(key, fetch.request.step)) is not None:
+                self._arrived.put(_Arrival(fetch, key, kept, is_slot=True))
+            else:
+                missing.append(key)
+        for start in range(0, len(missing), self._batch):
+            self._read(fetch, missing[start : start + self._batch])
+
+    def _read(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
+        spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
+        kind, request = self._context.formats.param_kind, fetch.request
+        items = [ChunkIo(key, (ChunkPart(kind, Span(span.offset, self._nbytes(key))),)) for key, span in spans.items()]
+        self._io.read(
+            items,
+            request.step,
+            (request.step, request.op),
+            lambda key: self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=True)),
+        )
+
+    def _nbytes(self, key: ChunkKey) -> int:
+        return aligned(self._context.chunk_numel(key) * self._dtype.itemsize)
+
+    def _run_arrivals(self) -> None:
+        while (arrival := self._arrived.get()) is not None:
+            fetch, span = arrival.fetch, arrival.span
+            start, stop = self._context.layout.chunk_range(arrival.key)
+            nbytes = (stop - start) * self._dtype.itemsize
+            source = self._memory[span.offset : span.offset + nbytes].view(self._dtype)
+            self._device.copy_in(fetch.buffer[start:stop], source)
+            if arrival.is_slot:
+                self._cache.put(arrival.key, fetch.request.step, span, fetch.request.phase)
+            fetch.num_missing -= 1
+            if fetch.num_missing == 0:
+                fetch.ready.set()

@@ -1,0 +1,243 @@
+"""Whatever the order in which actors finish, the policy keeps the promises that exactness and restarts rest on."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.actors.policy.jobs import make_shape
+from tests.unit.actors.policy.world import World, deliver_all_but
+from windlass.actors.messages import Phase
+from windlass.actors.policy import pipeline as pipeline_module
+from windlass.actors.policy.shape import JobShape, Operation, program
+from windlass.actors.policy.waits import UnexpectedEventError
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "active": {"clip_norm": None, "keeps_grads": False},
+    "kept": {"clip_norm": None, "keeps_grads": True},
+    "clipped": {"clip_norm": 1.0, "keeps_grads": True},
+    "alone": {"clip_norm": None, "keeps_grads": True, "updates_alone": True},
+    "clipped-alone": {"clip_norm": 1.0, "keeps_grads": True, "updates_alone": True},
+}
+# Where states rest and how often they are committed. Blocks 0 and 1 are there in every job.
+TIERS: list[dict[str, Any]] = [
+    {},
+    {"spilled_blocks": frozenset({1, 2, 3, 4, 5})},
+    {"spilled_blocks": frozenset({2, 3, 4, 5})},
+    {"commit_every": 3},
+    *(
+        {"host_blocks": frozenset(host), "device_blocks": frozenset(device), "commit_every": commit_every}
+        for host, device in [((0, 2), ()), ((), (1, 2)), ((1,), (0,)), ((0, 1, 3), (2, 4))]
+        for commit_every in (1, 2, 3)
+    ),
+]
+
+
+def tiered_shape(order: dict[str, Any], tiers: dict[str, Any], **options: Any) -> JobShape:
+    """A small job; of the tiers, what it has blocks for. Only gradients that are kept are spilled."""
+    if "spilled_blocks" in tiers and not order["keeps_grads"]:
+        tiers = {}
+    there = frozenset(range(len(options["chunks_per_block"])))
+    tiers = {name: each if name == "commit_every" else each & there for name, each in tiers.items()}
+    return make_shape(**order, **tiers, **options)
+
+
+shapes = st.builds(
+    tiered_shape,
+    order=st.sampled_from(list(ORDERS.values())),
+    tiers=st.sampled_from(TIERS),
+    max_bad_steps=st.integers(0, 3),
+    chunks_per_block=st.lists(st.integers(1, 3), min_size=3, max_size=6).map(tuple),
+    tied=st.booleans(),
+    num_optimizers=st.integers(1, 2),
+    num_ssds=st.integers(1, 2),
+    total_steps=st.integers(1, 7),
+    num_evaluation_groups=st.integers(0, 2),
+    evaluate_every=st.integers(0, 2),
+    checkpoint_every=st.integers(0, 4),
+    max_prefetched=st.integers(1, 4),
+    max_offloading=st.integers(1, 3),
+    max_updating=st.integers(1, 3),
+)
+# Some actors are slow: their events come only now and then while there are others.
+# (step, block) of gradients that are not finite; mostly few, at times all of several steps.
+bad_gradients = st.one_of(
+    st.just(frozenset[tuple[int, int]]()),
+    st.frozensets(st.tuples(st.integers(1, 7), st.integers(0, 3)), max_size=4),
+    st.frozensets(st.integers(1, 7)).map(lambda steps: frozenset((step, b) for step in steps for b in range(6))),
+)
+slow_actors = st.sets(st.sampled_from(["compute", "gradient", "offload", "update", "flush", "commit", "export"]))
+many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def run(world: World, order: random.Random, slow: set[str], stop_at: int | None = None) -> None:
+    """Delivers events in a random order until nothing is left."""
+    world.start()
+    num = 0
+    while choices := world.choices():
+        if stop_at is not None and num >= stop_at:
+            world.stop()  # again after each event, as the shell does
+        fast = [choice for choice in choices if choice.answers.split()[0] not in slow]
+        world.deliver(order.choice(fast if fast and order.random() < 0.9 else choices))
+        num += 1
+
+
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, bad=bad_gradients, scales_loss=st.booleans())
+@many
+def test_every_order_ends_with_everything_committed(
+    shape: JobShape, seed: int, slow: set[str], bad: frozenset[tuple[int, int]], scales_loss: bool
+) -> None:
+    world = World(shape, bad=bad, scales_loss=scales_loss)
+    run(world, random.Random(seed), slow)
+    world.check_end()
+
+
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, stop_at=st.integers(0, 120), bad=bad_gradients)
+@many
+def test_a_stop_at_any_moment_ends_after_the_step_that_had_begun(
+    shape: JobShape, seed: int, slow: set[str], stop_at: int, bad: frozenset[tuple[int, int]]
+) -> None:
+    world = World(shape, bad=bad)
+    run(world, random.Random(seed), slow, stop_at)
+    world.check_end()
+
+
+@given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, data=st.data(), bad=bad_gradients)
+@many
+def test_a_resumed_job_goes_on_at_the_next_step(
+    shape: JobShape, seed: int, slow: set[str], data: st.DataObject, bad: frozenset[tuple[int, int]]
+) -> None:
+    """Also where the steps before were skipped: the trainer's counts go on, too."""
+    initial_step = data.draw(st.integers(0, shape.total_steps - 1))
+    world = World(shape, initial_step, bad=bad, scales_loss=True)
+    run(world, random.Random(seed), slow)
+    world.check_end()
+    trained = {Phase.FORWARD, Phase.HEAD, Phase.BACKWARD}
+    assert min(step for step, phase, *_ in world.computed if phase in trained) == initial_step + 1
+
+
+@given(shape=shapes, seed=st.integers(0, 2**32), data=st.data(), bad=bad_gradients)
+@many
+def test_an_event_that_comes_twice_is_refused(
+    shape: JobShape, seed: int, data: st.DataObject, bad: frozenset[tuple[int, int]]
+) -> None:
+    world, order = World(shape, bad=bad), random.Random(seed)
+    world.start()
+    for _ in range(data.draw(st.integers(1, 80))):
+        if not (choices := world.choices()):
+            break
+        world.deliver(order.choice(choices))
+    with pytest.raises(UnexpectedEventError):
+        world.pipeline.handle(order.choice(world.delivered), 0.0)
+
+
+class _CopyableProgram(Iterator[Operation]):
+    """The job's program as a place in a list: a generator cannot be copied."""
+
+    def __init__(self, operations: tuple[Operation, ...]) -> None:
+        self.operations, self.place = operations, 0
+
+    def __next__(self) -> Operation:
+        if self.place == len(self.operations):
+            raise StopIteration
+        self.place += 1
+        return self.operations[self.place - 1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_CopyableProgram":
+        twin = _CopyableProgram(self.operations)
+        twin.place = self.place
+        return twin
+
+
+Bad = frozenset[tuple[int, int]]
+HOST, DEVICE, MIXED = ({0, 1, 2}, ()), ((), {0, 1, 2}), ({0}, {2})
+
+
+def resident(where: tuple[Any, Any], commit_every: int, **options: Any) -> dict[str, Any]:
+    """Three blocks, of which some rest in memory."""
+    host, device = map(frozenset, where)
+    num_steps = {"total_steps": commit_every + 1, "chunks_per_block": (1,) * 3}
+    return {**num_steps, "host_blocks": host, "device_blocks": device, "commit_every": commit_every, **options}
+
+
+TINY: dict[str, tuple[dict[str, Any], Bad]] = {
+    "active": (ORDERS["active"], frozenset()),
+    "kept": (ORDERS["kept"], frozenset()),
+    "alone": (ORDERS["alone"], frozenset()),
+    "clipped-first-skipped": (ORDERS["clipped"], frozenset({(1, 2)})),
+    "clipped-alone-second-skipped": (ORDERS["clipped-alone"], frozenset({(2, 0)})),
+    "kept-both-skipped": (ORDERS["kept"], frozenset({(1, 0), (2, 3)})),
+    "spilled": (ORDERS["kept"] | {"spilled_blocks": frozenset({1, 2, 3})}, frozenset()),
+    "spilled-first-skipped": (ORDERS["kept"] | {"spilled_blocks": frozenset({1, 2, 3})}, frozenset({(1, 1)})),
+    "spilled-second-skipped": (ORDERS["kept"] | {"spilled_blocks": frozenset({2, 3})}, frozenset({(2, 3)})),
+    "host-active": (ORDERS["active"] | resident(HOST, 1), frozenset()),
+    "host-every-2-active": (ORDERS["active"] | resident(HOST, 2), frozenset()),
+    "device-every-2-active": (ORDERS["active"] | resident(DEVICE, 2), frozenset()),
+    "mixed-active": (ORDERS["active"] | resident(MIXED, 1), frozenset()),
+    "mixed-every-2-active": (ORDERS["active"] | resident(MIXED, 2), frozenset()),
+    "mixed-every-3-active": (ORDERS["active"] | resident(MIXED, 3), frozenset()),
+    "mixed-every-2-alone": (ORDERS["alone"] | resident(MIXED, 2), frozenset()),
+    "mixed-every-2-clipped": (ORDERS["clipped"] | resident(MIXED, 2), frozenset()),
+    "mixed-every-2-first-skipped": (ORDERS["kept"] | resident(MIXED, 2), frozenset({(1, 0)})),
+    "mixed-every-2-second-skipped": (ORDERS["kept"] | resident(MIXED, 2), frozenset({(2, 0)})),
+    "mixed-every-2-third-skipped": (ORDERS["kept"] | resident(MIXED, 2), frozenset({(3, 1)})),
+    "host-every-3-second-and-third-skipped": (ORDERS["kept"] | resident(HOST, 3), frozenset({(2, 0), (3, 1)})),
+    "host-every-2-all-skipped": (ORDERS["kept"] | resident(HOST, 2), frozenset({(1, 0), (2, 2), (3, 1)})),
+    "host-every-2-checkpoint-and-evaluation": (
+        ORDERS["kept"] | resident(HOST, 2, checkpoint_every=3, num_evaluation_groups=1, evaluate_every=1),
+        frozenset({(1, 2)}),
+    ),
+}
+
+
+LONG = {
+    "host-active",
+    "spilled-second-skipped",
+    "mixed-active",
+    "mixed-every-2-active",
+    "mixed-every-2-alone",
+    "mixed-every-2-third-skipped",
+    "host-every-3-second-and-third-skipped",
+}
+
+
+@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.long)], ids="{}-of-each".format)
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [pytest.param(*case, marks=[pytest.mark.long] if name in LONG else [], id=name) for name, case in TINY.items()],
+)
+def test_all_orders_of_a_tiny_job(options: dict[str, Any], bad: Bad, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every state that a few blocks and steps can get into, and a stop in each of them."""
+    monkeypatch.setattr(pipeline_module, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
+    num_blocks = len(options.get("chunks_per_block", (1,) * 4))
+    several = {"num_optimizers": num, "num_ssds": num, "max_prefetched": num + 1}
+    shape = make_shape(tied=True, **(options | several | {"chunks_per_block": (num,) * num_blocks}))
+    root = World(shape, bad=bad)
+    root.start()
+    seen: set[tuple[frozenset[str], frozenset[str]]] = set()
+    frontier: list[tuple[World, frozenset[str]]] = [(root, frozenset())]
+    num_ends = 0
+    while frontier:
+        world, history = frontier.pop()
+        choices = world.choices()
+        # What has happened and what is outstanding decide everything that follows.
+        state = (history, frozenset(choice.answers for choice in choices))
+        if state in seen:
+            continue
+        seen.add(state)
+        if not choices:
+            world.check_end()
+            num_ends += 1
+        stopped = world.fork()
+        stopped.stop()
+        deliver_all_but(stopped)
+        stopped.check_end()
+        for place, choice in enumerate(choices):
+            twin = world if place == len(choices) - 1 else world.fork()
+            twin.deliver(choice)
+            frontier.append((twin, history | {choice.answers}))
+    assert num_ends == 1
+    assert len(seen) > 80

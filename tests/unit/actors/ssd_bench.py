@@ -1,0 +1,168 @@
+"""What the tests of an SSD server share: one that is asked for the chunks of a small job, and what it answers."""
+
+import queue
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.unit.storage.stores import BF16
+from windlass.actors.messages import (
+    ChunkIo,
+    ChunkIoDone,
+    ChunkPart,
+    CommitStore,
+    Message,
+    ReadChunks,
+    WriteChunks,
+)
+from windlass.actors.ssd_server import SsdServer
+from windlass.storage.arena import Arena
+from windlass.storage.ids import (
+    ActorName,
+    Attempt,
+    BlockIndex,
+    ChunkIndex,
+    ChunkKey,
+    CorrelationId,
+    JobId,
+    Rank,
+    Span,
+    SsdIndex,
+    StateKind,
+    Step,
+)
+from windlass.storage.store_format import StoreGeometry, last_common_commit
+from windlass.storage.transfers import Backend, IoSettings
+
+JOB = JobId("ftjob-1")
+WORKER = ActorName("optimizer-0")
+CHUNK_NUMEL = 1 << 19
+CHUNK_NBYTES = 14 * CHUNK_NUMEL
+GRADIENT_NBYTES = 2 * CHUNK_NUMEL
+GEOMETRY = StoreGeometry(
+    job=JOB,
+    rank=Rank(0),
+    attempt=Attempt(1),
+    ssd=SsdIndex(0),
+    ssd_weights=(1,),
+    formats=BF16,
+    chunk_numel=CHUNK_NUMEL,
+    chunks_per_block=(3, 3),
+)
+KEYS = [ChunkKey(BlockIndex(block), ChunkIndex(chunk)) for block in range(2) for chunk in range(3)]
+WAIT_S = 30.0
+
+
+def threads(num_threads: int) -> IoSettings:
+    return IoSettings(backend=Backend.THREADS, num_threads=num_threads, depth=1, piece_nbytes=1 << 20)
+
+
+def commit_of(step: int, attempt: int = 1, *, states_step: int | None = None, job: JobId = JOB) -> CommitStore:
+    return CommitStore(
+        job=job,
+        step=Step(step),
+        attempt=Attempt(attempt),
+        states_step=Step(step if states_step is None else states_step),
+        trainer_state=f"[{step}]",
+    )
+
+
+class Bench:
+    """A server, its arena, and what it sent, in order."""
+
+    def __init__(
+        self,
+        directory: Path,
+        num_threads: int = 4,
+        geometry: StoreGeometry = GEOMETRY,
+        max_open_chunks: int = 100,
+        io: IoSettings | None = None,
+    ) -> None:
+        self.directory = directory
+        self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", len(KEYS) * CHUNK_NBYTES)
+        self.sent: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
+        self.server = SsdServer(
+            ActorName("ssd-0"),
+            str(directory),
+            geometry,
+            str(self.arena.path),
+            lambda to, message: self.sent.put((to, message)),
+            io=io or threads(num_threads),
+            direct=False,
+            max_open_chunks=max_open_chunks,
+        )
+
+    def setup(self) -> None:
+        """Starts the server, as its job does."""
+        self.server.setup()
+        self.server.resume_from(last_common_commit([self.server.commits()]))
+
+    def last_step(self) -> int | None:
+        commits = self.server.commits()
+        return commits[-1].step if commits else None
+
+    def next(self) -> tuple[ActorName, Message]:
+        return self.sent.get(timeout=WAIT_S)
+
+    def items(self, keys: Sequence[ChunkKey], *, gradient: bool) -> tuple[ChunkIo, ...]:
+        """Every state of each chunk, or its gradient; a chunk's place in the arena is its place in KEYS."""
+        return tuple(ChunkIo(key, self.parts(key, gradient=gradient)) for key in keys)
+
+    def parts(self, key: ChunkKey, *, gradient: bool) -> tuple[ChunkPart, ...]:
+        offset = KEYS.index(key) * CHUNK_NBYTES
+        if gradient:
+            return (ChunkPart(StateKind.GRAD, Span(offset, GRADIENT_NBYTES)),)
+        parts = []
+        for kind, itemsize in BF16.itemsizes.items():
+            parts.append(ChunkPart(kind, Span(offset, itemsize * CHUNK_NUMEL)))
+            offset += itemsize * CHUNK_NUMEL
+        return tuple(parts)
+
+    def read(self, keys: Sequence[ChunkKey], **facts: Any) -> None:
+        self._ask(ReadChunks, keys, **facts)
+
+    def write(self, keys: Sequence[ChunkKey], **facts: Any) -> None:
+        self._ask(WriteChunks, keys, **facts)
+
+    def _ask(
+        self,
+        kind: type[ReadChunks] | type[WriteChunks],
+        keys: Sequence[ChunkKey],
+        *,
+        step: int = 0,
+        id: int = 1,
+        priority: tuple[int, int] = (0, 0),
+        deadline_s: float = WAIT_S,
+        gradient: bool = False,
+    ) -> None:
+        request = kind(
+            job=JOB,
+            step=Step(step),
+            correlation=CorrelationId(id),
+            reply_to=WORKER,
+            priority=priority,
+            deadline_s=deadline_s,
+            items=self.items(keys, gradient=gradient),
+        )
+        self.server.post(request)
+
+    def wait_done(self, count: int = len(KEYS)) -> None:
+        """So many chunks have moved, and nothing else has been told."""
+        for _ in range(count):
+            assert isinstance(self.next()[1], ChunkIoDone)
+
+    def write_all(self, step: int = 0) -> None:
+        self.write(KEYS, step=step)
+        self.wait_done()
+
+    def commit(self, step: int, attempt: int = 1, *, states_step: int | None = None) -> None:
+        self.server.post(commit_of(step, attempt, states_step=states_step))
+
+    def fill(self, seed: int) -> bytes:
+        content = random.Random(seed).randbytes(1 << 20) * (self.arena.nbytes >> 20)
+        self.arena.buffer(Span(0, self.arena.nbytes))[:] = content
+        return content
+
+    def content(self) -> bytes:
+        return bytes(self.arena.buffer(Span(0, self.arena.nbytes)))

@@ -1,0 +1,70 @@
+"""Requests to SSD servers, and who is told of the answers."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.actors.specs import make_layout, make_spec
+from windlass.actors.chunk_io import ChunkIoClient
+from windlass.actors.context import JobContext, make_context
+from windlass.actors.messages import ChunkIo, ChunkIoDone, ChunkPart, Message, ReadChunks, WriteChunks
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
+
+
+class Bench:
+    def __init__(self, directory: Path) -> None:
+        self.context: JobContext = make_context(make_spec(), make_layout(3000, 5000), str(directory / "arena"))
+        self.sent: list[tuple[ActorName, ReadChunks | WriteChunks]] = []
+        self.client = ChunkIoClient(ActorName("optimizer-0"), self.context, self._send)
+        keys = [key for block in (0, 1) for key in self.context.layout.chunk_keys(BlockIndex(block))]
+        self.items = [ChunkIo(key, (ChunkPart(StateKind.PARAM, Span(0, 4096)),)) for key in keys]
+        self.done: list[ChunkKey] = []
+
+    def _send(self, to: ActorName, message: Message) -> None:
+        assert isinstance(message, ReadChunks | WriteChunks)
+        self.sent.append((to, message))
+
+    def answer(self, request: ReadChunks | WriteChunks, key: ChunkKey) -> None:
+        self.client.take(ChunkIoDone(job=request.job, step=request.step, correlation=request.correlation, key=key))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_each_ssd_gets_one_request_for_its_chunks(bench: Bench) -> None:
+    bench.client.read(bench.items, Step(4), (5, 1), bench.done.append)
+    assert [to for to, _ in bench.sent] == ["ssd-0", "ssd-1"]
+    for to, request in bench.sent:
+        assert isinstance(request, ReadChunks)
+        assert {f"ssd-{bench.context.geometry(0).ssd_of(item.key)}" for item in request.items} == {to}
+        assert (request.step, request.priority, request.reply_to) == (4, (5, 1), "optimizer-0")
+        assert request.deadline_s == bench.context.spec.deadline_s
+    assert sorted(item.key for _, request in bench.sent for item in request.items) == [i.key for i in bench.items]
+
+
+def test_the_asker_is_told_of_every_chunk_as_it_has_moved(bench: Bench) -> None:
+    bench.client.write(bench.items, Step(4), (4, 0), bench.done.append)
+    requests = [request for _, request in bench.sent]
+    assert all(isinstance(request, WriteChunks) for request in requests)
+    moved = [(request, item.key) for request in reversed(requests) for item in reversed(request.items)]
+    for i, (request, key) in enumerate(moved, start=1):
+        bench.answer(request, key)
+        assert bench.done == [key for _, key in moved[:i]]
+
+
+def test_an_answer_is_that_of_its_request(bench: Bench) -> None:
+    others: list[ChunkKey] = []
+    bench.client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
+    bench.client.read(bench.items[:1], Step(5), (6, 1), others.append)
+    bench.answer(bench.sent[1][1], bench.items[0].key)
+    assert (len(bench.done), len(others)) == (0, 1)
+
+
+def test_what_was_answered_is_not_expected_again(bench: Bench) -> None:
+    bench.client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
+    request = bench.sent[0][1]
+    bench.answer(request, bench.items[0].key)
+    with pytest.raises(KeyError):
+        bench.answer(request, bench.items[0].key)
