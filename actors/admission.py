@@ -9,7 +9,7 @@ from windlass.actors.job_spec import JobSpec
 from windlass.storage.calibration import Calibration, calibrate, stripe_weights
 from windlass.storage.ids import JobId
 from windlass.storage.raw_device import is_block_device, is_device_path
-from windlass.storage.room import require_arena_room
+from windlass.storage.room import arena_room_nbytes, require_arena_room
 from windlass.storage.store_errors import StoreError
 from windlass.storage.tensor_store import stored_geometry
 from windlass.storage.transfers import Backend, uring_refusal
@@ -55,6 +55,11 @@ def calibration_of(volume: Volume, of_same_disk: Calibration | None = None) -> C
         calibration = of_same_disk or _measure(volume)
         volume.keep_calibration(calibration.to_json())
     return calibration
+
+
+def arena_free_nbytes(spec: JobSpec) -> int:
+    """Host memory that a job without a budget may take for its arena: a quarter stays for its processes, and others."""
+    return arena_room_nbytes(Path(spec.arena_dir)) // 4 * 3
 
 
 def require_room(context: JobContext, *, direct: bool = True) -> None:

@@ -124,9 +124,18 @@ def aligned(nbytes: int, alignment: int = 4096) -> int:
 
 
 def make_context(
-    spec: JobSpec, layout: ModelLayout, arena_path: str, ssds: tuple[SsdFacts, ...] | None = None
+    spec: JobSpec,
+    layout: ModelLayout,
+    arena_path: str,
+    ssds: tuple[SsdFacts, ...] | None = None,
+    *,
+    free_nbytes: int | None = None,
 ) -> JobContext:
-    """Plans the job; `ssds` None: all alike. Raises PlanError where its budget is too small."""
+    """Plans the job; `ssds` None: all alike; `free_nbytes`: of host memory, for a job without a budget.
+
+    Raises:
+        PlanError: the budget, or what is free, is too small.
+    """
     ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
     formats = spec.hyperparameters.formats
     itemsizes = formats.itemsizes
@@ -143,6 +152,7 @@ def make_context(
         keep_grads=spec.hyperparameters.keeps_grads,
         is_naive=spec.hyperparameters.order_of_updates is UpdateOrder.NAIVE,
         host_memory_nbytes=spec.host_memory_nbytes,
+        free_nbytes=free_nbytes,
         placement=spec.placement,
     )
     return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)

@@ -18,7 +18,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from windlass.actors.admission import require_room, survey_ssds
+from windlass.actors.admission import arena_free_nbytes, require_room, survey_ssds
 from windlass.actors.attempt_lock import begin_attempt, join_attempt
 from windlass.actors.context import (
     GPU_WORKER,
@@ -233,7 +233,7 @@ class Runner:
         layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
         path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
         remove_leftovers(Path(spec.arena_dir))
-        context = make_context(spec, layout, str(path), survey_ssds(spec))
+        context = make_context(spec, layout, str(path), survey_ssds(spec), free_nbytes=arena_free_nbytes(spec))
         require_room(context)
         arena = Arena.create(path, context.plan.arena_nbytes)
         mailbox = Mailbox(self._post)

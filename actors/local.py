@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from windlass.actors.admission import require_room, survey_ssds
+from windlass.actors.admission import arena_free_nbytes, require_room, survey_ssds
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, SsdFacts, make_context, optimizer_name, ssd_name
 from windlass.actors.cpu_optimizer import CpuOptimizer
 from windlass.actors.gpu_worker import GpuWorker
@@ -41,7 +41,8 @@ def run_local(
     partition = partition or partition_folder(spec.model_dir, spec.hyperparameters.precision)
     path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
     remove_leftovers(Path(spec.arena_dir))
-    context = make_context(spec, partition.layout, str(path), ssds or survey_ssds(spec, direct=direct))
+    ssds = ssds or survey_ssds(spec, direct=direct)
+    context = make_context(spec, partition.layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec))
     require_room(context, direct=direct)
     arena = Arena.create(path, context.plan.arena_nbytes)
     actors: dict[ActorName, _Actor] = {}

@@ -106,31 +106,35 @@ def make_plan(
     grad_itemsize: int,
     keep_grads: bool,
     host_memory_nbytes: int | None,
+    free_nbytes: int | None = None,
     is_naive: bool = False,
     placement: Placement | None = None,
 ) -> Plan:
     """The arena of a job: what fits into the budget, the fastest first.
 
     `keep_grads`: every gradient is needed before the first update. `is_naive`: an optimizer has one chunk at a time.
+    `free_nbytes`: what may be taken where there is no budget; what is not needed then is left to others.
 
     Raises:
         PlanError: the budget is smaller than the least that the job needs, or the placement is impossible.
     """
     placement = placement or Placement()
+    limit_nbytes = free_nbytes if host_memory_nbytes is None else host_memory_nbytes
     _check(model, placement, keep_grads)
     for choice in _choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
         plan = _lay_out(model, placement, num_optimizers, grad_itemsize, choice)
-        if host_memory_nbytes is None:
-            return plan
-        if plan.arena_nbytes <= host_memory_nbytes:
-            if placement.num_cached_params is not None or is_naive:
+        if limit_nbytes is None or plan.arena_nbytes <= limit_nbytes:
+            if host_memory_nbytes is None or placement.num_cached_params is not None or is_naive:
                 return plan
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
             choice = replace(choice, num_cached=min(choice.num_cached + num_free, model.total_chunks))
             return _lay_out(model, placement, num_optimizers, grad_itemsize, choice)
+    limit, advice = f"its budget is {limit_nbytes} bytes", "raise the budget"
+    if host_memory_nbytes is None:
+        limit, advice = f"the machine has {limit_nbytes} bytes to spare", "close other programs, or stop other jobs"
     raise PlanError(
         f"the job needs {plan.arena_nbytes} bytes ({plan.arena_nbytes / 2**30:.2f} GiB) of host memory for its "
-        f"buffers, and its budget is {host_memory_nbytes} bytes; raise the budget"
+        f"buffers, and {limit}; {advice}"
     )
 
 

@@ -70,6 +70,11 @@ def require_disk_room(what: str, directory: Path, nbytes: int) -> None:
         raise NotEnoughRoom(what, str(directory), nbytes, free, advice)
 
 
+def arena_room_nbytes(directory: Path) -> int:
+    """Bytes that an arena in the shared-memory directory may have."""
+    return min(directory_free_nbytes(directory), memory_available_nbytes())
+
+
 def require_arena_room(directory: Path, nbytes: int) -> None:
     """Refuse an arena that the shared-memory directory or the machine's memory cannot hold.
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors import admission
-from windlass.actors.admission import calibration_of, require_room, survey_ssds
+from windlass.actors.admission import arena_free_nbytes, calibration_of, require_room, survey_ssds
 from windlass.actors.context import JobContext, make_context
 from windlass.storage import room, volume
 from windlass.storage.calibration import Calibration
@@ -69,6 +69,14 @@ def test_an_arena_that_does_not_fit_is_refused(
     assert (caught.value.needed_nbytes, caught.value.free_nbytes) == (needed, needed - 1)
     assert caught.value.path == (context.spec.arena_dir if scarce == "shm" else "memory")
     assert list(Path(context.spec.arena_dir).iterdir()) == []
+
+
+@pytest.mark.parametrize(("shm", "memory"), [(4000, 8000), (8000, 4000)])
+def test_a_job_without_a_budget_leaves_a_quarter_of_what_is_free(
+    context: JobContext, monkeypatch: pytest.MonkeyPatch, shm: int, memory: int
+) -> None:
+    set_free(monkeypatch, shm=shm, memory=memory)
+    assert arena_free_nbytes(context.spec) == 3000
 
 
 def test_directories_of_two_disks_are_counted_apart(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,18 @@ def test_what_a_budget_leaves_keeps_params(num_free: int) -> None:
     assert plan().num_cached_params == 6
 
 
+def test_without_a_budget_a_job_takes_no_more_than_it_needs_of_what_is_free() -> None:
+    assert plan(free_nbytes=GIB) == plan()
+    tight = plan(keep_grads=True).arena_nbytes - 1
+    found = plan(keep_grads=True, free_nbytes=tight)
+    assert found.arena_nbytes <= tight
+    assert found.num_cached_params == 0
+    with pytest.raises(PlanError, match="the machine has 1000 bytes to spare; close other programs"):
+        plan(free_nbytes=1000)
+    # A budget is what somebody has decided.
+    assert plan(host_memory_nbytes=GIB, free_nbytes=1000).arena_nbytes > 1000
+
+
 def test_a_naive_optimizer_has_one_chunk_at_a_time_and_keeps_nothing() -> None:
     found = plan(is_naive=True, host_memory_nbytes=GIB)
     assert [pool.num_slots for pool in found.states] == [1, 1]
