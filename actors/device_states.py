@@ -92,7 +92,6 @@ class DeviceStates:
 
     def run(self) -> None:
         """What the thread runs."""
-        torch.set_num_threads(self._context.spec.optimizer_threads)
         while (command := self._commands.get()) is not None:
             match command:
                 case UpdateBlock():
@@ -130,18 +129,28 @@ class DeviceStates:
         self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
 
     def _restore(self, message: RestoreStates) -> None:
-        deadline_s = self._context.spec.deadline_s
         for block in self._states:
             for key in self._context.layout.chunk_keys(block):
-                (slot,) = self._slots.acquire(1, deadline_s)
+                (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
                 priority = (message.step, int(block))
                 self._io.read([self._chunk_io(slot, key)], message.step, priority, self._arrived.put)
-                if self._arrived.get(timeout=deadline_s) is None:
-                    raise InterruptedError("the job was stopped")
+                self._await_chunk(key, message.step)
                 for kind, here in self._parts(key).items():
                     self._device.copy_in(here, self._view(slot, key, kind))
                 self._slots.release([slot])
         self._report(StatesRestored(job=message.job, step=message.step, actor=self._name))
+
+    def _await_chunk(self, key: ChunkKey, step: Step) -> None:
+        deadline_s = self._context.spec.deadline_s
+        try:
+            arrived = self._arrived.get(timeout=deadline_s)
+        except queue.Empty:
+            raise TimeoutError(
+                f"the states of {key} as step {step} left them did not come from the SSDs within {deadline_s:g} s; "
+                "check the disks"
+            ) from None
+        if arrived is None:
+            raise InterruptedError("the job was stopped")
 
     def _drain(self) -> None:
         self._slots.release(self._slots.acquire(self._slots.num_slots, self._context.spec.deadline_s))

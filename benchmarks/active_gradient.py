@@ -89,7 +89,7 @@ def contender_of(case: Case, ssd_dir: Path) -> Contender:
     options = [option for each in (*changes, f"state_precision={case.states}") for option in ("--change", each)]
     options += [option for each in PLACES[case.place] for option in ("--place", each)]
     ours = contenders(ssd_dir)[0]
-    title = f"{title}, {case.states} states, {case.place}"
+    title = ", ".join(filter(None, (title, f"{case.states} states", case.place)))
     return replace(ours, name=case.name, title=title, arguments=(*ours.arguments, *options))
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
     options = parser.parse_args()
     workload = workload_of(quick=options.quick)
-    num_rounds = 1 if options.quick else 3
+    num_rounds = 1 if options.quick else 2
     configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}
     report = Report("Active gradient offloading", options.directory, configuration)
     runs: dict[str, list[ContenderRun]] = {}

@@ -155,11 +155,19 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
             f"blocks of 0 to {len(model.blocks) - 1}"
         )
     num_kept = placement.num_host_grad_blocks
-    if num_kept is not None and num_kept < len(model.blocks) and (not keep_grads or in_memory):
+    if num_kept is not None and num_kept < len(model.blocks) and not _may_spill(placement, keep_grads=keep_grads):
         raise PlanError(
-            "gradients go to the SSDs only where they are kept until all are known, and no states rest in memory: a "
-            "gradient lies where the next states of its chunk will be written"
+            f"num_host_grad_blocks is {num_kept} of {len(model.blocks)}: the others' gradients would go to the SSDs, but "
+            "they do only where they are kept until all are known, every step is committed, and no states rest in "
+            "memory; leave it out"
         )
+
+
+def _may_spill(placement: Placement, *, keep_grads: bool) -> bool:
+    """A gradient lies where the next states of its chunk will be written: that place must be free."""
+    return (
+        keep_grads and not placement.host_blocks and not placement.device_blocks and placement.commit_every in (None, 1)
+    )
 
 
 def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_naive: bool) -> Iterator[_Choice]:
@@ -176,8 +184,7 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     for depth in depths:
         choice = replace(choice, depth=depth)
         yield choice
-    may_spill = keep_grads and not placement.host_blocks and not placement.device_blocks
-    if may_spill and placement.num_host_grad_blocks is None:
+    if placement.num_host_grad_blocks is None and _may_spill(placement, keep_grads=keep_grads):
         for kept in range(num_blocks - 1, -1, -1):
             yield replace(choice, num_host_grad_blocks=kept)
 

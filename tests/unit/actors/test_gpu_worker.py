@@ -131,12 +131,17 @@ class Bench:
         self.worker.post(GradSlotsReturned(job=self.spec.job, step=STEP, spans=spans))
         return torch.cat(parts)
 
-    def train_step(self) -> dict[int, torch.Tensor]:
-        """One step's operations in their order, and the gradient of each block."""
+    def forward_and_head(self) -> int:
+        """The first half of a step; the head's block."""
         last = len(self.layout.blocks) - 1
         for block in range(last):
             self.run(Phase.FORWARD, block)
         self.run(Phase.HEAD, last)
+        return last
+
+    def train_step(self) -> dict[int, torch.Tensor]:
+        """One step's operations in their order, and the gradient of each block."""
+        last = self.forward_and_head()
         found = {last: self.offload(last)}
         for block in reversed(range(last)):
             self.run(Phase.BACKWARD, block)
@@ -420,10 +425,7 @@ def test_gradients_that_the_plan_spills_go_to_the_ssds(bench: Bench) -> None:
 
 @pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_host_grad_blocks=0))], indirect=True)
 def test_a_gradient_is_told_as_offloaded_when_all_of_it_is_written(bench: Bench) -> None:
-    last = len(bench.layout.blocks) - 1
-    for block in range(last):
-        bench.run(Phase.FORWARD, block)
-    bench.run(Phase.HEAD, last)
+    last = bench.forward_and_head()
     bench.ssds.hold = True
     bench.worker.post(OffloadGrad(job=bench.spec.job, step=STEP, block=BlockIndex(last)))
     for write in bench.ssds.receive(WriteChunks, 2):  # one to each SSD
@@ -433,10 +435,7 @@ def test_a_gradient_is_told_as_offloaded_when_all_of_it_is_written(bench: Bench)
 
 
 def test_a_dropped_gradient_gives_its_slots_back(bench: Bench) -> None:
-    last = len(bench.layout.blocks) - 1
-    for block in range(last):
-        bench.run(Phase.FORWARD, block)
-    bench.run(Phase.HEAD, last)
+    last = bench.forward_and_head()
     bench.worker.post(OffloadGrad(job=bench.spec.job, step=STEP, block=BlockIndex(last)))
     (offloaded,) = bench.ssds.receive(GradOffloaded)
     assert bench.worker._grad_slots.statistics.in_use_nbytes > 0
@@ -479,10 +478,7 @@ def test_states_on_the_device_are_updated_there(bench: Bench) -> None:
     bench.worker.post(RestoreStates(job=job, step=Step(0)))
     (restored,) = bench.ssds.receive(StatesRestored)
     assert (restored.step, restored.actor) == (0, "gpu-0")
-    last = len(bench.layout.blocks) - 1
-    for block in range(last):
-        bench.run(Phase.FORWARD, block)
-    bench.run(Phase.HEAD, last)
+    last = bench.forward_and_head()
     for block in reversed(range(last)):
         bench.run(Phase.BACKWARD, block)
         if block not in resident:
@@ -548,10 +544,18 @@ def test_a_dropped_gradient_on_the_device_is_forgotten(bench: Bench) -> None:
     store_moments(bench)
     bench.worker.post(RestoreStates(job=bench.spec.job, step=Step(0)))
     bench.ssds.receive(StatesRestored)
-    last = len(bench.layout.blocks) - 1
-    for block in range(last):
-        bench.run(Phase.FORWARD, block)
-    bench.run(Phase.HEAD, last)
+    bench.forward_and_head()
     bench.run(Phase.BACKWARD, 3)
     bench.worker.post(GradDropped(job=bench.spec.job, step=STEP, block=BlockIndex(3), chunks=()))
     assert BlockIndex(3) not in bench.worker._offloadable
+
+
+def test_states_that_do_not_arrive_are_an_error(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, placement=Placement(device_blocks=(3,)), deadline_s=0.2)
+    bench.worker.setup()
+    bench.ssds.hold = True
+    bench.worker.post(RestoreStates(job=bench.spec.job, step=Step(0)))
+    (failed,) = bench.ssds.receive(ActorFailed)
+    assert "as step 0 left them did not come from the SSDs within 0.2 s" in failed.error
+    bench.worker.stop()
+    bench.arena.close()

@@ -210,10 +210,11 @@ def test_grad_slots_hold_what_is_kept_and_what_passes_through() -> None:
         (Placement(num_host_grad_blocks=2), False),
         (Placement(num_host_grad_blocks=2, host_blocks=(1,)), True),
         (Placement(num_host_grad_blocks=0, device_blocks=(1,)), True),
+        (Placement(num_host_grad_blocks=0, commit_every=2), True),
     ],
 )
 def test_gradients_go_to_the_ssds_only_where_the_next_states_will_lie(placement: Placement, keep_grads: bool) -> None:
-    with pytest.raises(PlanError, match="gradients go to the SSDs only where"):
+    with pytest.raises(PlanError, match="gradients would go to the SSDs, but they do only where"):
         plan(keep_grads=keep_grads, placement=placement)
 
 
@@ -244,8 +245,8 @@ def test_blocks_that_do_not_exist_or_rest_in_two_places_are_refused(placement: P
         plan(placement=placement)
 
 
-def test_gradients_do_not_spill_beside_states_in_memory() -> None:
-    placement = Placement(host_blocks=(1,))
+@pytest.mark.parametrize("placement", [Placement(host_blocks=(1,)), Placement(commit_every=2)], ids=str)
+def test_gradients_do_not_spill_where_their_place_may_be_taken(placement: Placement) -> None:
     least = plan(keep_grads=True, placement=placement, host_memory_nbytes=GIB).arena_nbytes
     with pytest.raises(PlanError, match="raise the budget"):
         plan(keep_grads=True, placement=placement, host_memory_nbytes=least // 2)
