@@ -1,13 +1,21 @@
 """Asking the SSD servers for chunks: who asks is told, chunk by chunk, when they have moved."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from windlass.actors.context import JobContext, ssd_name
-from windlass.actors.messages import ChunkIo, ChunkIoDone, Message, ReadChunks, WriteChunks
-from windlass.storage.ids import ActorName, ChunkKey, CorrelationId, SsdIndex, Step
+from windlass.actors.context import JobContext, aligned, ssd_name
+from windlass.actors.messages import ChunkIo, ChunkIoDone, ChunkPart, Message, ReadChunks, WriteChunks
+from windlass.storage.ids import ActorName, ChunkKey, CorrelationId, Span, SsdIndex, StateKind, Step
 
 OnDone = Callable[[ChunkKey], None]
+
+
+def chunk_io(
+    key: ChunkKey, numel: int, offsets: Mapping[StateKind, int], itemsizes: Mapping[StateKind, int]
+) -> ChunkIo:
+    """What to ask for of a chunk of `numel` elements: each state of `offsets`, where it lies in the arena."""
+    parts = (ChunkPart(kind, Span(offset, aligned(numel * itemsizes[kind]))) for kind, offset in offsets.items())
+    return ChunkIo(key, tuple(parts))
 
 
 class ChunkIoClient:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from windlass.actors.chunk_io import ChunkIoClient
+from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.chunk_update import ChunkUpdater
-from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, aligned, grad_precision
+from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, grad_precision
 from windlass.actors.messages import (
     ActorFailed,
     Announcement,
@@ -22,7 +22,6 @@ from windlass.actors.messages import (
     BorrowParams,
     ChunkIo,
     ChunkIoDone,
-    ChunkPart,
     ExportModel,
     FlushBlock,
     GradChunk,
@@ -43,16 +42,12 @@ from windlass.actors.messages import (
 from windlass.actors.model_io import ModelIo
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
 from windlass.storage.arena import Arena, SlotPool
-from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Formats, Span, StateKind, Step
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
+
+# Chunks of states that rest in host memory, on their way there at once.
+RESTORE_DEPTH = 4
 
 _Command = UpdateBlock | FlushBlock | RestoreStates | LoadModel | ExportModel
-
-
-def _read_kinds(formats: Formats) -> tuple[StateKind, ...]:
-    """What an update reads: not the param where that follows from the master."""
-    return tuple(
-        kind for kind in formats.itemsizes if kind is not StateKind.PARAM or StateKind.MASTER not in formats.itemsizes
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -85,13 +80,13 @@ class CpuOptimizer:
         self._offsets = context.state_offsets()
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
-        self._read_kinds = _read_kinds(context.formats)
         self._commands: queue.Queue[_Command | None] = queue.Queue()
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
         self._io = ChunkIoClient(name, context, send)
         self._lock = threading.Condition()
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
         self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # answers not yet used
+        self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads: list[threading.Thread] = []
         self._stopping = False
 
@@ -136,6 +131,7 @@ class CpuOptimizer:
             self._lock.notify_all()
         self._model_io.abort()
         self._slots.close()
+        self._restore_permits.release()
         self._commands.put(None)
         self._arrived.put(None)
         for thread in self._threads:
@@ -172,14 +168,11 @@ class CpuOptimizer:
     def _chunk_io(
         self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], loan: ParamLoan | None = None
     ) -> ChunkIo:
-        parts = []
-        for kind in kinds:
-            nbytes = aligned(self.context.chunk_numel(key) * self._dtype(kind).itemsize)
-            offset = slot.offset + self._offsets[kind]
-            if loan is not None and kind is self._formats.param_kind:
-                offset = loan.span.offset
-            parts.append(ChunkPart(kind, Span(offset, nbytes)))
-        return ChunkIo(key, tuple(parts))
+        offsets = {kind: slot.offset + self._offsets[kind] for kind in kinds}
+        if loan is not None and self._formats.param_kind in offsets:
+            offsets[self._formats.param_kind] = loan.span.offset
+        itemsizes = {kind: self._dtype(kind).itemsize for kind in kinds}
+        return chunk_io(key, self.context.chunk_numel(key), offsets, itemsizes)
 
     def read(
         self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], step: Step, on_done: Callable[[], None]
@@ -205,20 +198,20 @@ class CpuOptimizer:
                     self._restore(message)
                 case LoadModel():
                     for progress in self._model_io.load():
-                        self.send(SCHEDULER, LoadProgressed(job=self.spec.job, step=Step(0), **progress))
+                        self._tell_progress(**progress)
                     self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0)))
                 case ExportModel():
                     self._model_io.export(message.path, message.step)
                     exported = ModelExported(job=self.spec.job, step=message.step, path=message.path)
                     self.send(SCHEDULER, exported)
 
-    def _count(self, message: FlushBlock | RestoreStates | UpdateBlock, block: BlockIndex, num_chunks: int) -> None:
+    def _count(self, message: FlushBlock | UpdateBlock, num_chunks: int) -> None:
         with self._lock:
-            self._num_left[(type(message), message.step, block)] = num_chunks
+            self._num_left[(type(message), message.step, message.block)] = num_chunks
 
-    def _is_last(self, message: FlushBlock | RestoreStates | UpdateBlock, block: BlockIndex) -> bool:
+    def _is_last(self, message: FlushBlock | UpdateBlock) -> bool:
         """One chunk more is done."""
-        key = (type(message), message.step, block)
+        key = (type(message), message.step, message.block)
         with self._lock:
             self._num_left[key] -= 1
             if self._num_left[key]:
@@ -228,26 +221,48 @@ class CpuOptimizer:
 
     def _flush(self, message: FlushBlock) -> None:
         slots = {key: slot for key, slot in self._host_slots.items() if key.block == message.block}
-        self._count(message, message.block, len(slots))
+        self._count(message, len(slots))
 
-        def written() -> None:
-            if self._is_last(message, message.block):
+        def written(_: ChunkKey) -> None:
+            if self._is_last(message):
                 done = BlockFlushed(job=self.spec.job, step=message.step, block=message.block, actor=self.name)
                 self.send(SCHEDULER, done)
 
-        for key, slot in slots.items():
-            self.write(slot, key, message.step, written)
+        kinds = tuple(self._formats.itemsizes)
+        # As urgent as the updates of the next step, but not as the params that its forward pass waits for.
+        priority = (message.step + 1, message.block)
+        self._io.write(
+            [self._chunk_io(slot, key, kinds) for key, slot in slots.items()], message.step, priority, written
+        )
 
     def _restore(self, message: RestoreStates) -> None:
-        every_block = BlockIndex(-1)
-        self._count(message, every_block, len(self._host_slots))
-
-        def arrived() -> None:
-            if self._is_last(message, every_block):
-                self.send(SCHEDULER, StatesRestored(job=self.spec.job, step=message.step, actor=self.name))
-
+        """A few chunks at a time: one that waits for others would miss its deadline."""
+        kinds = tuple(self._formats.itemsizes)
+        total = sum(self.context.chunk_numel(key) for key in self._host_slots)
+        num_params = told = 0
         for key, slot in self._host_slots.items():
-            self.read(slot, key, tuple(self._formats.itemsizes), message.step, arrived)
+            self._take_permit(message.step)
+            self.read(slot, key, kinds, message.step, self._restore_permits.release)
+            num_params += self.context.chunk_numel(key)
+            if num_params - told >= total // 20:
+                told = num_params
+                self._tell_progress(num_params=num_params, total_params=total)
+        for _ in range(RESTORE_DEPTH):  # the last ones
+            self._take_permit(message.step)
+        self.send(SCHEDULER, StatesRestored(job=self.spec.job, step=message.step, actor=self.name))
+
+    def _take_permit(self, step: Step) -> None:
+        deadline_s = self.spec.deadline_s
+        if not self._restore_permits.acquire(timeout=deadline_s):
+            raise TimeoutError(f"no states of step {step} came from the SSDs for {deadline_s:g} s; check the disks")
+        if self._stopping:
+            raise InterruptedError("the job was stopped")
+
+    def _tell_progress(self, *, num_params: int, total_params: int) -> None:
+        progress = LoadProgressed(
+            job=self.spec.job, step=Step(0), actor=self.name, num_params=num_params, total_params=total_params
+        )
+        self.send(SCHEDULER, progress)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -283,7 +298,7 @@ class CpuOptimizer:
             return self._loans.pop(key)
 
     def _feed(self, update: UpdateBlock) -> None:
-        self._count(update, update.block, len(update.chunks))
+        self._count(update, len(update.chunks))
         loans = self._await_loans(update)
         for grad in update.chunks:
             host_slot = self._host_slots.get(grad.key)
@@ -306,10 +321,10 @@ class CpuOptimizer:
             if is_whole:
                 self._arrived.put(chunk)
 
-        kinds = self._read_kinds
+        kinds = self._formats.kinds_to_update
         if loan is not None and loan.is_filled:
             kinds = tuple(kind for kind in kinds if kind is not self._formats.param_kind)
-        urgency = (update.step, int(key.block))
+        urgency = (update.step, key.block)
         if is_spilled:
             self._io.read([self._chunk_io(chunk.slot, key, (StateKind.GRAD,))], update.step, urgency, arrived)
         self._io.read([self._chunk_io(chunk.slot, key, kinds, loan)], update.from_step, urgency, arrived)
@@ -352,9 +367,9 @@ class CpuOptimizer:
             self._done(update)
 
         item = self._chunk_io(chunk.slot, key, tuple(self._formats.itemsizes), chunk.loan)
-        self._io.write([item], update.step, (update.step, int(key.block)), written)
+        self._io.write([item], update.step, (update.step, key.block), written)
 
     def _done(self, update: UpdateBlock) -> None:
-        if self._is_last(update, update.block):
+        if self._is_last(update):
             updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
             self.send(SCHEDULER, updated)

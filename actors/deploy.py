@@ -31,7 +31,7 @@ from windlass.actors.context import (
 )
 from windlass.actors.cores import bind_optimizer
 from windlass.actors.job_spec import JobSpec
-from windlass.actors.journal import Journal
+from windlass.actors.journal import JOURNAL_FILE, Journal
 from windlass.actors.kept_kernel import keeping_kernel
 from windlass.actors.mail import Courier, Mailbox
 from windlass.actors.messages import ActorFailed, Announcement, Message
@@ -171,6 +171,7 @@ class Runner:
         self._alive: dict[Any, ActorName] = {}
         self._lock = threading.Lock()  # held where messages and the scheduler meet
         self._early: list[Message] = []  # came before there was a scheduler
+        self._is_over = False  # the journal has its outcome
 
     def start(self) -> None:
         """Begins; returns at once, so that the attempt does not depend on who started it."""
@@ -183,8 +184,7 @@ class Runner:
                 if self._scheduler is not None:
                     self._scheduler.post(message)
                 elif isinstance(message, Announcement):
-                    with contextlib.closing(self._open_journal()) as journal:
-                        journal.append("message", message.text)
+                    self._tell_early(message.text)
                 else:
                     self._early.append(message)
 
@@ -200,8 +200,14 @@ class Runner:
         return scheduler
 
     def _open_journal(self) -> Journal:
-        """For as long as no scheduler has it open."""
-        return Journal(Path(self.spec.job_dir) / "journal.jsonl", self.spec.attempt)
+        """Under the lock, for as long as no scheduler has it open: two would give the same numbers."""
+        return Journal(Path(self.spec.job_dir) / JOURNAL_FILE, self.spec.attempt)
+
+    def _tell_early(self, text: str) -> None:
+        if self._is_over:
+            return
+        with contextlib.suppress(OSError), contextlib.closing(self._open_journal()) as journal:  # the disk may be full
+            journal.append("message", text)
 
     def cancel(self) -> None:
         """The job ends after its current step."""
@@ -214,17 +220,17 @@ class Runner:
             self._attempt()
         except Exception as error:  # noqa: BLE001 - the journal is the only way to tell
             Path(self.spec.job_dir, "error.txt").write_text(traceback.format_exc())
-            journal = self._open_journal()
             # Ray wraps what an actor raised; the cause is what people need.
             cause = getattr(error, "cause", None) or error
             is_for_people = isinstance(cause, JobFailedError | NotEnoughRoom | StoreError | ValueError)
             message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
             was_lost = isinstance(cause, ActorLostError | ray.exceptions.RayActorError)
             status = INTERRUPTED if was_lost else "failed"
-            journal.append_outcome(
-                status, message, {"code": "start_failed", "message": message, "param": None}, model_dir=None
-            )
-            journal.close()
+            with self._lock, contextlib.closing(self._open_journal()) as journal:
+                self._is_over = True
+                journal.append_outcome(
+                    status, message, {"code": "start_failed", "message": message, "param": None}, model_dir=None
+                )
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 

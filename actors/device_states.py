@@ -5,15 +5,14 @@ from collections.abc import Callable
 
 import torch
 
-from windlass.actors.chunk_io import ChunkIoClient
+from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.chunk_update import ChunkUpdater
-from windlass.actors.context import JobContext, aligned
+from windlass.actors.context import JobContext
 from windlass.actors.messages import (
     Announcement,
     BlockFlushed,
     BlockUpdated,
     ChunkIo,
-    ChunkPart,
     FlushBlock,
     Message,
     RestoreStates,
@@ -64,6 +63,7 @@ class DeviceStates:
                 kind: torch.zeros(numel, dtype=state_dtype(context.formats, kind), device=device.device)
                 for kind in context.formats.itemsizes
             }
+        device.synchronize()  # copies to the device run on a stream of their own
         self._commands: queue.Queue[_Command | None] = queue.Queue()
         self._arrived: queue.Queue[ChunkKey | None] = queue.Queue()
 
@@ -116,7 +116,7 @@ class DeviceStates:
         self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
 
     def _flush(self, message: FlushBlock) -> None:
-        priority = (message.step, int(message.block))
+        priority = (message.step, message.block)
         slots: dict[ChunkKey, Span] = {}
         for key in self._context.layout.chunk_keys(message.block):
             (slots[key],) = self._slots.acquire(1, self._context.spec.deadline_s)
@@ -124,7 +124,7 @@ class DeviceStates:
                 self._device.copy_out(self._view(slots[key], key, kind), here)
             item = self._chunk_io(slots[key], key)
             self._io.write([item], message.step, priority, lambda key: self._slots.release([slots[key]]))
-        self._drain()
+        self._slots.drain(self._context.spec.deadline_s)
         job, step, block = message.job, message.step, message.block
         self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
 
@@ -132,7 +132,7 @@ class DeviceStates:
         for block in self._states:
             for key in self._context.layout.chunk_keys(block):
                 (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
-                priority = (message.step, int(block))
+                priority = (message.step, block)
                 self._io.read([self._chunk_io(slot, key)], message.step, priority, self._arrived.put)
                 self._await_chunk(key, message.step)
                 for kind, here in self._parts(key).items():
@@ -152,9 +152,6 @@ class DeviceStates:
         if arrived is None:
             raise InterruptedError("the job was stopped")
 
-    def _drain(self) -> None:
-        self._slots.release(self._slots.acquire(self._slots.num_slots, self._context.spec.deadline_s))
-
     def _parts(self, key: ChunkKey) -> dict[StateKind, torch.Tensor]:
         start, stop = self._context.layout.chunk_range(key)
         return {kind: state[start:stop] for kind, state in self._states[key.block].items()}
@@ -164,11 +161,6 @@ class DeviceStates:
         return self._memory[offset : offset + self._context.chunk_numel(key) * dtype.itemsize].view(dtype)
 
     def _chunk_io(self, slot: Span, key: ChunkKey) -> ChunkIo:
-        numel, itemsizes = self._context.chunk_numel(key), self._context.formats.itemsizes
-        return ChunkIo(
-            key,
-            tuple(
-                ChunkPart(kind, Span(slot.offset + self._offsets[kind], aligned(numel * itemsize)))
-                for kind, itemsize in itemsizes.items()
-            ),
-        )
+        itemsizes = self._context.formats.itemsizes
+        offsets = {kind: slot.offset + self._offsets[kind] for kind in itemsizes}
+        return chunk_io(key, self._context.chunk_numel(key), offsets, itemsizes)

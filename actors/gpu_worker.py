@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from windlass.actors.chunk_io import ChunkIoClient
-from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, aligned, evaluation_batch_size, grad_precision
+from windlass.actors.chunk_io import ChunkIoClient, chunk_io
+from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluation_batch_size, grad_precision
 from windlass.actors.device_states import DeviceStates
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
@@ -22,9 +22,7 @@ from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
     BorrowParams,
-    ChunkIo,
     ChunkIoDone,
-    ChunkPart,
     ComputeBlock,
     FlushBlock,
     GradChunk,
@@ -326,11 +324,12 @@ class GpuWorker:
             if is_last:
                 self._finish_offload(request, tuple(GradChunk(key, None) for key in spans))
 
-        items = []
-        for key, span in spans.items():
-            nbytes = aligned(self.context.chunk_numel(key) * flat.itemsize)
-            items.append(ChunkIo(key, (ChunkPart(StateKind.GRAD, Span(span.offset, nbytes)),)))
-        self._io.write(items, request.step, (request.step, int(request.block)), written)
+        itemsizes = {StateKind.GRAD: flat.itemsize}
+        items = [
+            chunk_io(key, self.context.chunk_numel(key), {StateKind.GRAD: span.offset}, itemsizes)
+            for key, span in spans.items()
+        ]
+        self._io.write(items, request.step, (request.step, request.block), written)
 
     def _copy_out(self, block: BlockIndex, flat: torch.Tensor) -> dict[ChunkKey, Span]:
         """A block's gradient to grad slots; its buffer is free then."""

@@ -80,7 +80,7 @@ class Hyperparameters:
 
     @property
     def keeps_grads(self) -> bool:
-        """Whether gradients wait in memory until all are known."""
+        """Whether gradients wait until all are known."""
         return self.order_of_updates in (UpdateOrder.KEPT, UpdateOrder.AFTER_BACKWARD)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+JOURNAL_FILE = "journal.jsonl"  # in the job's folder
 OUTCOME = "outcome"
 METRICS = "metrics"
 
@@ -38,6 +39,7 @@ class Journal:
     """Appends an attempt's records, each with one write, numbered on from what the file holds of that attempt."""
 
     def __init__(self, path: Path, attempt: int) -> None:
+        self.path = path
         self._attempt = attempt
         self._seq = max((record.seq for record in _records(path) if record.attempt == attempt), default=0)
         path.parent.mkdir(parents=True, exist_ok=True)

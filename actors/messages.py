@@ -8,7 +8,18 @@ import traceback
 from dataclasses import dataclass
 from enum import StrEnum
 
-from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, CorrelationId, JobId, Span, StateKind, Step
+from windlass.storage.ids import (
+    ActorName,
+    Attempt,
+    BlockIndex,
+    ChunkKey,
+    CorrelationId,
+    JobId,
+    Kernel,
+    Span,
+    StateKind,
+    Step,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +114,7 @@ class Phase(StrEnum):
 class PrefetchParams(Message):
     """Bring the params of `block`, as `step` left them, to the device: one buffer, held until its operation is done.
 
-    `step` is the last that changed them.
+    `step` is the one under which the SSDs know them: the last that changed them, or a skipped one committed since.
     """
 
     op: int  # the compute operation they are for
@@ -188,7 +199,7 @@ class UpdateBlock(Message):
     """
 
     block: BlockIndex
-    from_step: Step  # the last that changed them
+    from_step: Step  # under which they are read
     optimizer_step: int  # updates so far, this one included: steps less those that were skipped
     chunks: tuple[GradChunk, ...]
     learning_rate: float
@@ -285,10 +296,10 @@ class StatesRestored(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChosen(Message):
-    """What an optimizer updates with from now on; kernels differ in the last bit."""
+    """What an actor updates states with; kernels differ in the last bit."""
 
     actor: ActorName
-    kernel: str
+    kernel: Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,8 +316,9 @@ class LoadModel(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgressed(Message):
-    """So many parameters of the model are in the store."""
+    """So many parameters of the model are in the store or, where an attempt goes on, back in this actor's memory."""
 
+    actor: ActorName
     num_params: int
     total_params: int
 

@@ -60,7 +60,7 @@ class ModelIo:
                 if num_params - shown_at >= layout.numel // 20:
                     shown_at = num_params
                     yield {"num_params": num_params, "total_params": layout.numel}
-        self._drain()
+        self._slots.drain(self.context.spec.deadline_s)  # every write is done then
         # What whole tensors passed through stays in the C library's heap otherwise, beside every later step.
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -116,7 +116,3 @@ class ModelIo:
     def _check(self) -> None:
         if self._aborted.is_set():
             raise InterruptedError("the job was stopped")
-
-    def _drain(self) -> None:
-        """Waits until every write is done: then all slots are free."""
-        self._slots.release(self._slots.acquire(self._slots.num_slots, self.context.spec.deadline_s))

@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from windlass.actors.chunk_io import ChunkIoClient
-from windlass.actors.context import JobContext, aligned
-from windlass.actors.job_spec import UpdateOrder
+from windlass.actors.chunk_io import ChunkIoClient, chunk_io
+from windlass.actors.context import JobContext
 from windlass.actors.messages import (
     BorrowParams,
-    ChunkIo,
-    ChunkPart,
     ComputeBlock,
     ParamsLent,
     ParamsReturned,
@@ -28,7 +25,7 @@ from windlass.engine.device import Device
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.planner.plan import FETCH_DEPTH
 from windlass.storage.arena import SlotPool
-from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind
+from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
 
 @dataclass(slots=True, eq=False)
@@ -73,12 +70,11 @@ class ParamFeed:
         self._param_offset = context.state_offsets()[context.formats.param_kind]
         pool, hyper, formats = context.plan.params, context.spec.hyperparameters, context.formats
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="param slots")
-        reads_params = formats.param_kind is StateKind.MASTER or StateKind.MASTER not in formats.itemsizes
         self._cache = ParamCache(
             self._slots,
             capacity=context.plan.num_cached_params,
             head=len(context.layout.blocks) - 1,
-            reads_params=reads_params and hyper.order_of_updates in (UpdateOrder.ACTIVE, UpdateOrder.NAIVE),
+            reads_params=formats.param_kind in formats.kinds_to_update and not hyper.keeps_grads,
         )
         # So many chunks at a time that the next ones are on their way while these are copied.
         self._batch = max(1, min(FETCH_DEPTH, pool.num_slots) // 2)
@@ -132,7 +128,7 @@ class ParamFeed:
         if not arrived:
             raise TimeoutError(
                 f"the params of block {block} in step {operation.step} did not arrive within {deadline_s:g} s; "
-                f"{fetch.num_missing} chunks are missing"
+                f"{fetch.num_missing} chunks are missing; see the logs of the SSD servers, and check the disks"
             )
         return fetch
 
@@ -178,8 +174,8 @@ class ParamFeed:
         missing = []
         for key in keys:
             if (slot := self._host_slots.get(key)) is not None:
-                span = Span(slot.offset + self._param_offset, self._nbytes(key))
-                self._arrived.put(_Arrival(fetch, key, span, is_slot=False))
+                rest = Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
+                self._arrived.put(_Arrival(fetch, key, rest, is_slot=False))
             elif (kept := self._cache.take(key, fetch.request.step)) is not None:
                 self._arrived.put(_Arrival(fetch, key, kept, is_slot=True))
             else:
@@ -190,16 +186,16 @@ class ParamFeed:
     def _read(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
         spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
         kind, request = self._context.formats.param_kind, fetch.request
-        items = [ChunkIo(key, (ChunkPart(kind, Span(span.offset, self._nbytes(key))),)) for key, span in spans.items()]
+        itemsizes = {kind: self._dtype.itemsize}
+        items = [
+            chunk_io(key, self._context.chunk_numel(key), {kind: span.offset}, itemsizes) for key, span in spans.items()
+        ]
         self._io.read(
             items,
             request.step,
             (request.step, request.op),
             lambda key: self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=True)),
         )
-
-    def _nbytes(self, key: ChunkKey) -> int:
-        return aligned(self._context.chunk_numel(key) * self._dtype.itemsize)
 
     def _run_arrivals(self) -> None:
         while (arrival := self._arrived.get()) is not None:

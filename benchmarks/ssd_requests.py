@@ -54,7 +54,7 @@ class Traffic(StrEnum):
 
 READ_KINDS = {
     Traffic.READ: tuple(_FORMATS.itemsizes),
-    Traffic.MIX: (StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ),
+    Traffic.MIX: _FORMATS.kinds_to_update,
 }
 READ_SHARE = {Traffic.READ: 1.0, Traffic.WRITE: 0.0, Traffic.MIX: 12 / 26}
 

@@ -20,7 +20,7 @@ from benchmarks.peer import emit
 from benchmarks.pss import process_tree, thread_seconds
 from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule, UpdateOrder
-from windlass.actors.journal import METRICS, OUTCOME, JournalReader, JournalRecord
+from windlass.actors.journal import JOURNAL_FILE, METRICS, OUTCOME, JournalReader, JournalRecord
 from windlass.planner.plan import Placement
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
@@ -112,7 +112,7 @@ def _end_on_sigterm() -> None:
 
 def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Path]) -> JobSpec:
     """The workload as a job of the service, with the threads that the service gives it."""
-    machinery = Machinery(num_cores=workload.num_threads, num_gpus=0)
+    compute_threads, optimizer_threads = Machinery(num_cores=workload.num_threads, num_gpus=0).threads(1)
     return JobSpec(
         job=JobId("benchmark"),
         attempt=Attempt(1),
@@ -145,8 +145,8 @@ def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Pa
         checkpoint_every=None,
         evaluate_every=None,
         num_cpu_optimizers=1,
-        compute_threads=machinery.compute_threads,
-        optimizer_threads=machinery.optimizer_threads,
+        compute_threads=compute_threads,
+        optimizer_threads=optimizer_threads,
         kernel_dir=str(folder / "kernels"),
         host_memory_nbytes=None,
         deadline_s=_DEADLINE_S,
@@ -204,7 +204,7 @@ def records(spec: JobSpec) -> Iterator[JournalRecord]:
     """What the runner tells, until its outcome. Raises `WindlassFailedError` when the job fails."""
     from windlass.actors.deploy import find_runner
 
-    reader = JournalReader(Path(spec.job_dir) / "journal.jsonl")
+    reader = JournalReader(Path(spec.job_dir) / JOURNAL_FILE)
     while True:
         alive = find_runner(spec.job, spec.attempt) is not None
         fresh = reader.read_new()

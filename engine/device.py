@@ -36,7 +36,11 @@ class Device:
             free = self._free[(numel, dtype)]
             if free:
                 return free.pop()
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        fresh = torch.empty(numel, dtype=dtype, device=self.device)
+        if self._h2d is not None:
+            # Its memory may be that of a tensor which queued kernels still read.
+            self._h2d.wait_stream(torch.cuda.current_stream(self.device))
+        return fresh
 
     def give(self, buffer: torch.Tensor) -> None:
         """Takes a buffer back; it may be handed out again at once."""

@@ -157,8 +157,8 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
     num_kept = placement.num_host_grad_blocks
     if num_kept is not None and num_kept < len(model.blocks) and not _may_spill(placement, keep_grads=keep_grads):
         raise PlanError(
-            f"num_host_grad_blocks is {num_kept} of {len(model.blocks)}: the others' gradients would go to the SSDs, but "
-            "they do only where they are kept until all are known, every step is committed, and no states rest in "
+            f"num_host_grad_blocks is {num_kept} of {len(model.blocks)}: the others' gradients would go to the SSDs, "
+            "but they do only where they are kept until all are known, every step is committed, and no states rest in "
             "memory; leave it out"
         )
 
@@ -175,12 +175,11 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     num_blocks = len(model.blocks)
     kept = placement.num_host_grad_blocks if placement.num_host_grad_blocks is not None else num_blocks
     depths = (1,) if is_naive else range(STATE_DEPTH, MIN_STATE_DEPTH - 1, -1)
-    cached = placement.num_cached_params
-    if cached is None:
-        cached = 0 if is_naive else min(CACHED_BLOCKS * model.typical_chunks, model.total_chunks)
-    choice = _Choice(depth=depths[0], num_cached=cached, num_host_grad_blocks=kept if keep_grads else None)
+    asked, total = placement.num_cached_params, model.total_chunks
+    wanted = asked if asked is not None else 0 if is_naive else CACHED_BLOCKS * model.typical_chunks
+    choice = _Choice(depth=depths[0], num_cached=min(wanted, total), num_host_grad_blocks=kept if keep_grads else None)
     yield choice
-    choice = replace(choice, num_cached=placement.num_cached_params or 0)
+    choice = replace(choice, num_cached=min(asked or 0, total))
     for depth in depths:
         choice = replace(choice, depth=depth)
         yield choice

@@ -8,6 +8,7 @@ from typing import Any
 
 from windlass.actors.cores import cores_of, numa_nodes
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Optimizer, Schedule, UpdateOrder
+from windlass.actors.journal import JOURNAL_FILE
 from windlass.service.hyperparameters import JobSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
@@ -22,6 +23,8 @@ ARENA_DIR = Path("/dev/shm")
 # for what the SSD servers need.
 _GPU_WORKER_THREADS = 2
 _SSD_SERVER_THREADS = 1
+# Without a GPU: one core updates about as fast as SSDs bring the states.
+_CORES_TO_ONE_THAT_UPDATES = 8
 _DEADLINE_S = 120.0
 # Hyperparameters that JSON keeps as words.
 _WORDS: dict[str, type[StrEnum]] = {
@@ -47,29 +50,18 @@ class Machinery:
         """Jobs that can run at once; without a GPU the CPU is the one device."""
         return max(1, self.num_gpus)
 
-    @property
-    def compute_threads(self) -> int:
-        """Threads of the GPU worker of a job with one optimizer, where the settings say nothing."""
-        return self.threads(1)[0]
-
-    @property
-    def optimizer_threads(self) -> int:
-        """Threads of that optimizer."""
-        return self.threads(1)[1]
-
     def threads(self, num_optimizers: int, compute: int | None = None, each: int | None = None) -> tuple[int, int]:
         """Threads of a job's GPU worker and of each optimizer; `compute` and `each` as far as the settings say.
 
         Together no more than the job's share of the cores, but at least one each; without a GPU and with less than
-        `CORES_TO_DIVIDE` cores the optimizers share those of the compute (see decision 8). With more, one of so many
-        updates, which is about as fast as SSDs bring states, and the others compute.
+        `CORES_TO_DIVIDE` cores the optimizers share those of the compute (see decision 8).
         """
         cores = self.num_cores // self.num_devices
         if self.num_gpus:
             left = cores - num_optimizers * (each or 1)
             compute = compute or max(1, min(_GPU_WORKER_THREADS, left))
             return compute, each or max(1, (cores - compute - _SSD_SERVER_THREADS) // num_optimizers)
-        together = min(cores // CORES_TO_DIVIDE, cores - (compute or 0))
+        together = min(cores // _CORES_TO_ONE_THAT_UPDATES, cores - (compute or 0))
         each = each or max(1, together // num_optimizers)
         if cores < CORES_TO_DIVIDE:
             return compute or cores, each
@@ -98,7 +90,7 @@ def job_dir(settings: Settings, job_id: str) -> Path:
 
 def journal_path(settings: Settings, job_id: str) -> Path:
     """The journal of a job's runners."""
-    return job_dir(settings, job_id) / "journal.jsonl"
+    return job_dir(settings, job_id) / JOURNAL_FILE
 
 
 def preparation_order(settings: Settings, job: Job) -> PreparationOrder:

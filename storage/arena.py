@@ -203,6 +203,10 @@ class SlotPool:
                 return []
             return self._hand_out(n)
 
+    def drain(self, deadline_s: float) -> None:
+        """Wait until no slot is in use; raises as `acquire`."""
+        self.release(self.acquire(self.num_slots, deadline_s))
+
     def release(self, spans: Sequence[Span]) -> None:
         """Give slots back; all of them or, on an error, none.
 

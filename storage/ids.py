@@ -86,6 +86,12 @@ class Formats:
         return _ITEMSIZES[(self.precision, self.states)]
 
     @property
+    def kinds_to_update(self) -> tuple[StateKind, ...]:
+        """What an update reads: all states, but for a param that follows from its master."""
+        kinds = tuple(self.itemsizes)
+        return tuple(kind for kind in kinds if kind is not StateKind.PARAM or StateKind.MASTER not in kinds)
+
+    @property
     def param_kind(self) -> StateKind:
         """The state that the forward pass reads."""
         return StateKind.MASTER if self.precision is Precision.FP32 else StateKind.PARAM

@@ -38,6 +38,7 @@ class JobShape:
     # How many may be outstanding at each resource: enough to keep it busy, few for a late urgent block to overtake.
     max_prefetched: int = 2  # operations whose params have been asked for and which are not done: device buffers
     max_offloading: int = 2  # blocks
+    max_flushing: int = 2  # blocks
     max_updating: int = 2  # blocks at the optimizers, and as many on the device
     deadline_s: float = 120.0
 

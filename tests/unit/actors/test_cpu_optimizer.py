@@ -12,7 +12,7 @@ from tests.unit.actors.memory_ssds import MemorySsds
 from tests.unit.actors.specs import make_spec
 from tests.unit.storage.stores import FP32
 from windlass.actors.context import JobContext, make_context
-from windlass.actors.cpu_optimizer import CpuOptimizer
+from windlass.actors.cpu_optimizer import RESTORE_DEPTH, CpuOptimizer
 from windlass.actors.job_spec import Optimizer
 from windlass.actors.messages import (
     ActorFailed,
@@ -454,8 +454,25 @@ def test_states_in_host_memory_are_updated_there_and_written_when_asked(resident
 def test_a_flush_is_told_when_everything_is_written(resident: Bench) -> None:
     resident.ssds.hold = True
     resident.optimizer.post(FlushBlock(job=resident.context.spec.job, step=Step(2), block=BlockIndex(0)))
-    writes = resident.ssds.receive(WriteChunks, len(KEYS))
+    writes = resident.ssds.receive(WriteChunks, 2)  # one to each SSD
+    assert sum(len(write.items) for write in writes) == len(KEYS)
     for write in writes:
         assert resident.ssds.of(BlockFlushed) == []
         resident.ssds.serve(write)
     resident.ssds.receive(BlockFlushed)
+
+
+def test_states_that_do_not_arrive_are_an_error_and_do_not_hold_up_a_stop(tmp_path: Path) -> None:
+    for deadline_s in (0.1, 3600.0):
+        bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))
+        bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=deadline_s)
+        bench.optimizer.setup()
+        bench.ssds.hold = True
+        bench.optimizer.post(RestoreStates(job=bench.context.spec.job, step=Step(2)))
+        bench.ssds.receive(ReadChunks, RESTORE_DEPTH)
+        if deadline_s < 1:
+            (failed,) = bench.ssds.receive(ActorFailed)
+            assert "no states of step 2 came from the SSDs for 0.1 s" in failed.error
+        bench.optimizer.stop()
+        bench.arena.close()
+        bench.arena.unlink()

@@ -12,7 +12,7 @@ import pytest
 from tests.training import journal_of, losses_of, metrics_of
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors import scheduler
-from windlass.actors.context import make_context
+from windlass.actors.context import make_context, optimizer_name
 from windlass.actors.job_spec import JobSpec, UpdateOrder
 from windlass.actors.messages import (
     ActorFailed,
@@ -100,7 +100,9 @@ class Stage:
         facts: dict[str, Any] = {"job": message.job, "step": message.step}
         match message:
             case LoadModel():
-                progress = LoadProgressed(**facts, num_params=LAYOUT.numel // 2, total_params=LAYOUT.numel)
+                progress = LoadProgressed(
+                    **facts, actor=optimizer_name(0), num_params=LAYOUT.numel // 2, total_params=LAYOUT.numel
+                )
                 return [progress, ModelLoaded(**facts)]
             case ComputeBlock():
                 return self._computed(message, facts)

@@ -146,6 +146,7 @@ def test_what_a_budget_leaves_keeps_params(num_free: int) -> None:
     assert found.arena_nbytes <= budget
     # Without a budget nobody has said that there is more.
     assert plan().num_cached_params == 6
+    assert plan(placement=Placement(num_cached_params=1000)).num_cached_params == 17
 
 
 def test_without_a_budget_a_job_takes_no_more_than_it_needs_of_what_is_free() -> None:

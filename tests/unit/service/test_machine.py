@@ -83,7 +83,7 @@ def test_a_drive_has_the_size_that_the_kernel_tells(monkeypatch: pytest.MonkeyPa
 def test_threads_of_a_job(num_cores: int, num_gpus: int, expected: tuple[int, int]) -> None:
     machinery = Machinery(num_cores=num_cores, num_gpus=num_gpus)
     assert machinery.num_devices == max(1, num_gpus)
-    assert (machinery.compute_threads, machinery.optimizer_threads) == expected
+    assert machinery.threads(1) == expected
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 4])

@@ -61,6 +61,7 @@ shapes = st.builds(
     max_prefetched=st.integers(1, 4),
     max_offloading=st.integers(1, 3),
     max_updating=st.integers(1, 3),
+    max_flushing=st.integers(1, 3),
 )
 # Some actors are slow: their events come only now and then while there are others.
 # (step, block) of gradients that are not finite; mostly few, at times all of several steps.

@@ -330,6 +330,7 @@ class World(Expected):
         self._check_commit_is_whole()
         assert len(self.computing) <= self.shape.max_prefetched
         assert len(self.offloading) <= self.shape.max_offloading
+        assert len(self.flushing) <= self.shape.max_flushing
         on_device = sum(block in self.shape.device_blocks for _, block in self.updating)
         assert max(on_device, len(self.updating) - on_device) <= self.shape.max_updating
         # Every wait has a deadline: what is outstanding here and what the policy waits for are the same.
@@ -444,9 +445,13 @@ class World(Expected):
 
     def _check_prompt(self) -> None:
         """Resident blocks are flushed as soon as a commit will need it, and trainer states are kept in time."""
-        for block in self.resident:
-            if self.on_ssd[block] != self.content[block] and self.is_commit_step(self.labels[block]):
-                assert block in self.flushing, "a block waits for its flush"
+        due = {
+            block
+            for block in self.resident
+            if self.on_ssd[block] != self.content[block] and self.is_commit_step(self.labels[block])
+        }
+        is_busy = len(self.flushing) == self.shape.max_flushing
+        assert is_busy or due <= self.flushing.keys(), "a block waits for its flush"
         assert self.captured[-1] == self._last_decided()
 
     def _check_told(self) -> None:

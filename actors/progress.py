@@ -1,0 +1,299 @@
+"""What people are told of an attempt: metrics, messages and checkpoints, written to the job's journal."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.journal import Journal, read_journal
+from windlass.actors.messages import (
+    BlockBackwardDone,
+    BlockComputed,
+    KernelChosen,
+    LoadProgressed,
+    LossComputed,
+    Message,
+    ModelExported,
+    ModelLoaded,
+    Phase,
+    StoreCommitted,
+)
+from windlass.actors.policy.pipeline import StepEnd
+from windlass.actors.policy.shape import JobShape
+from windlass.storage.ids import ActorName
+
+
+@dataclass(slots=True)
+class _Losses:
+    """Sums over the groups of one evaluation."""
+
+    loss_sum: float = 0.0
+    num_targets: int = 0
+    num_correct: int = 0
+    num_groups: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SsdBytes:
+    """What one SSD has moved, as of its last commit."""
+
+    step: int  # the commit's
+    read: int  # since the attempt began
+    written: int
+    written_a_step: int | None = None  # since the commit before; None: there is none with a step in between
+
+
+@dataclass(slots=True)
+class _History:
+    """What earlier attempts have told in the journal."""
+
+    steps: set[int]  # whose training loss is there
+    ssd_bytes_written: list[int]  # of each SSD, as of the last step
+
+
+def _history(journal: Path, num_ssds: int) -> _History:
+    history = _History(set(), [0] * num_ssds)
+    for record in read_journal(journal):
+        if "train_loss" in record.data:
+            history.steps.add(record.data["step"])
+        written = record.data.get("ssd_bytes_written_by_ssd", ())
+        if len(written) == num_ssds:  # else of other SSDs
+            history.ssd_bytes_written = written
+    return history
+
+
+class Progress:
+    """Takes in events, and says at the right time what they mean.
+
+    A step is told of when it is committed or, where no commit is due, when it is over.
+    """
+
+    def __init__(
+        self, shape: JobShape, journal: Journal, *, num_params: int, initial_step: int | None, scales_loss: bool
+    ) -> None:
+        """`initial_step`: the commit that the attempt goes on from."""
+        self._shape = shape
+        self._journal = journal
+        self._num_params = num_params
+        self._scales_loss = scales_loss
+        self._history = _history(journal.path, len(shape.ssd_servers))
+        self._started_s = 0.0
+        self._step_began_s = 0.0
+        self._first_step = (initial_step or 0) + 1
+        self._num_tokens = 0  # trained on in all steps that are over
+        self.trained_tokens = 0  # in those that were told of
+        self._told = initial_step or 0
+        self._losses: dict[int, LossComputed] = {}
+        self._metrics: dict[int, dict[str, Any]] = {}  # of steps that are over and not told of
+        self._compute_s: dict[int, float] = {}  # of each step, evaluation included
+        self._kernels: set[str] = set()  # that this job's attempts were given
+        self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
+        self._evaluations: dict[int, _Losses] = {}
+        self._last_metrics: dict[str, Any] = {}
+        self._ssd_bytes: dict[ActorName, _SsdBytes] = {}  # empty until the model is loaded
+        if initial_step is not None:
+            nothing = _SsdBytes(step=initial_step, read=0, written=0)
+            self._ssd_bytes = dict.fromkeys(shape.ssd_servers, nothing)
+
+    @property
+    def last_step_in_journal(self) -> int:
+        """That any attempt has told of; 0 for none."""
+        return max(self._history.steps, default=0)
+
+    def begin(self, resumed: dict[str, Any] | None) -> None:
+        """The attempt begins. `resumed`: what the commit that it goes on from keeps, as `end_step` gave it.
+
+        The attempt before may have died before it could tell of that step.
+        """
+        self._started_s = self._step_began_s = time.monotonic()
+        if resumed is None:
+            self._journal.append("message", "Loading the model's weights into the tensor store")
+            return
+        self._num_tokens = self.trained_tokens = resumed["trained_tokens"]
+        self._kernels = set(resumed["kernels"])
+        self._journal.append("message", f"Resuming after step {self._told}")
+        if resumed["metrics"]:
+            data: dict[str, Any] = {"step": self._told, "total_steps": self._shape.total_steps, **resumed["metrics"]}
+            data["trained_tokens"] = self.trained_tokens
+            self._last_metrics |= data
+            if self._told not in self._history.steps:
+                self._journal.append("metrics", self._step_message(data), **data)
+
+    def end_step(self, step: int, end: StepEnd | None) -> dict[str, Any]:
+        """Takes stock of a step as soon as it is known what became of it; step 0 has no end.
+
+        Returns what its commit keeps for `begin`.
+        """
+        kept: dict[str, Any] = {}
+        if end is not None:
+            data = self._metrics[step] = self._take_stock(step, end)
+            kept = {name: data[name] for name in ("train_loss", "train_mean_token_accuracy", "grad_norm")}
+        return {"kernels": sorted(self._kernels), "trained_tokens": self._num_tokens, "metrics": kept}
+
+    def note(self, event: Message) -> None:
+        """Something has happened."""
+        match event:
+            case LoadProgressed():
+                share = event.num_params / event.total_params
+                self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
+            case ModelLoaded():
+                now_s = time.monotonic()
+                text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"
+                self._journal.append("message", text)
+                self._step_began_s = now_s
+            case KernelChosen():
+                self._on_kernel_chosen(event)
+            case LossComputed():
+                self._on_loss(event)
+            case BlockComputed():
+                self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
+                if not event.is_finite and event.phase is Phase.FORWARD:
+                    self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
+            case BlockBackwardDone():
+                if not math.isfinite(event.grad_sq_sum):
+                    self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
+            case StoreCommitted():
+                self._on_store_committed(event)
+            case ModelExported():
+                self._on_exported(event)
+
+    def first_not_finite(self, step: int) -> str:
+        """What of a step was not finite, in words; the first where it was several."""
+        return self._not_finite[step]
+
+    def tell_up_to(self, step: int) -> None:
+        """Nothing of these steps is outstanding."""
+        while self._told < step:
+            self._told += 1
+            self._tell(self._told)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _take_stock(self, step: int, end: StepEnd) -> dict[str, Any]:
+        loss, now_s = self._losses.pop(step), time.monotonic()
+        step_s, self._step_began_s = now_s - self._step_began_s, now_s
+        self._num_tokens += loss.num_targets
+        return {
+            "step": step,
+            "total_steps": self._shape.total_steps,
+            "train_loss": _finite(loss.loss_sum / loss.num_targets),
+            "train_mean_token_accuracy": loss.num_correct / loss.num_targets,
+            "learning_rate": self._shape.learning_rate(step),
+            "grad_norm": _finite(end.grad_norm),
+            "loss_scale": end.loss_scale,
+            "skipped_steps": end.num_skipped,
+            "step_s": step_s,
+            "tokens_per_s": loss.num_targets / step_s,
+            "trained_tokens": self._num_tokens,
+        }
+
+    def _on_store_committed(self, event: StoreCommitted) -> None:
+        before, a_step = self._ssd_bytes.get(event.actor), None
+        if before is not None and event.step > before.step:
+            a_step = (event.bytes_written - before.written) // (event.step - before.step)
+        self._ssd_bytes[event.actor] = _SsdBytes(
+            step=event.step, read=event.bytes_read, written=event.bytes_written, written_a_step=a_step
+        )
+
+    def _on_kernel_chosen(self, event: KernelChosen) -> None:
+        self._journal.append("message", f"{event.actor} updates with the {event.kernel} kernel")
+        if others := self._kernels - {event.kernel}:
+            self._journal.append(
+                "message",
+                f"Other states of this job were updated with the {', '.join(others)} kernel: the results may differ in "
+                "the last bit from those of one kernel",
+                level="warn",
+            )
+        self._kernels.add(event.kernel)
+
+    def _on_loss(self, event: LossComputed) -> None:
+        if event.phase is Phase.HEAD:  # where it is not finite, neither are the gradients
+            if not math.isfinite(event.loss_sum):
+                self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
+            self._losses[event.step] = event
+            return
+        sums = self._evaluations.setdefault(event.step, _Losses())
+        sums.loss_sum += event.loss_sum
+        sums.num_targets += event.num_targets
+        sums.num_correct += event.num_correct
+        sums.num_groups += 1
+        if sums.num_groups < self._shape.num_evaluation_groups:
+            return
+        del self._evaluations[event.step]
+        loss = _finite(sums.loss_sum / sums.num_targets)
+        data: dict[str, Any] = {
+            "step": event.step,
+            "total_steps": self._shape.total_steps,
+            "valid_loss": loss,
+            "full_valid_loss": loss,
+            "valid_mean_token_accuracy": sums.num_correct / sums.num_targets,
+        }
+        self._last_metrics |= data
+        message = f"Step {event.step}: validation loss={_in_words(loss)}"
+        self._journal.append("metrics", message, **data)
+
+    def _tell(self, step: int) -> None:
+        """A step is committed or, where none is due, over."""
+        data = self._metrics.pop(step)
+        self.trained_tokens = data["trained_tokens"]
+        elapsed_s = time.monotonic() - self._started_s
+        data["compute_s"] = self._compute_s.get(step, 0.0)
+        self._compute_s = {each: seconds for each, seconds in self._compute_s.items() if each > step}
+        data["elapsed_s"] = elapsed_s
+        data["remaining_s"] = elapsed_s / (step - self._first_step + 1) * (self._shape.total_steps - step)
+        data |= self._ssd_metrics()
+        self._last_metrics |= data
+        where = self._not_finite.pop(step, None)
+        if data["grad_norm"] is None:
+            text = f"Step {step} skipped: {where} was not finite"
+            if self._scales_loss:
+                text += f"; the loss was scaled by {data['loss_scale']:g}"
+            self._journal.append("message", text, level="warn")
+        self._journal.append("metrics", self._step_message(data), **data)
+
+    def _ssd_metrics(self) -> dict[str, Any]:
+        """As of the last commit: what a step writes is the mean since the one before, and missing until it is known."""
+        ssds = [self._ssd_bytes[name] for name in self._shape.ssd_servers]
+        data: dict[str, Any] = {
+            "ssd_bytes_read": sum(each.read for each in ssds),
+            "ssd_bytes_written": sum(each.written for each in ssds),
+            "ssd_bytes_written_by_ssd": [
+                before + each.written for before, each in zip(self._history.ssd_bytes_written, ssds, strict=True)
+            ],
+        }
+        a_step = [each.written_a_step for each in ssds if each.written_a_step is not None]
+        if len(a_step) == len(ssds):
+            data |= {"ssd_bytes_written_step": sum(a_step), "ssd_bytes_written_step_by_ssd": a_step}
+        return data
+
+    def _step_message(self, data: dict[str, Any]) -> str:
+        return f"Step {data['step']}/{self._shape.total_steps}: training loss={_in_words(data['train_loss'])}"
+
+    def _on_exported(self, event: ModelExported) -> None:
+        names = (
+            "train_loss",
+            "train_mean_token_accuracy",
+            "valid_loss",
+            "full_valid_loss",
+            "valid_mean_token_accuracy",
+        )
+        metrics = {name: self._last_metrics[name] for name in names if name in self._last_metrics}
+        name = Path(event.path).name
+        self._journal.append(
+            "checkpoint",
+            f"Checkpoint of step {event.step} written",
+            step_number=event.step,
+            fine_tuned_model_checkpoint=name,
+            path=event.path,
+            metrics={"step": event.step, **metrics},
+        )
+
+
+def _finite(number: float) -> float | None:
+    """JSON has neither infinities nor NaN."""
+    return number if math.isfinite(number) else None
+
+
+def _in_words(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
