@@ -104,7 +104,9 @@ class ModelIo:
                     (slot,) = self._slots.acquire(1, spec.deadline_s)
                     self._read(slot, key, (kind,), step, self._arrived.set)
                     if not self._arrived.wait(spec.deadline_s):
-                        raise TimeoutError(f"{key} of step {step} did not arrive within {spec.deadline_s:g} s")
+                        raise TimeoutError(
+                            f"{key} of step {step} did not arrive within {spec.deadline_s:g} s; check the disks"
+                        )
                     self._check()
                     exporter.write_chunk(key, self._view(slot, key, kind))
                     self._slots.release([slot])

@@ -6,7 +6,6 @@ report. Where there is no GPU it says so and ends well.
 
 import dataclasses
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config
 
+from benchmarks.machine import num_cores
 from benchmarks.report import Report
 from tests.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of, train_plainly
 from windlass.actors.job_spec import Initialization, JobSpec
@@ -178,7 +178,7 @@ def _speed_spec(shape: Shape, folder: Path, states: Path, place: str) -> JobSpec
         hyperparameters=hyper,
         total_steps=_NUM_STEPS,
         evaluate_every=None,
-        optimizer_threads=max(1, (os.cpu_count() or 1) - 2),
+        optimizer_threads=max(1, num_cores() - 2),
         kernel_dir=str(folder / "kernels"),
         deadline_s=120.0,
         placement=placement_in(place, shape.num_layers + 2),
