@@ -290,10 +290,10 @@ def test_a_disk_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
 
 
 def huge_layout() -> ModelLayout:
-    """Of a model with some 10^13 parameters, in full chunks."""
-    chunk_numel = 2**24
-    numel = 150_000 * chunk_numel
-    params = [ParamSlice(name=f"weight{i}", shape=(numel,), offset=0, numel=numel, decay=True) for i in range(4)]
+    """Of a model with some 2 * 10^11 parameters, in full chunks; its buffers are small."""
+    chunk_numel, num_blocks = 2**20, 5000
+    numel = 40 * chunk_numel
+    params = [ParamSlice(name=f"w{i}", shape=(numel,), offset=0, numel=numel, decay=True) for i in range(num_blocks)]
     blocks = tuple(BlockLayout(index=BlockIndex(i), name=f"{i}", params=(param,)) for i, param in enumerate(params))
     shared = tuple((block.index,) for block in blocks)
     return ModelLayout(blocks=blocks, tied={}, chunk_numel=chunk_numel, shared=shared)
