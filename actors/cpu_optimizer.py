@@ -14,8 +14,8 @@ import torch
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.chunk_update import ChunkUpdater
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, grad_precision
+from windlass.actors.guarded_threads import GuardedThreads
 from windlass.actors.messages import (
-    ActorFailed,
     Announcement,
     BlockFlushed,
     BlockUpdated,
@@ -87,7 +87,7 @@ class CpuOptimizer:
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
         self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # answers not yet used
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
-        self._threads: list[threading.Thread] = []
+        self._threads = GuardedThreads(self.name, context.spec.job, send, lambda: self._stopping)
         self._stopping = False
 
     # --- life cycle -------------------------------------------------------------------------------------------------
@@ -102,10 +102,7 @@ class CpuOptimizer:
         self._model_io = ModelIo(self.context, self._slots, self.chunk_view, self.read, self.write)
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
-        for target in (self._run_commands, self._run_updates):
-            thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._threads.start((self._run_commands, self._run_updates))
 
     def post(self, message: Message) -> None:
         """Takes a message and returns at once."""
@@ -134,20 +131,12 @@ class CpuOptimizer:
         self._restore_permits.release()
         self._commands.put(None)
         self._arrived.put(None)
-        for thread in self._threads:
-            thread.join(self.spec.deadline_s)
+        self._threads.join(self.spec.deadline_s)
         del self._memory
         self._arena.close()
 
     def _announce(self, text: str) -> None:
         self.send(SCHEDULER, Announcement(job=self.spec.job, step=Step(0), text=text))
-
-    def _guard(self, target: Callable[[], None]) -> None:
-        try:
-            target()
-        except Exception as error:  # noqa: BLE001 - an actor's thread has nobody else to tell
-            if not self._stopping:
-                self.send(SCHEDULER, ActorFailed.of(error, job=self.spec.job, step=Step(0), actor=self.name))
 
     # --- what a chunk's states are ----------------------------------------------------------------------------------
 

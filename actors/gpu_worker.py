@@ -16,9 +16,9 @@ import torch
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluation_batch_size, grad_precision
 from windlass.actors.device_states import DeviceStates
+from windlass.actors.guarded_threads import GuardedThreads
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
-    ActorFailed,
     BlockBackwardDone,
     BlockComputed,
     BorrowParams,
@@ -81,7 +81,7 @@ class GpuWorker:
         self._offloadable: dict[BlockIndex, torch.Tensor] = {}
         self._grad_permits = threading.Semaphore(MAX_GRAD_BUFFERS)
         self._permitted: set[BlockIndex] = set()
-        self._threads: list[threading.Thread] = []
+        self._threads = GuardedThreads(self.name, context.spec.job, send, lambda: self._stopping)
         self._batch: list[MicroBatch] = []
         self._evaluation: list[list[MicroBatch]] = []
         self._stopping = False
@@ -111,10 +111,7 @@ class GpuWorker:
         self.runner = BlockRunner(self.partition, self.device.device, self.hyper.seed)
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
-        for target in (*self._feed.loops, self._run_compute, self._run_offloads, self._states.run):
-            thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._threads.start((*self._feed.loops, self._run_compute, self._run_offloads, self._states.run))
 
     def post(self, message: Message) -> None:
         """Takes a message and returns at once."""
@@ -149,18 +146,10 @@ class GpuWorker:
         self._grad_permits.release()
         self._to_compute.put(None)
         self._to_offload.put(None)
-        for thread in self._threads:
-            thread.join(self.spec.deadline_s)
+        self._threads.join(self.spec.deadline_s)
         self.device.unpin(self._memory)
         del self._memory
         self._arena.close()
-
-    def _guard(self, target: Callable[[], None]) -> None:
-        try:
-            target()
-        except Exception as error:  # noqa: BLE001 - an actor's thread has nobody else to tell
-            if not self._stopping:
-                self.send(SCHEDULER, ActorFailed.of(error, job=self.spec.job, step=Step(0), actor=self.name))
 
     # --- compute ----------------------------------------------------------------------------------------------------
 
