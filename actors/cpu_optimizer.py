@@ -6,6 +6,8 @@ thread updates what has arrived, and write-backs are reported by the SSD servers
 
 import queue
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,10 +38,12 @@ from windlass.actors.messages import (
     ParamsLent,
     ParamsReturned,
     RestoreStates,
+    SpanKind,
     StatesRestored,
     UpdateBlock,
 )
 from windlass.actors.model_io import ModelIo
+from windlass.actors.spans import SpanLog
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
 from windlass.storage.arena import Arena, SlotPool
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
@@ -83,6 +87,9 @@ class CpuOptimizer:
         self._commands: queue.Queue[_Command | None] = queue.Queue()
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
         self._io = ChunkIoClient(name, context, send)
+        self._spans = SpanLog(name, context.spec.job, send)
+        self._num_blocks = _num_blocks_of(context, index)
+        self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
         self._lock = threading.Condition()
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
         self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # answers not yet used
@@ -321,7 +328,11 @@ class CpuOptimizer:
     def _run_updates(self) -> None:
         torch.set_num_threads(self.spec.optimizer_threads)
         while (chunk := self._arrived.get()) is not None:
+            start_s, key = time.monotonic(), chunk.grad.key
             self._update(chunk)
+            self._spans.note(
+                self.name, SpanKind.UPDATE, chunk.update.step, key.block, key.chunk, start_s, time.monotonic()
+            )
             if chunk.grad.span is not None:
                 self.send(
                     GPU_WORKER,
@@ -360,5 +371,23 @@ class CpuOptimizer:
 
     def _done(self, update: UpdateBlock) -> None:
         if self._is_last(update):
+            self._tell_spans(update.step)
             updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
             self.send(SCHEDULER, updated)
+
+    def _tell_spans(self, step: Step) -> None:
+        """Once a step, when the last block of it is updated."""
+        with self._lock:
+            self._num_updated[step] += 1
+            is_over = self._num_updated[step] == self._num_blocks
+            if is_over:
+                del self._num_updated[step]
+        if is_over:
+            self._spans.tell(step)
+
+
+def _num_blocks_of(context: JobContext, index: int) -> int:
+    """How many blocks an optimizer updates in a step, its share of each."""
+    layout, num_optimizers = context.layout, context.spec.num_cpu_optimizers
+    blocks = (block.index for block in layout.blocks if block.index not in context.plan.device_blocks)
+    return sum(any(key.chunk % num_optimizers == index for key in layout.chunk_keys(block)) for block in blocks)

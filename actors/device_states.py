@@ -1,6 +1,8 @@
 """Model states that rest on the device: updated there, with gradients that never leave it."""
 
 import queue
+import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -16,9 +18,11 @@ from windlass.actors.messages import (
     FlushBlock,
     Message,
     RestoreStates,
+    SpanKind,
     StatesRestored,
     UpdateBlock,
 )
+from windlass.actors.spans import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanLog
 from windlass.engine.device import Device
 from windlass.engine.formats import state_dtype
 from windlass.storage.arena import SlotPool
@@ -40,6 +44,7 @@ class DeviceStates:
         name: ActorName,
         take_grad: Callable[[BlockIndex], torch.Tensor],
         report: Callable[[Message], None],
+        spans: SpanLog,
     ) -> None:
         """`take_grad` hands over a block's gradient; it goes back to the device's buffers after the update."""
         self._context = context
@@ -49,6 +54,8 @@ class DeviceStates:
         self._name = name
         self._take_grad = take_grad
         self._report = report
+        self._spans = spans
+        self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
         self._offsets = context.state_offsets()
         pool = context.plan.transit
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of states on their way")
@@ -108,11 +115,17 @@ class DeviceStates:
 
     def _update(self, update: UpdateBlock) -> None:
         assert self._updater is not None, "only blocks that rest here are updated here"
-        grad = self._take_grad(update.block)
-        self._updater.update(update, 0, grad, self._states[update.block])
-        self._device.synchronize()
-        self._device.give(grad)
         job, step, block = update.job, update.step, update.block
+        grad = self._take_grad(block)
+        start_s = time.monotonic()
+        self._updater.update(update, 0, grad, self._states[block])
+        self._device.synchronize()
+        self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, start_s, time.monotonic())
+        self._device.give(grad)
+        self._num_updated[step] += 1
+        if self._num_updated[step] == len(self._states):
+            del self._num_updated[step]
+            self._spans.tell(step)
         self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
 
     def _flush(self, message: FlushBlock) -> None:
@@ -120,13 +133,19 @@ class DeviceStates:
         slots: dict[ChunkKey, Span] = {}
         for key in self._context.layout.chunk_keys(message.block):
             (slots[key],) = self._slots.acquire(1, self._context.spec.deadline_s)
-            for kind, here in self._parts(key).items():
+            start_s, parts = time.monotonic(), self._parts(key)
+            for kind, here in parts.items():
                 self._device.copy_out(self._view(slots[key], key, kind), here)
+            self._note_copied_out(message, key, start_s, sum(here.nbytes for here in parts.values()))
             item = self._chunk_io(slots[key], key)
             self._io.write([item], message.step, priority, lambda key: self._slots.release([slots[key]]))
         self._slots.drain(self._context.spec.deadline_s)
         job, step, block = message.job, message.step, message.block
         self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
+
+    def _note_copied_out(self, message: FlushBlock, key: ChunkKey, start_s: float, nbytes: int) -> None:
+        kind, end_s = SpanKind.COPY_STATES_OUT, time.monotonic()
+        self._spans.note(FROM_DEVICE, kind, message.step, key.block, key.chunk, start_s, end_s, nbytes)
 
     def _restore(self, message: RestoreStates) -> None:
         for block in self._states:

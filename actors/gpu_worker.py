@@ -37,9 +37,11 @@ from windlass.actors.messages import (
     Phase,
     PrefetchParams,
     RestoreStates,
+    SpanKind,
     UpdateBlock,
 )
-from windlass.actors.param_feed import ParamFeed
+from windlass.actors.param_feed import Fetch, ParamFeed
+from windlass.actors.spans import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanLog
 from windlass.engine.block_runner import BlockRunner, GradBuffer
 from windlass.engine.dataset import MicroBatch, PreparedDataset
 from windlass.engine.device import Device
@@ -74,6 +76,8 @@ class GpuWorker:
         self.send = send
         self.device = Device(torch.device(device), poison_released=poison_released)
         self._io = ChunkIoClient(self.name, context, send)
+        self._spans = SpanLog(self.name, context.spec.job, send)
+        self._backward_step = 0  # the last one whose backward pass is over
         self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
         self._to_offload: queue.Queue[OffloadGrad | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -103,11 +107,12 @@ class GpuWorker:
             name=self.name,
             take_grad=self._take_grad,
             report=lambda message: self.send(SCHEDULER, message),
+            spans=self._spans,
         )
         if self._states.kernel is not None:
             chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._states.kernel)
             self.send(SCHEDULER, chosen)
-        self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params)
+        self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params, self._spans)
         self.runner = BlockRunner(self.partition, self.device.device, self.hyper.seed)
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
@@ -156,11 +161,11 @@ class GpuWorker:
     def _run_compute(self) -> None:
         if not self.device.is_cuda:
             torch.set_num_threads(self.spec.compute_threads)
-        while (operation := self._to_compute.get()) is not None:
-            fetches = [self._feed.wait_for(operation, block) for block in operation.blocks]
+        while (operation := self._next_operation()) is not None:
+            fetches = [self._wait_for_params(operation, block) for block in operation.blocks]
             flats = {fetch.request.block: fetch.buffer for fetch in fetches}
             grads = self._grad_buffers(operation)
-            started_s = time.perf_counter()
+            start_s = time.monotonic()
             self.runner.install(operation.block, flats, grads)
             events = self._compute(operation)
             is_finite = self._is_finite(operation, events)
@@ -174,11 +179,32 @@ class GpuWorker:
                 op=operation.op,
                 phase=operation.phase,
                 block=operation.block,
-                compute_s=time.perf_counter() - started_s,
+                compute_s=time.monotonic() - start_s,
                 is_finite=is_finite,
             )
-            for event in (*events, *self._finish_grads(operation), computed):
+            events += self._finish_grads(operation)
+            self._note(operation, SpanKind(operation.phase), operation.block, start_s)
+            if operation.phase in (Phase.HEAD, Phase.BACKWARD) and operation.block == 0:
+                self._backward_step = operation.step
+                self._spans.tell(operation.step)
+            for event in (*events, computed):
                 self.send(SCHEDULER, event)
+
+    def _note(self, operation: ComputeBlock, kind: SpanKind, block: BlockIndex, start_s: float) -> None:
+        self._spans.note(COMPUTE, kind, operation.step, block, WHOLE_BLOCK, start_s, time.monotonic())
+
+    def _next_operation(self) -> ComputeBlock | None:
+        start_s = time.monotonic()
+        operation = self._to_compute.get()
+        if operation is not None:
+            self._note(operation, SpanKind.WAIT_OPERATION, operation.block, start_s)
+        return operation
+
+    def _wait_for_params(self, operation: ComputeBlock, block: BlockIndex) -> Fetch:
+        start_s = time.monotonic()
+        fetch = self._feed.wait_for(operation, block)
+        self._note(operation, SpanKind.WAIT_PARAMS, block, start_s)
+        return fetch
 
     def _grad_buffers(self, operation: ComputeBlock) -> dict[BlockIndex, GradBuffer]:
         """The gradient buffers an operation adds to. A tied one lives from the head until its own block's backward."""
@@ -190,12 +216,14 @@ class GpuWorker:
             # The shared one is exempt: it waits for the last operation of the step, which must not wait for it. So is
             # what stays on the device until its update.
             if block == operation.block and block not in self._states:
+                start_s = time.monotonic()
                 if not self._grad_permits.acquire(timeout=self.spec.deadline_s):
                     raise TimeoutError(
                         f"no gradient buffer came free for block {block} in step {operation.step} within "
                         f"{self.spec.deadline_s:g} s; the gradient offload or the optimizer is stuck"
                     )
                 self._permitted.add(block)
+                self._note(operation, SpanKind.WAIT_GRAD_BUFFER, block, start_s)
             flat = self.device.take(self.context.layout.blocks[block].numel, self._accumulation_dtype(operation, block))
             self._grads[block] = GradBuffer(flat)
         return {block: self._grads[block] for block in operation.blocks}
@@ -296,12 +324,12 @@ class GpuWorker:
                 self._offload(request, flat)
 
     def _offload(self, request: OffloadGrad, flat: torch.Tensor) -> None:
-        chunks = tuple(GradChunk(key, span) for key, span in self._copy_out(request.block, flat).items())
+        chunks = tuple(GradChunk(key, span) for key, span in self._copy_out(request, flat).items())
         self._finish_offload(request, chunks)
 
     def _spill(self, request: OffloadGrad, flat: torch.Tensor) -> None:
         """Through grad slots to the SSDs."""
-        spans = self._copy_out(request.block, flat)
+        spans = self._copy_out(request, flat)
         num_missing = len(spans)
 
         def written(key: ChunkKey) -> None:
@@ -320,16 +348,20 @@ class GpuWorker:
         ]
         self._io.write(items, request.step, (request.step, request.block), written)
 
-    def _copy_out(self, block: BlockIndex, flat: torch.Tensor) -> dict[ChunkKey, Span]:
+    def _copy_out(self, request: OffloadGrad, flat: torch.Tensor) -> dict[ChunkKey, Span]:
         """A block's gradient to grad slots; its buffer is free then."""
-        layout = self.context.layout
+        layout, block = self.context.layout, request.block
         keys = layout.chunk_keys(block)
         spans = dict(zip(keys, self._grad_slots.acquire(len(keys), self.spec.deadline_s), strict=True))
         for key, span in spans.items():
             start, stop = layout.chunk_range(key)
             source = flat[start:stop]
             target = self._memory[span.offset : span.offset + source.nbytes].view(flat.dtype)
+            start_s, kind = time.monotonic(), SpanKind.COPY_GRAD_OUT
             self.device.copy_out(target, source)
+            self._spans.note(
+                FROM_DEVICE, kind, request.step, block, key.chunk, start_s, time.monotonic(), source.nbytes
+            )
         self.device.give(flat)
         if block in self._permitted:
             self._permitted.remove(block)
@@ -337,6 +369,8 @@ class GpuWorker:
         return spans
 
     def _finish_offload(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
+        if request.step <= self._backward_step:  # else the end of the backward pass tells
+            self._spans.tell(request.step)
         self.send(SCHEDULER, GradOffloaded(job=self.spec.job, step=request.step, block=request.block, chunks=chunks))
 
 

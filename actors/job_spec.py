@@ -1,8 +1,9 @@
 """What a job is told when it is launched. Plain data: it travels to every actor."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.planner.plan import Placement
 from windlass.storage.ids import Attempt, Formats, JobId, Kernel, Precision, StatePrecision
 
@@ -28,7 +29,7 @@ class UpdateOrder(StrEnum):
     ACTIVE = "active"  # as gradients arrive, during the backward pass; not where all must be known first
     KEPT = "kept"  # gradients are kept until all are known; in forward order, under the next step's forward pass
     NAIVE = "naive"  # as ACTIVE, but a chunk is read only when the one before is written: for comparison
-    AFTER_BACKWARD = "after_backward"  # as KEPT, and nothing else runs meanwhile: for comparison
+    AFTER_BACKWARD = "after_backward"  # as KEPT, and the next step waits for all of them: for comparison
 
 
 class Initialization(StrEnum):
@@ -110,8 +111,38 @@ class JobSpec:
     host_memory_nbytes: int | None  # budget for the arena; None: what the machine has free
     deadline_s: float  # longest wait for any one thing within a step
     placement: Placement = field(default_factory=Placement)  # where things rest, as far as somebody has decided
+    ordering: Ordering = field(default_factory=Ordering)  # `effective_ordering` is what holds
 
     @property
     def has_validation(self) -> bool:
         """A validation file was given."""
         return self.num_validation_examples > 0
+
+    @property
+    def effective_ordering(self) -> Ordering:
+        """With updates after the backward pass nothing overlaps them, whatever else was asked for."""
+        if self.hyperparameters.order_of_updates is UpdateOrder.AFTER_BACKWARD:
+            return replace(self.ordering, overlaps_steps=False)
+        return self.ordering
+
+
+class System(StrEnum):
+    """Other systems whose schedules the engine can follow, so that one machine shows what each idea is worth."""
+
+    ZERO_OFFLOAD = "zero_offload"  # states rest in host memory, updated after the backward pass
+    ZERO_INFINITY = "zero_infinity"  # states rest on the SSDs, updated after the backward pass
+
+
+def behaving_as(spec: JobSpec, system: System, num_blocks: int) -> JobSpec:
+    """The job in another system's order: same results, nothing of a step beside the updates of the one before.
+
+    Params come from where the states rest: ZeRO-Offload's own stay on the device throughout.
+    Sources: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.
+    """
+    host_blocks = tuple(range(num_blocks)) if system is System.ZERO_OFFLOAD else ()
+    return replace(
+        spec,
+        hyperparameters=replace(spec.hyperparameters, update_order=UpdateOrder.AFTER_BACKWARD),
+        ordering=replace(spec.ordering, queues=QueueOrder.FIFO, overlaps_steps=False),
+        placement=replace(spec.placement, host_blocks=host_blocks, device_blocks=(), num_cached_params=0),
+    )

@@ -7,6 +7,7 @@ a step and block, or a correlation id. The scheduler speaks blocks; workers spea
 import traceback
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from windlass.storage.ids import (
     ActorName,
@@ -340,6 +341,55 @@ class ModelExported(Message):
     """The folder is complete: it was renamed into place."""
 
     path: str
+
+
+# --- the timeline ---------------------------------------------------------------------------------------------------
+
+
+class SpanKind(StrEnum):
+    """What a resource did in a stretch of time, or what compute waited for."""
+
+    FORWARD = "forward"  # these five as in Phase
+    HEAD = "head"
+    BACKWARD = "backward"
+    EVALUATE = "evaluate"
+    EVALUATE_HEAD = "evaluate_head"
+    UPDATE = "update"  # of the states of a chunk or, on the device, of a block
+    COPY_PARAMS_IN = "copy_params_in"  # host to device
+    COPY_GRAD_OUT = "copy_grad_out"  # device to host
+    COPY_STATES_OUT = "copy_states_out"  # of what rests on the device, before a commit
+    READ_PARAMS = "read_params"  # a chunk's way from or to an SSD
+    READ_STATES = "read_states"
+    READ_GRAD = "read_grad"
+    WRITE_STATES = "write_states"
+    WRITE_GRAD = "write_grad"
+    COMMIT = "commit"  # an SSD server's; no transfer
+    WAIT_OPERATION = "wait_operation"  # compute had none
+    WAIT_PARAMS = "wait_params"  # ... had one, whose params were not there
+    WAIT_GRAD_BUFFER = "wait_grad_buffer"  # ... nowhere to put the gradient
+
+    __hash__ = str.__hash__  # Enum's is Python code, and these are keys of thousands of spans a step
+
+
+class WorkSpan(NamedTuple):
+    """One stretch of time. A plain tuple, as there are thousands a step."""
+
+    resource: str  # what was busy, or waited: an actor, or a part of one
+    kind: SpanKind
+    step: int  # a transfer's: as the SSD's request has it
+    block: int  # -1: about none
+    chunk: int  # -1: the whole block
+    start_s: float  # of CLOCK_MONOTONIC
+    end_s: float
+    nbytes: int  # that moved; 0 for what moves none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpansTold(Message):
+    """What an actor has done since it last told of it, in no order."""
+
+    actor: ActorName
+    spans: tuple[WorkSpan, ...]
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ held from its request to the end of its operation.
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,8 +20,10 @@ from windlass.actors.messages import (
     ParamsLent,
     ParamsReturned,
     PrefetchParams,
+    SpanKind,
 )
 from windlass.actors.param_cache import ParamCache
+from windlass.actors.spans import TO_DEVICE, SpanLog
 from windlass.engine.device import Device
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.planner.plan import FETCH_DEPTH
@@ -59,8 +62,10 @@ class ParamFeed:
         memory: torch.Tensor,
         io: ChunkIoClient,
         resident: Callable[[BlockIndex], torch.Tensor | None],
+        spans: SpanLog,
     ) -> None:
         self._context = context
+        self._spans = spans
         self._device = device
         self._memory = memory
         self._io = io
@@ -200,12 +205,17 @@ class ParamFeed:
     def _run_arrivals(self) -> None:
         while (arrival := self._arrived.get()) is not None:
             fetch, span = arrival.fetch, arrival.span
-            start, stop = self._context.layout.chunk_range(arrival.key)
+            key = arrival.key
+            start, stop = self._context.layout.chunk_range(key)
             nbytes = (stop - start) * self._dtype.itemsize
             source = self._memory[span.offset : span.offset + nbytes].view(self._dtype)
+            start_s, step = time.monotonic(), fetch.request.step
             self._device.copy_in(fetch.buffer[start:stop], source)
+            self._spans.note(
+                TO_DEVICE, SpanKind.COPY_PARAMS_IN, step, key.block, key.chunk, start_s, time.monotonic(), nbytes
+            )
             if arrival.is_slot:
-                self._cache.put(arrival.key, fetch.request.step, span, fetch.request.phase)
+                self._cache.put(key, step, span, fetch.request.phase)
             fetch.num_missing -= 1
             if fetch.num_missing == 0:
                 fetch.ready.set()

@@ -17,10 +17,13 @@ from windlass.actors.messages import (
     ModelExported,
     ModelLoaded,
     Phase,
+    SpansTold,
     StoreCommitted,
 )
 from windlass.actors.policy.pipeline import StepEnd
 from windlass.actors.policy.shape import JobShape
+from windlass.actors.spans_file import FOLDER, keep_step
+from windlass.actors.timeline import Timeline
 from windlass.storage.ids import ActorName
 
 
@@ -91,6 +94,10 @@ class Progress:
         self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
         self._evaluations: dict[int, _Losses] = {}
         self._last_metrics: dict[str, Any] = {}
+        self._timeline = Timeline(
+            shape.num_blocks, keeps_grads=shape.keeps_grads, overlaps_steps=shape.ordering.overlaps_steps
+        )
+        self._keeps_spans = True
         self._ssd_bytes: dict[ActorName, _SsdBytes] = {}  # empty until the model is loaded
         if initial_step is not None:
             nothing = _SsdBytes(step=initial_step, read=0, written=0)
@@ -107,6 +114,7 @@ class Progress:
         The attempt before may have died before it could tell of that step.
         """
         self._started_s = self._step_began_s = time.monotonic()
+        self._timeline.begin(self._started_s)
         if resumed is None:
             self._journal.append("message", "Loading the model's weights into the tensor store")
             return
@@ -142,6 +150,9 @@ class Progress:
                 text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"
                 self._journal.append("message", text)
                 self._step_began_s = now_s
+                self._timeline.begin(now_s)
+            case SpansTold():
+                self._timeline.add(event.spans)
             case KernelChosen():
                 self._on_kernel_chosen(event)
             case LossComputed():
@@ -242,7 +253,7 @@ class Progress:
         self._compute_s = {each: seconds for each, seconds in self._compute_s.items() if each > step}
         data["elapsed_s"] = elapsed_s
         data["remaining_s"] = elapsed_s / (step - self._first_step + 1) * (self._shape.total_steps - step)
-        data |= self._ssd_metrics()
+        data |= self._ssd_metrics() | self._where_time_went(step)
         self._last_metrics |= data
         where = self._not_finite.pop(step, None)
         if data["grad_norm"] is None:
@@ -266,6 +277,19 @@ class Progress:
         if len(a_step) == len(ssds):
             data |= {"ssd_bytes_written_step": sum(a_step), "ssd_bytes_written_step_by_ssd": a_step}
         return data
+
+    def _where_time_went(self, step: int) -> dict[str, Any]:
+        """For the step's metrics; the spans themselves go to a file."""
+        found = self._timeline.end_step(step)
+        if found is None:
+            return {}
+        if self._keeps_spans:
+            try:
+                keep_step(self._journal.path.parent / FOLDER, found)
+            except OSError as error:  # no reason to lose the job
+                self._keeps_spans = False
+                self._journal.append("message", f"Timelines are not kept any more: {error}", level="warn")
+        return {"timeline": found.summary}
 
     def _step_message(self, data: dict[str, Any]) -> str:
         return f"Step {data['step']}/{self._shape.total_steps}: training loss={_in_words(data['train_loss'])}"

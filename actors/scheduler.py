@@ -14,9 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.context import GPU_WORKER, JobContext, num_evaluation_groups, optimizer_name, ssd_name
-from windlass.actors.job_spec import UpdateOrder
 from windlass.actors.journal import JOURNAL_FILE, Journal
-from windlass.actors.messages import ActorFailed, Announcement, KernelChosen, LoadProgressed, LossComputed, Message
+from windlass.actors.messages import (
+    ActorFailed,
+    Announcement,
+    KernelChosen,
+    LoadProgressed,
+    LossComputed,
+    Message,
+    SpansTold,
+)
 from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.trainer import Trainer
@@ -66,7 +73,6 @@ def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobSh
         checkpoint_every=spec.checkpoint_every or 0,
         clip_norm=hyper.clip_norm,
         keeps_grads=hyper.keeps_grads,
-        updates_alone=hyper.order_of_updates is UpdateOrder.AFTER_BACKWARD,
         max_bad_steps=hyper.max_bad_steps,
         learning_rate=rate,
         trainer_state=trainer_state,
@@ -78,6 +84,7 @@ def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobSh
         device_blocks=frozenset(plan.device_blocks),
         spilled_blocks=frozenset(plan.spilled_blocks),
         commit_every=plan.commit_every,
+        ordering=spec.effective_ordering,
         deadline_s=spec.deadline_s,
     )
 
@@ -177,7 +184,7 @@ class Scheduler:
                 raise JobFailedError(f"{event.actor}: {event.error}")
             case Announcement():
                 self._journal.append("message", event.text)
-            case LossComputed() | KernelChosen():
+            case LossComputed() | KernelChosen() | SpansTold():
                 self._progress.note(event)
             case LoadProgressed():
                 self.pipeline.waits.heard_from(event.actor, time.monotonic())

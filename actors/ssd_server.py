@@ -20,9 +20,11 @@ from windlass.actors.messages import (
     CommitStore,
     Message,
     ReadChunks,
+    SpanKind,
     StoreCommitted,
     WriteChunks,
 )
+from windlass.actors.spans import NO_BLOCK, WHOLE_BLOCK, SpanLog, transfer_kind
 from windlass.storage.arena import Arena
 from windlass.storage.ids import ActorName, Span, Step
 from windlass.storage.store_errors import StoreError, StoreMissing
@@ -49,6 +51,10 @@ class _ChunkJob:
     pieces: deque["_Piece"] | None = None  # not yet taken by a thread; None: not planned
     num_unfinished: int = 0
     failed: bool = False
+    # Of the transfers of its pieces: when the first began and the last ended, and what has moved.
+    start_s: float | None = None
+    end_s: float = 0.0
+    moved_nbytes: int = 0
     entry: tuple[tuple[int, int], int, "_ChunkJob"] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +128,7 @@ class SsdServer:
         self._failed_step: Step | None = None  # the first of which a write failed: nothing is committed from there on
         self._num_arrived = 0
         self._stopping = False
+        self._spans = SpanLog(name, geometry.job, send)
         self._bytes_read = 0
         self._bytes_written = 0
 
@@ -221,6 +228,7 @@ class SsdServer:
                     f"{_STOP_DEADLINE_S} s; check the disk"
                 )
         self._threads.clear()
+        self._spans.tell(0)
         if delete_store:
             TensorStore.delete(self._volume, self._geometry.job)
         self._volume.close()
@@ -280,8 +288,10 @@ class SsdServer:
                 elif taken is not None:
                     self._submit(engine, taken)
                 elif engine.num_in_flight:
-                    for transfer in engine.wait(None):
-                        self._complete(transfer)
+                    transfers = engine.wait(None)
+                    end_s = time.monotonic()  # before the checksums
+                    for transfer in transfers:
+                        self._complete(transfer, end_s)
                 else:
                     return
         finally:
@@ -345,9 +355,12 @@ class SsdServer:
                 self._store.note_written(each.region, each.start, self._arena.buffer(each.span))
         first = piece.segments[0]
         buffer = self._arena.buffer(Span(first.span.offset, piece.nbytes))
+        with self._changed:
+            if piece.job.start_s is None:
+                piece.job.start_s = time.monotonic()
         engine.submit(Transfer(is_read=is_read, offset=first.offset, buffer=buffer, tag=piece))
 
-    def _complete(self, transfer: Transfer) -> None:
+    def _complete(self, transfer: Transfer, end_s: float) -> None:
         piece = transfer.tag
         assert isinstance(piece, _Piece)
         verb = "read" if transfer.is_read else "write"
@@ -361,6 +374,8 @@ class SsdServer:
             self._fail(piece.job, error)
         else:
             with self._changed:
+                piece.job.end_s = max(piece.job.end_s, end_s)
+                piece.job.moved_nbytes += piece.nbytes
                 if transfer.is_read:
                     self._bytes_read += piece.nbytes
                 else:
@@ -380,6 +395,7 @@ class SsdServer:
             self._open.discard(job)
             self._changed.notify_all()
         if not job.failed:
+            self._note(job)
             done = ChunkIoDone(job=request.job, step=step, correlation=request.correlation, key=job.item.key)
             self._send(request.reply_to, done)
         if isinstance(request, WriteChunks):
@@ -389,6 +405,20 @@ class SsdServer:
                     del self._num_open_writes[step]
                     self._release_commits()
                     self._changed.notify_all()
+
+    def _note(self, job: _ChunkJob) -> None:
+        """The time in which a chunk's pieces moved; what they waited before is not in it."""
+        if job.start_s is None:
+            return  # nothing was to be moved
+        kind = transfer_kind(
+            is_read=isinstance(job.request, ReadChunks),
+            states=[part.kind for part in job.item.parts],
+            param_kind=self._geometry.formats.param_kind,
+        )
+        key = job.item.key
+        self._spans.note(
+            self.name, kind, job.request.step, key.block, key.chunk, job.start_s, job.end_s, job.moved_nbytes
+        )
 
     def _fail(self, job: _ChunkJob, error: Exception) -> None:
         with self._changed:
@@ -417,6 +447,8 @@ class SsdServer:
                 self._fail(job, TimeoutError(self._lateness(job)))
             if command is not None:
                 self._commit(command)
+            elif not self._stopping:
+                self._spans.tell(0)  # where commits are rare
 
     def _has_control_work(self) -> bool:
         return bool(self._commits) or (self._stopping and not self._open)
@@ -435,10 +467,13 @@ class SsdServer:
                 raise StoreError(
                     f"{self._store.name}: a write of step {failed} failed; step {command.step} cannot be committed"
                 )
+            start_s = time.monotonic()
             self._store.commit(command.step, command.attempt, command.trainer_state, states_step=command.states_step)
+            self._spans.note(self.name, SpanKind.COMMIT, command.step, NO_BLOCK, WHOLE_BLOCK, start_s, time.monotonic())
         except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
             self._send(SCHEDULER, self._failure(command, str(error), traceback.format_exc()))
             return
+        self._spans.tell(command.step)  # before: then the step's timeline has them
         committed = StoreCommitted(
             job=command.job,
             step=command.step,

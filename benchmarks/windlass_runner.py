@@ -6,21 +6,33 @@ imported once its environment is set, as it reads it then.
 
 import argparse
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.control_share import control_seconds, role_of
 from benchmarks.peer import emit
 from benchmarks.pss import process_tree, thread_seconds
+from benchmarks.throttle import Throttle
 from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
-from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule, UpdateOrder
+from windlass.actors.job_spec import (
+    Hyperparameters,
+    Initialization,
+    JobSpec,
+    Schedule,
+    System,
+    UpdateOrder,
+    behaving_as,
+)
 from windlass.actors.journal import JOURNAL_FILE, METRICS, OUTCOME, JournalReader, JournalRecord
+from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.planner.plan import Placement
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
@@ -44,6 +56,10 @@ def main() -> None:
     parser.add_argument("ssd_dirs", type=Path, nargs="+")
     parser.add_argument("--change", action="append", default=[], metavar="NAME=VALUE", help="of a hyperparameter")
     parser.add_argument("--place", action="append", default=[], metavar="NAME=VALUE", help="of the placement")
+    parser.add_argument("--order", action="append", default=[], metavar="NAME=VALUE", help="of the ordering")
+    parser.add_argument("--throttle", action="append", default=[], metavar="NAME=VALUE", help="rates of resources")
+    parser.add_argument("--behave-as", type=System, choices=list(System), help="another system, for comparison")
+    parser.add_argument("--journal", type=Path, help="where a copy of the job's journal is to be kept")
     options = parser.parse_args()
     workload = read_workload(options.folder)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="home-") as home:
@@ -53,8 +69,17 @@ def main() -> None:
             spec,
             hyperparameters=changed(spec.hyperparameters, options.change),
             placement=placement_of(options.place, num_blocks),
+            ordering=ordering_of(options.order),
         )
-        run(workload, spec, Path(home), options.ssd_dirs)
+        if options.behave_as is not None:
+            spec = behaving_as(spec, options.behave_as, num_blocks)
+        throttle_of(options.throttle).write(Path(home))
+        try:
+            run(workload, spec, Path(home), options.ssd_dirs, is_throttled=bool(options.throttle))
+        finally:
+            journal = Path(home) / JOURNAL_FILE
+            if options.journal is not None and journal.exists():
+                shutil.copy(journal, options.journal)
 
 
 def changed(hyperparameters: Hyperparameters, changes: Sequence[str]) -> Hyperparameters:
@@ -71,7 +96,22 @@ def placement_of(choices: Sequence[str], num_blocks: int) -> Placement:
     return Placement(host_blocks=blocks["host_blocks"], device_blocks=blocks["device_blocks"], **values)
 
 
-def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path]) -> None:
+def ordering_of(choices: Sequence[str]) -> Ordering:
+    """What `NAME=VALUE`s say; `overlaps_steps` is 0 or 1."""
+    kinds: dict[str, Callable[[str], Any]] = {
+        "queues": QueueOrder,
+        "overlaps_steps": lambda value: bool(int(value)),
+    }
+    pairs = [choice.split("=", 1) for choice in choices]
+    return Ordering(**{name: kinds.get(name, int)(value) for name, value in pairs})
+
+
+def throttle_of(choices: Sequence[str]) -> Throttle:
+    """What `NAME=VALUE`s say."""
+    return Throttle(**{name: float(value) for name, value in (choice.split("=", 1) for choice in choices)})
+
+
+def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path], *, is_throttled: bool) -> None:
     """Run one job under a Ray daemon of its own."""
     check_model(spec, home)
     cluster = RayCluster(home)
@@ -81,19 +121,30 @@ def run(workload: Workload, spec: JobSpec, home: Path, ssd_dirs: Sequence[Path])
         cluster.connect()
         _end_on_sigterm()  # again: Ray has set handlers of its own
         emit("processes", pids=cluster.pids)
-        train(workload, spec, ssd_dirs, cluster.pids)
+        train(workload, spec, ssd_dirs, cluster.pids, is_throttled=is_throttled)
     finally:
         cluster.stop()
         remove_leftovers(ARENA_DIR)
 
 
-def train(workload: Workload, spec: JobSpec, ssd_dirs: Sequence[Path], ray_pids: Sequence[int]) -> None:
+def train(
+    workload: Workload,
+    spec: JobSpec,
+    ssd_dirs: Sequence[Path],
+    ray_pids: Sequence[int],
+    *,
+    is_throttled: bool,
+) -> None:
     """Run the job on the Ray that this process is connected to, until its processes are gone, and disconnect."""
     import ray
 
     from windlass.actors.deploy import find_runner, start_runner
 
     try:
+        if is_throttled:
+            from benchmarks.throttled_actors import throttle_runners
+
+            throttle_runners()
         start_runner(spec)
         follow(spec, workload, ssd_dirs, ray_pids)
         until_s = time.monotonic() + _DEADLINE_S

@@ -1,23 +1,31 @@
 """Runs a partitioned model block by block: prologue, block loop, epilogue.
 
 Blocks are the outer loop and micro-batches the inner one, so a block's params are needed twice a step however many
-micro-batches there are. Only the input of each block is kept; backward computes the block again. Random state is keyed
-by (seed, step, micro-batch, block): the second computation draws what the first drew.
+micro-batches there are. Unless a block's policy says otherwise, only its input is kept; backward computes it again.
+Random state is keyed by (seed, step, micro-batch, block): the second computation draws what the first drew.
 
 Shapes: B examples, T tokens, H hidden, V vocabulary, S tokens of a slice.
 """
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from transformers import DynamicCache
 
+from windlass.engine.activations import RECOMPUTE_ALL, ActivationStore, BlockActivations
+from windlass.engine.activations_graph import LentParams
+from windlass.engine.activations_profile import OperatorCost, list_operators
+from windlass.engine.activations_unit import Unit
 from windlass.engine.partition import (
+    ParamSite,
     Partition,
     StandIn,
     hidden_of,
@@ -39,6 +47,11 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     by_keyword: bool
+
+    def without(self, value: object) -> "LayerCall":
+        """None in place of one argument."""
+        args = tuple(None if arg is value else arg for arg in self.args)
+        return LayerCall(args, {k: None if v is value else v for k, v in self.kwargs.items()}, self.by_keyword)
 
 
 class _PrologueDone(Exception):
@@ -89,8 +102,24 @@ class BlockRunner:
     `install` lends flat device buffers to the module tree; they must stay as they are until `remove`.
     """
 
-    def __init__(self, partition: Partition, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        device: torch.device,
+        seed: int,
+        *,
+        activations: Mapping[BlockIndex, BlockActivations] | None = None,
+        store: ActivationStore | None = None,
+    ) -> None:
+        """`activations`: for layers; a block that is not named keeps its input and computes the rest again.
+
+        Raises:
+            ValueError: activations are given for a block that is no layer, or are to be swapped without a store.
+        """
         self.partition = partition
+        self._activations = dict(activations or {})
+        self._store = store
+        self._check_activations()
         self.device = device
         self.seed = seed
         self.num_layers = len(partition.layers)
@@ -100,6 +129,10 @@ class BlockRunner:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
         self._mode_on_call: Any = None
+        self._params = LentParams()
+        self._sinks: Mapping[BlockIndex, GradBuffer] = {}
+        self._with_functions: set[BlockIndex] = set()  # layers found to have Python autograd functions
+        self._units: dict[tuple[int, int], Unit] = {}  # by block and micro-batch
         for i, layer in enumerate(partition.layers):
             partition.layer_list[i] = StandIn(layer, i, self._on_call)
         self.inputs: list[list[torch.Tensor]] = []  # inputs[b][m]: what block b + 1 reads, (B, T, H)
@@ -111,38 +144,63 @@ class BlockRunner:
         """Tokens whose logits exist at once."""
         return max(64, MAX_LOGITS_NUMEL // int(self.model.config.vocab_size))
 
+    def _check_activations(self) -> None:
+        for block, policy in self._activations.items():
+            if not 1 <= block <= len(self.partition.layers):
+                raise ValueError(
+                    f"activations are given for block {block}; only layers have a choice, blocks 1 to "
+                    f"{len(self.partition.layers)}"
+                )
+            if policy.swaps and self._store is None:
+                raise ValueError(f"activations of block {block} are to be swapped, and there is no store for them")
+
     # --- params -----------------------------------------------------------------------------------------------------
 
     def install(
         self, block: BlockIndex, flats: Mapping[BlockIndex, torch.Tensor], grads: Mapping[BlockIndex, GradBuffer]
     ) -> None:
         """Puts views of flat params into the places that `block`'s operation reads; gradients go to `grads`."""
+        self._params.flats = dict(flats)
+        self._sinks = grads
         for site in self.partition.sites[block]:
             view = flats[site.block][site.param.offset : site.param.offset + site.param.numel]
-            param = nn.Parameter(view.view(site.param.shape), requires_grad=bool(grads))
+            param = nn.Parameter(view.view(site.param.shape), requires_grad=False)
             if grads:
-                buffer = grads[site.block]
-                name, offset = site.param.name, site.param.offset
-
-                def take(p: torch.Tensor, buffer: GradBuffer = buffer, name: str = name, offset: int = offset) -> None:
-                    assert p.grad is not None
-                    buffer.add(name, offset, p.grad)
-                    p.grad = None
-
-                param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+                self._require_grad(site, param)
             site.module._parameters[site.attribute] = param
 
     def remove(self, block: BlockIndex) -> None:
         """Takes the views out again: the buffers may be reused."""
+        self._params.flats, self._sinks = {}, {}
         for site in self.partition.sites[block]:
             site.module._parameters[site.attribute] = site.placeholder
+
+    def _require_grad(self, site: ParamSite, param: nn.Parameter) -> None:
+        param.requires_grad_(True)
+        # A held graph knows the param of the forward pass; its gradient goes where the backward pass wants it.
+        param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            functools.partial(self._take_grad, site)
+        )
+
+    def _take_grad(self, site: ParamSite, param: torch.Tensor) -> None:
+        assert param.grad is not None
+        self._sinks[site.block].add(site.param.name, site.param.offset, param.grad)
+        param.grad = None
 
     # --- operations -------------------------------------------------------------------------------------------------
 
     def forward(self, block: BlockIndex, step: int, batch: Sequence[torch.Tensor], *, keep: bool = True) -> None:
-        """Forward of the embedding or a layer for every micro-batch of `batch` (token ids, (B, T)), without a graph."""
+        """Forward of the embedding or a layer for every micro-batch of `batch` (token ids, (B, T)).
+
+        With `keep`, for training: what the backward pass needs is held as the block's policy says.
+        """
         if block == 0:
-            self.inputs, self.calls, self.grads = [[]], [], []
+            self._forget()
+            self.inputs = [[]]
+        policy = self._activations.get(block, RECOMPUTE_ALL) if keep else RECOMPUTE_ALL
+        if policy.needs_grad:
+            for site in self.partition.sites[block]:
+                self._require_grad(site, site.module.get_parameter(site.attribute))
         outputs = []
         with torch.no_grad():
             for m, ids in enumerate(batch):
@@ -150,8 +208,10 @@ class BlockRunner:
                 if block == 0:
                     hidden, calls = self._prologue(ids)
                     self.calls.append(calls)
-                else:
+                elif policy == RECOMPUTE_ALL:
                     hidden = self._layer(block, self.inputs[-1][m], self.calls[m])
+                else:
+                    hidden = self._forward_unit(block, m, policy)
                 outputs.append(hidden)
         if block == 0 or not keep:
             self.inputs[-1] = outputs
@@ -165,6 +225,7 @@ class BlockRunner:
 
         Normalised by the target tokens of the whole step. Consumes the last layer's output.
         """
+        self._prefetch(self.num_layers, 0)
         sums = LossSums()
         num_targets = sum(int((t != IGNORED_TARGET).sum()) for t in targets)
         hidden_states = self.inputs.pop()
@@ -178,7 +239,7 @@ class BlockRunner:
         return sums
 
     def backward(self, block: BlockIndex, step: int, batch: Sequence[torch.Tensor]) -> None:
-        """Computes a block again, with a graph, and goes backward through it, for every micro-batch."""
+        """Goes backward through a block for every micro-batch, and first computes again what is not held of it."""
         inputs = self.inputs.pop() if block > 0 else []
         for m, ids in enumerate(batch):
             self._seed(step, m, block)
@@ -187,6 +248,11 @@ class BlockRunner:
                 torch.autograd.backward(hidden, self.grads[m])
                 self.grads[m] = torch.empty(0)
                 continue
+            self._prefetch(*((block, m + 1) if m + 1 < len(batch) else (block - 1, 0)))
+            unit = self._units.pop((block, m), None)
+            if unit is not None:
+                self.grads[m] = unit.backward(self._layer_of(block, m), self.grads[m])
+                continue
             entering = inputs[m].detach().requires_grad_(True)
             inputs[m] = torch.empty(0)
             output = self._layer(block, entering, self.calls[m])
@@ -194,9 +260,63 @@ class BlockRunner:
             assert entering.grad is not None
             self.grads[m] = entering.grad
         if block == 0:
-            self.inputs, self.calls, self.grads = [], [], []
+            self._forget()
+
+    def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> list[OperatorCost]:
+        """What the operators of a layer put out and cost for one micro-batch; nothing is computed or allocated.
+
+        No params may be installed.
+        """
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            self._install_empty(BlockIndex(0))
+            ids = torch.zeros(num_examples, num_tokens, dtype=torch.long, device=self.device)
+            # As in `run_on_meta`: without a cache, masks would be made that real values do not need. Layers get none.
+            cache = DynamicCache()
+            hidden, calls = self._prologue(ids, past_key_values=cache)
+            calls = [call.without(cache) for call in calls]
+            self.remove(BlockIndex(0))
+            self._install_empty(block)
+            try:
+                return list_operators(lambda entering: self._layer(block, entering, calls), hidden)
+            finally:
+                self.remove(block)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _install_empty(self, block: BlockIndex) -> None:
+        blocks = self.partition.layout.blocks
+        dtype = next(self.model.parameters()).dtype
+        flats = {
+            b: torch.empty(blocks[b].numel, dtype=dtype, device=self.device)
+            for b in self.partition.layout.shared[block]
+        }
+        self.install(block, flats, {b: GradBuffer(flat) for b, flat in flats.items()})
+
+    def _forget(self) -> None:
+        for unit in self._units.values():
+            unit.drop()
+        self._units.clear()
+        self.inputs, self.calls, self.grads = [], [], []
+
+    def _forward_unit(self, block: BlockIndex, microbatch: int, policy: BlockActivations) -> torch.Tensor:
+        """One layer and micro-batch; what backward needs is held, and the input with it or not at all."""
+        entering = self.inputs[-1][microbatch]
+        self.inputs[-1][microbatch] = torch.empty(0)
+        unit = Unit(policy, self._store, self._params, copies=block in self._with_functions)
+        self._units[block, microbatch] = unit
+        output = unit.forward(self._layer_of(block, microbatch), entering)
+        if unit.has_function:
+            self._with_functions.add(block)
+        return output
+
+    def _prefetch(self, block: int, microbatch: int) -> None:
+        """Begins to bring back what one block's backward pass for one micro-batch needs."""
+        unit = self._units.get((block, microbatch))
+        if unit is not None:
+            unit.prefetch()
+
+    def _layer_of(self, block: BlockIndex, microbatch: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda hidden: self._layer(block, hidden, self.calls[microbatch])
 
     def _seed(self, step: int, microbatch: int, block: int) -> None:
         torch.manual_seed(random_key(self.seed, step, microbatch, block))
@@ -208,7 +328,7 @@ class BlockRunner:
         num = self.partition.num_returned
         return hidden if num is None else (hidden, *([None] * (num - 1)))
 
-    def _prologue(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
+    def _prologue(self, ids: torch.Tensor, **further: Any) -> tuple[torch.Tensor, list[LayerCall]]:
         """The model's own forward up to its first layer, and what it would call each layer with.
 
         No attention mask: with causal attention, padding on the right never reaches an earlier token, and its targets
@@ -228,7 +348,7 @@ class BlockRunner:
 
         self._mode_on_call = record
         with contextlib.suppress(_PrologueDone):
-            self.model(input_ids=ids, use_cache=False)
+            self.model(input_ids=ids, use_cache=False, **further)
         assert all(hidden is entering[0] for hidden in entering)
         return entering[0], calls
 

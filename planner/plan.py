@@ -177,7 +177,8 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     depths = (1,) if is_naive else range(STATE_DEPTH, MIN_STATE_DEPTH - 1, -1)
     asked, total = placement.num_cached_params, model.total_chunks
     wanted = asked if asked is not None else 0 if is_naive else CACHED_BLOCKS * model.typical_chunks
-    choice = _Choice(depth=depths[0], num_cached=min(wanted, total), num_host_grad_blocks=kept if keep_grads else None)
+    has_room = keep_grads or placement.num_host_grad_blocks is not None
+    choice = _Choice(depth=depths[0], num_cached=min(wanted, total), num_host_grad_blocks=kept if has_room else None)
     yield choice
     choice = replace(choice, num_cached=min(asked or 0, total))
     for depth in depths:

@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import JSONResponse
 from sqlalchemy.orm import Session
 
 from windlass.actors.job_spec import Initialization
+from windlass.actors.spans_file import FOLDER, KEPT_STEPS, held_steps, load_step
+from windlass.actors.spans_trace import trace_of
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
 from windlass.service.hyperparameters import JobSettings
+from windlass.service.job_specs import job_dir
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.schemas import CheckpointObject, CreateJob, EventObject, JobObject, event_ordinal
 from windlass.storage.sql.errors import NotFound
@@ -117,6 +121,32 @@ def get_metrics(context: ContextDep, job_id: str) -> dict[str, Any]:
     columns: dict[str, Any] = {"step": [row.step for row in rows], "attempt": [row.attempt for row in rows]}
     columns |= {name: [row.data.get(name) for row in rows] for name in _CURVE_COLUMNS}
     return {"object": "fine_tuning.job.metrics", "job_id": job_id, "last_event_ordinal": last_event, "data": columns}
+
+
+@router.get("/{job_id}/timeline")
+def get_timeline(
+    context: ContextDep, job_id: str, step: Annotated[int | None, Query(ge=1, le=2**63 - 1)] = None
+) -> JSONResponse:
+    """What each resource did in a step, by default the last that is held: a trace that Perfetto and Chrome open."""
+    with context.database.read() as session:
+        JobRepository(session).get(job_id)
+    folder = job_dir(context.settings, job_id) / FOLDER
+    held = held_steps(folder)
+    if step is None and held:
+        step = held[-1]
+    found = None if step is None else load_step(folder, step)
+    if found is None:
+        which = f"; held are steps {', '.join(map(str, held))}" if held else ": no step is held yet"
+        raise ApiError(
+            f"job {job_id} has no timeline of {'any step' if step is None else f'step {step}'}{which}. A step is held "
+            f"from its end until {KEPT_STEPS} more are over",
+            status=404,
+            param="step",
+            code="timeline_not_held",
+        )
+    about = {"job_id": job_id, "step": found.step, "held_steps": held, "summary": found.summary}
+    # As it is: a trace has thousands of events.
+    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about))
 
 
 @router.get("/{job_id}/checkpoints")

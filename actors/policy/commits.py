@@ -104,7 +104,7 @@ class Commits:
         found = []
         for block in self._shape.resident_blocks:
             label = self.label(block)
-            if len(self._flushing) == self._shape.max_flushing:
+            if len(self._flushing) == self._shape.ordering.max_flushing:
                 break
             if label == self._on_ssd[block] or block in self._flushing:
                 continue

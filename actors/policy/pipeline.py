@@ -4,9 +4,9 @@ Two priority queues, gradient offload and optimizer update, ordered by (step, bl
 first, so that the next forward pass begins while later blocks are still being updated.
 Source: AutoHete, section 3.3. The forward pass of block i in step t+1 waits for the update of block i in step t and for
 nothing else; with clipping or loss scaling, updates wait for all gradients and then run in forward order.
+For comparison the queues can be in order of arrival, and steps one after the other (`ordering.py`).
 """
 
-import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy.commits import Commits
+from windlass.actors.policy.ordering import BlockQueue
 from windlass.actors.policy.shape import JobShape, Operation, program
 from windlass.actors.policy.trainer import StepResult, Trainer
 from windlass.actors.policy.waits import Instruction, UnexpectedEventError, Waits
@@ -83,8 +84,8 @@ class Pipeline:
         self._next: Operation | None = next(self._program, None)
         self._running: dict[int, Operation] = {}
         self._steps: dict[int, _StepUpdates] = {}
-        self._to_offload: list[tuple[int, int]] = []
-        self._to_update: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # True: on the device
+        self._to_offload = BlockQueue(shape.ordering.queues)
+        self._to_update = {is_device: BlockQueue(shape.ordering.queues) for is_device in (False, True)}
         self._grads: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
         self._offloading: set[tuple[int, int]] = set()
         self._updating: dict[tuple[int, int], set[ActorName]] = {}
@@ -169,7 +170,7 @@ class Pipeline:
         if event.block in self.shape.device_blocks:
             self._keep(event.step, event.block, ())
         else:
-            heapq.heappush(self._to_offload, (event.step, event.block))
+            self._to_offload.push(event.step, event.block)
         if updates.num_backward_done < self.shape.num_blocks:
             return []
         return self._on_all_gradients(event.step, updates)
@@ -292,9 +293,9 @@ class Pipeline:
                 granted.extend(self._grant_export(operation))
                 break
             blocks = self.shape.shared[operation.block]
-            if len(self._running) >= self.shape.max_prefetched:
+            if len(self._running) >= self.shape.ordering.max_prefetched:
                 break
-            waits_for = range(self.shape.num_blocks) if self.shape.updates_alone else blocks
+            waits_for = blocks if self.shape.ordering.overlaps_steps else range(self.shape.num_blocks)
             if any(self.commits.versions[block] < operation.version for block in waits_for):
                 break
             self._running[operation.op] = operation
@@ -358,12 +359,12 @@ class Pipeline:
 
     def _grant_offloads(self) -> list[Instruction]:
         granted = []
-        while self._to_offload and len(self._offloading) < self.shape.max_offloading:
-            step, block = self._to_offload[0]
+        while self._to_offload and len(self._offloading) < self.shape.ordering.max_offloading:
+            step, block = self._to_offload.first
             # On the SSDs it takes the place of what the step before the last commit left.
             if block in self.shape.spilled_blocks and self.committed < step - 1:
                 break
-            heapq.heappop(self._to_offload)
+            self._to_offload.pop()
             self._offloading.add((step, block))
             message = OffloadGrad(job=self.shape.job, step=Step(step), block=BlockIndex(block))
             granted.append(Instruction(self.shape.gpu_worker, message))
@@ -371,14 +372,14 @@ class Pipeline:
 
     def _queue_update(self, step: int, block: BlockIndex, chunks: tuple[GradChunk, ...]) -> None:
         self._grads[(step, block)] = chunks
-        heapq.heappush(self._to_update[block in self.shape.device_blocks], (step, block))
+        self._to_update[block in self.shape.device_blocks].push(step, block)
 
     def _grant_updates(self, *, is_device: bool) -> list[Instruction]:
         granted: list[Instruction] = []
         queue = self._to_update[is_device]
         num_updating = sum((block in self.shape.device_blocks) == is_device for _, block in self._updating)
-        while queue and num_updating < self.shape.max_updating and self.commits.may_update(queue[0][0]):
-            step, block = heapq.heappop(queue)
+        while queue and num_updating < self.shape.ordering.max_updating and self.commits.may_update(queue.first[0]):
+            step, block = queue.pop()
             num_updating += 1
             chunks = self._grads.pop((step, block))
             holders = self.shape.holders(block)

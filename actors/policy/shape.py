@@ -1,10 +1,11 @@
 """What the scheduler's policy knows of a job: its blocks, its program of operations, its limits."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from windlass.actors.messages import Phase
+from windlass.actors.policy.ordering import Ordering
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, JobId, Step
 
 
@@ -22,7 +23,6 @@ class JobShape:
     checkpoint_every: int  # steps; 0: never
     clip_norm: float | None
     keeps_grads: bool  # no update before all gradients of the step are known
-    updates_alone: bool  # no compute before all updates of the step are done
     max_bad_steps: int  # skipped in a row
     learning_rate: Callable[[int], float]  # of a step, from 1
     trainer_state: Callable[[int], str]  # JSON that a commit of a step keeps for a restart; asked for once a step
@@ -35,11 +35,7 @@ class JobShape:
     device_blocks: frozenset[int] = frozenset()
     spilled_blocks: frozenset[int] = frozenset()  # whose kept gradients go to the SSDs, over the states to come
     commit_every: int = 1  # steps
-    # How many may be outstanding at each resource: enough to keep it busy, few for a late urgent block to overtake.
-    max_prefetched: int = 2  # operations whose params have been asked for and which are not done: device buffers
-    max_offloading: int = 2  # blocks
-    max_flushing: int = 2  # blocks
-    max_updating: int = 2  # blocks at the optimizers, and as many on the device
+    ordering: Ordering = field(default_factory=Ordering)
     deadline_s: float = 120.0
 
     def __post_init__(self) -> None:

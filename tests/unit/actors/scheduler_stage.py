@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from tests.training import journal_of
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors.context import make_context, optimizer_name
-from windlass.actors.job_spec import JobSpec
+from windlass.actors.job_spec import JobSpec, System, behaving_as
 from windlass.actors.messages import (
     ActorFailed,
     BlockBackwardDone,
@@ -55,9 +55,18 @@ TIERED: dict[str, Any] = {
 class Stage:
     """A scheduler whose actors answer each message inside the call that brings it."""
 
-    def __init__(self, directory: Path, *, resume_from: CommitRecord | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        resume_from: CommitRecord | None = None,
+        system: System | None = None,
+        **changes: Any,
+    ) -> None:
         options: dict[str, Any] = {"total_steps": 4, "deadline_s": 60.0, **changes}
         self.spec: JobSpec = make_spec(job_dir=str(directory), output_dir=str(directory / "out"), **options)
+        if system is not None:
+            self.spec = behaving_as(self.spec, system, len(LAYOUT.blocks))
         self.context = make_context(self.spec, LAYOUT, str(directory / "arena"))
         self.received: list[tuple[ActorName, Message]] = []
         self.silent: set[type[Message]] = set()  # what no actor answers

@@ -14,6 +14,8 @@ from windlass.actors.messages import (
     CommitStore,
     Message,
     ReadChunks,
+    SpansTold,
+    WorkSpan,
     WriteChunks,
 )
 from windlass.actors.ssd_server import SsdServer
@@ -82,6 +84,7 @@ class Bench:
         self.directory = directory
         self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", len(KEYS) * CHUNK_NBYTES)
         self.sent: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
+        self.spans: list[WorkSpan] = []
         self.server = SsdServer(
             ActorName("ssd-0"),
             str(directory),
@@ -103,7 +106,19 @@ class Bench:
         return commits[-1].step if commits else None
 
     def next(self) -> tuple[ActorName, Message]:
-        return self.sent.get(timeout=WAIT_S)
+        """But for spans, which come when they come."""
+        while isinstance(message := (sent := self.sent.get(timeout=WAIT_S))[1], SpansTold):
+            self.spans += message.spans
+        return sent
+
+    def is_silent(self) -> bool:
+        """Nothing more has been told."""
+        while not self.sent.empty():
+            message = self.sent.get()[1]
+            if not isinstance(message, SpansTold):
+                return False
+            self.spans += message.spans
+        return True
 
     def items(self, keys: Sequence[ChunkKey], *, gradient: bool) -> tuple[ChunkIo, ...]:
         """Every state of each chunk, or its gradient; a chunk's place in the arena is its place in KEYS."""

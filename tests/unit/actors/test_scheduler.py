@@ -1,5 +1,6 @@
 """The shell around the policy: actors that answer at once, or not at all, and what the journal tells of them."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from tests.training import journal_of, losses_of, metrics_of
 from tests.unit.actors.scheduler_stage import NUM_TARGETS, TIERED, Stage, failure, warnings_of
 from windlass.actors import scheduler
-from windlass.actors.job_spec import UpdateOrder
+from windlass.actors.job_spec import System, UpdateOrder
 from windlass.actors.messages import (
     CommitStore,
     ComputeBlock,
@@ -22,6 +23,7 @@ from windlass.actors.messages import (
     RestoreStates,
     UpdateBlock,
 )
+from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.scheduler import ActorLostError, JobFailedError
 from windlass.storage.ids import Attempt, Kernel, Step
 
@@ -67,21 +69,50 @@ def test_each_actor_is_told_what_is_its_own(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "keeps_grads", "updates_alone"),
+    ("order", "keeps_grads", "overlaps_steps"),
     [
-        (UpdateOrder.ACTIVE, False, False),
-        (UpdateOrder.NAIVE, False, False),
-        (UpdateOrder.KEPT, True, False),
-        (UpdateOrder.AFTER_BACKWARD, True, True),
+        (UpdateOrder.ACTIVE, False, True),
+        (UpdateOrder.NAIVE, False, True),
+        (UpdateOrder.KEPT, True, True),
+        (UpdateOrder.AFTER_BACKWARD, True, False),
     ],
 )
 def test_the_policy_knows_the_order_of_updates(
-    tmp_path: Path, order: UpdateOrder, keeps_grads: bool, updates_alone: bool
+    tmp_path: Path, order: UpdateOrder, keeps_grads: bool, overlaps_steps: bool
 ) -> None:
     stage = Stage(tmp_path, hyperparameters={"update_order": order, "max_bad_steps": 7})
     shape = stage.scheduler.pipeline.shape
-    assert (shape.keeps_grads, shape.updates_alone, shape.max_bad_steps) == (keeps_grads, updates_alone, 7)
+    assert (shape.keeps_grads, shape.max_bad_steps) == (keeps_grads, 7)
+    assert shape.ordering == Ordering(overlaps_steps=overlaps_steps)
     assert stage.run()["status"] == "succeeded"
+
+
+def test_the_policy_has_the_jobs_ordering(tmp_path: Path) -> None:
+    ordering = Ordering(queues=QueueOrder.FIFO, overlaps_steps=False, max_updating=1, max_prefetched=3)
+    stage = Stage(tmp_path, ordering=ordering)
+    assert stage.scheduler.pipeline.shape.ordering == ordering
+    assert stage.run()["status"] == "succeeded"
+    blocks = [message.block for message in stage.sent(UpdateBlock) if message.step == 1]
+    assert list(dict.fromkeys(blocks)) == [2, 1, 0]
+
+
+@pytest.mark.parametrize(("system", "host_blocks"), [(System.ZERO_OFFLOAD, (0, 1, 2)), (System.ZERO_INFINITY, ())])
+def test_a_job_in_another_systems_order(tmp_path: Path, system: System, host_blocks: tuple[int, ...]) -> None:
+    """The same updates in other places: nothing of a step is asked for while updates of the one before are out."""
+    plain = Stage(tmp_path / "plain", total_steps=2)
+    stage = Stage(tmp_path / "other", total_steps=2, system=system)
+    assert stage.scheduler.pipeline.shape.host_blocks == set(host_blocks)
+    assert stage.scheduler.pipeline.shape.ordering == Ordering(queues=QueueOrder.FIFO, overlaps_steps=False)
+    assert plain.run()["status"] == stage.run()["status"] == "succeeded"
+    assert updates_of(stage) == updates_of(plain)
+    kinds = [type(m).__name__ for _, m in stage.received if isinstance(m, ComputeBlock | UpdateBlock)]
+    turns = [kind for kind, _ in itertools.groupby(kinds)]
+    assert turns == ["ComputeBlock", "UpdateBlock"] * 2
+
+
+def updates_of(stage: Stage) -> set[tuple[object, ...]]:
+    """What was updated with what, in whatever order."""
+    return {(m.step, m.block, m.optimizer_step, m.learning_rate, m.grad_scale) for m in stage.sent(UpdateBlock)}
 
 
 def test_clipping_tells_the_norm_and_scales_by_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from windlass.actors.messages import (
     LoadModel,
     Message,
     ReadChunks,
+    SpanKind,
+    SpansTold,
     StoreCommitted,
 )
 from windlass.storage.ids import (
@@ -108,7 +111,7 @@ class TestTransfers:
         bench.read(KEYS, id=8)
         assert {bench.next()[0] for _ in KEYS} == {WORKER}
         assert bench.content() == content
-        assert bench.sent.empty()
+        assert bench.is_silent()
         assert bench.server.bytes_written == bench.server.bytes_read == len(KEYS) * CHUNK_NBYTES
 
     def test_a_chunks_answer_comes_after_its_last_piece(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,6 +418,52 @@ class TestFailures:
         assert bench.last_step() is None
 
 
+class TestSpans:
+    def test_each_chunk_that_moved_is_told_the_written_ones_before_the_commit(self, tmp_path: Path) -> None:
+        begin_s = time.monotonic()
+        bench = Bench(tmp_path)
+        bench.setup()
+        bench.write_all(step=0)
+        bench.commit(0)
+        assert isinstance(bench.next()[1], StoreCommitted)
+        expected = [(SpanKind.WRITE_STATES, 0, key.block, key.chunk, CHUNK_NBYTES) for key in KEYS]
+        expected.append((SpanKind.COMMIT, 0, -1, -1, 0))
+        assert len(bench.spans) == len(expected)
+        bench.write(KEYS[:2], step=1, gradient=True)
+        bench.read(KEYS[1:], step=0, id=2)
+        bench.wait_done(2 + len(KEYS) - 1)
+        bench.server.stop()
+        assert bench.is_silent()
+        expected += [(SpanKind.WRITE_GRAD, 1, key.block, key.chunk, GRADIENT_NBYTES) for key in KEYS[:2]]
+        expected += [(SpanKind.READ_STATES, 0, key.block, key.chunk, CHUNK_NBYTES) for key in KEYS[1:]]
+        found = [(span.kind, span.step, span.block, span.chunk, span.nbytes) for span in bench.spans]
+        assert sorted(found) == sorted(expected)
+        assert {span.resource for span in bench.spans} == {"ssd-0"}
+        assert all(begin_s <= span.start_s < span.end_s <= time.monotonic() for span in bench.spans)
+        moved = sum(span.nbytes for span in bench.spans)
+        assert moved == bench.server.bytes_read + bench.server.bytes_written
+
+    def test_without_commits_they_are_told_now_and_then(self, bench: Bench) -> None:
+        bench.write_all()
+        while not bench.spans:
+            to, message = bench.sent.get(timeout=WAIT_S)
+            assert to == "scheduler"
+            assert isinstance(message, SpansTold)
+            bench.spans += message.spans
+        assert sorted((span.block, span.chunk) for span in bench.spans) == [(key.block, key.chunk) for key in KEYS]
+
+    def test_a_chunk_that_failed_has_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        bench = Bench(tmp_path)
+        bench.setup()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", _fail)
+            bench.write(KEYS[:1])
+            _failure(bench.next())
+        bench.server.stop()
+        assert bench.is_silent()
+        assert bench.spans == []
+
+
 class TestLifeCycle:
     def test_stop_finishes_what_was_posted(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path)
@@ -511,7 +560,7 @@ class TestDeadlines:
         bench.fill(9)
         released.set()
         bench.server.stop()
-        assert bench.sent.empty()  # it did land, and was not reported: the slot still was the server's
+        assert bench.is_silent()  # it did land, and was not reported: the slot still was the server's
 
     def test_a_full_queue_holds_up_who_asks_and_tells_of_an_ssd_that_hangs(self, tmp_path: Path, hang: Hang) -> None:
         bench = Bench(tmp_path, max_open_chunks=2)

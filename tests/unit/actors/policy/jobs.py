@@ -1,9 +1,11 @@
 """Small jobs for the policy: their shapes, their gradients, and their operations as the design tells them."""
 
 import math
+from dataclasses import fields
 from typing import Any
 
 from windlass.actors.messages import GradChunk, Phase
+from windlass.actors.policy.ordering import Ordering
 from windlass.actors.policy.shape import JobShape
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Span
 
@@ -22,8 +24,9 @@ def make_shape(
 ) -> JobShape:
     """A small job; `tied`: the head reads the embedding's params as well as its own.
 
-    Unless told otherwise, gradients are kept where that must be: with clipping.
+    Unless told otherwise, gradients are kept where that must be: with clipping. Options of the ordering count, too.
     """
+    ordering = {field.name: options.pop(field.name) for field in fields(Ordering) if field.name in options}
     last = len(chunks_per_block) - 1
     shared = [(BlockIndex(b),) for b in range(last)] + [
         (BlockIndex(last), BlockIndex(0)) if tied else (BlockIndex(last),)
@@ -35,7 +38,7 @@ def make_shape(
         "checkpoint_every": 0,
         "clip_norm": None,
         "keeps_grads": options.get("clip_norm") is not None,
-        "updates_alone": False,
+        "ordering": Ordering(**ordering),
         "max_bad_steps": 10,
     }
     return JobShape(

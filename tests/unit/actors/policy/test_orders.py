@@ -12,6 +12,7 @@ from tests.unit.actors.policy.jobs import make_shape
 from tests.unit.actors.policy.world import World, deliver_all_but
 from windlass.actors.messages import Phase
 from windlass.actors.policy import pipeline as pipeline_module
+from windlass.actors.policy.ordering import QueueOrder
 from windlass.actors.policy.shape import JobShape, Operation, program
 from windlass.actors.policy.waits import UnexpectedEventError
 
@@ -19,8 +20,9 @@ ORDERS: dict[str, dict[str, Any]] = {
     "active": {"clip_norm": None, "keeps_grads": False},
     "kept": {"clip_norm": None, "keeps_grads": True},
     "clipped": {"clip_norm": 1.0, "keeps_grads": True},
-    "alone": {"clip_norm": None, "keeps_grads": True, "updates_alone": True},
-    "clipped-alone": {"clip_norm": 1.0, "keeps_grads": True, "updates_alone": True},
+    "alone": {"clip_norm": None, "keeps_grads": True, "overlaps_steps": False},
+    "clipped-alone": {"clip_norm": 1.0, "keeps_grads": True, "overlaps_steps": False},
+    "active-steps-alone": {"clip_norm": None, "keeps_grads": False, "overlaps_steps": False},
 }
 # Where states rest and how often they are committed. Blocks 0 and 1 are there in every job.
 TIERS: list[dict[str, Any]] = [
@@ -52,6 +54,7 @@ shapes = st.builds(
     max_bad_steps=st.integers(0, 3),
     chunks_per_block=st.lists(st.integers(1, 3), min_size=3, max_size=6).map(tuple),
     tied=st.booleans(),
+    queues=st.sampled_from(QueueOrder),
     num_optimizers=st.integers(1, 2),
     num_ssds=st.integers(1, 2),
     total_steps=st.integers(1, 7),
@@ -154,6 +157,7 @@ class _CopyableProgram(Iterator[Operation]):
 
 
 Bad = frozenset[tuple[int, int]]
+FIFO: dict[str, Any] = {"queues": QueueOrder.FIFO}
 HOST, DEVICE, MIXED = ({0, 1, 2}, ()), ((), {0, 1, 2}), ({0}, {2})
 
 
@@ -168,6 +172,11 @@ TINY: dict[str, tuple[dict[str, Any], Bad]] = {
     "active": (ORDERS["active"], frozenset()),
     "kept": (ORDERS["kept"], frozenset()),
     "alone": (ORDERS["alone"], frozenset()),
+    "active-steps-alone": (ORDERS["active-steps-alone"], frozenset()),
+    "fifo-active": (ORDERS["active"] | FIFO, frozenset()),
+    "fifo-clipped-first-skipped": (ORDERS["clipped"] | FIFO, frozenset({(1, 2)})),
+    "fifo-spilled": (ORDERS["kept"] | FIFO | {"spilled_blocks": frozenset({1, 2, 3})}, frozenset()),
+    "fifo-mixed-every-2-alone": (ORDERS["alone"] | FIFO | resident(MIXED, 2), frozenset()),
     "clipped-first-skipped": (ORDERS["clipped"], frozenset({(1, 2)})),
     "clipped-alone-second-skipped": (ORDERS["clipped-alone"], frozenset({(2, 0)})),
     "kept-both-skipped": (ORDERS["kept"], frozenset({(1, 0), (2, 3)})),
@@ -218,14 +227,14 @@ def test_all_orders_of_a_tiny_job(options: dict[str, Any], bad: Bad, num: int, m
     shape = make_shape(tied=True, **(options | several | {"chunks_per_block": (num,) * num_blocks}))
     root = World(shape, bad=bad)
     root.start()
-    seen: set[tuple[frozenset[str], frozenset[str]]] = set()
+    seen: set[tuple[frozenset[str], frozenset[str], Any]] = set()
     frontier: list[tuple[World, frozenset[str]]] = [(root, frozenset())]
     num_ends = 0
     while frontier:
         world, history = frontier.pop()
         choices = world.choices()
-        # What has happened and what is outstanding decide everything that follows.
-        state = (history, frozenset(choice.answers for choice in choices))
+        # What has happened and what is outstanding decide everything that follows, and with FIFO who came first.
+        state = (history, frozenset(choice.answers for choice in choices), world.arrivals())
         if state in seen:
             continue
         seen.add(state)

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
+from windlass.actors.policy.ordering import QueueOrder
 from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
 from windlass.actors.policy.trainer import Trainer
 from windlass.actors.policy.waits import DeadlineMissedError, UnexpectedEventError
@@ -69,14 +71,15 @@ def test_kept_gradients_are_updated_when_the_backward_pass_is_over() -> None:
     world.check_end()
 
 
-@pytest.mark.parametrize("updates_alone", [False, True])
-def test_updates_share_the_time_with_the_forward_pass_unless_they_run_alone(updates_alone: bool) -> None:
-    world = World(make_shape(keeps_grads=True, updates_alone=updates_alone))
+@pytest.mark.parametrize("keeps_grads", [False, True])
+@pytest.mark.parametrize("overlaps_steps", [False, True])
+def test_updates_share_the_time_with_the_next_step_where_steps_overlap(overlaps_steps: bool, keeps_grads: bool) -> None:
+    world = World(make_shape(keeps_grads=keeps_grads, overlaps_steps=overlaps_steps))
     world.start()
     deliver_all_but(world, "update 1 3")
     assert world.written == [1, 1, 1, 0]
     forward = [(2, Phase.FORWARD, block, 0) for block in range(3)]
-    assert world.computed[-3:] == (forward if not updates_alone else [(1, Phase.BACKWARD, b, 0) for b in (2, 1, 0)])
+    assert world.computed[-3:] == (forward if overlaps_steps else [(1, Phase.BACKWARD, b, 0) for b in (2, 1, 0)])
     deliver_all_but(world)
     world.check_end()
 
@@ -92,14 +95,42 @@ def test_the_next_step_reads_what_is_not_yet_committed_and_overwrites_nothing() 
     world.check_end()
 
 
-def test_a_late_urgent_block_overtakes() -> None:
-    world = World(make_shape(chunks_per_block=(1,) * 6, max_updating=1))
+def turns(world: World, kind: type[OffloadGrad] | type[UpdateBlock], *kept: str) -> list[int]:
+    """Blocks of step 1 in the order in which the policy asks for `kind`, where all else is faster."""
+    found: list[int] = []
     world.start()
-    deliver_all_but(world, "update")
-    (waiting,) = [c for c in world.choices() if c.answers.startswith("update")]
-    assert waiting.answers == "update 1 5 optimizer-0"
-    issued = [i.message for i in world.deliver(waiting) if isinstance(i.message, UpdateBlock)]
-    assert [message.block for message in issued] == [0]
+    while choices := world.choices():
+        faster = [choice for choice in choices if not choice.answers.startswith(kept)]
+        messages = [instruction.message for instruction in world.deliver((faster or choices)[0])]
+        found += [message.block for message in messages if isinstance(message, kind) and message.step == 1]
+    return found
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(OffloadGrad, "offload 1"), (UpdateBlock, "update 1")])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [5, 0, 1, 2, 3, 4]),
+        ({"queues": QueueOrder.FIFO}, [5, 4, 3, 2, 1, 0]),
+        # What has been given away cannot be overtaken.
+        ({"max_updating": 3, "max_offloading": 3}, [5, 4, 3, 0, 1, 2]),
+    ],
+)
+def test_a_late_urgent_block_overtakes_what_waits(
+    kind: type[OffloadGrad] | type[UpdateBlock], kept: str, options: dict[str, Any], expected: list[int]
+) -> None:
+    limits = {"max_updating": 1, "max_offloading": 1}
+    world = World(make_shape(chunks_per_block=(1,) * 6, **(limits | options)))
+    assert turns(world, kind, kept) == expected
+
+
+@pytest.mark.parametrize(
+    ("queues", "expected"), [(QueueOrder.PRIORITY, [1, 0, 2, 3, 4, 5]), (QueueOrder.FIFO, [5, 4, 3, 2, 1, 0])]
+)
+def test_kept_gradients_are_updated_in_forward_order_or_as_they_came(queues: QueueOrder, expected: list[int]) -> None:
+    """The last gradient to be known is still on its way when the updates begin."""
+    world = World(make_shape(chunks_per_block=(1,) * 6, keeps_grads=True, queues=queues, max_updating=1))
+    assert turns(world, UpdateBlock, "update 1", "gradient 1 0") == expected
 
 
 # --- clipping -------------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
+from windlass.actors.policy.ordering import QueueOrder
 from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.trainer import Trainer
@@ -101,8 +102,9 @@ class World(Expected):
         self.backward_done: set[tuple[int, int]] = set()
         self.offloaded: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
         self.lent: set[tuple[int, int]] = set()  # whose gradients are neither an optimizer's nor dropped
-        self.to_offload: set[tuple[int, int]] = set()
-        self.to_update: set[tuple[int, int]] = set()
+        # What waits for its offload or its update, in order of arrival.
+        self.to_offload: list[tuple[int, int]] = []
+        self.to_update: list[tuple[int, int]] = []
         self.asked_commits: list[int] = []
         self.committed = first
         self.captured = [
@@ -261,7 +263,7 @@ class World(Expected):
                     self.offloaded[(event.step, event.block)] = ()
                     self.lent.add((event.step, event.block))
                 else:
-                    self.to_offload.add((event.step, event.block))
+                    self.to_offload.append((event.step, event.block))
                 self._note_gradient(event.step)
             case BlockComputed():
                 compute = self.computing.pop(0)
@@ -311,7 +313,8 @@ class World(Expected):
         if self.shape.keeps_grads and not self._gradients_complete(step):
             return
         if step not in self.skipped:
-            self.to_update |= {key for key in self.lent if key[0] == step}
+            ready = [key for key in self.offloaded if key[0] == step and key in self.lent]
+            self.to_update += [key for key in ready if key not in self.to_update]
         elif self._gradients_at_rest(step) and not self.is_commit_step(step):
             self.written = [step] * self.shape.num_blocks
 
@@ -321,6 +324,13 @@ class World(Expected):
     def _gradients_complete(self, step: int) -> bool:
         return sum(s == step for s, _ in self.backward_done) == self.shape.num_blocks
 
+    def arrivals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """In which order what waits has come, where that decides anything."""
+        if self.shape.ordering.queues is QueueOrder.PRIORITY:
+            return ()
+        lent = tuple(key for key in self.offloaded if key in self.lent)
+        return (tuple(self.to_offload), lent)
+
     # --- checking what the policy issues ----------------------------------------------------------------------------
 
     def _take(self, instructions: list[Instruction]) -> None:
@@ -328,11 +338,12 @@ class World(Expected):
             assert instruction.message.job == JOB
             self._take_one(instruction.to, instruction.message)
         self._check_commit_is_whole()
-        assert len(self.computing) <= self.shape.max_prefetched
-        assert len(self.offloading) <= self.shape.max_offloading
-        assert len(self.flushing) <= self.shape.max_flushing
+        limits = self.shape.ordering
+        assert len(self.computing) <= limits.max_prefetched
+        assert len(self.offloading) <= limits.max_offloading
+        assert len(self.flushing) <= limits.max_flushing
         on_device = sum(block in self.shape.device_blocks for _, block in self.updating)
-        assert max(on_device, len(self.updating) - on_device) <= self.shape.max_updating
+        assert max(on_device, len(self.updating) - on_device) <= limits.max_updating
         # Every wait has a deadline: what is outstanding here and what the policy waits for are the same.
         num_outstanding = sum(len(shares) for shares in self.updating.values()) + len(self.committing)
         num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
@@ -364,7 +375,7 @@ class World(Expected):
             case OffloadGrad():
                 key = (int(message.step), int(message.block))
                 assert to == GPU
-                assert key == min(self.to_offload), "a later block overtook an earlier one"
+                assert key == self._first_of(self.to_offload), "a block is offloaded before its turn"
                 is_safe = self.committed >= message.step - 1
                 assert is_safe or message.block not in self.shape.spilled_blocks, (
                     "a gradient overwrites what is not safe"
@@ -450,7 +461,7 @@ class World(Expected):
             for block in self.resident
             if self.on_ssd[block] != self.content[block] and self.is_commit_step(self.labels[block])
         }
-        is_busy = len(self.flushing) == self.shape.max_flushing
+        is_busy = len(self.flushing) == self.shape.ordering.max_flushing
         assert is_busy or due <= self.flushing.keys(), "a block waits for its flush"
         assert self.captured[-1] == self._last_decided()
 
@@ -494,8 +505,8 @@ class World(Expected):
         assert message.blocks == self.shape.shared[message.block]
         evaluates = message.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD)
         version = message.step if evaluates else message.step - 1
-        if self.shape.updates_alone:
-            assert set(self.written) == {version}, "a block is computed beside updates"
+        if not self.shape.ordering.overlaps_steps:
+            assert min(self.written) >= version, "a block is computed beside updates of the step before"
         for block in message.blocks:
             assert self.written[block] == version, "a block is computed with params of another step"
             assert (message.op, message.phase, block, version) in self.prefetched
@@ -520,12 +531,13 @@ class World(Expected):
         if self.shape.keeps_grads:
             assert self._gradients_complete(message.step)
             assert message.step not in self.skipped
-        if self.shape.updates_alone:
-            assert len(self.computing) == self.backward_told, "a block is updated beside the backward pass"
+        if not self.shape.ordering.overlaps_steps:
+            assert all(compute.step == message.step for compute in reading), "a block is updated beside the next step"
+            assert not (reading and self.shape.keeps_grads), "a block is updated beside the backward pass"
         if key not in self.updating:
             is_device = message.block in self.shape.device_blocks
             rivals = [each for each in self.to_update if (each[1] in self.shape.device_blocks) == is_device]
-            assert key == min(rivals), "a later block overtook an earlier one"
+            assert key == self._first_of(rivals), "a block is updated before its turn"
             self.to_update.remove(key)
             self.lent.remove(key)
             self.updating[key] = {}
@@ -534,6 +546,10 @@ class World(Expected):
         shares[to] = message
         assert tuple(chunk.key for chunk in message.chunks) == holders(self.shape, message.block)[to]
         assert set(message.chunks) <= set(self.offloaded[key])
+
+    def _first_of(self, waiting: list[tuple[int, int]]) -> tuple[int, int]:
+        """Whose turn it is."""
+        return min(waiting) if self.shape.ordering.queues is QueueOrder.PRIORITY else waiting[0]
 
     def _take_export(self, to: ActorName, message: ExportModel) -> None:
         assert to == self.shape.optimizers[0]

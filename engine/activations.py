@@ -1,0 +1,113 @@
+"""What the forward pass leaves for the backward pass: kept on the device, swapped out of it, or computed again.
+
+An operator is named as torch names it, `aten.mm.default`; `aten.mm.default#2` is its third call in the block, and `*`
+stands for all. Views are no operators: they follow what they look into.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+EVERY_OPERATOR = "*"
+
+
+class Place(Enum):
+    """Where an operator's output is between the forward pass and the backward pass."""
+
+    KEPT = "kept"  # on the device
+    SWAPPED = "swapped"  # in the store
+    NOWHERE = "nowhere"  # computed again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockActivations:
+    """The choice for one block; by default its input is kept and everything else is computed again.
+
+    With `recompute`, outputs of `kept` and `swapped` operators are held, and backward begins with a second forward pass
+    that computes what they and the input do not give. Without it, all that autograd saves is held, the outputs of
+    `swapped` operators in the store and the rest on the device, and backward computes nothing again.
+    """
+
+    swap_input: bool = False
+    recompute: bool = True
+    kept: frozenset[str] = frozenset()
+    swapped: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        both = sorted(self.kept & self.swapped)
+        if both:
+            raise ValueError(f"operators {both} are to be kept and to be swapped; choose one")
+        if self.kept and not self.recompute:
+            raise ValueError(
+                f"operators {sorted(self.kept)} are to be kept in a block that recomputes nothing; all that is not "
+                "swapped is kept there: leave `kept` empty"
+            )
+
+    @property
+    def swaps(self) -> bool:
+        """Whether anything goes to the store."""
+        return self.swap_input or bool(self.swapped)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether the forward pass runs as autograd would run it, with gradients on."""
+        return not self.recompute or bool(self.kept or self.swapped)
+
+    def place_of(self, name: str, call: int) -> Place:
+        """Where the output of an operator's call goes; a single call's choice precedes its operator's."""
+        for key in (f"{name}#{call}", name, EVERY_OPERATOR):
+            if key in self.swapped:
+                return Place.SWAPPED
+            if key in self.kept:
+                return Place.KEPT
+        return Place.NOWHERE if self.recompute else Place.KEPT
+
+
+RECOMPUTE_ALL = BlockActivations()
+
+
+@dataclass(frozen=True, slots=True)
+class SwapHandle:
+    """Bytes in a store."""
+
+    index: int  # unique within its store
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapCounts:
+    """What a store moved, in bytes, since it was made."""
+
+    out_nbytes: int  # left the device
+    in_nbytes: int  # came back
+    held_nbytes: int  # put and neither back nor dropped
+    peak_held_nbytes: int
+
+
+class ActivationStore(Protocol):
+    """Holds bytes away from the device. `put` and `prefetch` return before the bytes have moved.
+
+    One thread puts and prefetches; `get` may come from another one. A handle is used up by `get` or by `drop`.
+    """
+
+    def put(self, tensor: torch.Tensor) -> SwapHandle:
+        """Takes a flat uint8 tensor of the device, which the caller changes no more and need not hold.
+
+        It is read after all that the current stream was given before. May wait for earlier puts, so that what is on
+        its way does not pile up on the device.
+        """
+
+    def prefetch(self, handle: SwapHandle) -> None:
+        """Begins to bring the bytes back, into device memory of their own. They come in the order of the calls."""
+
+    def get(self, handle: SwapHandle) -> torch.Tensor:
+        """The bytes on the device, ready for the current stream, in a storage of their own; now the caller's."""
+
+    def drop(self, handle: SwapHandle) -> None:
+        """Forgets bytes that nobody needs."""
+
+    @property
+    def counts(self) -> SwapCounts:
+        """What was moved so far."""

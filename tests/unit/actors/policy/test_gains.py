@@ -1,0 +1,185 @@
+"""When order matters: the policy beside resources that take as long as a test says. No clock, no chance."""
+
+import heapq
+import itertools
+from collections import deque
+from typing import Any
+
+import pytest
+
+from tests.unit.actors.policy.jobs import JOB, grad_chunks, make_shape
+from windlass.actors.messages import (
+    BlockBackwardDone,
+    BlockComputed,
+    BlockUpdated,
+    CommitStore,
+    ComputeBlock,
+    ExportModel,
+    GradOffloaded,
+    Message,
+    ModelExported,
+    OffloadGrad,
+    Phase,
+    StoreCommitted,
+    UpdateBlock,
+)
+from windlass.actors.policy.ordering import QueueOrder
+from windlass.actors.policy.pipeline import Pipeline
+from windlass.actors.policy.trainer import Trainer
+from windlass.actors.policy.waits import Instruction
+from windlass.storage.ids import ActorName, Step
+
+NUM_BLOCKS = 42
+NUM_STEPS = 12
+NUM_DEVICE_GRADS = 2
+GPU, LINK, OPTIMIZER = "gpu", "link", "optimizer"
+# Of a block: forward, and backward with its recomputation; the step's compute takes 4 a block.
+FORWARD_S, BACKWARD_S, OFFLOAD_S = 1.0, 3.0, 0.2
+
+
+class Timed:
+    """Three resources, each doing one thing after the other in the order in which it is told.
+
+    `room`: blocks whose gradients have a place in host memory until they are updated.
+    """
+
+    def __init__(self, update_s: float, room: int, **options: Any) -> None:
+        options = {"total_steps": NUM_STEPS, "chunks_per_block": (1,) * NUM_BLOCKS, **options}
+        self.pipeline = Pipeline(make_shape(**options), Trainer(scales_loss=False), Step(0))
+        self.update_s = update_s
+        self.room = room
+        self.now_s = 0.0
+        self.events: list[tuple[float, int, list[Message], str]] = []
+        self.waiting: dict[str, deque[Message]] = {name: deque() for name in (GPU, LINK, OPTIMIZER)}
+        self.busy: set[str] = set()
+        self.num_device_grads = self.num_host_grads = 0
+        self.numbers = itertools.count()
+
+    def step_s(self) -> float:
+        """Of a step, once they follow each other evenly."""
+        ends = []
+        self.take(self.pipeline.start(0.0))
+        while self.events:
+            self.now_s, _, events, resource = heapq.heappop(self.events)
+            self.busy.discard(resource)
+            self.num_device_grads -= resource == LINK
+            self.num_host_grads -= resource == OPTIMIZER
+            for event in events:
+                if isinstance(event, BlockComputed) and event.phase is Phase.HEAD:
+                    ends.append(self.now_s)
+                self.take(self.pipeline.handle(event, self.now_s))
+            self.pump()
+        assert self.pipeline.committed == NUM_STEPS
+        return (ends[-2] - ends[2]) / (len(ends) - 4)
+
+    def take(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match message := instruction.message:
+                case ComputeBlock():
+                    self.waiting[GPU].append(message)
+                case OffloadGrad():
+                    self.waiting[LINK].append(message)
+                case UpdateBlock():
+                    self.waiting[OPTIMIZER].append(message)
+                case CommitStore():
+                    answer = StoreCommitted(
+                        job=JOB, step=message.step, actor=ActorName("ssd-0"), bytes_read=0, bytes_written=0
+                    )
+                    self.at(0.0, [answer], "")
+                case ExportModel():
+                    self.at(0.0, [ModelExported(job=JOB, step=message.step, path=message.path)], "")
+        self.pump()
+
+    def at(self, in_s: float, events: list[Message], resource: str) -> None:
+        self.busy.add(resource)
+        heapq.heappush(self.events, (self.now_s + in_s, next(self.numbers), events, resource))
+
+    def pump(self) -> None:
+        """Starts what can be started."""
+        for name, waiting in self.waiting.items():
+            if name not in self.busy and waiting and self.may_start(waiting[0]):
+                self.start(waiting.popleft(), name)
+
+    def may_start(self, message: Message) -> bool:
+        if isinstance(message, ComputeBlock) and message.phase in (Phase.HEAD, Phase.BACKWARD):
+            return self.num_device_grads < NUM_DEVICE_GRADS
+        return not isinstance(message, OffloadGrad) or self.num_host_grads < self.room
+
+    def start(self, message: Message, resource: str) -> None:
+        facts: dict[str, Any] = {"job": JOB, "step": message.step}
+        match message:
+            case ComputeBlock(phase=phase, block=block):
+                has_gradient = phase in (Phase.HEAD, Phase.BACKWARD)
+                duration_s = {Phase.FORWARD: FORWARD_S, Phase.BACKWARD: BACKWARD_S}.get(phase, FORWARD_S + BACKWARD_S)
+                self.num_device_grads += has_gradient
+                done = BlockComputed(
+                    **facts, op=message.op, phase=phase, block=block, compute_s=duration_s, is_finite=True
+                )
+                gradient = [BlockBackwardDone(**facts, block=block, grad_sq_sum=1.0)] if has_gradient else []
+                self.at(duration_s, [*gradient, done], resource)
+            case OffloadGrad(block=block):
+                self.num_host_grads += 1
+                chunks = grad_chunks(self.pipeline.shape, block)
+                self.at(OFFLOAD_S, [GradOffloaded(**facts, block=block, chunks=chunks)], resource)
+            case UpdateBlock(block=block):
+                updated = BlockUpdated(**facts, block=block, actor=ActorName("optimizer-0"))
+                self.at(self.update_s, [updated], resource)
+
+
+COMPUTE_S = NUM_BLOCKS * (FORWARD_S + BACKWARD_S)
+
+
+def step_s(over_compute: float, *, room: int = NUM_BLOCKS, **options: Any) -> float:
+    """Of a job whose updates take so many times what its compute takes."""
+    return Timed(over_compute * COMPUTE_S / NUM_BLOCKS, room, **options).step_s()
+
+
+def gain(over_compute: float, **options: Any) -> float:
+    return step_s(over_compute, queues=QueueOrder.FIFO, **options) / step_s(over_compute, **options)
+
+
+@pytest.mark.parametrize(("over_compute", "least"), [(1.0, 1.18), (1.25, 1.16), (1.5, 1.14)])
+def test_priority_is_worth_most_of_a_forward_pass_where_the_optimizer_binds(over_compute: float, least: float) -> None:
+    """In order of arrival the first block, which the next forward pass begins with, is updated last."""
+    most = (over_compute + 0.25) / over_compute
+    assert least < gain(over_compute) < most
+
+
+@pytest.mark.parametrize("over_compute", [0.1, 0.5, 1.0, 1.25, 1.5, 2.0, 4.0])
+def test_steps_take_little_longer_than_the_busiest_resource_and_what_must_come_after_it(over_compute: float) -> None:
+    """Between the first gradient and the next one all blocks are updated, and the head goes forward and backward."""
+    bound_s = max(COMPUTE_S, over_compute * COMPUTE_S + FORWARD_S + BACKWARD_S)
+    assert bound_s <= step_s(over_compute) < 1.05 * bound_s
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("over_compute", [0.1, 0.5, 0.9, 1.0, 1.5, 2.0, 4.0])
+def test_priority_never_loses(over_compute: float, clips: bool) -> None:
+    assert gain(over_compute, keeps_grads=clips) > 0.999
+
+
+@pytest.mark.parametrize("over_compute", [0.1, 0.5, 1.0, 1.5, 2.0])
+def test_with_clipping_only_the_last_blocks_forward_pass_comes_after_the_updates(over_compute: float) -> None:
+    backward_s = 0.75 * COMPUTE_S
+    bound_s = max(COMPUTE_S, backward_s + over_compute * COMPUTE_S + FORWARD_S)
+    assert bound_s <= step_s(over_compute, keeps_grads=True) < 1.05 * bound_s
+
+
+def test_without_room_for_gradients_nothing_waits_and_no_order_is_better() -> None:
+    """The backward pass waits for the updates, so that each is asked for as soon as its gradient comes."""
+    assert gain(1.25, room=2) < 1.03
+    assert gain(1.25, room=NUM_BLOCKS // 2) > 1.15
+
+
+def test_what_an_optimizer_has_been_given_cannot_be_overtaken() -> None:
+    assert gain(1.25, max_updating=NUM_BLOCKS) == pytest.approx(1.0)
+    deeper = [step_s(1.25, max_updating=depth) for depth in (1, 2, 4, 8, 16, NUM_BLOCKS)]
+    assert deeper == sorted(deeper)
+    assert deeper[1] < 1.03 * deeper[0]
+
+
+@pytest.mark.parametrize("queues", list(QueueOrder))
+def test_steps_that_do_not_overlap_take_as_long_in_any_order(queues: QueueOrder) -> None:
+    alone = step_s(1.25, overlaps_steps=False, queues=queues)
+    assert alone == step_s(1.25, overlaps_steps=False)
+    assert alone > step_s(1.25) * 1.15

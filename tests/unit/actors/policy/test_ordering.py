@@ -1,0 +1,46 @@
+"""The queues' order, its ties, and settings that would do nothing for ever."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from windlass.actors.policy.ordering import BlockQueue, Ordering, QueueOrder
+
+BLOCKS = [(1, 3), (1, 2), (2, 0), (1, 0)]
+
+
+def drained(order: QueueOrder, arrivals: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    queue = BlockQueue(order)
+    for step, block in arrivals:
+        queue.push(step, block)
+    found = []
+    while queue:
+        found.append(queue.first)
+        assert queue.pop() == found[-1]
+    return found
+
+
+@pytest.mark.parametrize("arrivals", list(itertools.permutations(BLOCKS)))
+def test_queues_are_in_order_of_urgency_or_of_arrival(arrivals: tuple[tuple[int, int], ...]) -> None:
+    assert drained(QueueOrder.PRIORITY, arrivals) == sorted(BLOCKS)
+    assert drained(QueueOrder.FIFO, arrivals) == list(arrivals)
+
+
+def test_what_comes_later_is_compared_with_what_still_waits() -> None:
+    priority, fifo = BlockQueue(QueueOrder.PRIORITY), BlockQueue(QueueOrder.FIFO)
+    for queue in (priority, fifo):
+        queue.push(1, 4)
+        queue.push(1, 3)
+        queue.pop()
+        queue.push(1, 2)
+    assert [priority.pop(), priority.pop()] == [(1, 2), (1, 4)]
+    assert [fifo.pop(), fifo.pop()] == [(1, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("name", ["max_prefetched", "max_offloading", "max_updating", "max_flushing"])
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_resource_that_may_have_nothing_is_refused(name: str, number: int) -> None:
+    options: dict[str, Any] = {name: number}
+    with pytest.raises(ValueError, match=f"{name} is {number}; at least 1"):
+        Ordering(**options)

@@ -1,0 +1,39 @@
+"""Spans of the last steps in files: bounded, whole or not there."""
+
+from pathlib import Path
+
+from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.spans_file import KEPT_STEPS, StepSpans, held_steps, keep_step, load_step
+
+
+def spans_of(step: int) -> StepSpans:
+    span = WorkSpan("ssd-0", SpanKind.READ_STATES, step, 2, 7, 0.1 + 0.2, 101.5, 4096)
+    return StepSpans(step=step, start_s=99.0, end_s=102.0, summary={"period_s": 3.0}, spans=(span,))
+
+
+def test_come_back_as_they_were(tmp_path: Path) -> None:
+    keep_step(tmp_path / "timeline", spans_of(3))
+    loaded = load_step(tmp_path / "timeline", 3)
+    assert loaded == spans_of(3)
+    assert loaded is not None
+    assert isinstance(loaded.spans[0].kind, SpanKind)
+
+
+def test_old_steps_make_room(tmp_path: Path) -> None:
+    for step in range(1, 21):
+        keep_step(tmp_path, spans_of(step))
+    assert held_steps(tmp_path) == list(range(21 - KEPT_STEPS, 21))
+    assert len(list(tmp_path.iterdir())) == KEPT_STEPS
+    assert load_step(tmp_path, 12) is None
+
+
+def test_an_attempt_that_goes_back_leaves_no_steps_of_the_one_before(tmp_path: Path) -> None:
+    for step in (8, 9, 10, 11):
+        keep_step(tmp_path, spans_of(step))
+    keep_step(tmp_path, spans_of(9))
+    assert held_steps(tmp_path) == [8, 9]
+
+
+def test_nothing_is_held_where_nothing_was_kept(tmp_path: Path) -> None:
+    assert held_steps(tmp_path / "timeline") == []
+    assert load_step(tmp_path / "timeline", 1) is None
