@@ -14,8 +14,8 @@ from windlass.actors.offload_params import ParamFeed
 from windlass.actors.offload_settings import Hyper, OffloadSettings, OffloadStatistics, plan_offload
 from windlass.actors.offload_store import OffloadStore
 from windlass.actors.offload_updates import BlockUpdate, Kernels, LayerUpdates, Run
-from windlass.engine.block_runner import GradBuffer
 from windlass.engine.device import Device
+from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import choose_chunk_numel
 from windlass.engine.wrapped_call import WrappedLayer
 from windlass.engine.wrapped_errors import OffloadClosedError, OffloadMisuseError

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from windlass.engine.activations import BlockActivations, Place
 from windlass.engine.activations_replay import Layer, Names, storage_ref
 from windlass.engine.activations_swap import SwappedView, UnitSwaps
+from windlass.planner.activations import BlockActivations, Place
 from windlass.storage.ids import BlockIndex
 
 

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.engine.activations import BlockActivations, Place
 from windlass.engine.activations_swap import SwappedView, UnitSwaps
+from windlass.planner.activations import BlockActivations, Place
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 

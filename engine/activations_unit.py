@@ -2,10 +2,11 @@
 
 import torch
 
-from windlass.engine.activations import ActivationStore, BlockActivations
+from windlass.engine.activations import ActivationStore
 from windlass.engine.activations_graph import KeptGraph, LentParams, keep_graph
 from windlass.engine.activations_replay import Layer, Replay, record
 from windlass.engine.activations_swap import SwappedView, UnitSwaps
+from windlass.planner.activations import BlockActivations
 
 
 class Unit:

@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from windlass.engine.activations import RECOMPUTE_ALL, ActivationStore, BlockActivations
+from windlass.engine.activations import ActivationStore
 from windlass.engine.activations_graph import LentParams
 from windlass.engine.activations_profile import OperatorCost, list_operators
 from windlass.engine.activations_unit import Unit
+from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import (
     ParamSite,
     Partition,
@@ -33,6 +34,7 @@ from windlass.engine.partition import (
     run_on_meta,
     swap_buffers_to_meta,
 )
+from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
 from windlass.storage.ids import BlockIndex
 
 IGNORED_TARGET = -100
@@ -56,29 +58,6 @@ class LayerCall:
 
 class _PrologueDone(Exception):
     """Ends the model's forward at its last stand-in; what follows belongs to the head."""
-
-
-class GradBuffer:
-    """The gradient of one block on the device, flat, accumulated over micro-batches in the buffer's dtype."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat = flat
-        self.touched: set[str] = set()
-
-    def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
-        """Adds one tensor's gradient at its place."""
-        view = self.flat[offset : offset + grad.numel()]
-        if name in self.touched:
-            view.add_(grad.reshape(-1))
-        else:
-            view.copy_(grad.reshape(-1))
-            self.touched.add(name)
-
-    def finish(self, params: Sequence[tuple[str, int, int]]) -> None:
-        """Zeroes what no micro-batch reached, such as an expert without tokens. `params`: (name, offset, numel)."""
-        for name, offset, numel in params:
-            if name not in self.touched:
-                self.flat[offset : offset + numel].zero_()
 
 
 @dataclass(slots=True)

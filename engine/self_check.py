@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from windlass.engine.block_runner import IGNORED_TARGET, BlockRunner, GradBuffer, random_key
+from windlass.engine.block_runner import IGNORED_TARGET, BlockRunner, random_key
+from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
 from windlass.storage.ids import BlockIndex, Precision
 

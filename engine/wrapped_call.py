@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from windlass.engine.block_runner import GradBuffer
+from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.wrapped_errors import CannotOffloadError, OffloadMisuseError
 from windlass.engine.wrapped_layers import WrappedBlock
 

@@ -44,10 +44,10 @@ from windlass.actors.messages import (
     UpdateBlock,
     WriteChunks,
 )
-from windlass.engine.block_runner import GradBuffer
 from windlass.engine.data import NO_TARGET
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.formats import TORCH_DTYPE
+from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.optimizer_kernel import AdamSettings, ChunkStates, OptimizerKernel
 from windlass.planner.plan import Placement
 from windlass.storage.arena import Arena
@@ -438,10 +438,10 @@ def test_a_dropped_gradient_gives_its_slots_back(bench: Bench) -> None:
     last = bench.forward_and_head()
     bench.worker.post(OffloadGrad(job=bench.spec.job, step=STEP, block=BlockIndex(last)))
     (offloaded,) = bench.ssds.receive(GradOffloaded)
-    assert bench.worker._grad_slots.statistics.in_use_nbytes > 0
+    assert bench.worker._grads._slots.statistics.in_use_nbytes > 0
     chunks = (*offloaded.chunks, GradChunk(bench.layout.chunk_keys(BlockIndex(0))[0], None))
     bench.worker.post(GradDropped(job=bench.spec.job, step=STEP, block=BlockIndex(last), chunks=chunks))
-    assert bench.worker._grad_slots.statistics.in_use_nbytes == 0
+    assert bench.worker._grads._slots.statistics.in_use_nbytes == 0
 
 
 # --- states that rest in memory ---------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ def test_states_on_the_device_are_updated_there(bench: Bench) -> None:
     assert chosen.actor == "gpu-0"
     hyper = bench.spec.hyperparameters
     for i, block in enumerate(resident):
-        flat = bench.worker._offloadable[block]
+        flat = bench.worker._grads._complete[block]
         expected = expected_update(bench, block, flat.clone())
         update = UpdateBlock(
             job=job,
@@ -547,7 +547,7 @@ def test_a_dropped_gradient_on_the_device_is_forgotten(bench: Bench) -> None:
     bench.forward_and_head()
     bench.run(Phase.BACKWARD, 3)
     bench.worker.post(GradDropped(job=bench.spec.job, step=STEP, block=BlockIndex(3), chunks=()))
-    assert BlockIndex(3) not in bench.worker._offloadable
+    assert BlockIndex(3) not in bench.worker._grads._complete
 
 
 def test_states_that_do_not_arrive_are_an_error(tmp_path: Path) -> None:

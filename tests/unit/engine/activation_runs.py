@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 
-from windlass.engine.activations import ActivationStore, BlockActivations, SwapCounts, SwapHandle
-from windlass.engine.block_runner import BlockRunner, GradBuffer
+from windlass.engine.activations import ActivationStore, SwapCounts, SwapHandle
+from windlass.engine.block_runner import BlockRunner
+from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import Partition, build_meta_model
+from windlass.planner.activations import BlockActivations
 from windlass.storage.ids import BlockIndex, Precision
 
 SEED, STEP = 7, 3

@@ -1,6 +1,6 @@
 import pytest
 
-from windlass.engine.activations import RECOMPUTE_ALL, BlockActivations, Place
+from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations, Place
 
 MM, ADD = "aten.mm.default", "aten.add.Tensor"
 

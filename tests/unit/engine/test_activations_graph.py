@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.engine.activation_runs import MemoryStore
-from windlass.engine.activations import BlockActivations, SwapHandle
+from windlass.engine.activations import SwapHandle
 from windlass.engine.activations_graph import (
     KeptGraph,
     LentParams,
@@ -15,6 +15,7 @@ from windlass.engine.activations_graph import (
 )
 from windlass.engine.activations_replay import storage_ref
 from windlass.engine.activations_swap import UnitSwaps
+from windlass.planner.activations import BlockActivations
 from windlass.storage.ids import BlockIndex
 
 N = 8

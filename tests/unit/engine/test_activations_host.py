@@ -7,9 +7,10 @@ import torch
 
 from tests.unit.engine.activation_runs import Run
 from tests.unit.engine.architectures import ARCHITECTURES, make_batch, make_model
-from windlass.engine.activations import BlockActivations, SwapCounts
+from windlass.engine.activations import SwapCounts
 from windlass.engine.activations_host import ActivationMemoryError, ActivationTimeoutError, HostActivations
 from windlass.engine.device import Device
+from windlass.planner.activations import BlockActivations
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, Span
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.engine.activation_runs import SEED, STEP, MemoryStore, Run
 from tests.unit.engine.architectures import ARCHITECTURES, NUM_LAYERS, make_batch, make_model, plain_step
-from windlass.engine.activations import BlockActivations
+from windlass.planner.activations import BlockActivations
 from windlass.storage.ids import BlockIndex, Precision
 
 ALL = frozenset({"*"})

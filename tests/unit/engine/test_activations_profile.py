@@ -4,9 +4,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.engine.activation_runs import MemoryStore, Run
 from tests.unit.engine.architectures import ARCHITECTURES, make_batch, make_model
-from windlass.engine.activations import BlockActivations
 from windlass.engine.activations_profile import OperatorCost, list_operators
 from windlass.engine.activations_replay import Names
+from windlass.planner.activations import BlockActivations
 from windlass.storage.ids import BlockIndex, Precision
 
 BATCH, _ = make_batch((2, 16))

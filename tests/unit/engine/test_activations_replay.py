@@ -7,7 +7,6 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.engine.activation_runs import MemoryStore
-from windlass.engine.activations import BlockActivations
 from windlass.engine.activations_replay import (
     RecomputeMismatchError,
     has_python_function,
@@ -15,6 +14,7 @@ from windlass.engine.activations_replay import (
     storage_ref,
 )
 from windlass.engine.activations_swap import UnitSwaps
+from windlass.planner.activations import BlockActivations
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 MM = "aten.mm.default"

@@ -8,7 +8,8 @@ import torch
 
 from tests.unit.engine.architectures import ARCHITECTURES, Architecture, make_batch, make_model, plain_step
 from windlass.engine import block_runner
-from windlass.engine.block_runner import BlockRunner, GradBuffer, random_key
+from windlass.engine.block_runner import BlockRunner, random_key
+from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import Partition, build_meta_model
 from windlass.engine.self_check import block_gradients
 from windlass.storage.ids import BlockIndex, Precision

@@ -6,9 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.engine.activation_runs import MemoryStore, Run
 from tests.unit.engine.architectures import ARCHITECTURES, make_batch, make_model
-from windlass.engine.activations import BlockActivations
 from windlass.engine.activations_replay import storage_ref
 from windlass.engine.block_runner import BlockRunner
+from windlass.planner.activations import BlockActivations
 from windlass.storage.ids import BlockIndex
 
 ALL = frozenset({"*"})

@@ -1,0 +1,28 @@
+"""Where a block's gradient is summed."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+class GradBuffer:
+    """The gradient of one block on the device, flat, accumulated over micro-batches in the buffer's dtype."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self.touched: set[str] = set()
+
+    def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
+        """Adds one tensor's gradient at its place."""
+        view = self.flat[offset : offset + grad.numel()]
+        if name in self.touched:
+            view.add_(grad.reshape(-1))
+        else:
+            view.copy_(grad.reshape(-1))
+            self.touched.add(name)
+
+    def finish(self, params: Sequence[tuple[str, int, int]]) -> None:
+        """Zeroes what no micro-batch reached, such as an expert without tokens. `params`: (name, offset, numel)."""
+        for name, offset, numel in params:
+            if name not in self.touched:
+                self.flat[offset : offset + numel].zero_()
