@@ -6,6 +6,8 @@ Arithmetic only. Sizes follow from the model's blocks and the machine's budget; 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from windlass.planner.activations import BlockActivations
+
 # Chunks of one block's params that may be on their way from the SSDs at once, beyond those being copied to the device.
 FETCH_DEPTH = 4
 # Chunks at one optimizer at once: one being read, one updated, one written back.
@@ -13,6 +15,11 @@ STATE_DEPTH = 3
 MIN_STATE_DEPTH = 2
 # Chunks of states that rest on the device, on their way to or from the SSDs: one is copied while one is written.
 TRANSIT_DEPTH = 2
+# What activations in host memory take is a multiple of this. Small beside a layer's input of any size worth swapping;
+# large enough for an SSD to be fast.
+ACTIVATION_SLOT_NBYTES = 2**20
+# Slots for activations on their way between the device and the SSDs: one is copied while others are read or written.
+STAGED_ACTIVATIONS = 16
 # Typical blocks whose params stay in host memory from one use to the next, where nobody says otherwise.
 CACHED_BLOCKS = 2
 # Steps between commits where states rest in memory: each writes all of them, and a crash loses what is not committed.
@@ -61,6 +68,10 @@ class Placement:
     num_host_grad_blocks: int | None = None  # kept gradients: the first so many blocks' in host memory, else on SSDs
     num_cached_params: int | None = None  # chunks of params that stay in host memory from one use to the next
     commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY where states rest in memory
+    # Of each layer in order; (): a layer's input stays on the device, and the rest is computed again.
+    activations: tuple[BlockActivations, ...] = ()
+    host_activation_nbytes: int = 0  # what is swapped goes to so much host memory first,
+    ssd_activation_nbytes: int = 0  # and then to so much space on the SSDs together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +103,15 @@ class Plan:
     spilled_blocks: tuple[int, ...]  # whose kept gradients go to the SSDs
     commit_every: int  # steps
     ssd_nbytes: int  # model states on all SSDs, both generations
+    layer_activations: tuple[BlockActivations, ...]  # of each layer in order, or none: the default
+    activations: Pool  # the GPU worker's: those that stay in host memory, then those on their way to or from the SSDs
+    num_staged_activations: int  # of the slots of `activations`
+    num_ssd_activations: int  # slots of the same size on all SSDs together
 
     @property
     def arena_nbytes(self) -> int:
         """Size of the shared memory."""
-        return self.transit.offset + self.transit.nbytes
+        return self.activations.offset + self.activations.nbytes
 
 
 def make_plan(
@@ -148,6 +163,18 @@ class _Choice:
 
 
 def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
+    num_layers = len(model.blocks) - 2
+    if placement.activations and len(placement.activations) != num_layers:
+        raise PlanError(
+            f"activations are given for {len(placement.activations)} layers; the model has {num_layers}, and each needs "
+            "a choice"
+        )
+    room_nbytes = placement.host_activation_nbytes + placement.ssd_activation_nbytes
+    if not room_nbytes and any(choice.swaps for choice in placement.activations):
+        raise PlanError(
+            "activations are to be swapped, and there is no room for them: give host_activation_nbytes or "
+            "ssd_activation_nbytes"
+        )
     in_memory = [*placement.host_blocks, *placement.device_blocks]
     if len(set(in_memory)) < len(in_memory) or not set(in_memory) <= set(model.blocks):
         raise PlanError(
@@ -230,6 +257,13 @@ def _lay_out(model: ModelSize, placement: Placement, num_optimizers: int, grad_i
         slot_nbytes=state_nbytes,
         num_slots=TRANSIT_DEPTH if placement.device_blocks else 0,
     )
+    num_ssd_activations = -(-placement.ssd_activation_nbytes // ACTIVATION_SLOT_NBYTES)
+    num_staged = min(STAGED_ACTIVATIONS, num_ssd_activations)
+    activations = Pool(
+        offset=transit.offset + transit.nbytes,
+        slot_nbytes=ACTIVATION_SLOT_NBYTES,
+        num_slots=-(-placement.host_activation_nbytes // ACTIVATION_SLOT_NBYTES) + num_staged,
+    )
     return Plan(
         params=params,
         grads=grads,
@@ -242,4 +276,8 @@ def _lay_out(model: ModelSize, placement: Placement, num_optimizers: int, grad_i
         spilled_blocks=spilled,
         commit_every=placement.commit_every or (COMMIT_EVERY if in_memory else 1),
         ssd_nbytes=2 * total * state_nbytes,
+        layer_activations=placement.activations,
+        activations=activations,
+        num_staged_activations=num_staged,
+        num_ssd_activations=num_ssd_activations,
     )

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
 from windlass.planner.plan import (
+    ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
     FETCH_DEPTH,
     MIN_STATE_DEPTH,
+    STAGED_ACTIVATIONS,
     STATE_DEPTH,
     TRANSIT_DEPTH,
     ModelSize,
@@ -70,7 +73,7 @@ def test_pools_lie_side_by_side_and_fill_the_arena(
         keep_grads=keep_grads,
         placement=placement,
     )
-    pools = [found.params, found.grads, *found.states, found.host_states, found.transit]
+    pools = [found.params, found.grads, *found.states, found.host_states, found.transit, found.activations]
     assert len(found.states) == num_optimizers
     assert pools[0].offset == 0
     assert all(pool.offset + pool.nbytes == next_pool.offset for pool, next_pool in pairwise(pools))
@@ -251,3 +254,33 @@ def test_gradients_do_not_spill_where_their_place_may_be_taken(placement: Placem
     least = plan(keep_grads=True, placement=placement, host_memory_nbytes=GIB).arena_nbytes
     with pytest.raises(PlanError, match="raise the budget"):
         plan(keep_grads=True, placement=placement, host_memory_nbytes=least // 2)
+
+
+def test_swapped_activations_have_slots_of_their_own() -> None:
+    choices = (BlockActivations(swap_input=True), RECOMPUTE_ALL, RECOMPUTE_ALL, RECOMPUTE_ALL)
+    before = plan()
+    found = plan(
+        placement=Placement(
+            activations=choices,
+            host_activation_nbytes=3 * ACTIVATION_SLOT_NBYTES - 1,
+            ssd_activation_nbytes=5 * ACTIVATION_SLOT_NBYTES,
+        )
+    )
+    assert found.layer_activations == choices
+    assert (found.num_staged_activations, found.num_ssd_activations) == (5, 5)
+    assert found.activations.num_slots == 3 + 5
+    assert found.arena_nbytes == before.arena_nbytes + 8 * ACTIVATION_SLOT_NBYTES
+    many = plan(placement=Placement(ssd_activation_nbytes=100 * ACTIVATION_SLOT_NBYTES))
+    assert many.num_staged_activations == many.activations.num_slots == STAGED_ACTIVATIONS
+
+
+@pytest.mark.parametrize(
+    ("placement", "error"),
+    [
+        (Placement(activations=(RECOMPUTE_ALL,)), "given for 1 layers; the model has 4"),
+        (Placement(activations=(BlockActivations(swap_input=True),) * 4), "no room for them"),
+    ],
+)
+def test_activations_that_cannot_be(placement: Placement, error: str) -> None:
+    with pytest.raises(PlanError, match=error):
+        plan(placement=placement)
