@@ -166,8 +166,8 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
     num_layers = len(model.blocks) - 2
     if placement.activations and len(placement.activations) != num_layers:
         raise PlanError(
-            f"activations are given for {len(placement.activations)} layers; the model has {num_layers}, and each needs "
-            "a choice"
+            f"activations are given for {len(placement.activations)} layers; the model has {num_layers}, and each "
+            "needs a choice"
         )
     room_nbytes = placement.host_activation_nbytes + placement.ssd_activation_nbytes
     if not room_nbytes and any(choice.swaps for choice in placement.activations):
