@@ -6,7 +6,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-NAMES = ("active_gradient", "memory", "optimizer", "overflow", "scheduler", "ssd", "step")
+NAMES = ("active_gradient", "memory", "optimizer", "overflow", "scheduler", "ssd", "ssds", "step")
 REPORTS_DIR = Path(__file__).parent / "reports"
 
 

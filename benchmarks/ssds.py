@@ -1,0 +1,136 @@
+"""What several SSDs are worth: `python -m benchmarks.ssds [--quick]`
+
+The same model in windlass's real processes over 1, 2, 4 and 8 SSD servers, each throttled to the same rate: real bytes,
+held back (`throttle.py`), as this machine need not have so many SSDs. One of them takes several times what the compute
+takes, so that its rate is the step's; with enough of them the compute is. The limit of each number is the larger of
+the compute's time, measured without a throttle, and the bytes of a step over what the servers' rates add up to.
+Source: Ratel, section V-F.
+"""
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
+from benchmarks.machine import num_cores
+from benchmarks.report import Report, ratio, spread
+from benchmarks.scheduler import Reference, measure_reference
+from benchmarks.step import contenders, describe
+from benchmarks.workload import ModelShape, Workload
+
+# One SSD takes so many times what the compute takes: with that many, both take the same.
+_ONE_OVER_COMPUTE = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """So many SSD servers; `rate` is of each, in bytes a second."""
+
+    num_ssds: int
+    rate: float
+
+    @property
+    def name(self) -> str:
+        """For files and tables."""
+        return f"ssds-{self.num_ssds}"
+
+    def limit_s(self, reference: Reference, nbytes: int) -> float:
+        """No step is shorter."""
+        return max(reference.compute_s, nbytes / (self.num_ssds * self.rate))
+
+
+def workload_of(*, quick: bool) -> Workload:
+    """Many chunks, so that striping is even."""
+    return Workload(
+        shape=ModelShape(hidden=256, num_layers=8 if quick else 24, vocab=2048, intermediate=704, num_heads=4),
+        batch_size=4 if quick else 8,
+        sequence_length=256,
+        num_warmup_steps=1 if quick else 2,
+        num_timed_steps=2 if quick else 4,
+        num_threads=num_cores(),
+        seed=1,
+    )
+
+
+def contender_of(setup: Setup, folder: Path) -> Contender:
+    """Windlass over so many servers, each with a folder of its own. Nothing that is read stays in memory."""
+    ours = contenders(folder / "ssd")[0]
+    directories = [str(folder / f"ssd-{i}") for i in range(setup.num_ssds)]
+    options = ["--throttle", f"ssd_bytes_per_s={setup.rate}", "--place", "num_cached_params=0"]
+    return replace(ours, name=setup.name, title=setup.name, arguments=(*directories, *options))
+
+
+def moved(run: ContenderRun) -> int:
+    """Bytes of a step on all SSDs, as the servers count them."""
+    assert run.ssd_nbytes is not None, "windlass counts its bytes"
+    return sum(run.ssd_nbytes)
+
+
+def main() -> None:
+    """Measure, report, end with the line of ratios."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ssds", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, one round, up to two SSDs")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
+    options = parser.parse_args()
+    workload = workload_of(quick=options.quick)
+    num_rounds = 1 if options.quick else 2
+    configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}
+    report = Report("Several SSDs, each throttled to the same rate", options.directory, configuration)
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
+        folder = Path(name).resolve()
+        workload.write(folder)
+        reference = measure_reference(workload, folder)
+        rate = reference.ssd_nbytes / (_ONE_OVER_COMPUTE * reference.compute_s)
+        setups = [Setup(number, rate) for number in ((1, 2) if options.quick else (1, 2, 4, 8))]
+        runs: dict[str, list[ContenderRun]] = {}
+        for contender in rounds([contender_of(setup, folder) for setup in setups], num_rounds):
+            runs.setdefault(contender.name, []).append(run_contender(contender, workload, folder))
+    report.add(
+        f"Each server is throttled to {rate / 1e6:.1f} MB/s. Without throttles a step computes for "
+        f"{reference.compute_s:.2f} s."
+    )
+    add_table(report, setups, runs, reference)
+    report.finish(ratios_of(setups, runs, reference))
+
+
+def add_table(report: Report, setups: list[Setup], runs: dict[str, list[ContenderRun]], reference: Reference) -> None:
+    """A row for each number of servers."""
+    rows = []
+    for setup in setups:
+        mine = runs[setup.name]
+        limit_s = setup.limit_s(reference, moved(mine[0]))
+        rows.append(
+            (
+                str(setup.num_ssds),
+                spread([each for run in mine for each in run.step_s]),
+                f"{moved(mine[0]) / 1e6:.0f}",
+                f"{limit_s:.2f}",
+                f"{step_s(mine) / limit_s:.2f}",
+            )
+        )
+    report.add_table(("SSD servers", "step, s", "MB a step", "limit, s", "step over limit"), rows)
+
+
+def step_s(runs: list[ContenderRun]) -> float:
+    """The mean: what one step borrows from the next is in it once."""
+    return statistics.fmean(each for run in runs for each in run.step_s)
+
+
+def ratios_of(setups: list[Setup], runs: dict[str, list[ContenderRun]], reference: Reference) -> dict[str, Any]:
+    """Speed-ups over one server; how far each number is from its limit."""
+    by_number = {setup.num_ssds: step_s(runs[setup.name]) for setup in setups}
+    limits = {str(each.num_ssds): each.limit_s(reference, moved(runs[each.name][0])) for each in setups}
+    return {
+        "two_over_one": ratio(by_number[1], by_number[2]),
+        "four_over_one": ratio(by_number[1], by_number.get(4)),
+        "step_over_limit": {
+            str(each.num_ssds): by_number[each.num_ssds] / limits[str(each.num_ssds)] for each in setups
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
