@@ -22,6 +22,16 @@ _PATIENCE_MS = 15_000
 # What Chromium itself prints while the service is away; a page can't keep it from that.
 _CONNECTION_LOST = re.compile(r"net::ERR_(CONNECTION|INCOMPLETE_CHUNKED|EMPTY_RESPONSE|NETWORK)")
 
+# The summary of a step's timeline, in seconds.
+TIMELINE = {
+    "period_s": 6.6,
+    "busy_s": {"gpu-0/compute": 5.94, "gpu-0/h2d": 1.32, "gpu-0/d2h": 0.66, "optimizer-0": 6.27, "ssd-0": 3.3},
+    "stall_s": {"update": 0.528, "commit": 0.132},
+    "busiest": "optimizer-0",
+    "overlap_efficiency": 0.95,
+    "dependency_bound_s": 4.4,
+}
+
 expect.set_options(timeout=_PATIENCE_MS)
 
 OpenPage = Callable[..., Page]
@@ -158,6 +168,27 @@ def test_what_a_job_wears_off_ssds_comes_with_its_first_step_and_settles(
     expect(page.locator("#detail-wear")).to_have_text(f"{figures} 10 days of training")
     service.move(job_id, JobStatus.RUNNING, JobStatus.CANCELLED, "Fine-tuning job cancelled")
     expect(page.locator("#detail-wear")).to_contain_text("21 GB a step, 165 GB by this job (0.014 % of the rating)")
+
+
+def test_what_the_last_steps_time_went_to(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.run()
+    page = open_page(f"#/jobs/{job_id}")
+    service.train(job_id, 1, 2.0)
+    expect(page.locator("#figures")).to_contain_text("2.0000")
+    expect(page.locator("#timeline-panel")).to_be_hidden()
+    service.train(job_id, 2, 1.9, timeline=TIMELINE)
+    bars = page.locator("#timeline-bars li")
+    expect(bars).to_have_text(
+        ["gpu-0 computes90 %", "gpu-0 copies out10 %", "gpu-0 copies in20 %", "optimizer-095 %", "ssd-050 %"]
+    )
+    assert [bar.get_attribute("class") for bar in bars.all()].count("busiest") == 1
+    expect(page.locator("#timeline-bars .busiest")).to_contain_text("optimizer-0")
+    expect(page.get_by_label("ssd-0: busy share of the step")).to_have_js_property("value", 0.5)
+    expect(page.locator("#timeline-summary")).to_have_text(
+        "The step took 6.6 s; its longest chain of work that must be serial takes 4.4 s."
+    )
+    expect(page.locator("#timeline-waits")).to_have_text("The device waited for: the block's update 8 %, a commit 2 %.")
+    expect(page.locator("#timeline-trace")).to_have_attribute("href", f"/v1/fine_tuning/jobs/{job_id}/timeline")
 
 
 def test_a_page_that_was_cut_off_shows_every_point_once(service: LiveService, open_page: OpenPage) -> None:

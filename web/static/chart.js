@@ -79,6 +79,7 @@ export class Chart {
     const spike = { spikecolor: muted, spikethickness: 1, spikedash: "dot" };
     const title = { title: { text: "step", font: axisFont }, unifiedhovertitle: { text: "step %{x}" } };
     const steps = { ...title, ...spike, hoverformat: ",d", tickformat: ",d" };
+    if (this.#drawn.train.x.length <= 10) steps.dtick = 1; // no ticks between steps
     return {
       autosize: true,
       uirevision: this.#drawn.key,

@@ -6,6 +6,7 @@ import { Curve } from "./curve.js";
 import { byId, make, setBadge, setOptional, setPairs, setText } from "./dom.js";
 import * as format from "./format.js";
 import { TERMINAL, nameOf, progressOf, reasonOf } from "./jobs.js";
+import { renderTimeline } from "./timeline.js";
 
 const MAX_LOG_LINES = 500;
 const LEVELS = { warn: "warning", error: "error" };
@@ -87,6 +88,8 @@ export class Detail {
     this.#renderHead(entry);
     this.#renderProgress(entry);
     this.#renderFigures(entry);
+    const { id } = entry.job;
+    renderTimeline(entry.metrics?.timeline ?? null, { url: api.timelineUrl(id), name: `${id}-timeline.json` });
     this.#renderSettings(entry);
     if (this.#curveChanged) this.#renderCurve(TERMINAL.has(entry.job.status));
     if (this.#logChanged) this.#renderLog();
