@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml
 demo: install
 	$(BIN)/python -m windlass.service.demo
 
+# Side by side, as tests/conftest.py says.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto
 
 test-long: install
 	$(BIN)/python -m pytest -m 'not gpu' --durations=20
@@ -33,8 +34,9 @@ bench: install
 	$(BIN)/python -m benchmarks
 
 # Runs in one process, without Ray or FastAPI, on whatever `python3` has torch; skips with a reason where there is no GPU.
+# In two calls: make gpu-check ARGS="--part parity", and ARGS="--part speed".
 gpu-check:
-	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
+	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) .demo

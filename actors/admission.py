@@ -10,6 +10,7 @@ from windlass.storage.calibration import Calibration, calibrate, stripe_weights
 from windlass.storage.ids import JobId
 from windlass.storage.raw_device import is_block_device, is_device_path
 from windlass.storage.room import arena_room_nbytes, require_arena_room
+from windlass.storage.scratch import scratch_demand
 from windlass.storage.store_errors import StoreError
 from windlass.storage.tensor_store import stored_geometry
 from windlass.storage.transfers import Backend, uring_refusal
@@ -74,16 +75,24 @@ def require_room(context: JobContext, *, direct: bool = True) -> None:
             volume = Volume.open(name, direct=direct)
             disk = _disk(Path(name))
             volumes.setdefault(disk, volume)
-            if context.spec.job not in volume.allocations():
-                needed[disk] += context.geometry(index).demand.nbytes
+            needed[disk] += _missing_nbytes(context, index, volume)
             if volumes[disk] is not volume:
                 volume.close()
         for disk, volume in volumes.items():
-            volume.require_room("the model states", needed[disk])
+            volume.require_room("the model states and swapped activations", needed[disk])
     finally:
         for volume in volumes.values():
             volume.close()
     require_arena_room(Path(context.spec.arena_dir), context.plan.arena_nbytes)
+
+
+def _missing_nbytes(context: JobContext, ssd: int, volume: Volume) -> int:
+    """What the job has yet to reserve there."""
+    scratch = scratch_demand(context.plan.activations.slot_nbytes, context.num_scratch_slots(ssd)).nbytes
+    held = volume.allocations().get(context.spec.job)
+    if held is None:
+        return context.geometry(ssd).demand.nbytes + scratch
+    return max(0, scratch - UNIT_NBYTES * sum(part.count for part in held.scratch))
 
 
 def _known_calibration(volume: Volume) -> Calibration | None:

@@ -40,6 +40,23 @@ def has_begun(job_dir: Path, attempt: Attempt) -> bool:
     return _path(job_dir, attempt).exists()
 
 
+def tell_alive(job_dir: Path, attempt: Attempt) -> bool:
+    """The runner's sign of life. False, and nothing done, once the attempt is closed."""
+    try:
+        os.utime(_path(job_dir, attempt))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def last_sign_of_life(job_dir: Path, attempt: Attempt) -> int | None:
+    """A number that changes with each sign of life of the runner; None before it has begun."""
+    try:
+        return _path(job_dir, attempt).stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
 def close_attempt(job_dir: Path, attempt: Attempt) -> bool:
     """Close the attempt if none of its processes lives: from then on none can join it. False if one lives."""
     path = _path(job_dir, attempt)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from windlass.actors.job_spec import JobSpec, UpdateOrder
 from windlass.engine.layout import ModelLayout
-from windlass.planner.plan import ModelSize, Plan, make_plan
+from windlass.planner.plan import ModelSize, Plan, PlanError, make_plan
 from windlass.storage.ids import (
     ActorName,
     BlockIndex,
@@ -97,6 +97,12 @@ class JobContext:
             chunks_per_block=tuple(self.layout.num_chunks(block.index) for block in self.layout.blocks),
         )
 
+    def num_scratch_slots(self, ssd: int) -> int:
+        """One SSD's share of the slots for activations, by its weight; all SSDs together have as many as the plan."""
+        weights, num_slots = [each.weight for each in self.ssds], self.plan.num_ssd_activations
+        stop, start = sum(weights[: ssd + 1]), sum(weights[:ssd])
+        return num_slots * stop // sum(weights) - num_slots * start // sum(weights)
+
     def chunk_numel(self, key: ChunkKey) -> int:
         """Elements that a chunk really holds; the last of a block may be short."""
         start, stop = self.layout.chunk_range(key)
@@ -117,6 +123,20 @@ class JobContext:
         keys = (key for block in self.plan.host_blocks for key in self.layout.chunk_keys(BlockIndex(block)))
         return {key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(keys)}
 
+    def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
+        """Where one group's sums wait for the next group, by the block whose operation makes them."""
+        pool, resident = self.plan.partial_grads, self.plan.device_blocks
+        if not pool.num_slots:
+            return {}
+        uses = (
+            (BlockIndex(user), key)
+            for user, shared in enumerate(self.layout.shared)
+            for block in shared
+            for key in self.layout.chunk_keys(block)
+            if block not in resident
+        )
+        return {use: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, use in enumerate(uses)}
+
 
 def aligned(nbytes: int, alignment: int = 4096) -> int:
     """`nbytes` rounded up to what O_DIRECT moves; never nothing, as the chunk of a block without params moves too."""
@@ -134,7 +154,7 @@ def make_context(
     """Plans the job; `ssds` None: all alike; `free_nbytes`: of host memory, for a job without a budget.
 
     Raises:
-        PlanError: the budget, or what is free, is too small.
+        PlanError: the budget, or what is free, is too small, or the job has no SSDs and needs some.
     """
     ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
     formats = spec.hyperparameters.formats
@@ -144,6 +164,7 @@ def make_context(
         chunk_numel=layout.chunk_numel,
         param_itemsize=itemsizes[formats.param_kind],
         state_itemsize=sum(itemsizes.values()),
+        shared_blocks=tuple(block for shared in layout.shared for block in shared[1:]),
     )
     plan = make_plan(
         size,
@@ -152,7 +173,13 @@ def make_context(
         keep_grads=spec.hyperparameters.keeps_grads,
         is_naive=spec.hyperparameters.order_of_updates is UpdateOrder.NAIVE,
         host_memory_nbytes=spec.host_memory_nbytes,
+        num_microbatches=spec.hyperparameters.num_microbatches,
         free_nbytes=free_nbytes,
         placement=spec.placement,
     )
+    if not spec.ssd_dirs and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
+        raise PlanError(
+            "the job has no SSDs: then the states of all blocks must rest in host memory, and activations must not go "
+            f"to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
+        )
     return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)

@@ -1,7 +1,8 @@
 """One optimizer of the pool: updates chunks, read from the SSD servers and written back to them.
 
 Reading, updating and writing back of successive chunks overlap: a feeder thread asks for states as slots come free, one
-thread updates what has arrived, and write-backs are reported by the SSD servers.
+thread updates what has arrived, and write-backs are reported by the SSD servers. Of the chunks that wait, those of the
+most urgent block go first, whichever block was begun before.
 """
 
 import queue
@@ -16,7 +17,7 @@ import torch
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.chunk_update import ChunkUpdater
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, grad_precision
-from windlass.actors.guarded_threads import GuardedThreads
+from windlass.actors.guarded_threads import GuardedThreads, works_at
 from windlass.actors.messages import (
     Announcement,
     BlockFlushed,
@@ -44,6 +45,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.model_io import ModelIo
 from windlass.actors.spans import SpanLog
+from windlass.actors.urgent_queue import UrgentQueue
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
 from windlass.storage.arena import Arena, SlotPool
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
@@ -51,7 +53,15 @@ from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKin
 # Chunks of states that rest in host memory, on their way there at once.
 RESTORE_DEPTH = 4
 
-_Command = UpdateBlock | FlushBlock | RestoreStates | LoadModel | ExportModel
+
+@dataclass(frozen=True, slots=True)
+class _FeedChunk:
+    """Ask for the states of the most urgent chunk that waits."""
+
+    because_of: UpdateBlock  # the urgent one may be another's
+
+
+_Command = _FeedChunk | FlushBlock | RestoreStates | LoadModel | ExportModel
 
 
 @dataclass(slots=True, eq=False)
@@ -85,16 +95,20 @@ class CpuOptimizer:
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
         self._commands: queue.Queue[_Command | None] = queue.Queue()
-        self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
+        order = self.spec.effective_ordering.queues
+        self._to_read: UrgentQueue[tuple[UpdateBlock, GradChunk]] = UrgentQueue(order)
+        self._arrived: UrgentQueue[_ChunkUpdate] = UrgentQueue(order)
         self._io = ChunkIoClient(name, context, send)
         self._spans = SpanLog(name, context.spec.job, send)
         self._num_blocks = _num_blocks_of(context, index)
         self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
         self._lock = threading.Condition()
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
-        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # answers not yet used
+        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # of updates that are not done
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
-        self._threads = GuardedThreads(self.name, context.spec.job, send, lambda: self._stopping)
+        self._threads = GuardedThreads(
+            name, context.spec.job, send, lambda: self._stopping, owed=self._io.oldest_in_words
+        )
         self._stopping = False
 
     # --- life cycle -------------------------------------------------------------------------------------------------
@@ -109,14 +123,13 @@ class CpuOptimizer:
         self._model_io = ModelIo(self.context, self._slots, self.chunk_view, self.read, self.write)
         chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
         self.send(SCHEDULER, chosen)
-        self._threads.start((self._run_commands, self._run_updates))
+        self._threads.start((self._run_commands, self._run_updates, self._io.watch))
 
     def post(self, message: Message) -> None:
         """Takes a message and returns at once."""
         match message:
             case UpdateBlock():
-                self._borrow(message)
-                self._commands.put(message)
+                self._begin(message)
             case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
                 self._commands.put(message)
             case ChunkIoDone():
@@ -129,15 +142,20 @@ class CpuOptimizer:
                 raise ValueError(f"{self.name} does not take {type(message).__name__}")
 
     def stop(self) -> None:
-        """Ends the threads, whatever they wait for, and unmaps the arena."""
+        """Ends the threads, whatever they wait for, and unmaps the arena.
+
+        Raises:
+            TimeoutError: a thread hangs; the arena stays mapped, as it may still use it.
+        """
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
+        self._io.stop()
         self._model_io.abort()
         self._slots.close()
         self._restore_permits.release()
         self._commands.put(None)
-        self._arrived.put(None)
+        self._arrived.close()
         self._threads.join(self.spec.deadline_s)
         del self._memory
         self._arena.close()
@@ -185,9 +203,10 @@ class CpuOptimizer:
 
     def _run_commands(self) -> None:
         while (message := self._commands.get()) is not None:
+            works_at(message.because_of if isinstance(message, _FeedChunk) else message)
             match message:
-                case UpdateBlock():
-                    self._feed(message)
+                case _FeedChunk():
+                    self._feed()
                 case FlushBlock():
                     self._flush(message)
                 case RestoreStates():
@@ -262,6 +281,18 @@ class CpuOptimizer:
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
+    def _begin(self, update: UpdateBlock) -> None:
+        self._borrow(update)
+        self._count(update, len(update.chunks))
+        for grad in update.chunks:
+            host_slot = self._host_slots.get(grad.key)
+            if host_slot is not None:
+                chunk = _ChunkUpdate(update, grad, host_slot, rests_here=True)
+                self._arrived.put(update.step, update.block, chunk)
+            else:
+                self._to_read.put(update.step, update.block, (update, grad))
+                self._commands.put(_FeedChunk(update))
+
     def _borrow(self, update: UpdateBlock) -> None:
         """Asks for slots to update params in, from which the next forward pass will take them."""
         if self._is_borrowing(update):
@@ -279,9 +310,9 @@ class CpuOptimizer:
         # Where states rest in memory, so do their params.
         return self._borrows and update.chunks[0].key not in self._host_slots
 
-    def _await_loans(self, update: UpdateBlock) -> dict[ChunkKey, ParamLoan]:
+    def _await_loan(self, update: UpdateBlock, chunk: ChunkKey) -> ParamLoan | None:
         if not self._is_borrowing(update):
-            return {}
+            return None
         key = (update.step, update.block)
         with self._lock:
             if not self._lock.wait_for(lambda: self._stopping or key in self._loans, self.spec.deadline_s):
@@ -291,19 +322,17 @@ class CpuOptimizer:
                 )
             if self._stopping:
                 raise InterruptedError("the job was stopped")
-            return self._loans.pop(key)
+            return self._loans[key].get(chunk)
 
-    def _feed(self, update: UpdateBlock) -> None:
-        self._count(update, len(update.chunks))
-        loans = self._await_loans(update)
-        for grad in update.chunks:
-            host_slot = self._host_slots.get(grad.key)
-            if host_slot is not None:
-                self._arrived.put(_ChunkUpdate(update, grad, host_slot, rests_here=True))
-                continue
-            (slot,) = self._slots.acquire(1, self.spec.deadline_s)
-            chunk = _ChunkUpdate(update, grad, slot, rests_here=False, loan=loans.get(grad.key))
-            self._read_states(chunk)
+    def _feed(self) -> None:
+        (slot,) = self._slots.acquire(1, self.spec.deadline_s)
+        # Only now: what is more urgent may have come meanwhile.
+        waiting = self._to_read.get()
+        assert waiting is not None, "as many are asked for as wait"
+        update, grad = waiting
+        works_at(update)
+        loan = self._await_loan(update, grad.key)
+        self._read_states(_ChunkUpdate(update, grad, slot, rests_here=False, loan=loan))
 
     def _read_states(self, chunk: _ChunkUpdate) -> None:
         update, key, loan = chunk.update, chunk.grad.key, chunk.loan
@@ -315,7 +344,7 @@ class CpuOptimizer:
                 chunk.num_missing -= 1
                 is_whole = chunk.num_missing == 0
             if is_whole:
-                self._arrived.put(chunk)
+                self._arrived.put(update.step, key.block, chunk)
 
         kinds = self._formats.kinds_to_update
         if loan is not None and loan.is_filled:
@@ -328,6 +357,7 @@ class CpuOptimizer:
     def _run_updates(self) -> None:
         torch.set_num_threads(self.spec.optimizer_threads)
         while (chunk := self._arrived.get()) is not None:
+            works_at(chunk.update)
             start_s, key = time.monotonic(), chunk.grad.key
             self._update(chunk)
             self._spans.note(
@@ -371,6 +401,8 @@ class CpuOptimizer:
 
     def _done(self, update: UpdateBlock) -> None:
         if self._is_last(update):
+            with self._lock:
+                self._loans.pop((update.step, update.block), None)
             self._tell_spans(update.step)
             updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
             self.send(SCHEDULER, updated)

@@ -19,7 +19,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from windlass.actors.admission import arena_free_nbytes, require_room, survey_ssds
-from windlass.actors.attempt_lock import begin_attempt, join_attempt
+from windlass.actors.attempt_lock import begin_attempt, join_attempt, tell_alive
 from windlass.actors.context import (
     GPU_WORKER,
     SCHEDULER,
@@ -36,7 +36,7 @@ from windlass.actors.kept_kernel import keeping_kernel
 from windlass.actors.mail import Courier, Mailbox
 from windlass.actors.messages import ActorFailed, Announcement, Message
 from windlass.actors.outbox import Outbox
-from windlass.actors.scheduler import INTERRUPTED, ActorLostError, JobFailedError, Scheduler
+from windlass.actors.scheduler import INTERRUPTED, ActorLostError, Scheduler
 from windlass.engine.layout import ModelLayout
 from windlass.storage.arena import Arena, arena_path, remove_leftovers
 from windlass.storage.ids import ActorName, Attempt, JobId
@@ -48,6 +48,8 @@ NAMESPACE = "windlass"
 # The custom resource that stands for what a rank computes on: a GPU, or the CPU of a machine that has none.
 DEVICE_RESOURCE = "device"
 _START_DEADLINE_S = 120.0
+# Between the runner's signs of life.
+_PULSE_S = 1.0
 _NICE = 10
 # Of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -110,7 +112,7 @@ class ActorShell:
             try:
                 self.actor.post(message)
             except Exception as error:  # noqa: BLE001 - the sender does not wait for an answer
-                failed = ActorFailed.of(error, job=message.job, step=message.step, actor=self.name)
+                failed = ActorFailed.of(error, actor=self.name, about=message)
                 self._outbox.send(SCHEDULER, failed)
 
     def commits(self) -> list[CommitRecord]:
@@ -146,7 +148,16 @@ def _build(name: ActorName, context: JobContext, send: Any) -> Any:
         from windlass.actors.ssd_server import SsdServer
 
         path, facts = context.spec.ssd_dirs[index], context.ssds[index]
-        return SsdServer(name, path, context.geometry(index), context.arena_path, send, io=facts.io)
+        return SsdServer(
+            name,
+            path,
+            context.geometry(index),
+            context.arena_path,
+            send,
+            io=facts.io,
+            scratch_slot_nbytes=context.plan.activations.slot_nbytes,
+            num_scratch_slots=context.num_scratch_slots(index),
+        )
     if kind == "optimizer":
         from windlass.actors.cpu_optimizer import CpuOptimizer
 
@@ -176,6 +187,7 @@ class Runner:
     def start(self) -> None:
         """Begins; returns at once, so that the attempt does not depend on who started it."""
         self._attempt_lock = begin_attempt(Path(self.spec.job_dir), self.spec.attempt)
+        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
         threading.Thread(target=self._run, name="runner", daemon=True).start()
 
     def _post(self, messages: Sequence[Message]) -> None:
@@ -215,6 +227,11 @@ class Runner:
         if self._scheduler is not None:
             self._scheduler.cancel()
 
+    def _pulse(self) -> None:
+        """Ray counts a process that hangs among the living."""
+        while tell_alive(Path(self.spec.job_dir), self.spec.attempt):
+            time.sleep(_PULSE_S)
+
     def _run(self) -> None:
         try:
             self._attempt()
@@ -222,9 +239,9 @@ class Runner:
             Path(self.spec.job_dir, "error.txt").write_text(traceback.format_exc())
             # Ray wraps what an actor raised; the cause is what people need.
             cause = getattr(error, "cause", None) or error
-            is_for_people = isinstance(cause, JobFailedError | NotEnoughRoom | StoreError | ValueError)
+            was_lost = isinstance(cause, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
+            is_for_people = isinstance(cause, ActorLostError | TimeoutError | NotEnoughRoom | StoreError | ValueError)
             message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
-            was_lost = isinstance(cause, ActorLostError | ray.exceptions.RayActorError)
             status = INTERRUPTED if was_lost else "failed"
             with self._lock, contextlib.closing(self._open_journal()) as journal:
                 self._is_over = True
@@ -246,7 +263,7 @@ class Runner:
         group = placement_group([{DEVICE_RESOURCE: 1}], strategy="STRICT_PACK")
         try:
             if not group.wait(_START_DEADLINE_S):
-                raise JobFailedError(f"no device came free within {_START_DEADLINE_S:g} s; another job holds it")
+                raise TimeoutError(f"no device came free within {_START_DEADLINE_S:g} s; another job holds it")
             addresses = self._make_workers(context, group) | {SCHEDULER: mailbox.address}
             commit = self._set_up_workers(addresses)
             outbox = Outbox(Courier(addresses).deliver)
@@ -277,20 +294,19 @@ class Runner:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
                 **options,
             ).remote(name, context, num_threads, yields_cores=name != GPU_WORKER and not num_gpus)
-        asked = [handle.address.remote() for handle in self._workers.values()]
-        return dict(zip(self._workers, ray.get(asked, timeout=_START_DEADLINE_S), strict=True))
+        return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
 
     def _set_up_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
         """Returns the commit that they go on from."""
-        ray.get([handle.connect.remote(addresses) for handle in self._workers.values()], timeout=_START_DEADLINE_S)
-        ray.get([handle.join_attempt.remote() for handle in self._workers.values()], timeout=_START_DEADLINE_S)
+        _answers_of({name: handle.connect.remote(addresses) for name, handle in self._workers.items()})
+        _answers_of({name: handle.join_attempt.remote() for name, handle in self._workers.items()})
         servers = {name: self._workers[name] for name in map(ssd_name, range(len(self.spec.ssd_dirs)))}
-        _await_setup({name: handle.setup.remote() for name, handle in servers.items()})
-        journals = ray.get([server.commits.remote() for server in servers.values()], timeout=_START_DEADLINE_S)
-        commit = last_common_commit(journals)
-        ray.get([server.resume_from.remote(commit) for server in servers.values()], timeout=_START_DEADLINE_S)
+        _answers_of({name: handle.setup.remote() for name, handle in servers.items()})
+        journals = _answers_of({name: handle.commits.remote() for name, handle in servers.items()})
+        commit = last_common_commit(list(journals.values()))
+        _answers_of({name: handle.resume_from.remote(commit) for name, handle in servers.items()})
         others = {name: handle for name, handle in self._workers.items() if name not in servers}
-        _await_setup({name: handle.setup.remote(commit) for name, handle in others.items()})
+        _answers_of({name: handle.setup.remote(commit) for name, handle in others.items()})
         self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
         return commit
 
@@ -301,20 +317,21 @@ class Runner:
             raise ActorLostError(f"the process of {name} died; the kernel log tells whether memory ran out")
 
 
-def _await_setup(setups: Mapping[ActorName, Any]) -> None:
-    """Returns when all are ready; raises what one of them raised, and JobFailedError for one that never answers."""
-    until_s = time.monotonic() + _START_DEADLINE_S
-    for name, reference in setups.items():
+def _answers_of(asked: Mapping[ActorName, Any]) -> dict[ActorName, Any]:
+    """What all of them answer; raises what one of them raised, and TimeoutError for one that does not answer."""
+    until_s, answers = time.monotonic() + _START_DEADLINE_S, {}
+    for name, reference in asked.items():
         try:
-            ray.get(reference, timeout=max(0.0, until_s - time.monotonic()))
+            answers[name] = ray.get(reference, timeout=max(0.0, until_s - time.monotonic()))
         except ray.exceptions.GetTimeoutError as error:
-            raise JobFailedError(
+            raise TimeoutError(
                 f"{name} was not ready within {_START_DEADLINE_S:g} s; the machine is overloaded, or a disk hangs"
             ) from error
         except ray.exceptions.ActorDiedError as error:
             raise ActorLostError(
                 f"the process of {name} died while it started; the kernel log tells whether memory ran out"
             ) from error
+    return answers
 
 
 _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)

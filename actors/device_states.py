@@ -10,6 +10,7 @@ import torch
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.chunk_update import ChunkUpdater
 from windlass.actors.context import JobContext
+from windlass.actors.guarded_threads import works_at
 from windlass.actors.messages import (
     Announcement,
     BlockFlushed,
@@ -100,6 +101,7 @@ class DeviceStates:
     def run(self) -> None:
         """What the thread runs."""
         while (command := self._commands.get()) is not None:
+            works_at(command)
             match command:
                 case UpdateBlock():
                     self._update(command)

@@ -1,24 +1,28 @@
 """One rank: owns the device and runs the block loop.
 
-Five threads: two bring params (`param_feed`), one computes, one moves gradients out (`grad_offload`), one updates the
-states that rest on the device (`device_states`). `post` only hands messages to them. Scheduler messages are about
-blocks; SSD servers and optimizers are spoken to in chunks.
+Six threads: two bring params (`param_feed`), one computes, one moves gradients out (`grad_offload`), one brings sums of
+them back (`partial_grads`), one updates the states that rest on the device (`device_states`). `post` only hands
+messages to them. Scheduler messages are about blocks; SSD servers and optimizers are spoken to in chunks.
 """
 
 import math
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
+from windlass.actors.activation_room import layer_activations, require_activation_room
+from windlass.actors.activation_tiers import ActivationTiers
 from windlass.actors.chunk_io import ChunkIoClient
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluation_batch_size, grad_precision
 from windlass.actors.device_states import DeviceStates
 from windlass.actors.grad_offload import GradOffload
-from windlass.actors.guarded_threads import GuardedThreads
+from windlass.actors.guarded_threads import GuardedThreads, works_at
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
+    ActivationIoDone,
+    Announcement,
     BlockBackwardDone,
     BlockComputed,
     BorrowParams,
@@ -40,13 +44,16 @@ from windlass.actors.messages import (
 )
 from windlass.actors.param_feed import Fetch, ParamFeed
 from windlass.actors.spans import COMPUTE, WHOLE_BLOCK, SpanLog
-from windlass.engine.block_runner import BlockRunner
+from windlass.engine.activations_need import ActivationNeedUnknownError
+from windlass.engine.block_runner import BlockRunner, LossSums
 from windlass.engine.dataset import MicroBatch, PreparedDataset
 from windlass.engine.device import Device
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.grad_norm import squared_norm
 from windlass.engine.partition import Partition
+from windlass.engine.self_check import check_architecture
+from windlass.planner.activations import RECOMPUTE_ALL
 from windlass.storage.arena import Arena
 from windlass.storage.ids import BlockIndex, Span, Step
 
@@ -74,8 +81,12 @@ class GpuWorker:
         self._io = ChunkIoClient(self.name, context, send)
         self._spans = SpanLog(self.name, context.spec.job, send)
         self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
-        self._threads = GuardedThreads(self.name, context.spec.job, send, lambda: self._stopping)
-        self._batch: list[MicroBatch] = []
+        self._threads = GuardedThreads(
+            self.name, context.spec.job, send, lambda: self._stopping, owed=self._io.oldest_in_words
+        )
+        self._step_batch: list[MicroBatch] = []  # all groups of a step, or of an evaluation one group
+        self._batch: list[MicroBatch] = []  # the group that is computed, on the device
+        self._sums = LossSums()  # over the groups of `_step_batch` so far
         self._evaluation: list[list[MicroBatch]] = []
         self._stopping = False
 
@@ -83,6 +94,7 @@ class GpuWorker:
 
     def setup(self) -> None:
         """Maps the arena, opens the data, starts the threads."""
+        plan = self.context.plan
         self._arena = Arena.open(self.context.arena_path)
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         self.device.pin(self._memory)
@@ -108,10 +120,24 @@ class GpuWorker:
             chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._states.kernel)
             self.send(SCHEDULER, chosen)
         self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params, self._spans)
-        self.runner = BlockRunner(self.partition, self.device.device, self.hyper.seed)
+        self._activations: ActivationTiers | None = None
+        if plan.activations.num_slots:
+            self._activations = ActivationTiers(
+                self.context, self.device, self._memory, self.send, self.name, self._spans
+            )
+        self.runner = BlockRunner(
+            self.partition,
+            self.device.device,
+            self.hyper.seed,
+            activations=layer_activations(self.context),
+            store=self._activations,
+        )
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
-        self._threads.start((*self._feed.loops, self._run_compute, self._grads.run, self._states.run))
+        self._check_activations()
+        self._threads.start(
+            (*self._feed.loops, self._run_compute, *self._grads.loops, self._states.run, self._io.watch)
+        )
 
     def post(self, message: Message) -> None:
         """Takes a message and returns at once."""
@@ -119,6 +145,7 @@ class GpuWorker:
             case PrefetchParams():
                 self._feed.request(message)
             case ComputeBlock():
+                self._grads.expect(message)
                 self._to_compute.put(message)
             case OffloadGrad():
                 self._grads.request(message)
@@ -126,6 +153,9 @@ class GpuWorker:
                 self._states.post(message)
             case ChunkIoDone():
                 self._io.take(message)
+            case ActivationIoDone():
+                assert self._activations is not None
+                self._activations.take(message)
             case GradSlotsReturned():
                 self._grads.take_back(message.spans)
             case GradDropped():
@@ -138,16 +168,44 @@ class GpuWorker:
                 raise ValueError(f"{self.name} does not take {type(message).__name__}")
 
     def stop(self) -> None:
-        """Ends the threads, whatever they wait for, and unmaps the arena."""
+        """Ends the threads, whatever they wait for, and unmaps the arena.
+
+        Raises:
+            TimeoutError: a thread hangs; the arena stays mapped, as it may still use it.
+        """
         self._stopping = True
+        self._io.stop()
         self._feed.stop()
         self._states.stop()
         self._grads.stop()
+        if self._activations is not None:
+            self._activations.stop()
         self._to_compute.put(None)
         self._threads.join(self.spec.deadline_s)
+        self.runner.forget()
+        if self._activations is not None:
+            self._activations.close()
         self.device.unpin(self._memory)
         del self._memory
         self._arena.close()
+
+    def _check_activations(self) -> None:
+        """Whether the model is computed rightly with the plan's choices, and whether there is room for what they swap.
+
+        Raises:
+            UnsupportedArchitectureError: a tiny model of its class is not.
+            ActivationMemoryError: there is not.
+        """
+        choices = set(self.context.plan.layer_activations) - {RECOMPUTE_ALL}
+        if not choices:
+            return  # a job's preparation has checked the default
+        check_architecture(self.partition.model.config, choices)
+        shapes = self.dataset.largest_shapes(self.hyper.batch_size, self.hyper.num_microbatches)
+        try:
+            require_activation_room(self.context, self.runner, shapes[: self.context.plan.group_size])
+        except ActivationNeedUnknownError as error:
+            text = f"{error}. If they find too little room, the job ends in its first step"
+            self.send(SCHEDULER, Announcement(job=self.spec.job, step=Step(0), text=text))
 
     # --- compute ----------------------------------------------------------------------------------------------------
 
@@ -159,9 +217,11 @@ class GpuWorker:
             flats = {fetch.request.block: fetch.buffer for fetch in fetches}
             grads = self._grad_buffers(operation)
             start_s = time.monotonic()
+            if self._activations is not None:
+                self._activations.begin(operation.step, operation.op, operation.block)
             self.runner.install(operation.block, flats, grads)
             events = self._compute(operation)
-            is_finite = self._is_finite(operation, events)
+            is_finite = self._is_finite(operation)
             self.runner.remove(operation.block)
             self.device.synchronize()
             for fetch in fetches:
@@ -177,7 +237,9 @@ class GpuWorker:
             )
             events += self._finish_grads(operation)
             self._note(operation, SpanKind(operation.phase), operation.block, start_s)
-            if operation.phase in (Phase.HEAD, Phase.BACKWARD) and operation.block == 0:
+            if operation.phase in (Phase.HEAD, Phase.BACKWARD) and operation.block == 0 and self._is_last(operation):
+                if self._activations is not None:
+                    self._activations.flush()
                 self._grads.backward_over(operation.step)
             for event in (*events, computed):
                 self.send(SCHEDULER, event)
@@ -189,6 +251,7 @@ class GpuWorker:
         start_s = time.monotonic()
         operation = self._to_compute.get()
         if operation is not None:
+            works_at(operation)
             self._note(operation, SpanKind.WAIT_OPERATION, operation.block, start_s)
         return operation
 
@@ -213,7 +276,7 @@ class GpuWorker:
     def _accumulation_dtype(self, operation: ComputeBlock, block: BlockIndex) -> torch.dtype:
         """fp32 wherever gradients are summed: over micro-batches (unless the job wants less), slices, tied uses."""
         is_sliced = (
-            operation.phase is Phase.HEAD and self._batch[0].targets.numel() > self.runner.num_tokens_of_head_slice
+            operation.phase is Phase.HEAD and self._step_batch[0].targets.numel() > self.runner.num_tokens_of_head_slice
         )
         is_tied = any(block in shared[1:] for shared in self.context.layout.shared)
         return torch.float32 if is_sliced or is_tied else TORCH_DTYPE[grad_precision(self.spec)]
@@ -232,8 +295,8 @@ class GpuWorker:
             case Phase.BACKWARD:
                 runner.backward(block, step, ids)
             case Phase.HEAD | Phase.EVALUATE_HEAD:
-                is_training = operation.phase is Phase.HEAD
-                sums = runner.head(step, targets, train=is_training, loss_scale=operation.loss_scale)
+                is_training, sums = operation.phase is Phase.HEAD, self._sums
+                runner.head(step, targets, train=is_training, loss_scale=operation.loss_scale, sums=sums)
                 loss = LossComputed(
                     job=self.spec.job,
                     step=step,
@@ -246,26 +309,44 @@ class GpuWorker:
                 return [loss]
         return []
 
-    def _is_finite(self, operation: ComputeBlock, events: Sequence[Message]) -> bool:
+    def _is_last(self, operation: ComputeBlock) -> bool:
+        """Whether an operation in training is of the step's last group."""
+        return operation.group == self.context.plan.num_groups - 1
+
+    def _is_finite(self, operation: ComputeBlock) -> bool:
         """Whether what the operation put out is; a gradient's own sum tells of that."""
         if operation.phase in (Phase.FORWARD, Phase.EVALUATE):
             return all(math.isfinite(float(squared_norm(hidden.flatten()))) for hidden in self.runner.inputs[-1])
-        return all(math.isfinite(event.loss_sum) for event in events if isinstance(event, LossComputed))
+        return operation.phase is Phase.BACKWARD or math.isfinite(self._sums.loss_sum)
 
     def _load_batch(self, operation: ComputeBlock) -> None:
-        if operation.phase is Phase.FORWARD:
-            hyper = self.hyper
-            batch = self.dataset.batch(operation.step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed)
+        """The group that is computed next; where an epoch ends with a small step, its last groups may be empty."""
+        is_training, hyper, first = operation.phase is Phase.FORWARD, self.hyper, 0
+        if not is_training:
+            batch = self._begin_batch(self._evaluation[operation.group])
         else:
-            batch = self._evaluation[operation.group]
-        self.partition.model.train(operation.phase is Phase.FORWARD)
+            if operation.group == 0:
+                step = operation.step - 1
+                self._begin_batch(self.dataset.batch(step, hyper.batch_size, hyper.num_microbatches, hyper.seed))
+            first = operation.group * self.context.plan.group_size
+            batch = self._step_batch[first : first + self.context.plan.group_size]
+        self.runner.first_microbatch = first
+        self.partition.model.train(is_training)
         device = self.device.device
         self._batch = [MicroBatch(m.input_ids.to(device), m.targets.to(device)) for m in batch]
 
+    def _begin_batch(self, batch: list[MicroBatch]) -> list[MicroBatch]:
+        self._step_batch = batch
+        self._sums = LossSums(num_targets=sum(microbatch.num_targets for microbatch in batch))
+        return batch
+
     def _finish_grads(self, operation: ComputeBlock) -> list[Message]:
-        """A block's gradient is complete after its own operation, when it is not shared with one still to come."""
+        """A block's gradient is complete after its own operation in the step's last group."""
         block = operation.block
         if operation.phase not in (Phase.HEAD, Phase.BACKWARD):
+            return []
+        if not self._is_last(operation):
+            self._grads.set_aside(operation)
             return []
         flat = self._grads.complete(block)
         sq_sum = float(squared_norm(flat))

@@ -1,19 +1,23 @@
 """The gradients' way from the device to host memory, or through it to the SSDs.
 
 A block's gradient is summed in a buffer on the device, which is free again once its copy lies in host memory. One
-thread copies.
+thread copies. Where a step has several groups of micro-batches, the sums of each go to host memory until the next one's
+(`partial_grads`).
 """
 
 import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.context import JobContext, grad_precision
+from windlass.actors.guarded_threads import works_at
 from windlass.actors.messages import ComputeBlock, GradChunk, GradDropped, GradOffloaded, Message, OffloadGrad, SpanKind
+from windlass.actors.partial_grads import PartialGrads, Use
 from windlass.actors.spans import FROM_DEVICE, SpanLog
 from windlass.engine.device import Device
 from windlass.engine.formats import TORCH_DTYPE
@@ -23,6 +27,15 @@ from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind
 
 # Gradients of so many blocks may lie on the device while the offload is behind.
 MAX_GRAD_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A sum that a group leaves to the next."""
+
+    operation: ComputeBlock  # that added to it last
+    use: Use
+    grad: GradBuffer
 
 
 class GradOffload:
@@ -49,9 +62,12 @@ class GradOffload:
         self._dtype = TORCH_DTYPE[grad_precision(context.spec)]
         pool = context.plan.grads
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots")
-        self._requests: queue.Queue[OffloadGrad | None] = queue.Queue()
+        self._requests: queue.Queue[OffloadGrad | _Partial | None] = queue.Queue()
         self._lock = threading.Lock()
-        self._buffers: dict[BlockIndex, GradBuffer] = {}  # being summed
+        # Being summed. Of tensors that several operations use each has a sum of its own, until the last one: those over
+        # micro-batches must not depend on how these are grouped.
+        self._buffers: dict[Use, GradBuffer] = {}
+        self._partials = PartialGrads(context, device, memory, spans)
         self._complete: dict[BlockIndex, torch.Tensor] = {}  # as the optimizer will see them
         self._permits = threading.Semaphore(MAX_GRAD_BUFFERS)
         self._permitted: set[BlockIndex] = set()
@@ -59,14 +75,24 @@ class GradOffload:
 
     # --- what the worker calls --------------------------------------------------------------------------------------
 
+    @property
+    def loops(self) -> tuple[Callable[[], None], ...]:
+        """What its threads run."""
+        return (self._run, self._partials.run)
+
+    def expect(self, operation: ComputeBlock) -> None:
+        """The operation will be computed: what an earlier group left to it is brought back in time."""
+        self._partials.expect(operation)
+
     def buffer(self, operation: ComputeBlock, block: BlockIndex, dtype: torch.dtype) -> GradBuffer:
-        """What an operation adds a block's gradient to. A tied one lives from the head until its own block's backward.
+        """What an operation adds a block's gradient to: empty, of this type, or what the group before has summed.
 
         Raises:
-            TimeoutError: none came free within the job's deadline.
+            TimeoutError: none came free, or what the group before left did not come, within the job's deadline.
         """
-        if block in self._buffers:
-            return self._buffers[block]
+        use = (operation.block, block)
+        if use in self._buffers:  # on the device since the group before
+            return self._buffers[use]
         # The shared one is exempt: it waits for the last operation of the step, which must not wait for it. So is
         # what stays on the device until its update.
         if block == operation.block and block not in self._context.plan.device_blocks:
@@ -77,18 +103,32 @@ class GradOffload:
                     "the gradient offload or the optimizer is stuck"
                 )
             self._permitted.add(block)
-        flat = self._device.take(self._context.layout.blocks[block].numel, dtype)
-        self._buffers[block] = GradBuffer(flat)
-        return self._buffers[block]
+        if operation.group > 0 and block not in self._context.plan.device_blocks:
+            self._buffers[use] = self._partials.take(operation, use)
+        else:
+            self._buffers[use] = GradBuffer(self._device.take(self._context.layout.blocks[block].numel, dtype))
+        return self._buffers[use]
+
+    def set_aside(self, operation: ComputeBlock) -> None:
+        """An operation of a group that is not the step's last is done: the next group goes on with its sums."""
+        for use in self._partials.uses(operation):
+            self._requests.put(_Partial(operation, use, self._buffers.pop(use)))
 
     def complete(self, block: BlockIndex) -> torch.Tensor:
         """Nothing is added any more; what will be offloaded. What overflows on the way there must not be missed."""
-        grad = self._buffers.pop(block)
-        grad.finish([(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params])
-        flat = grad.flat
+        params = [(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params]
+        grad, *others = self._sums_of(block)
+        for other in others:
+            grad.merge(other, params)
+        grad.finish(params)
+        flat, unused = grad.flat, [other.flat for other in others]
         if flat.dtype is not self._dtype:
             flat = self._device.take(grad.flat.numel(), self._dtype).copy_(grad.flat)
-            self._device.give(grad.flat)
+            unused.append(grad.flat)
+        if unused:
+            self._device.synchronize()  # the next to use them may be a copy to the device
+            for each in unused:
+                self._device.give(each)
         with self._lock:
             self._complete[block] = flat
         return flat
@@ -121,19 +161,45 @@ class GradOffload:
         """Ends the thread, and the waits of others."""
         self._slots.close()
         self._permits.release()
+        self._partials.stop()
         self._requests.put(None)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """What its thread runs."""
+    def _sums_of(self, block: BlockIndex) -> list[GradBuffer]:
+        """Of all operations that use a block, in their order, its own last."""
+        shared = self._context.layout.shared
+        users = [BlockIndex(user) for user in reversed(range(len(shared))) if block in shared[user]]
+        return [self._buffers.pop((user, block)) for user in users]
+
+    def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            flat = self.take(request.block)
-            if request.block in self._context.plan.spilled_blocks:
-                self._spill(request, flat)
+            if isinstance(request, _Partial):
+                works_at(request.operation)
+                self._leave(request)
             else:
-                chunks = tuple(GradChunk(key, span) for key, span in self._copy_out(request, flat).items())
-                self._finish(request, chunks)
+                works_at(request)
+                self._offload(request)
+
+    def _leave(self, partial: _Partial) -> None:
+        self._partials.leave(partial.operation, partial.use, partial.grad)
+        user, block = partial.use
+        self._let_go(partial.grad.flat, block if user == block else None)
+
+    def _offload(self, request: OffloadGrad) -> None:
+        flat = self.take(request.block)
+        if request.block in self._context.plan.spilled_blocks:
+            self._spill(request, flat)
+        else:
+            chunks = tuple(GradChunk(key, span) for key, span in self._copy_out(request, flat).items())
+            self._finish(request, chunks)
+
+    def _let_go(self, flat: torch.Tensor, permitted: BlockIndex | None) -> None:
+        """A buffer was copied out; `permitted`: the block whose permit it had, if any."""
+        self._device.give(flat)
+        if permitted in self._permitted:
+            self._permitted.remove(permitted)
+            self._permits.release()
 
     def _spill(self, request: OffloadGrad, flat: torch.Tensor) -> None:
         """Through slots to the SSDs."""
@@ -170,10 +236,7 @@ class GradOffload:
             self._spans.note(
                 FROM_DEVICE, kind, request.step, block, key.chunk, start_s, time.monotonic(), source.nbytes
             )
-        self._device.give(flat)
-        if block in self._permitted:
-            self._permitted.remove(block)
-            self._permits.release()
+        self._let_go(flat, block)
         return spans
 
     def _finish(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:

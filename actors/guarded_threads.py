@@ -1,38 +1,83 @@
 """The threads of an actor: what goes wrong in one is told to the scheduler, as nobody else waits for it."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from windlass.actors.context import SCHEDULER
-from windlass.actors.messages import ActorFailed
+from windlass.actors.messages import ActorFailed, Message, in_words
 from windlass.storage.ids import ActorName, JobId, Step
+
+
+class _GuardedThread(threading.Thread):
+    """`at`: what it was told that it works on."""
+
+    at: Message | None = None
+
+
+def works_at(message: Message) -> None:
+    """Notes what this thread does from now on, for the text of an error in it."""
+    thread = threading.current_thread()
+    if isinstance(thread, _GuardedThread):
+        thread.at = message
 
 
 class GuardedThreads:
     """Threads that run until their actor is stopped. An error while it is being stopped is not told."""
 
-    def __init__(self, name: ActorName, job: JobId, send: Callable[..., None], is_stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        name: ActorName,
+        job: JobId,
+        send: Callable[..., None],
+        is_stopping: Callable[[], bool],
+        *,
+        owed: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`owed`: what others owe the actor, in words; where something came too late, it tells whose fault that is."""
         self._name = name
-        self._job = job
+        self._idle = Message(job=job, step=Step(0))
         self._send = send
         self._is_stopping = is_stopping
-        self._threads: list[threading.Thread] = []
+        self._owed = owed
+        self._threads: list[_GuardedThread] = []
+
+    def __contains__(self, thread: threading.Thread) -> bool:
+        return thread in self._threads
 
     def start(self, targets: Iterable[Callable[[], None]]) -> None:
         """One thread for each."""
         for target in targets:
-            thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
+            name = f"{self._name} {target.__qualname__}"
+            thread = _GuardedThread(target=self._guard, args=(target,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def join(self, deadline_s: float) -> None:
-        """Waits for each to end, at most so long."""
+        """Waits for all to end, at most so long.
+
+        Raises:
+            TimeoutError: some hang; what they use stays theirs.
+        """
+        until_s = time.monotonic() + deadline_s
         for thread in self._threads:
-            thread.join(deadline_s)
+            thread.join(max(0.0, until_s - time.monotonic()))
+        hanging = [each for each in self._threads if each.is_alive()]
+        if hanging:
+            names = ", ".join(each.name + (f" (at {in_words(each.at)})" if each.at else "") for each in hanging)
+            raise TimeoutError(
+                f"threads of job {self._idle.job} did not end within {deadline_s:g} s: {names}; they may still use its "
+                "memory and its SSDs: end this process before the job goes on"
+            )
 
     def _guard(self, target: Callable[[], None]) -> None:
         try:
             target()
         except Exception as error:  # noqa: BLE001 - an actor's thread has nobody else to tell
-            if not self._is_stopping():
-                self._send(SCHEDULER, ActorFailed.of(error, job=self._job, step=Step(0), actor=self._name))
+            if self._is_stopping():
+                return
+            thread = threading.current_thread()
+            assert isinstance(thread, _GuardedThread)
+            if isinstance(error, TimeoutError) and (owed := self._owed()):
+                error.add_note(owed)
+            self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=thread.at or self._idle))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
 from windlass.storage.ids import Attempt, Formats, JobId, Kernel, Precision, StatePrecision
 
@@ -98,7 +99,7 @@ class JobSpec:
     num_validation_examples: int  # 0: no validation data
     job_dir: str  # journal and logs
     output_dir: str  # the final model's folder; checkpoints go beside it as `{output_dir}-step-{n}`
-    ssd_dirs: tuple[str, ...]  # one SSD server each
+    ssd_dirs: tuple[str, ...]  # one SSD server each; none: all states rest in host memory, and a crash loses the job
     arena_dir: str  # "/dev/shm"
     hyperparameters: Hyperparameters
     total_steps: int
@@ -130,19 +131,30 @@ class System(StrEnum):
     """Other systems whose schedules the engine can follow, so that one machine shows what each idea is worth."""
 
     ZERO_OFFLOAD = "zero_offload"  # states rest in host memory, updated after the backward pass
-    ZERO_INFINITY = "zero_infinity"  # states rest on the SSDs, updated after the backward pass
+    # States rest on the SSDs, updated after the backward pass; each layer's input goes to host memory.
+    ZERO_INFINITY = "zero_infinity"
 
 
 def behaving_as(spec: JobSpec, system: System, num_blocks: int) -> JobSpec:
     """The job in another system's order: same results, nothing of a step beside the updates of the one before.
 
-    Params come from where the states rest: ZeRO-Offload's own stay on the device throughout.
+    Params come from where the states rest, ZeRO-Infinity's for each micro-batch: ZeRO-Offload's own stay on the device
+    throughout. Both compute activations again; for the inputs of layers that ZeRO-Infinity swaps, the job's placement
+    must have room.
     Sources: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.
     """
-    host_blocks = tuple(range(num_blocks)) if system is System.ZERO_OFFLOAD else ()
+    is_infinity = system is System.ZERO_INFINITY
+    activations = ActivationChoice.RECOMPUTE_SWAP_INPUT if is_infinity else ActivationChoice.RECOMPUTE
     return replace(
         spec,
         hyperparameters=replace(spec.hyperparameters, update_order=UpdateOrder.AFTER_BACKWARD),
         ordering=replace(spec.ordering, queues=QueueOrder.FIFO, overlaps_steps=False),
-        placement=replace(spec.placement, host_blocks=host_blocks, device_blocks=(), num_cached_params=0),
+        placement=replace(
+            spec.placement,
+            host_blocks=() if is_infinity else tuple(range(num_blocks)),
+            device_blocks=(),
+            num_cached_params=0,
+            group_size=1 if is_infinity else spec.placement.group_size,
+            activations=activations.of_layers(num_blocks - 2),
+        ),
     )

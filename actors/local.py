@@ -1,5 +1,6 @@
 """All actors of a job in one process: for tests, for the GPU check, for machines without Ray."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from windlass.actors.cpu_optimizer import CpuOptimizer
 from windlass.actors.gpu_worker import GpuWorker
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.kept_kernel import keeping_kernel
-from windlass.actors.messages import Message
+from windlass.actors.messages import ActorFailed, Message
 from windlass.actors.scheduler import INTERRUPTED, Scheduler
 from windlass.actors.ssd_server import SsdServer
 from windlass.engine.partition import Partition, partition_folder
@@ -37,6 +38,9 @@ def run_local(
 
     `ssds` None: as they were, or are now, measured. `on_message` sees every message between actors. An exception leaves
     the job's states where they are.
+
+    Raises:
+        TimeoutError: the attempt is over, but threads of it hang; the journal has its outcome.
     """
     partition = partition or partition_folder(spec.model_dir, spec.hyperparameters.precision)
     path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
@@ -44,22 +48,30 @@ def run_local(
     ssds = ssds or survey_ssds(spec, direct=direct)
     context = make_context(spec, partition.layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec))
     require_room(context, direct=direct)
-    arena = Arena.create(path, context.plan.arena_nbytes)
     actors: dict[ActorName, _Actor] = {}
+    is_over = False
 
     def send(to: ActorName, message: Message) -> None:
         if on_message is not None:
             on_message(to, message)
-        actors[to].post(message)
+        try:
+            actors[to].post(message)
+        except Exception as error:  # noqa: BLE001 - it is the receiver's, and the sender does not wait for an answer
+            actors[SCHEDULER].post(ActorFailed.of(error, actor=to, about=message))
 
-    servers = {ssd_name(i): _ssd_server(context, i, send, direct) for i in range(len(spec.ssd_dirs))}
-    is_over = False
-    started: list[SsdServer | CpuOptimizer | GpuWorker] = []
-    try:
+    def end_server(server: SsdServer) -> None:
+        server.stop(delete_store=is_over, deadline_s=spec.deadline_s)
+
+    # Whatever hangs when the attempt is over, all others end, and the arena goes.
+    with contextlib.ExitStack() as ending:
+        arena = Arena.create(path, context.plan.arena_nbytes)
+        ending.callback(arena.unlink)
+        ending.callback(arena.close)
+        servers = {ssd_name(i): _ssd_server(context, i, send, direct) for i in range(len(spec.ssd_dirs))}
         actors |= servers
         for server in servers.values():
             server.setup()
-            started.append(server)
+            ending.callback(end_server, server)
         commit = last_common_commit([server.commits() for server in servers.values()])
         for server in servers.values():
             server.resume_from(commit)
@@ -73,18 +85,10 @@ def run_local(
         others: list[CpuOptimizer | GpuWorker] = [*optimizers.values(), worker]
         for actor in others:
             actor.setup()
-            started.append(actor)
+            ending.callback(actor.stop)
         outcome = scheduler.run()
         is_over = outcome["status"] != INTERRUPTED
-        return outcome
-    finally:
-        for each in reversed(started):
-            if isinstance(each, SsdServer):
-                each.stop(delete_store=is_over)
-            else:
-                each.stop()
-        arena.close()
-        arena.unlink()
+    return outcome
 
 
 def _ssd_server(context: JobContext, index: int, send: Callable[[ActorName, Message], None], direct: bool) -> SsdServer:
@@ -96,4 +100,6 @@ def _ssd_server(context: JobContext, index: int, send: Callable[[ActorName, Mess
         send,
         io=context.ssds[index].io,
         direct=direct,
+        scratch_slot_nbytes=context.plan.activations.slot_nbytes,
+        num_scratch_slots=context.num_scratch_slots(index),
     )

@@ -4,6 +4,7 @@ Commands are imperative, events past tense, failures are events too. Every messa
 a step and block, or a correlation id. The scheduler speaks blocks; workers speak chunks, directly to each other.
 """
 
+import re
 import traceback
 from dataclasses import dataclass
 from enum import StrEnum
@@ -51,24 +52,26 @@ class ChunkIo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadChunks(Message):
-    """Read the states that `step` produced into the arena."""
+class SsdRequest(Message):
+    """What all that move bytes have in common. The most urgent goes first."""
 
     correlation: CorrelationId
     reply_to: ActorName
     priority: tuple[int, int]  # smaller first; ties in order of arrival
-    deadline_s: float  # longest that a chunk may take once it has arrived
+    deadline_s: float  # longest that a chunk, or the activations, may take once the request has arrived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadChunks(SsdRequest):
+    """Read the states that `step` produced into the arena."""
+
     items: tuple[ChunkIo, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteChunks(Message):
+class WriteChunks(SsdRequest):
     """Write states of `step` from the arena. They count once the step is committed."""
 
-    correlation: CorrelationId
-    reply_to: ActorName
-    priority: tuple[int, int]
-    deadline_s: float
     items: tuple[ChunkIo, ...]
 
 
@@ -78,6 +81,31 @@ class ChunkIoDone(Message):
 
     correlation: CorrelationId
     key: ChunkKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteActivations(SsdRequest):
+    """Write what the forward pass of `step` left from the arena to slots of the SSD's scratch, all the sender's."""
+
+    block: BlockIndex  # whose activations they are
+    slots: tuple[int, ...]  # that the span fills, in this order, but for the end of the last
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadActivations(SsdRequest):
+    """Read into the arena what was written to the same slots from a span of this size."""
+
+    block: BlockIndex
+    slots: tuple[int, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationIoDone(Message):
+    """All bytes of a WriteActivations or ReadActivations have moved."""
+
+    correlation: CorrelationId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +149,7 @@ class PrefetchParams(Message):
     op: int  # the compute operation they are for
     phase: Phase  # what that does
     block: BlockIndex
+    group: int  # as in ComputeBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +160,7 @@ class ComputeBlock(Message):
     phase: Phase
     block: BlockIndex
     blocks: tuple[BlockIndex, ...]  # whose params it needs: the block's own first, then those it shares tensors with
-    group: int  # evaluation: which group of micro-batches; 0 in training
+    group: int  # of micro-batches, of the step or of the evaluation; gradients are summed over the groups of a step
     loss_scale: float  # what the loss is multiplied by before it goes backward
 
 
@@ -155,7 +184,7 @@ class BlockComputed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBackwardDone(Message):
-    """All gradients of `block` for this step lie on the device."""
+    """All gradients of `block` for this step, of all groups of micro-batches, lie on the device."""
 
     block: BlockIndex
     grad_sq_sum: float  # sum of squares, of the scaled loss; finite if and only if every element is
@@ -179,7 +208,7 @@ class GradOffloaded(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossComputed(Message):
-    """The loss of a step, or of one group of an evaluation."""
+    """The loss of a step, over its groups so far, or of one group of an evaluation."""
 
     phase: Phase  # HEAD or EVALUATE_HEAD
     loss_sum: float
@@ -357,16 +386,23 @@ class SpanKind(StrEnum):
     UPDATE = "update"  # of the states of a chunk or, on the device, of a block
     COPY_PARAMS_IN = "copy_params_in"  # host to device
     COPY_GRAD_OUT = "copy_grad_out"  # device to host
+    COPY_ACTIVATIONS_OUT = "copy_activations_out"  # device to host, in the forward pass
+    COPY_ACTIVATIONS_IN = "copy_activations_in"  # host to device, for the backward pass
+    COPY_PARTIAL_OUT = "copy_partial_out"  # of a gradient: what one group of micro-batches leaves to the next
+    COPY_PARTIAL_IN = "copy_partial_in"
     COPY_STATES_OUT = "copy_states_out"  # of what rests on the device, before a commit
     READ_PARAMS = "read_params"  # a chunk's way from or to an SSD
     READ_STATES = "read_states"
     READ_GRAD = "read_grad"
     WRITE_STATES = "write_states"
     WRITE_GRAD = "write_grad"
+    READ_ACTIVATIONS = "read_activations"
+    WRITE_ACTIVATIONS = "write_activations"
     COMMIT = "commit"  # an SSD server's; no transfer
     WAIT_OPERATION = "wait_operation"  # compute had none
     WAIT_PARAMS = "wait_params"  # ... had one, whose params were not there
     WAIT_GRAD_BUFFER = "wait_grad_buffer"  # ... nowhere to put the gradient
+    WAIT_ACTIVATIONS = "wait_activations"  # in the middle of one: activations did not leave, or come back, fast enough
 
     __hash__ = str.__hash__  # Enum's is Python code, and these are keys of thousands of spans a step
 
@@ -395,17 +431,53 @@ class SpansTold(Message):
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
+class FailureKind(StrEnum):
+    """What a failure says of another attempt."""
+
+    LASTING = "lasting"  # it would only fail again: a broken disk, a wrong input
+    STALLED = "stalled"  # something did not come in time; in other processes it may
+    UNFORESEEN = "unforeseen"  # nobody has a name for it: as good as the death of the process
+
+    @classmethod
+    def of(cls, error: Exception) -> "FailureKind":
+        """Of what an actor raised. What the house foresees has a class of its own, or is a wrong value or a file's."""
+        if isinstance(error, TimeoutError):
+            return cls.STALLED
+        is_named = type(error).__module__.startswith("windlass.") or isinstance(error, ValueError | OSError)
+        return cls.LASTING if is_named else cls.UNFORESEEN
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorFailed(Message):
     """Something an actor could not do. The attempt ends."""
 
     actor: ActorName
+    kind: FailureKind
     error: str  # one line for people: what was wrong, with the values, and what to do
     detail: str  # traceback
 
     @classmethod
-    def of(cls, error: Exception, *, job: JobId, step: Step, actor: ActorName) -> "ActorFailed":
-        """The failure that is being handled."""
+    def of(cls, error: Exception, *, actor: ActorName, about: Message) -> "ActorFailed":
+        """The failure that is being handled. `about`: what the actor was working on; a plain Message: on nothing."""
+        text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         return cls(
-            job=job, step=step, actor=actor, error=f"{type(error).__name__}: {error}", detail=traceback.format_exc()
+            job=about.job,
+            step=about.step,
+            actor=actor,
+            kind=FailureKind.of(error),
+            error=text if type(about) is Message else f"{text} (at {in_words(about)})",
+            detail="".join(traceback.format_exception(error)),
         )
+
+
+def in_words(message: Message) -> str:
+    """What a message is and what it is about, for people: "compute block, backward, of step 3, block 2"."""
+    words = re.sub("(?<=[a-z])(?=[A-Z])", " ", type(message).__name__).lower()
+    if phase := getattr(message, "phase", None):
+        words += f", {phase},"
+    block = getattr(message, "block", None)
+    if isinstance(message, ReadChunks | WriteChunks):
+        block = message.items[0].key.block  # a request is about one
+    if isinstance(message, ChunkIoDone | ParamsReturned):
+        block = message.key.block
+    return f"{words} of step {message.step}" + ("" if block is None else f", block {block}")

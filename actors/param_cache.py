@@ -1,7 +1,8 @@
 """Which params stay in host memory from one use to the next.
 
 A chunk's params are used in the forward pass, in the backward pass, by the update, and in the next forward pass. What
-stays is what is needed soonest: the chunk whose next use is farthest away makes room.
+stays is what is needed soonest: the chunk whose next use is farthest away makes room. Each group of micro-batches goes
+through all blocks as a step of one group does; only after the last one an update follows.
 Source: Belady, A study of replacement algorithms for a virtual-storage computer (1966): the program is known here.
 """
 
@@ -30,7 +31,7 @@ class ParamCache:
         self._head = head
         self._reads_params = reads_params
         self._entries: dict[ChunkKey, _Entry] = {}
-        self._now = 0  # place in the step of what was used last
+        self._now = 0  # place of what was used last, in its group's way through the blocks
         self._lock = threading.Lock()
 
     def take(self, key: ChunkKey, step: Step) -> Span | None:
@@ -45,12 +46,13 @@ class ParamCache:
                 return None
             return entry.span
 
-    def put(self, key: ChunkKey, step: Step, span: Span, phase: Phase) -> None:
-        """Gives a slot to the cache after a use in `phase`: it is kept, or released."""
+    def put(self, key: ChunkKey, step: Step, span: Span, phase: Phase, *, is_last_group: bool) -> None:
+        """Gives a slot to the cache after a use in `phase`: it is kept, or released. `is_last_group`: of the step."""
         with self._lock:
             self._now = self._place(key.block, phase)
-            is_last_use = phase is Phase.BACKWARD or (phase is Phase.HEAD and key.block == self._head)
-            entry = _Entry(span, step, awaits_update=is_last_use and self._reads_params)
+            is_last_of_group = phase is Phase.BACKWARD or (phase is Phase.HEAD and key.block == self._head)
+            awaits_update = is_last_of_group and is_last_group and self._reads_params
+            entry = _Entry(span, step, awaits_update=awaits_update)
             if key in self._entries or not self._make_room(key, entry):
                 self._slots.release([span])
             else:
@@ -108,7 +110,7 @@ class ParamCache:
         return None if last is None or uses[last] <= use else last
 
     def _place(self, block: int, phase: Phase) -> int:
-        """In the order of a step: forward through the blocks, the head, backward. Evaluation comes before a step."""
+        """In the order of a group: forward through the blocks, the head, backward. Evaluation comes before a step."""
         match phase:
             case Phase.FORWARD:
                 return block

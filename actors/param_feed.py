@@ -14,6 +14,7 @@ import torch
 
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.context import JobContext
+from windlass.actors.guarded_threads import works_at
 from windlass.actors.messages import (
     BorrowParams,
     ComputeBlock,
@@ -161,6 +162,7 @@ class ParamFeed:
     def _run_requests(self) -> None:
         layout = self._context.layout
         while (request := self._requests.get()) is not None:
+            works_at(request)
             keys = layout.chunk_keys(request.block)
             resident = self._resident(request.block)
             if resident is not None:
@@ -195,16 +197,19 @@ class ParamFeed:
         items = [
             chunk_io(key, self._context.chunk_numel(key), {kind: span.offset}, itemsizes) for key, span in spans.items()
         ]
+        # Before all updates that follow on these params, and all of the step that made them which are still to come.
+        urgency = (request.step, 0)
         self._io.read(
             items,
             request.step,
-            (request.step, request.op),
+            urgency,
             lambda key: self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=True)),
         )
 
     def _run_arrivals(self) -> None:
         while (arrival := self._arrived.get()) is not None:
             fetch, span = arrival.fetch, arrival.span
+            works_at(fetch.request)
             key = arrival.key
             start, stop = self._context.layout.chunk_range(key)
             nbytes = (stop - start) * self._dtype.itemsize
@@ -215,7 +220,8 @@ class ParamFeed:
                 TO_DEVICE, SpanKind.COPY_PARAMS_IN, step, key.block, key.chunk, start_s, time.monotonic(), nbytes
             )
             if arrival.is_slot:
-                self._cache.put(key, step, span, fetch.request.phase)
+                is_last_group = fetch.request.group == self._context.plan.num_groups - 1
+                self._cache.put(key, step, span, fetch.request.phase, is_last_group=is_last_group)
             fetch.num_missing -= 1
             if fetch.num_missing == 0:
                 fetch.ready.set()

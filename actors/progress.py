@@ -17,14 +17,22 @@ from windlass.actors.messages import (
     ModelExported,
     ModelLoaded,
     Phase,
+    SpanKind,
     SpansTold,
     StoreCommitted,
 )
 from windlass.actors.policy.pipeline import StepEnd
 from windlass.actors.policy.shape import JobShape
+from windlass.actors.policy.waits import UnexpectedEventError
 from windlass.actors.spans_file import FOLDER, keep_step
 from windlass.actors.timeline import Timeline
 from windlass.storage.ids import ActorName
+
+# What a step's metrics call the bytes that activations move.
+_ACTIVATION_BYTES = {
+    SpanKind.COPY_ACTIVATIONS_OUT: "activation_bytes_out",
+    SpanKind.COPY_ACTIVATIONS_IN: "activation_bytes_in",
+}
 
 
 @dataclass(slots=True)
@@ -88,8 +96,11 @@ class Progress:
         self.trained_tokens = 0  # in those that were told of
         self._told = initial_step or 0
         self._losses: dict[int, LossComputed] = {}
+        self._has_loss = False  # of the head that will be told of next
+        self._num_heads = 0  # of a step's groups of micro-batches, since the last loss
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps that are over and not told of
         self._compute_s: dict[int, float] = {}  # of each step, evaluation included
+        self._swapped: dict[int, dict[SpanKind, int]] = {}  # of each step: bytes of activations, by their way
         self._kernels: set[str] = set()  # that this job's attempts were given
         self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
         self._evaluations: dict[int, _Losses] = {}
@@ -153,11 +164,13 @@ class Progress:
                 self._timeline.begin(now_s)
             case SpansTold():
                 self._timeline.add(event.spans)
+                self._note_swapped(event)
             case KernelChosen():
                 self._on_kernel_chosen(event)
             case LossComputed():
                 self._on_loss(event)
             case BlockComputed():
+                self._check_loss(event)
                 self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
                 if not event.is_finite and event.phase is Phase.FORWARD:
                     self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
@@ -207,6 +220,12 @@ class Progress:
             step=event.step, read=event.bytes_read, written=event.bytes_written, written_a_step=a_step
         )
 
+    def _note_swapped(self, event: SpansTold) -> None:
+        for span in event.spans:
+            if span.kind in _ACTIVATION_BYTES:
+                of_step = self._swapped.setdefault(span.step, dict.fromkeys(_ACTIVATION_BYTES, 0))
+                of_step[span.kind] += span.nbytes
+
     def _on_kernel_chosen(self, event: KernelChosen) -> None:
         self._journal.append("message", f"{event.actor} updates with the {event.kernel} kernel")
         if others := self._kernels - {event.kernel}:
@@ -218,7 +237,24 @@ class Progress:
             )
         self._kernels.add(event.kernel)
 
+    def _check_loss(self, event: BlockComputed) -> None:
+        """The GPU worker tells a head's loss just before the head itself; without it a number would be missing.
+
+        In training the last group's head tells it, of all groups.
+        """
+        if event.phase not in (Phase.HEAD, Phase.EVALUATE_HEAD):
+            return
+        self._num_heads += event.phase is Phase.HEAD
+        if event.phase is Phase.HEAD and self._num_heads < self._shape.num_groups:
+            return
+        if not self._has_loss:
+            where = f"the {event.phase} of block {event.block} in step {event.step}"
+            raise UnexpectedEventError(f"{self._shape.gpu_worker} told of {where} without its loss")
+        self._has_loss = False
+        self._num_heads = 0
+
     def _on_loss(self, event: LossComputed) -> None:
+        self._has_loss = True
         if event.phase is Phase.HEAD:  # where it is not finite, neither are the gradients
             if not math.isfinite(event.loss_sum):
                 self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
@@ -251,6 +287,9 @@ class Progress:
         elapsed_s = time.monotonic() - self._started_s
         data["compute_s"] = self._compute_s.get(step, 0.0)
         self._compute_s = {each: seconds for each, seconds in self._compute_s.items() if each > step}
+        swapped = self._swapped.get(step, {})
+        self._swapped = {each: moved for each, moved in self._swapped.items() if each > step}
+        data |= {name: swapped.get(kind, 0) for kind, name in _ACTIVATION_BYTES.items()}
         data["elapsed_s"] = elapsed_s
         data["remaining_s"] = elapsed_s / (step - self._first_step + 1) * (self._shape.total_steps - step)
         data |= self._ssd_metrics() | self._where_time_went(step)

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from windlass.actors.context import GPU_WORKER, JobContext, num_evaluation_groups, optimizer_name, ssd_name
+from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, num_evaluation_groups, optimizer_name, ssd_name
 from windlass.actors.journal import JOURNAL_FILE, Journal
 from windlass.actors.messages import (
     ActorFailed,
     Announcement,
+    FailureKind,
     KernelChosen,
     LoadProgressed,
     LossComputed,
@@ -35,7 +36,8 @@ from windlass.storage.store_format import CommitRecord
 
 # How often deadlines and lost actors are looked for.
 _TICK_S = 1.0
-
+# Where somebody waits in vain, so do others; the one who knows most need not tell first.
+_EXPLANATION_TICKS = 4
 
 # The outcome of an attempt that was lost through no fault of the job's: another can go on from the last commit.
 INTERRUPTED = "interrupted"
@@ -46,7 +48,7 @@ class JobFailedError(Exception):
 
 
 class ActorLostError(Exception):
-    """A process of the job is gone; the text is for people."""
+    """A process of the job is gone, or of no use any more; the text is for people."""
 
 
 def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobShape:
@@ -84,6 +86,7 @@ def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobSh
         device_blocks=frozenset(plan.device_blocks),
         spilled_blocks=frozenset(plan.spilled_blocks),
         commit_every=plan.commit_every,
+        num_groups=plan.num_groups,
         ordering=spec.effective_ordering,
         deadline_s=spec.deadline_s,
     )
@@ -139,16 +142,21 @@ class Scheduler:
                 self._loop()
             except JobFailedError as error:
                 return self._end("failed", {"code": "training_failed", "message": str(error), "param": None})
-            except ActorLostError as error:
+            except (ActorLostError, UnexpectedEventError) as error:
                 return self._end(INTERRUPTED, {"code": "process_lost", "message": str(error), "param": None})
-            except (DeadlineMissedError, UnexpectedEventError) as error:
-                return self._end("failed", {"code": "training_stalled", "message": str(error), "param": None})
+            except DeadlineMissedError as error:
+                return self._end(INTERRUPTED, {"code": "training_stalled", "message": str(error), "param": None})
             return self._end("cancelled" if self._cancelled.is_set() and not self._exported() else "succeeded", None)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         if self._resumed is None and (last_step := self._progress.last_step_in_journal):
+            if not self.spec.ssd_dirs:
+                raise JobFailedError(
+                    f"the job had come to step {last_step}, and was lost: it has no SSDs, so nothing of it was kept; "
+                    "submit it again"
+                )
             raise JobFailedError(
                 f"the job had come to step {last_step}, and none of its SSDs ({', '.join(self.spec.ssd_dirs)}) holds "
                 "its states: they are not the ones that it began with, or not mounted, or were emptied; put them back, "
@@ -168,9 +176,32 @@ class Scheduler:
                 self._take(self._events.get(timeout=_TICK_S))
             if time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + _TICK_S
-                self.pipeline.waits.check(time.monotonic())
                 if self._check_actors is not None:
                     self._check_actors()
+                self._check_deadlines()
+
+    def _check_deadlines(self) -> None:
+        if not self.pipeline.waits.outstanding and not self.pipeline.finished:
+            raise UnexpectedEventError("the job is not over, and nothing was asked for: a defect of the scheduler's")
+        try:
+            self.pipeline.waits.check(time.monotonic())
+        except DeadlineMissedError as error:
+            self._end_stalled({SCHEDULER: str(error)})
+
+    def _end_stalled(self, told: dict[ActorName, str]) -> NoReturn:
+        """Who waits for somebody who waits in vain as well may tell first: what others tell soon after counts too."""
+        until_s = time.monotonic() + _EXPLANATION_TICKS * _TICK_S
+        while (left_s := until_s - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=left_s)
+                if isinstance(event, ActorFailed):
+                    if event.kind is not FailureKind.STALLED:
+                        self._fail(event)
+                    told.setdefault(event.actor, f"{event.actor}: {event.error}")
+        late = self.pipeline.waits.most_silent(time.monotonic())
+        if late is not None and not {late.actor, SCHEDULER} & told.keys():
+            told[SCHEDULER] = f"{late.actor} has not finished {late.what} yet"
+        raise DeadlineMissedError("; ".join(told.values()))
 
     def _end_step(self, step: int) -> str:
         """What the commit of a step keeps for a restart: asked for as soon as it is known what became of the step."""
@@ -180,8 +211,7 @@ class Scheduler:
     def _take(self, event: Message) -> None:
         match event:
             case ActorFailed():
-                (Path(self.spec.job_dir) / "error.txt").write_text(f"{event.actor}\n{event.detail}")
-                raise JobFailedError(f"{event.actor}: {event.error}")
+                self._fail(event)
             case Announcement():
                 self._journal.append("message", event.text)
             case LossComputed() | KernelChosen() | SpansTold():
@@ -191,9 +221,20 @@ class Scheduler:
                 self._progress.note(event)
             case _:
                 self._progress.note(event)
-                instructions = self._handle(event)
+                self._carry_out(self._handle(event))
+                # Nobody waits for what people are told.
                 self._progress.tell_up_to(self.pipeline.commits.settled)
-                self._carry_out(instructions)
+
+    def _fail(self, event: ActorFailed) -> NoReturn:
+        (Path(self.spec.job_dir) / "error.txt").write_text(f"{event.actor}\n{event.detail}")
+        text = f"{event.actor}: {event.error}"
+        match event.kind:
+            case FailureKind.LASTING:
+                raise JobFailedError(text)
+            case FailureKind.UNFORESEEN:
+                raise ActorLostError(text)
+            case FailureKind.STALLED:
+                self._end_stalled({event.actor: text})
 
     def _handle(self, event: Message) -> list[Instruction]:
         try:

@@ -5,7 +5,8 @@ In steady state each block goes round a cycle once a step, and every part of it 
 1. its params come: read from an SSD, unless they lie in host memory; copied to the device
 2. compute, from its own forward operation on to the one after which its update may begin: its own backward operation
    or, where gradients are kept until all are known, the last one of the step. Where steps do not overlap, every cycle
-   begins with the params and the forward operation of the first block
+   begins with the params and the forward operation of the first block. A step of several groups of micro-batches goes
+   through all blocks several times, so that nothing that a group brings or leaves has to wait for its neighbours
 3. its gradient is copied out; if it waits on an SSD, it is written and read there
 4. its states are read from an SSD, updated, and written; those that rest in memory are only updated
 
@@ -31,32 +32,42 @@ def dependency_bound_s(
     step: int, spans: Sequence[WorkSpan], *, num_blocks: int, keeps_grads: bool, overlaps_steps: bool
 ) -> float | None:
     """Seconds; None where the spans of an operation are missing. `spans`: of the step and of what came before it."""
-    operations: dict[tuple[SpanKind, int], WorkSpan] = {}
+    operations: list[WorkSpan] = []  # of the step, in order of time
+    waits: dict[int, list[WorkSpan]] = defaultdict(list)  # within operations, by block
     blocks: dict[int, _Chunks] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for span in sorted(spans, key=attrgetter("start_s")):
         if span.kind in _OPERATIONS:
             if span.step == step:
-                operations[span.kind, span.block] = span
+                operations.append(span)
+        elif span.kind is SpanKind.WAIT_ACTIVATIONS:
+            waits[span.block].append(span)
         elif span.nbytes or span.kind is SpanKind.UPDATE:
             blocks[span.block][span.chunk][span.kind].append(span)
     head = num_blocks - 1
     order = [(SpanKind.FORWARD, block) for block in range(head)]
     order += [(SpanKind.HEAD, head), *((SpanKind.BACKWARD, block) for block in reversed(range(head)))]
-    if any(operation not in operations for operation in order):
+    num_groups = sum(operation.kind is SpanKind.HEAD for operation in operations)
+    if not operations or [(operation.kind, operation.block) for operation in operations] != order * num_groups:
         return None
     ends = [0.0]  # of the operations, if they followed each other without a pause
-    for operation in order:
-        ends.append(ends[-1] + _duration_s(operations[operation]))
+    for operation in operations:
+        ends.append(ends[-1] + _computing_s(operation, waits[operation.block]))
     longest_s = 0.0
     for block in range(num_blocks):
-        own = 2 * head - block
-        first, last = block if overlaps_steps else 0, 2 * head if keeps_grads else own
+        own = len(operations) - 1 - block
+        first, last = block if overlaps_steps else 0, len(operations) - 1 if keeps_grads else own
         cycle_s = ends[last + 1] - ends[first]
-        first_s = operations[order[first]].start_s
+        first_s = operations[first].start_s
         cycle_s += max((_params_s(chunk, first_s) for chunk in blocks[first].values()), default=0.0)
-        cycle_s += _update_s(step, blocks[block], operations[order[own]].end_s)
+        cycle_s += _update_s(step, blocks[block], operations[own].end_s)
         longest_s = max(longest_s, cycle_s)
     return longest_s
+
+
+def _computing_s(operation: WorkSpan, waits: Sequence[WorkSpan]) -> float:
+    """An operation's time, but for that in which it waited for activations; `waits`: those of its block."""
+    inside = (wait for wait in waits if operation.start_s <= wait.start_s and wait.end_s <= operation.end_s)
+    return _duration_s(operation) - sum(map(_duration_s, inside))
 
 
 def _params_s(chunk: dict[SpanKind, list[WorkSpan]], until_s: float) -> float:

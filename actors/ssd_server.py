@@ -1,4 +1,4 @@
-"""One SSD of one job: moves chunks between its store and the arena, most urgent first.
+"""One SSD of one job: moves chunks and activations between its store and the arena, most urgent first.
 
 The threads spend their time in system calls that release the GIL, and a little in checksums; no torch and no Ray here.
 """
@@ -9,79 +9,41 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from windlass.actors.context import SCHEDULER
+from windlass.actors.guarded_threads import GuardedThreads, works_at
 from windlass.actors.messages import (
     ActorFailed,
-    ChunkIo,
-    ChunkIoDone,
     CommitStore,
+    FailureKind,
     Message,
+    ReadActivations,
     ReadChunks,
     SpanKind,
+    SsdRequest,
     StoreCommitted,
+    WriteActivations,
     WriteChunks,
+    in_words,
 )
-from windlass.actors.spans import NO_BLOCK, WHOLE_BLOCK, SpanLog, transfer_kind
+from windlass.actors.spans import NO_BLOCK, WHOLE_BLOCK, SpanLog
+from windlass.actors.ssd_jobs import ActivationsJob, ChunkJob, Piece, TransferJob, cut
 from windlass.storage.arena import Arena
 from windlass.storage.ids import ActorName, Span, Step
 from windlass.storage.store_errors import StoreError, StoreMissing
 from windlass.storage.store_format import CommitRecord, StoreGeometry
-from windlass.storage.tensor_store import Region, TensorStore
+from windlass.storage.tensor_store import TensorStore
 from windlass.storage.transfers import DEFAULT_IO, IoSettings, Transfer, TransferEngine, open_engine
 from windlass.storage.volume import Volume
 
 _STOP_DEADLINE_S = 60.0
 # How often requests past their deadline are looked for.
 _TICK_S = 1.0
-# Chunks waiting or on their way. Their slots bound them too: this is for askers that have lost count.
+# Chunks, or requests for activations, waiting or on their way. Their slots bound them too: this is for askers that have
+# lost count.
 _MAX_OPEN_CHUNKS = 4096
-
-
-@dataclass(slots=True, eq=False)
-class _ChunkJob:
-    """One chunk of a request on its way: first unplanned, then cut into pieces that the threads share."""
-
-    request: ReadChunks | WriteChunks
-    item: ChunkIo
-    arrival: int
-    late_at_s: float
-    pieces: deque["_Piece"] | None = None  # not yet taken by a thread; None: not planned
-    num_unfinished: int = 0
-    failed: bool = False
-    # Of the transfers of its pieces: when the first began and the last ended, and what has moved.
-    start_s: float | None = None
-    end_s: float = 0.0
-    moved_nbytes: int = 0
-    entry: tuple[tuple[int, int], int, "_ChunkJob"] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.entry = (self.request.priority, self.arrival, self)  # arrivals differ, so jobs are never compared
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A part of one state, from a granule on."""
-
-    region: Region
-    start: int  # in the region
-    span: Span  # in the arena
-
-    @property
-    def offset(self) -> int:
-        """Where on the SSD it begins."""
-        return self.region.offset + self.start
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """What is moved at once: segments that follow each other on the SSD and in the arena."""
-
-    job: _ChunkJob
-    segments: list[_Segment]
-    nbytes: int
 
 
 class SsdServer:
@@ -102,11 +64,14 @@ class SsdServer:
         io: IoSettings = DEFAULT_IO,
         direct: bool = True,
         checksums: bool = True,
+        scratch_slot_nbytes: int = 1 << 20,
+        num_scratch_slots: int = 0,
         max_open_chunks: int = _MAX_OPEN_CHUNKS,
     ) -> None:
         """`path`: an SSD directory or a raw device. `send` is called from the server's threads.
 
-        `direct=False` is for file systems without O_DIRECT. `checksums=False` leaves them out, to measure them.
+        `direct=False` is for file systems without O_DIRECT. `checksums=False` leaves them out, to measure them. The
+        scratch slots are for activations.
         """
         self.name = name
         self._path = Path(path)
@@ -116,18 +81,22 @@ class SsdServer:
         self._io = io
         self._direct = direct
         self._checksums = checksums
+        self._scratch_slot_nbytes = scratch_slot_nbytes
+        self._num_scratch_slots = num_scratch_slots
         self._max_open_chunks = max_open_chunks
-        self._threads: list[threading.Thread] = []
+        self._threads = GuardedThreads(name, geometry.job, send, lambda: self._stopping)
+        self._idle_engines: list[TransferEngine] = []  # one for each thread that will move chunks
         self._changed = threading.Condition()
         # All below is guarded by `_changed`.
-        self._queue: list[tuple[tuple[int, int], int, _ChunkJob]] = []  # heap by (priority, arrival)
-        self._open: set[_ChunkJob] = set()  # waiting or on their way
+        self._queue: list[tuple[tuple[int, int], int, TransferJob]] = []  # heap by (priority, arrival)
+        self._open: set[TransferJob] = set()  # waiting or on their way
         self._commits: deque[CommitStore] = deque()  # may run now
         self._commits_waiting: list[CommitStore] = []  # until the writes of their step, and those before, are done
         self._num_open_writes: Counter[Step] = Counter()
         self._failed_step: Step | None = None  # the first of which a write failed: nothing is committed from there on
         self._num_arrived = 0
         self._stopping = False
+        self._is_broken = False  # a thread has ended before its time: what it had will never be done
         self._spans = SpanLog(name, geometry.job, send)
         self._bytes_read = 0
         self._bytes_written = 0
@@ -143,15 +112,18 @@ class SsdServer:
         return self._bytes_written
 
     def setup(self) -> None:
-        """Map the arena, and create the store or open the one that is there. `resume_from` must follow.
+        """Map the arena, and create the store or open the one that is there; its scratch is this attempt's from now on.
+
+        `resume_from` must follow.
 
         Raises:
             StoreError: the store on the SSD was made for another geometry, damaged, or taken by a newer attempt.
-            NotEnoughRoom: the SSD is too full for the model states.
+            NotEnoughRoom: the SSD is too full for the model states, or for the scratch.
         """
         self._volume = Volume.open(self._path, direct=self._direct)
         try:
             self._store = self._create_or_open()
+            self._scratch = self._store.reserve_scratch(self._scratch_slot_nbytes, self._num_scratch_slots)
             self._arena = Arena.open(self._arena_path)
         except BaseException:
             self._volume.close()
@@ -168,7 +140,7 @@ class SsdServer:
             StoreCorrupt: this SSD lacks that commit, or it is damaged.
         """
         self._store.resume_from(commit)
-        engines: list[TransferEngine] = []
+        engines = self._idle_engines
         try:
             for _ in range(self._io.num_threads):
                 engines.append(open_engine(self._volume.device, self._io))
@@ -176,23 +148,18 @@ class SsdServer:
             for engine in engines:
                 engine.close()
             raise
-        targets: list[tuple[Callable[..., None], tuple[TransferEngine, ...]]] = [(self._run_control, ())]
-        targets += [(self._run_transfers, (engine,)) for engine in engines]
-        for i, (target, arguments) in enumerate(targets):
-            thread = threading.Thread(target=target, args=arguments, name=f"{self.name}-{i}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._threads.start((self._run_control, *[self._run_transfers] * len(engines)))
 
     def post(self, message: Message) -> None:
         """Take a command; returns at once, unless too many chunks are waiting: then once there is room.
 
         Answers and failures go out through `send`.
         """
-        if message.job != self._geometry.job or not isinstance(message, ReadChunks | WriteChunks | CommitStore):
-            error = (
+        if message.job != self._geometry.job or not isinstance(message, SsdRequest | CommitStore):
+            text = (
                 f"{self.name} of job {self._geometry.job} has no use for {type(message).__name__} of job {message.job}"
             )
-            self._send(SCHEDULER, self._failure(message, error, detail=""))
+            self._send(SCHEDULER, self._failure(message, ValueError(text), in_words(message)))
             return
         with self._changed:
             if self._stopping:
@@ -201,16 +168,16 @@ class SsdServer:
                 self._commits_waiting.append(message)
                 self._release_commits()
             elif not self._changed.wait_for(self._has_room, timeout=message.deadline_s):
-                error = (
+                text = (
                     f"the SSD at {self._path} left {len(self._open)} chunks waiting for {message.deadline_s:g} s; "
                     "check the disk"
                 )
-                self._send(SCHEDULER, self._failure(message, error, detail=""))
+                self._send(SCHEDULER, self._failure(message, TimeoutError(text), in_words(message)))
             else:
                 self._enqueue(message)
             self._changed.notify_all()
 
-    def stop(self, *, delete_store: bool = False) -> None:
+    def stop(self, *, delete_store: bool = False, deadline_s: float = _STOP_DEADLINE_S) -> None:
         """Finish what was posted, end the threads, close the store and the arena.
 
         Raises:
@@ -219,15 +186,11 @@ class SsdServer:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        until_s = time.monotonic() + _STOP_DEADLINE_S
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, until_s - time.monotonic()))
-            if thread.is_alive():
-                raise TimeoutError(
-                    f"{self.name} of job {self._geometry.job}: the SSD at {self._path} did not finish within "
-                    f"{_STOP_DEADLINE_S} s; check the disk"
-                )
-        self._threads.clear()
+        try:
+            self._threads.join(deadline_s)
+        except TimeoutError as error:
+            error.add_note(f"the SSD at {self._path} did not finish: check the disk")
+            raise
         self._spans.tell(0)
         if delete_store:
             TensorStore.delete(self._volume, self._geometry.job)
@@ -260,15 +223,21 @@ class SsdServer:
         # A server's own thread may be told something on its way out of `send`; it must not wait for itself.
         return len(self._open) < self._max_open_chunks or threading.current_thread() in self._threads
 
-    def _enqueue(self, request: ReadChunks | WriteChunks) -> None:
+    def _enqueue(self, request: SsdRequest) -> None:
         late_at_s = time.monotonic() + request.deadline_s
-        for item in request.items:
-            job = _ChunkJob(request, item, self._num_arrived, late_at_s)
-            self._num_arrived += 1
-            self._open.add(job)
-            heapq.heappush(self._queue, job.entry)
+        match request:
+            case ReadChunks() | WriteChunks():
+                for item in request.items:
+                    self._add(ChunkJob(request, self._num_arrived, late_at_s, item))
+            case ReadActivations() | WriteActivations():
+                self._add(ActivationsJob(request, self._num_arrived, late_at_s))
         if isinstance(request, WriteChunks):
             self._num_open_writes[request.step] += len(request.items)
+
+    def _add(self, job: TransferJob) -> None:
+        self._num_arrived += 1
+        self._open.add(job)
+        heapq.heappush(self._queue, job.entry)
 
     def _release_commits(self) -> None:
         """Let the commits run that no write must come before any more."""
@@ -279,11 +248,12 @@ class SsdServer:
 
     # --- inside: transfers --------------------------------------------------------------------------------------------
 
-    def _run_transfers(self, engine: TransferEngine) -> None:
+    def _run_transfers(self) -> None:
+        engine = self._idle_engines.pop()
         try:
             while True:
                 taken = self._take(engine)
-                if isinstance(taken, _ChunkJob):
+                if isinstance(taken, TransferJob):
                     self._plan(taken)
                 elif taken is not None:
                     self._submit(engine, taken)
@@ -294,10 +264,14 @@ class SsdServer:
                         self._complete(transfer, end_s)
                 else:
                     return
+        except BaseException:
+            with self._changed:
+                self._is_broken = True
+            raise
         finally:
             engine.close()
 
-    def _take(self, engine: TransferEngine) -> _Piece | _ChunkJob | None:
+    def _take(self, engine: TransferEngine) -> Piece | TransferJob | None:
         """The most urgent thing to do; None when there is only the engine to wait for, or nothing will come again."""
         with self._changed:
             while not self._queue:
@@ -315,27 +289,17 @@ class SsdServer:
                 heapq.heappop(self._queue)
             return piece
 
-    def _plan(self, job: _ChunkJob) -> None:
-        """Check a chunk against the store and cut it; outside the lock, as the store reads its fence."""
-        pieces: deque[_Piece] = deque()
+    def _plan(self, job: TransferJob) -> None:
+        """Check it against the store and cut it; outside the lock, as the store reads its fence."""
+        works_at(job.request)
+        pieces: deque[Piece] = deque()
         try:
-            is_read = isinstance(job.request, ReadChunks)
-            locate = self._store.regions_to_read if is_read else self._store.regions_to_write
-            sizes = [(part.kind, part.span.nbytes) for part in job.item.parts]
-            regions = locate(job.item.key, job.request.step, sizes)
-            for part, region in zip(job.item.parts, regions, strict=True):
-                self._arena.buffer(part.span)  # raises if there is no such span
-                for start in range(0, part.span.nbytes, self._io.piece_nbytes):
-                    nbytes = min(self._io.piece_nbytes, part.span.nbytes - start)
-                    segment = _Segment(region, start, Span(part.span.offset + start, nbytes))
-                    if pieces and _continues(pieces[-1], segment, self._io.piece_nbytes):
-                        pieces[-1].segments.append(segment)
-                        pieces[-1].nbytes += nbytes
-                    else:
-                        pieces.append(_Piece(job, [segment], nbytes))
+            places = job.places(self._store, self._scratch)
+            for _, span in places:
+                self._arena.buffer(span)  # raises if there is no such span
+            pieces = cut(job, places, self._io.piece_nbytes)
         except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
             self._fail(job, error)
-            pieces.clear()
         if not pieces:
             self._finish(job)
             return
@@ -345,31 +309,31 @@ class SsdServer:
             heapq.heappush(self._queue, job.entry)
             self._changed.notify(len(pieces) - 1)
 
-    def _submit(self, engine: TransferEngine, piece: _Piece) -> None:
-        is_read = isinstance(piece.job.request, ReadChunks)
+    def _submit(self, engine: TransferEngine, piece: Piece) -> None:
+        works_at(piece.job.request)
         if piece.job.failed:
             self._settle(piece)
             return
-        if not is_read and self._checksums:
+        if not piece.job.is_read and self._checksums:
             for each in piece.segments:
-                self._store.note_written(each.region, each.start, self._arena.buffer(each.span))
+                each.region.note_written(each.start, self._arena.buffer(each.span))
         first = piece.segments[0]
         buffer = self._arena.buffer(Span(first.span.offset, piece.nbytes))
         with self._changed:
             if piece.job.start_s is None:
                 piece.job.start_s = time.monotonic()
-        engine.submit(Transfer(is_read=is_read, offset=first.offset, buffer=buffer, tag=piece))
+        engine.submit(Transfer(is_read=piece.job.is_read, offset=first.offset, buffer=buffer, tag=piece))
 
     def _complete(self, transfer: Transfer, end_s: float) -> None:
         piece = transfer.tag
-        assert isinstance(piece, _Piece)
+        assert isinstance(piece, Piece)
         verb = "read" if transfer.is_read else "write"
         try:
             if transfer.error is not None:
-                raise self._store.io_error(verb, piece.segments[0].region, transfer.error) from transfer.error
+                raise piece.segments[0].region.io_error(verb, transfer.error) from transfer.error
             if transfer.is_read and self._checksums and not piece.job.failed:
                 for each in piece.segments:
-                    self._store.verify(each.region, each.start, self._arena.buffer(each.span))
+                    each.region.verify(each.start, self._arena.buffer(each.span))
         except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
             self._fail(piece.job, error)
         else:
@@ -382,22 +346,21 @@ class SsdServer:
                     self._bytes_written += piece.nbytes
         self._settle(piece)
 
-    def _settle(self, piece: _Piece) -> None:
+    def _settle(self, piece: Piece) -> None:
         with self._changed:
             piece.job.num_unfinished -= 1
             is_last = piece.job.num_unfinished == 0
         if is_last:
             self._finish(piece.job)
 
-    def _finish(self, job: _ChunkJob) -> None:
+    def _finish(self, job: TransferJob) -> None:
         request, step = job.request, job.request.step
         with self._changed:
             self._open.discard(job)
             self._changed.notify_all()
         if not job.failed:
             self._note(job)
-            done = ChunkIoDone(job=request.job, step=step, correlation=request.correlation, key=job.item.key)
-            self._send(request.reply_to, done)
+            self._send(request.reply_to, job.done())
         if isinstance(request, WriteChunks):
             with self._changed:
                 self._num_open_writes[step] -= 1
@@ -406,21 +369,14 @@ class SsdServer:
                     self._release_commits()
                     self._changed.notify_all()
 
-    def _note(self, job: _ChunkJob) -> None:
-        """The time in which a chunk's pieces moved; what they waited before is not in it."""
+    def _note(self, job: TransferJob) -> None:
+        """The time in which its pieces moved; what they waited before is not in it."""
         if job.start_s is None:
             return  # nothing was to be moved
-        kind = transfer_kind(
-            is_read=isinstance(job.request, ReadChunks),
-            states=[part.kind for part in job.item.parts],
-            param_kind=self._geometry.formats.param_kind,
-        )
-        key = job.item.key
-        self._spans.note(
-            self.name, kind, job.request.step, key.block, key.chunk, job.start_s, job.end_s, job.moved_nbytes
-        )
+        kind, block, chunk = job.span(self._store)
+        self._spans.note(self.name, kind, job.request.step, block, chunk, job.start_s, job.end_s, job.moved_nbytes)
 
-    def _fail(self, job: _ChunkJob, error: Exception) -> None:
+    def _fail(self, job: TransferJob, error: Exception) -> None:
         with self._changed:
             if job.failed:
                 return  # another piece has told
@@ -428,8 +384,8 @@ class SsdServer:
             if isinstance(job.request, WriteChunks):
                 step = job.request.step
                 self._failed_step = step if self._failed_step is None else min(step, self._failed_step)
-        detail = "".join(traceback.format_exception(error))
-        self._send(SCHEDULER, self._failure(job.request, str(error), detail))
+        what = f"the {'read' if job.is_read else 'write'} of {job.name}"
+        self._send(SCHEDULER, self._failure(job.request, error, what))
 
     # --- inside: commits and deadlines --------------------------------------------------------------------------------
 
@@ -439,7 +395,8 @@ class SsdServer:
             with self._changed:
                 self._changed.wait_for(self._has_control_work, timeout=_TICK_S)
                 command = self._commits.popleft() if self._commits else None
-                if command is None and self._stopping and not self._open and not self._commits_waiting:
+                is_idle = not self._open and not self._commits_waiting
+                if command is None and self._stopping and (is_idle or self._is_broken):
                     return
                 now_s = time.monotonic()
                 late = [job for job in self._open if job.late_at_s < now_s and not job.failed]
@@ -453,15 +410,12 @@ class SsdServer:
     def _has_control_work(self) -> bool:
         return bool(self._commits) or (self._stopping and not self._open)
 
-    def _lateness(self, job: _ChunkJob) -> str:
-        verb = "read" if isinstance(job.request, ReadChunks) else "write"
-        key = job.item.key
-        return (
-            f"{self._store.name}: could not {verb} block {key.block}, chunk {key.chunk}, step {job.request.step} "
-            f"within {job.request.deadline_s:g} s; the SSD is slow or hangs: check the disk"
-        )
+    def _lateness(self, job: TransferJob) -> str:
+        late = f"not done within {job.request.deadline_s:g} s"
+        return f"{self._store.name}: {late}; the SSD is slow or hangs: check the disk"
 
     def _commit(self, command: CommitStore) -> None:
+        works_at(command)
         try:
             if (failed := self._failed_step) is not None and failed <= command.step:
                 raise StoreError(
@@ -471,7 +425,7 @@ class SsdServer:
             self._store.commit(command.step, command.attempt, command.trainer_state, states_step=command.states_step)
             self._spans.note(self.name, SpanKind.COMMIT, command.step, NO_BLOCK, WHOLE_BLOCK, start_s, time.monotonic())
         except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
-            self._send(SCHEDULER, self._failure(command, str(error), traceback.format_exc()))
+            self._send(SCHEDULER, self._failure(command, error, f"the commit of step {command.step}"))
             return
         self._spans.tell(command.step)  # before: then the step's timeline has them
         committed = StoreCommitted(
@@ -483,15 +437,14 @@ class SsdServer:
         )
         self._send(SCHEDULER, committed)
 
-    def _failure(self, message: Message, error: str, detail: str) -> ActorFailed:
-        return ActorFailed(job=message.job, step=message.step, actor=self.name, error=error, detail=detail)
-
-
-def _continues(piece: _Piece, segment: _Segment, limit_nbytes: int) -> bool:
-    """Whether a segment can be moved with those before it."""
-    last = piece.segments[-1]
-    return (
-        piece.nbytes + segment.span.nbytes <= limit_nbytes
-        and segment.offset == last.offset + last.span.nbytes
-        and segment.span.offset == last.span.offset + last.span.nbytes
-    )
+    def _failure(self, message: Message, error: Exception, what: str) -> ActorFailed:
+        kind = FailureKind.of(error)
+        name = f"{type(error).__name__}: " if kind is FailureKind.UNFORESEEN else ""
+        return ActorFailed(
+            job=message.job,
+            step=message.step,
+            actor=self.name,
+            kind=kind,
+            error=f"{name}{error} (at {what})",
+            detail="".join(traceback.format_exception(error)),
+        )

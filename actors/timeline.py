@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.spans import COMPUTE
 from windlass.actors.spans_bound import dependency_bound_s
 from windlass.actors.spans_file import StepSpans
@@ -18,7 +18,8 @@ from windlass.actors.spans_intervals import Interval, clip, intersect, length, s
 # Spans that are held, of two periods; what comes beyond is counted and dropped.
 MAX_SPANS = 200_000
 
-_WAITS = (SpanKind.WAIT_OPERATION, SpanKind.WAIT_PARAMS, SpanKind.WAIT_GRAD_BUFFER)
+_WAITS = (SpanKind.WAIT_OPERATION, SpanKind.WAIT_PARAMS, SpanKind.WAIT_GRAD_BUFFER, SpanKind.WAIT_ACTIVATIONS)
+_OPERATIONS = frozenset(SpanKind(phase) for phase in Phase)
 # No work of the resource that they are noted for.
 _NOT_BUSY = frozenset((*_WAITS, SpanKind.COMMIT))
 _OF_PARAMS = frozenset((SpanKind.READ_PARAMS, SpanKind.COPY_PARAMS_IN))
@@ -46,6 +47,7 @@ class Stall(StrEnum):
     UPDATE_QUEUE = "update_queue"  # ... or the updates of other blocks, which came first
     NO_OPERATION = "no_operation"  # ... or none of these: an export, or the scheduler's own time
     GRAD_BUFFER = "grad_buffer"  # earlier gradients had not left the device
+    ACTIVATIONS = "activations"  # within an operation: they had not left the device, or not come back
     BETWEEN = "between"  # operations: the worker's own time
 
 
@@ -132,11 +134,19 @@ class Timeline:
 
 
 def _busy(spans: Iterable[WorkSpan], period: Interval) -> dict[str, list[Interval]]:
-    """When each resource worked: what its spans cover together."""
+    """When each resource worked: what its spans cover together. An operation that waits does not compute."""
     found: dict[str, list[Interval]] = defaultdict(list)
+    operations: list[Interval] = []
+    waits: list[Interval] = []
     for span in spans:
-        if span.kind not in _NOT_BUSY:
+        if span.kind in _OPERATIONS:
+            operations.append((span.start_s, span.end_s))
+        elif span.kind is SpanKind.WAIT_ACTIVATIONS:
+            waits.append((span.start_s, span.end_s))
+        elif span.kind not in _NOT_BUSY:
             found[span.resource].append((span.start_s, span.end_s))
+    if operations:
+        found[COMPUTE] += subtract(union(operations), union(waits))
     return {resource: clip(union(intervals), *period) for resource, intervals in found.items()}
 
 
@@ -177,8 +187,10 @@ def _stalls(spans: Sequence[WorkSpan], period: Interval, computing: list[Interva
                 causes = [(Stall.UPDATE, updates.get(wait.block, [])), (Stall.COMMIT, commits)]
                 causes.append((Stall.UPDATE_QUEUE, all_updates))
                 rest = Stall.NO_OPERATION
-            case _:
+            case SpanKind.WAIT_GRAD_BUFFER:
                 rest = Stall.GRAD_BUFFER
+            case _:
+                rest = Stall.ACTIVATIONS
         for cause, when in causes:
             stalls[cause] += length(intersect(left, when))
             left = subtract(left, when)

@@ -17,7 +17,6 @@ from benchmarks.pss import Memory, MemorySampler, memory_of, process_tree
 from benchmarks.workload import Workload
 
 SHM_DIR = Path("/dev/shm")
-_DEADLINE_S = 1800.0
 _END_DEADLINE_S = 60.0
 # Share of the time that may be spent on looking at memory while steps are timed.
 _TIMED_SHARE = 0.01
@@ -36,6 +35,8 @@ class Contender:
     module: str
     arguments: tuple[str, ...] = ()
     shm_pattern: str | None = None  # its files in shared memory
+    on_gpu: bool = False  # else it sees none
+    deadline_s: float = 1800.0  # for all of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,12 @@ def run_contender(contender: Contender, workload: Workload, folder: Path) -> Con
     with (
         log_path.open("w") as log,
         subprocess.Popen(
-            command, env=_environment(workload), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            command,
+            env=_environment(workload, contender),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
         ) as process,
     ):
         roots = {process.pid}
@@ -101,7 +107,7 @@ def run_contender(contender: Contender, workload: Workload, folder: Path) -> Con
             files = SHM_DIR.glob(contender.shm_pattern) if contender.shm_pattern else ()
             return memory_of(process_tree(roots), files)
 
-        timer = threading.Timer(_DEADLINE_S, _end, [process])
+        timer = threading.Timer(contender.deadline_s, _end, [process])
         timer.start()
         try:
             with MemorySampler(sample) as sampler:
@@ -137,13 +143,14 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.])/(?:[\w.\-+@]+/)+", "", text)
 
 
-def _environment(workload: Workload) -> dict[str, str]:
+def _environment(workload: Workload, contender: Contender) -> dict[str, str]:
     threads = str(workload.num_threads)
+    without_gpu = {} if contender.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return {
         **os.environ,
+        **without_gpu,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "CUDA_VISIBLE_DEVICES": "",  # all contenders compute on the processor
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

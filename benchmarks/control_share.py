@@ -12,6 +12,9 @@ from pathlib import Path
 
 ThreadSeconds = Mapping[tuple[int, int], tuple[float, float]]
 
+# As Ray names them; the second kind is that of `throttled_actors.py`.
+_WORKERS = (b"ray::ActorShell", b"ray::ThrottledShell")
+
 
 class Role(StrEnum):
     """What a process of a job does."""
@@ -47,7 +50,7 @@ def role_of(pid: int, ssd_dirs: Sequence[Path]) -> Role:
         files = [file.readlink() for file in (process / "fd").iterdir()]
     except OSError:  # the process has ended
         return Role.CONTROL
-    if not command.startswith(b"ray::ActorShell"):
+    if not command.startswith(_WORKERS):
         return Role.CONTROL
     holds_store = any(file.is_relative_to(directory) for file in files for directory in ssd_dirs)
     return Role.SSD if holds_store else Role.COMPUTE

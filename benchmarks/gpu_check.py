@@ -1,206 +1,229 @@
 """Does windlass compute on this GPU what plain PyTorch computes, and how fast? `make gpu-check`
 
-One process, all actors as threads; needs torch and transformers, no Ray and no web service. Prints and writes a dated
-report. Where there is no GPU it says so and ends well.
+Two parts: parity (a small model, every precision, all that may become of activations) and speed (full fine-tuning with
+random weights under a cap on GPU memory and one on host memory, beside the same model's compute-only peak and beside
+DeepSpeed). All actors are threads of this process; it needs torch and transformers, no Ray and no web service. It ends
+within `--limit-s`, and keeps its report case by case, so that little is lost if it is ended before. Where there is no
+GPU it says so and ends well; `--device cpu --tiny` runs all of it on small models, to see that it runs.
 """
 
-import dataclasses
+import argparse
+import contextlib
 import json
+import os
 import shutil
-import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
-from itertools import product
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import Qwen2Config
+from transformers.utils import logging as transformers_logging
 
-from benchmarks.machine import num_cores
-from benchmarks.report import Report
-from tests.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of, train_plainly
-from windlass.actors.job_spec import Initialization, JobSpec
-from windlass.actors.local import run_local
-from windlass.engine.data import FORMAT_VERSION, NO_TARGET
-from windlass.planner.plan import Placement
-from windlass.storage.ids import Kernel, Precision
+from benchmarks import gpu_parity, gpu_peers, gpu_speed
+from benchmarks.contenders import SHM_DIR
+from benchmarks.gpu_cases import CAPS, SpeedCase, cases, tiny_cases
+from benchmarks.report import GIB, Report, rounded
+from windlass.storage.room import directory_free_nbytes, memory_available_nbytes
 
 REPORTS = Path(__file__).parent / "reports"
-# The largest relative difference of any of 30 losses.
-LIMITS = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
-# Where model states rest.
-PLACES = ("SSD", "host", "device")
-_NUM_STEPS = 6
-_NUM_WARMUP = 2
+PARTS = ("parity", "speed")
+_TINY_STEPS = 2
+# Beyond the limit: for what is under way to end by itself, before all of it is ended.
+_GRACE_S = 20.0
+# Of the limit, when both parts run.
+_PARITY_SHARE = 0.4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A Qwen2.5 shape."""
+@dataclass(slots=True)
+class Check:
+    """All that was measured so far, and the report on it."""
 
-    name: str
-    hidden: int
-    num_layers: int
-    num_heads: int
-    intermediate: int
-    batch_size: int = 8
-    sequence_length: int = 1024
+    report: Report
+    path: Path | None  # None: nothing is kept
+    parts: Sequence[str]
+    speed_cases: Sequence[SpeedCase]
+    parity: list[gpu_parity.ParityRun] = field(default_factory=list)
+    speeds: list[gpu_speed.SpeedRun] = field(default_factory=list)
+    peers: list[gpu_peers.PeerRun] = field(default_factory=list)
+
+    @property
+    def sections(self) -> list[str]:
+        """Lines of Markdown."""
+        lines = []
+        if "parity" in self.parts:
+            lines += ["", "## Parity", "", *gpu_parity.tables(self.parity)]
+        if "speed" in self.parts:
+            lines += ["", "## Speed", "", *_explanations(), "", *gpu_speed.tables(self.speeds)]
+            lines += ["", *gpu_peers.tables(self.peers)] if self.peers else []
+        return [*lines, ""]
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The last line's object; null where something was not measured."""
+        return {
+            **gpu_parity.keys(self.parity),
+            **gpu_speed.keys(self.speeds, self.speed_cases),
+            **gpu_peers.keys(self.peers, self.speeds, self.speed_cases),
+        }
+
+    @property
+    def has_failed(self) -> bool:
+        """Losses differ, or something that was tried broke."""
+        return any(run.is_wrong for run in self.parity) or any(run.is_failure for run in self.speeds)
+
+    def note(self, what: str) -> None:
+        """A case is over: say so, and keep the report as it is now."""
+        print(what, flush=True)
+        self._keep([*self.report.lines, *self.sections, json.dumps(rounded(self.keys))])
+
+    def finish(self) -> None:
+        """Print the whole report, and keep it."""
+        self.report.add(*self.sections, *([] if self.path is None else [f"Kept as {self.path.name}.", ""]))
+        self.report.finish(self.keys)
+        self._keep(self.report.lines)
+
+    def _keep(self, lines: Sequence[str]) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.write_text("\n".join(lines) + "\n")
 
 
-SHAPES = (
-    Shape(name="0.5B", hidden=896, num_layers=24, num_heads=14, intermediate=4864),
-    Shape(name="1.5B", hidden=1536, num_layers=28, num_heads=12, intermediate=8960),
-)
+def _explanations() -> list[str]:
+    host_caps = " and ".join(
+        f"{nbytes / GIB:g} GiB with states on {states}" for states, nbytes in CAPS.host_nbytes.items()
+    )
+    return textwrap.wrap(
+        "bf16 with fp32 states, or split ones that are equal, AdamW, no clipping. The GPU cap, "
+        f"{CAPS.gpu_nbytes / GIB:g} GiB, is on torch's caching allocator (`set_per_process_memory_fraction`), and the "
+        "GPU peak is of what it gave out; CUDA's own context comes on top. The host cap is on the arena: "
+        f"{host_caps}. The host peak is resident memory, the arena once. States on host: the job has no SSDs and keeps "
+        "no checkpoints, so a crash loses it. The compute-only peak is that of two distinct layers, the embedding and "
+        "the head, params and gradients on the GPU, uncapped, through the same block runner; a layer's time counts as "
+        "often as the model has layers. It is measured with every layer computed again, and with nothing computed "
+        "again. Where the time went is from the actors' timeline: each resource's busy time, and the causes for which "
+        "the GPU computed nothing.",
+        width=110,
+    )
 
 
-def main() -> int:
-    """Exit code 1 if a loss is off, else 0."""
-    if not torch.cuda.is_available():
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 1 if a loss is off or a case broke, else 0."""
+    options = _parser().parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check skipped: this machine has no CUDA device that torch can use")
         return 0
     # TF32 would round fp32 products; the comparison is with exact ones.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    configuration = {"device": torch.cuda.get_device_name(0), "CUDA": torch.version.cuda}
-    with tempfile.TemporaryDirectory(prefix=".gpu-check-", dir=".") as folder:
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # as a job's own
+    transformers_logging.disable_progress_bar()
+    started_s = time.monotonic()
+    parts = PARTS if options.part == "all" else (options.part,)
+    with tempfile.TemporaryDirectory(prefix=".gpu-check-", dir=options.directory) as folder:
         root = Path(folder).absolute()
-        report = Report("GPU check", root, configuration)
-        worst = parity(report, root)
-        speeds = speed(report, root)
-    report.finish({"loss_difference_max": worst, "tokens_per_s": speeds})
-    REPORTS.mkdir(exist_ok=True)
-    path = REPORTS / f"{report.lines[2][:10]}-gpu_check.md"
-    path.write_text("\n".join(report.lines) + "\n")
-    print(f"written to {path.relative_to(Path.cwd())}")
-    return int(any(worst[precision] > LIMITS[Precision(precision)] for precision in worst))
+        check = _check(options, parts, root)
+        with _ended_after(options.limit_s + _GRACE_S, check, root):
+            until_s = started_s + options.limit_s
+            if "parity" in parts:
+                share = _PARITY_SHARE if "speed" in parts else 1.0
+                _run_parity(check, root, options, started_s + share * options.limit_s)
+            if "speed" in parts:
+                _run_speed(check, root, options, until_s)
+        check.finish()
+    return int(check.has_failed)
 
 
-def parity(report: Report, root: Path) -> dict[str, float]:
-    """Losses of 30 steps beside plain PyTorch's on the same GPU, released buffers filled with NaN.
-
-    With states on the device the updates run there: torch's fused ones, and those compiled for the GPU where there is
-    a compiler.
-    """
-    rows: list[tuple[str, ...]] = []
-    worst: dict[str, float] = {}
-    modes = [("SSD", Kernel.FUSED), ("device", Kernel.FUSED), ("device", None)]
-    cases = product(LIMITS.items(), (1, 4), (False, True), modes)
-    for i, ((precision, limit), num_microbatches, tied, (place, kernel)) in enumerate(cases):
-        spec = make_spec(
-            root / f"parity-{i}", tied=tied, precision=precision, num_microbatches=num_microbatches, kernel=kernel
-        )
-        partition = make_partition(spec)
-        spec = dataclasses.replace(spec, placement=placement_in(place, len(partition.layout.blocks)))
-        outcome = _run(spec, root, poison=True, partition=partition)
-        assert outcome["status"] == "succeeded", outcome
-        plain = train_plainly(spec, "cuda")
-        found = losses_of(spec)
-        difference = max(abs(a - b) / b for a, b in zip(found, plain.losses, strict=True))
-        worst[str(precision)] = max(worst.get(str(precision), 0.0), difference)
-        verdict = "equal" if difference <= limit else "DIFFERS"
-        names = (str(precision), str(num_microbatches), str(tied), place, str(kernel or "compiled if possible"))
-        rows.append((*names, f"{difference:.1e}", f"{limit:.0e}", verdict))
-    columns = ("precision", "micro-batches", "tied", "states on", "kernel", "largest loss difference", "limit", "")
-    report.add_table(columns, rows)
-    return worst
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--limit-s", type=float, default=560.0, help="seconds for all of it (default: 560)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="of the speed part, cases whose name has this")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the SSD to use (default: here)")
+    parser.add_argument("--reports", type=Path, help="where the report is kept (default: benchmarks/reports)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small models and few steps; no report, no peers")
+    return parser
 
 
-def speed(report: Report, root: Path) -> dict[str, float]:
-    """Tokens per second with model states on the SSD, in host memory, and on the device."""
-    rows: list[tuple[str, ...]] = []
-    speeds: dict[str, float] = {}
-    for shape, place in product(SHAPES, PLACES):
-        with tempfile.TemporaryDirectory(prefix="states-", dir=root) as states:
-            spec = _speed_spec(shape, root / f"{shape.name}-{place}", Path(states), place)
-            torch.cuda.reset_peak_memory_stats()
-            try:
-                outcome = _run(spec, Path(states), poison=False)
-            except RuntimeError as error:
-                rows.append((shape.name, place, f"not measured: {error}"[:160], "", ""))
-                continue
-            if outcome["status"] != "succeeded":
-                rows.append((shape.name, place, f"failed: {outcome['error']['message']}"[:160], "", ""))
-                continue
-            # But for the last, which writes what rests in memory.
-            step_s = statistics.median(list(metrics_of(spec, "step_s").values())[_NUM_WARMUP:-1])
-            tokens_per_s = shape.batch_size * shape.sequence_length / step_s
-            speeds[f"{shape.name} {place}"] = tokens_per_s
-            peak = torch.cuda.max_memory_allocated() / 2**30
-            rows.append((shape.name, place, f"{tokens_per_s:.0f}", f"{step_s:.2f}", f"{peak:.2f}"))
-            shutil.rmtree(spec.job_dir, ignore_errors=True)
-    report.add_table(("shape", "model states", "tokens per second", "step, s", "peak GPU memory, GiB"), rows)
-    return speeds
-
-
-def placement_in(place: str, num_blocks: int) -> Placement:
-    """All blocks' states in one place."""
-    blocks = tuple(range(num_blocks))
-    return Placement(host_blocks=blocks if place == "host" else (), device_blocks=blocks if place == "device" else ())
-
-
-def _run(spec: JobSpec, states: Path, *, poison: bool, partition: Any = None) -> dict[str, Any]:
-    return run_local(spec, partition=partition, device="cuda", poison_released=poison, direct=has_direct_io(states))
-
-
-def _speed_spec(shape: Shape, folder: Path, states: Path, place: str) -> JobSpec:
-    """A job of random weights and random tokens; no clipping, one micro-batch."""
-    folder.mkdir()
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        architectures=["Qwen2ForCausalLM"],
-    )
-    config.save_pretrained(folder / "model")
-    _write_tokens(folder / "data", shape, config.vocab_size)
-    spec = make_spec(folder / "base", precision=Precision.BF16, clip_norm=None)
-    hyper = dataclasses.replace(
-        spec.hyperparameters,
-        batch_size=shape.batch_size,
-        num_microbatches=1,
-        sequence_length=shape.sequence_length,
-        kernel=None,
-    )
-    return dataclasses.replace(
-        spec,
-        model_dir=str(folder / "model"),
-        initialization=Initialization.RANDOM,
-        dataset_dir=str(folder / "data"),
-        num_validation_examples=0,
-        ssd_dirs=(str(states / "0"), str(states / "1")),
-        hyperparameters=hyper,
-        total_steps=_NUM_STEPS,
-        evaluate_every=None,
-        optimizer_threads=max(1, num_cores() - 2),
-        kernel_dir=str(folder / "kernels"),
-        deadline_s=120.0,
-        placement=placement_in(place, shape.num_layers + 2),
-    )
-
-
-def _write_tokens(folder: Path, shape: Shape, vocabulary: int) -> None:
-    folder.mkdir()
-    num_examples, length = shape.batch_size * _NUM_STEPS, shape.sequence_length
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_examples, length), dtype=np.int32)
-    targets = np.roll(tokens, -1, axis=1)
-    targets[:, -1] = NO_TARGET
-    tokens.tofile(folder / "train.tokens")
-    targets.tofile(folder / "train.targets")
-    np.arange(0, tokens.size + 1, length, dtype=np.int64).tofile(folder / "train.offsets")
-    counts = {
-        "num_tokens": tokens.size,
-        "num_examples": num_examples,
-        "num_targets": int((targets != NO_TARGET).sum()),
+def _check(options: argparse.Namespace, parts: Sequence[str], root: Path) -> Check:
+    """With a report that says on what machine, and with what limits."""
+    is_gpu = options.device == "cuda"
+    configuration = {
+        "form": f"{'tiny' if options.tiny else 'full'}, {', '.join(parts)}, at most {options.limit_s:g} s",
+        "device": torch.cuda.get_device_name(0) if is_gpu else "the processor",
+        "device memory": f"{torch.cuda.get_device_properties(0).total_memory / GIB:.1f} GiB" if is_gpu else "",
+        "CUDA": torch.version.cuda,
+        "free": f"{memory_available_nbytes() / GIB:.1f} GiB of memory, "
+        f"{directory_free_nbytes(Path('/dev/shm')) / GIB:.1f} of shared memory, "
+        f"{directory_free_nbytes(root) / GIB:.1f} on the disk",
     }
-    meta = {"version": FORMAT_VERSION, "sequence_length": length, "splits": {"train": counts}}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    report = Report("GPU check", root, configuration)
+    kept = options.reports or (None if options.tiny else REPORTS)
+    names = [report.lines[2][:10], "gpu_check", *(() if options.part == "all" else parts), *options.only.split()]
+    path = None if kept is None else kept / f"{'-'.join(names)}.md"
+    chosen = [case for case in (tiny_cases if options.tiny else cases)() if options.only in case.name]
+    return Check(report, path, parts, chosen)
+
+
+@contextlib.contextmanager
+def _ended_after(limit_s: float, check: Check, root: Path) -> Iterator[None]:
+    """Whatever hangs, the process ends with a report on what there is, and leaves nothing else."""
+
+    def give_up() -> None:
+        check.report.add("", f"Ended by force after {limit_s:g} s: what was under way hung, or took far too long.")
+        check.finish()
+        for arena in SHM_DIR.glob(f"windlass-*-{os.getpid()}.arena"):
+            arena.unlink(missing_ok=True)
+        shutil.rmtree(root, ignore_errors=True)
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _run_parity(check: Check, root: Path, options: argparse.Namespace, until_s: float) -> None:
+    runs = gpu_parity.measure(
+        gpu_parity.cases(compiles=not options.tiny),
+        root,
+        device=options.device,
+        num_steps=_TINY_STEPS if options.tiny else gpu_parity.NUM_STEPS,
+        until_s=until_s,
+    )
+    for run in runs:
+        check.parity.append(run)
+        result = run.reason if run.difference is None else f"difference {run.difference:.1e}"
+        check.note(f"parity: {', '.join(run.case.columns)}: {result}")
+
+
+def _run_speed(check: Check, root: Path, options: argparse.Namespace, until_s: float) -> None:
+    with_peers = not options.tiny and not options.only
+    runs = gpu_speed.measure(
+        check.speed_cases,
+        root,
+        device=options.device,
+        caps=CAPS,
+        compiles=not options.tiny,
+        until_s=until_s - gpu_peers.wanted_s() if with_peers else until_s,
+    )
+    for run in runs:
+        check.speeds.append(run)
+        result = run.reason if run.tokens_per_s is None else f"{run.tokens_per_s:.0f} tokens/s"
+        check.note(f"speed: {run.case.name}: {result}")
+    for peer in gpu_peers.measure(root, gpu_nbytes=CAPS.gpu_nbytes, until_s=until_s) if with_peers else ():
+        check.peers.append(peer)
+        check.note(f"speed: {peer.peer.title}: {peer.run.missing or f'{peer.tokens_per_s:.0f} tokens/s'}")
 
 
 if __name__ == "__main__":

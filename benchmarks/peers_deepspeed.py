@@ -1,4 +1,6 @@
-"""The peer that offloads: DeepSpeed ZeRO-3. `python -m benchmarks.peers_deepspeed FOLDER cpu|nvme SSD_DIR`
+"""The peer that offloads: DeepSpeed ZeRO-3. `python -m benchmarks.peers_deepspeed FOLDER cpu|nvme SSD_DIR [GIB]`
+
+With a number of GiB it computes on the GPU, and takes no more of its memory; else on the processor.
 
 Where DeepSpeed's defaults are made for much larger models (10^9 live parameters, reduction buckets of 5 * 10^8) they
 are cut to what these models need, in its favour; bucket and persistence sizes are those that Hugging Face's integration
@@ -11,6 +13,7 @@ unlimited live parameters end in "Not enough buffers", unless there is a buffer 
 
 import os
 import socket
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,10 @@ from benchmarks.workload import Workload, read_workload
 MIB = 1 << 20
 
 
-def deepspeed_config(workload: Workload, device: str, ssd_dir: Path) -> dict[str, Any]:
+def deepspeed_config(workload: Workload, device: str, ssd_dir: Path, *, on_gpu: bool = False) -> dict[str, Any]:
     """ZeRO-3 with params and optimizer states on `device`: "cpu" or "nvme"."""
     shape = workload.shape
+    place = {"device": device, "pin_memory": on_gpu}
     on_nvme = {"nvme_path": str(ssd_dir)} if device == "nvme" else {}
     param_buffers = {
         "buffer_count": 16,  # seven matrices a layer, of two layers at once, and the embeddings
@@ -31,14 +35,14 @@ def deepspeed_config(workload: Workload, device: str, ssd_dir: Path) -> dict[str
         "max_in_cpu": 0,
     }
     return {
-        "train_micro_batch_size_per_gpu": workload.batch_size,
-        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": workload.batch_size // workload.num_microbatches,
+        "gradient_accumulation_steps": workload.num_microbatches,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": device, **on_nvme, **(param_buffers if on_nvme else {})},
-            "offload_optimizer": {"device": device, **on_nvme, **({"buffer_count": 4} if on_nvme else {})},
+            "offload_param": {**place, **on_nvme, **(param_buffers if on_nvme else {})},
+            "offload_optimizer": {**place, **on_nvme, **({"buffer_count": 4} if on_nvme else {})},
             "reduce_bucket_size": shape.hidden * shape.hidden,
             "stage3_prefetch_bucket_size": int(0.9 * shape.hidden * shape.hidden),
             "stage3_param_persistence_threshold": 10 * shape.hidden,
@@ -51,12 +55,14 @@ def deepspeed_config(workload: Workload, device: str, ssd_dir: Path) -> dict[str
     }
 
 
-def main(folder: Path, device: str, ssd_dir: Path) -> None:
+def main(folder: Path, device: str, ssd_dir: Path, gpu_gib: float | None) -> None:
     """Train with DeepSpeed, or report what is missing."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    if gpu_gib is None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     try:
         import deepspeed
@@ -68,6 +74,9 @@ def main(folder: Path, device: str, ssd_dir: Path) -> None:
 
     workload = read_workload(folder)
     torch.set_num_threads(workload.num_threads)
+    if gpu_gib is not None:
+        total_nbytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_gib * 2**30 / total_nbytes))
     model = load_model(folder, use_reentrant=True)
     optimizer = DeepSpeedCPUAdam(
         decay_groups(list(model.parameters()), workload.weight_decay),
@@ -77,17 +86,23 @@ def main(folder: Path, device: str, ssd_dir: Path) -> None:
         adamw_mode=True,
     )
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(workload, device, ssd_dir)
+        model=model,
+        optimizer=optimizer,
+        config=deepspeed_config(workload, device, ssd_dir, on_gpu=gpu_gib is not None),
     )
 
     def train_step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = mean_loss(engine, inputs, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
+        losses = []
+        num = workload.num_microbatches
+        for part, its_targets in zip(inputs.chunk(num), targets.chunk(num), strict=True):
+            loss = mean_loss(engine, part.to(engine.device), its_targets.to(engine.device))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return statistics.fmean(losses)
 
     run_steps(workload, folder, train_step)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]) if len(sys.argv) > 4 else None)

@@ -17,12 +17,20 @@ from typing import Any
 from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
 from benchmarks.machine import num_cores
 from benchmarks.report import Report, ratio, spread
-from benchmarks.scheduler import Reference, measure_reference
 from benchmarks.step import contenders, describe
 from benchmarks.workload import ModelShape, Workload
+from windlass.actors.journal import METRICS, read_journal
 
 # One SSD takes so many times what the compute takes: with that many, both take the same.
 _ONE_OVER_COMPUTE = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The job without throttles, from which the rate follows."""
+
+    compute_s: float  # of a step
+    ssd_nbytes: int  # read and written in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,17 @@ def workload_of(*, quick: bool) -> Workload:
         num_threads=num_cores(),
         seed=1,
     )
+
+
+def measure_reference(workload: Workload, folder: Path) -> Reference:
+    """Train without throttles."""
+    journal = folder / "unthrottled.jsonl"
+    ours = contenders(folder / "ssd")[0]
+    options = ("--place", "num_cached_params=0", "--journal", str(journal))
+    run = run_contender(replace(ours, name="unthrottled", arguments=(*ours.arguments, *options)), workload, folder)
+    steps = [each.data for each in read_journal(journal) if each.kind == METRICS and "compute_s" in each.data]
+    timed = [data["compute_s"] for data in steps if data["step"] > workload.num_warmup_steps]
+    return Reference(compute_s=statistics.median(timed), ssd_nbytes=moved(run))
 
 
 def contender_of(setup: Setup, folder: Path) -> Contender:

@@ -1,21 +1,35 @@
 """Resources made slower than they are, so that one machine shows what happens where another one is the bottleneck.
 
-Real bytes move and real updates are computed, and then held back: a transfer is reported when its bytes would have
-passed at the throttle's rate, one transfer after the other, an update when its parameters would. What a throttled
-resource has done is counted in bytes and parameters, never in time spent asleep.
+Real bytes move, real updates and real blocks are computed, and then held back: a transfer is reported when its bytes
+would have passed at the throttle's rate, one transfer after the other, an update when its parameters would, an
+operation when its products would. A rate is declared, not measured: what is throttled notes amount over rate as the
+time in which it was busy, never the time spent asleep. What is slower than its rate by itself is as slow as it is, and
+still notes amount over rate.
 """
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
+from windlass.actors.messages import SpanKind
+from windlass.actors.spans import SpanLog
 from windlass.storage.transfers import BlockDevice, IoSettings, Transfer, TransferEngine, open_engine
 
 THROTTLE_FILE = "throttle.json"  # in the job's folder
+
+# Products of a block's params with each token, in FLOP a parameter; backward computes the block again, the head does
+# not. Those of attention are left out.
+FORWARD_FLOP, BACKWARD_FLOP, HEAD_FLOP = 2, 6, 6
+
+_TRANSFERS = frozenset(kind for kind in SpanKind if kind.startswith(("read_", "write_")))
+_OPERATIONS = frozenset((SpanKind.FORWARD, SpanKind.HEAD, SpanKind.BACKWARD, SpanKind.EVALUATE, SpanKind.EVALUATE_HEAD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +38,7 @@ class Throttle:
 
     ssd_bytes_per_s: float | None = None  # of each SSD, read and written together
     optimizer_params_per_s: float | None = None  # of each optimizer
+    compute_flop_per_s: float | None = None  # of the GPU worker, as counted above
 
     def __post_init__(self) -> None:
         for name, rate in asdict(self).items():
@@ -39,19 +54,41 @@ class Throttle:
         """What was written for a job."""
         return cls(**json.loads((job_dir / THROTTLE_FILE).read_text()))
 
-    def slow_ssd_server(self) -> None:
-        """Hold back the transfers of SSD servers that this process makes from now on."""
-        if self.ssd_bytes_per_s is not None:
+    def slow_actor(self, name: str) -> None:
+        """Hold back the actor of this name that this process is going to make, for good."""
+        for module, attribute, slow in self._replacements(name.partition("-")[0]):
+            setattr(module, attribute, slow)
+
+    @contextlib.contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """All actors that this process makes meanwhile are held back."""
+        with contextlib.ExitStack() as stack:
+            for kind in ("ssd", "optimizer", "gpu"):
+                for replacement in self._replacements(kind):
+                    stack.enter_context(patch.object(*replacement))
+            yield
+
+    def _replacements(self, kind: str) -> list[tuple[ModuleType, str, Any]]:
+        """What stands in for what; the modules of other actors are not loaded, as SSD servers do without torch."""
+        if kind == "ssd" and self.ssd_bytes_per_s is not None:
             from windlass.actors import ssd_server
 
-            ssd_server.open_engine = _slow_engines(self.ssd_bytes_per_s)  # type: ignore[attr-defined]
+            rate = self.ssd_bytes_per_s
+            log = _log_of(_TRANSFERS, lambda nbytes: nbytes / rate)
+            return [(ssd_server, "open_engine", _slow_engines(rate)), (ssd_server, "SpanLog", log)]
+        if kind == "optimizer" and self.optimizer_params_per_s is not None:
+            from windlass.actors import cpu_optimizer
 
-    def slow_optimizer(self) -> None:
-        """Hold back the updates of optimizers that this process makes from now on."""
-        if self.optimizer_params_per_s is not None:
-            from windlass.actors import cpu_optimizer  # which loads torch: an SSD server does without
+            updater = _slow_updater(self.optimizer_params_per_s)
+            log = _log_of((SpanKind.UPDATE,), lambda _: _passed.duration_s)
+            return [(cpu_optimizer, "ChunkUpdater", updater), (cpu_optimizer, "SpanLog", log)]
+        if kind == "gpu" and self.compute_flop_per_s is not None:
+            from windlass.actors import gpu_worker
 
-            cpu_optimizer.ChunkUpdater = _slow_updater(self.optimizer_params_per_s)  # type: ignore[attr-defined]
+            runner = _slow_runner(self.compute_flop_per_s)
+            log = _log_of(_OPERATIONS, lambda _: _passed.duration_s)
+            return [(gpu_worker, "BlockRunner", runner), (gpu_worker, "SpanLog", log)]
+        return []
 
 
 class Gate:
@@ -62,12 +99,57 @@ class Gate:
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at_s = 0.0
+        self._overslept_s = 0.0
 
-    def due_s(self, amount: float) -> float:
-        """When this has passed, if it comes now."""
+    def due_s(self, amount: float, *, came_at_s: float | None = None) -> float:
+        """When this has passed, if it came then, or comes now."""
         with self._lock:
-            self._free_at_s = max(self._free_at_s, self._clock()) + amount / self._rate_per_s
+            # Who woke up too late comes too late the next time.
+            came_at_s = (self._clock() if came_at_s is None else came_at_s) - self._overslept_s
+            self._free_at_s = max(self._free_at_s, came_at_s) + amount / self._rate_per_s
             return self._free_at_s
+
+    @contextlib.contextmanager
+    def passing(self, amount: float, *, came_at_s: float | None = None) -> Iterator[None]:
+        """What a thread does meanwhile is over when this amount has passed; its next note is as long as that takes."""
+        due_s = self.due_s(amount, came_at_s=came_at_s)
+        yield
+        self._overslept_s = 0.0
+        if self._clock() < due_s:
+            sleep_until(due_s)
+            self._overslept_s = self._clock() - due_s
+        _passed.duration_s = amount / self._rate_per_s
+
+
+class _Passed(threading.local):
+    """How long what a thread did last takes at its rate."""
+
+    duration_s = 0.0
+
+
+_passed = _Passed()
+
+
+def _log_of(kinds: Collection[SpanKind], busy_s: Callable[[int], float]) -> type[SpanLog]:
+    """In place of `SpanLog`: spans of these kinds end when they ended, and last as long as their bytes say."""
+
+    class DeclaredLog(SpanLog):
+        def note(
+            self,
+            resource: str,
+            kind: SpanKind,
+            step: int,
+            block: int,
+            chunk: int,
+            start_s: float,
+            end_s: float,
+            nbytes: int = 0,
+        ) -> None:
+            if kind in kinds:
+                start_s = end_s - busy_s(nbytes)
+            super().note(resource, kind, step, block, chunk, start_s, end_s, nbytes)
+
+    return DeclaredLog
 
 
 class ThrottledEngine:
@@ -137,11 +219,45 @@ def _slow_updater(rate_per_s: float) -> Any:
             self._gate = Gate(rate_per_s)
 
         def update(self, update: Any, start: int, grad: Any, states: Mapping[Any, Any]) -> None:
-            due_s = self._gate.due_s(grad.numel())
-            super().update(update, start, grad, states)
-            sleep_until(due_s)
+            with self._gate.passing(grad.numel()):
+                super().update(update, start, grad, states)
 
     return ThrottledUpdater
+
+
+def _slow_runner(rate_per_s: float) -> Any:
+    """In place of `BlockRunner`: as many FLOP a second."""
+    from windlass.engine.block_runner import BlockRunner
+
+    class ThrottledRunner(BlockRunner):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._gate = Gate(rate_per_s)
+            self._began_s = 0.0
+
+        def install(self, *arguments: Any) -> None:
+            self._began_s = time.monotonic()
+            super().install(*arguments)
+
+        def forward(self, block: Any, step: int, batch: Sequence[Any], **options: Any) -> None:
+            with self._passing(FORWARD_FLOP, block, batch):
+                super().forward(block, step, batch, **options)
+
+        def backward(self, block: Any, step: int, batch: Sequence[Any]) -> None:
+            with self._passing(BACKWARD_FLOP, block, batch):
+                super().backward(block, step, batch)
+
+        def head(self, step: int, targets: Sequence[Any], *, train: bool = True, **options: Any) -> Any:
+            flop = HEAD_FLOP if train else FORWARD_FLOP
+            with self._passing(flop, self.partition.head, targets):
+                return super().head(step, targets, train=train, **options)
+
+        def _passing(self, flop: int, block: int, batch: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+            numel = self.partition.layout.blocks[block].numel
+            amount = flop * numel * sum(each.numel() for each in batch)
+            return self._gate.passing(amount, came_at_s=self._began_s)
+
+    return ThrottledRunner
 
 
 def sleep_until(at_s: float) -> None:

@@ -18,11 +18,7 @@ class ThrottledShell(ActorShell):
 
     def setup(self, commit: CommitRecord | None = None) -> None:
         """As the job's folder says."""
-        throttle = Throttle.read(Path(self.context.spec.job_dir))
-        if self.name.startswith("ssd-"):
-            throttle.slow_ssd_server()
-        elif self.name.startswith("optimizer-"):
-            throttle.slow_optimizer()
+        Throttle.read(Path(self.context.spec.job_dir)).slow_actor(self.name)
         super().setup(commit)
 
 

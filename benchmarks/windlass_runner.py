@@ -33,7 +33,9 @@ from windlass.actors.job_spec import (
 )
 from windlass.actors.journal import JOURNAL_FILE, METRICS, OUTCOME, JournalReader, JournalRecord
 from windlass.actors.policy.ordering import Ordering, QueueOrder
-from windlass.planner.plan import Placement
+from windlass.actors.spans_file import FOLDER as SPANS_FOLDER
+from windlass.planner.activations import ActivationChoice
+from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
 from windlass.storage.arena import remove_leftovers
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--throttle", action="append", default=[], metavar="NAME=VALUE", help="rates of resources")
     parser.add_argument("--behave-as", type=System, choices=list(System), help="another system, for comparison")
     parser.add_argument("--journal", type=Path, help="where a copy of the job's journal is to be kept")
+    parser.add_argument("--timeline", type=Path, help="where a copy of the spans of its last steps is to be kept")
     options = parser.parse_args()
     workload = read_workload(options.folder)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="home-") as home:
@@ -73,6 +76,7 @@ def main() -> None:
         )
         if options.behave_as is not None:
             spec = behaving_as(spec, options.behave_as, num_blocks)
+        spec = with_room(spec)
         throttle_of(options.throttle).write(Path(home))
         try:
             run(workload, spec, Path(home), options.ssd_dirs, is_throttled=bool(options.throttle))
@@ -80,20 +84,48 @@ def main() -> None:
             journal = Path(home) / JOURNAL_FILE
             if options.journal is not None and journal.exists():
                 shutil.copy(journal, options.journal)
+            if options.timeline is not None and (Path(home) / SPANS_FOLDER).exists():
+                shutil.rmtree(options.timeline, ignore_errors=True)  # of an earlier round
+                shutil.copytree(Path(home) / SPANS_FOLDER, options.timeline)
 
 
 def changed(hyperparameters: Hyperparameters, changes: Sequence[str]) -> Hyperparameters:
     """The same with `NAME=VALUE`s for others."""
-    kinds = {"clip_norm": float, "state_precision": StatePrecision, "update_order": UpdateOrder}
+    kinds: dict[str, Callable[[str], Any]] = {"clip_norm": float, "num_microbatches": int}
+    kinds |= {"state_precision": StatePrecision, "update_order": UpdateOrder}
     pairs = [change.split("=", 1) for change in changes]
     return replace(hyperparameters, **{name: kinds[name](value) for name, value in pairs})
 
 
 def placement_of(choices: Sequence[str], num_blocks: int) -> Placement:
-    """What `NAME=VALUE`s say; `host_blocks` and `device_blocks` are numbers of blocks, from the first."""
-    values = {name: int(value) for name, value in (choice.split("=", 1) for choice in choices)}
+    """What `NAME=VALUE`s say; `host_blocks` and `device_blocks` are numbers of blocks, from the first.
+
+    `activations` is the name of a choice.
+    """
+    words = dict(choice.split("=", 1) for choice in choices)
+    activations = ActivationChoice(words.pop("activations", ActivationChoice.RECOMPUTE)).of_layers(num_blocks - 2)
+    values = {name: int(value) for name, value in words.items()}
     blocks = {name: tuple(range(min(values.pop(name, 0), num_blocks))) for name in ("host_blocks", "device_blocks")}
-    return Placement(host_blocks=blocks["host_blocks"], device_blocks=blocks["device_blocks"], **values)
+    return Placement(
+        host_blocks=blocks["host_blocks"], device_blocks=blocks["device_blocks"], activations=activations, **values
+    )
+
+
+def with_room(spec: JobSpec) -> JobSpec:
+    """With as much host memory as the activations need, where they are swapped and nothing is said of room."""
+    placement, hyper = spec.placement, spec.hyperparameters
+    has_room = placement.host_activation_nbytes or placement.ssd_activation_nbytes
+    if has_room or not any(choice.swaps for choice in placement.activations):
+        return spec
+    from windlass.engine.activations_need import activation_need_of_model
+    from windlass.engine.dataset import PreparedDataset
+
+    shapes = PreparedDataset.open(spec.dataset_dir, "train").largest_shapes(hyper.batch_size, hyper.num_microbatches)
+    need = activation_need_of_model(
+        spec.model_dir, hyper.precision, placement.activations, shapes[: placement.group_size]
+    )
+    nbytes = need.num_slots * ACTIVATION_SLOT_NBYTES
+    return replace(spec, placement=replace(placement, host_activation_nbytes=nbytes))
 
 
 def ordering_of(choices: Sequence[str]) -> Ordering:

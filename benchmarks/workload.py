@@ -8,6 +8,10 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config
 
 WORKLOAD_FILE = "workload.json"
 MODEL_DIR = "model"
@@ -17,24 +21,29 @@ BATCHES_FILE = "batches.npy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A Qwen2-shaped model with random weights and as many key/value heads as heads."""
+    """A Qwen2-shaped model with random weights."""
 
     hidden: int
     num_layers: int
     vocab: int
     intermediate: int
     num_heads: int
+    num_key_value_heads: int | None = None  # None: as many as heads
+    is_tied: bool = False  # the head reads the embedding's weights
 
     @property
     def num_layer_params(self) -> int:
         """Parameters of a layer."""
-        attention = 4 * self.hidden * self.hidden + 3 * self.hidden  # query, key and value have biases
+        of_keys = self.hidden // self.num_heads * (self.num_key_value_heads or self.num_heads)
+        # Query and output, keys and values; query, key and value have biases.
+        attention = 2 * self.hidden * (self.hidden + of_keys) + self.hidden + 2 * of_keys
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model, input and output embeddings counted apart."""
-        return self.num_layers * self.num_layer_params + 2 * self.vocab * self.hidden + self.hidden
+        """Parameters of the model, tied ones once."""
+        num_embeddings = 1 if self.is_tied else 2
+        return self.num_layers * self.num_layer_params + num_embeddings * self.vocab * self.hidden + self.hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +57,7 @@ class Workload:
     num_timed_steps: int
     num_threads: int
     seed: int
+    num_microbatches: int = 1  # parts that a peer computes the batch in
     learning_rate: float = 1e-4
     weight_decay: float = 0.1  # not on norms and biases
     beta1: float = 0.9
@@ -80,24 +90,32 @@ def prepare(folder: Path) -> None:
     _write_batches(workload, folder)
 
 
-def _write_model(workload: Workload, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
+def model_config(shape: ModelShape, sequence_length: int) -> "Qwen2Config":
+    """The shape as transformers describes it."""
+    from transformers import Qwen2Config
 
-    shape = workload.shape
-    config = Qwen2Config(
+    return Qwen2Config(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.num_layers,
         vocab_size=shape.vocab,
         intermediate_size=shape.intermediate,
         num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_heads,
-        max_position_embeddings=workload.sequence_length,
-        tie_word_embeddings=False,
+        num_key_value_heads=shape.num_key_value_heads or shape.num_heads,
+        max_position_embeddings=sequence_length,
+        tie_word_embeddings=shape.is_tied,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        architectures=["Qwen2ForCausalLM"],
     )
+
+
+def _write_model(workload: Workload, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shape = workload.shape
+    config = model_config(shape, workload.sequence_length)
     torch.manual_seed(workload.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if model.num_parameters() != shape.num_params:

@@ -24,6 +24,36 @@ class SwapCounts:
     peak_held_nbytes: int
 
 
+class SwapWatch(Protocol):
+    """Is told of a store's work, by whichever of its threads did it. Times are those of `time.monotonic`."""
+
+    def owner(self) -> object:
+        """Whose bytes they are; asked in each `put`."""
+
+    def moved(self, owner: object, start_s: float, end_s: float, nbytes: int, *, is_out: bool) -> None:
+        """Bytes of an owner have left the device, or come back."""
+
+    def waited(self, start_s: float, end_s: float) -> None:
+        """Who called `put` or `get` had to wait."""
+
+
+class Unwatched:
+    """A SwapWatch that does not look."""
+
+    def owner(self) -> object:
+        """See SwapWatch."""
+        return None
+
+    def moved(self, owner: object, start_s: float, end_s: float, nbytes: int, *, is_out: bool) -> None:
+        """See SwapWatch."""
+
+    def waited(self, start_s: float, end_s: float) -> None:
+        """See SwapWatch."""
+
+
+NOTHING_SWAPPED = SwapCounts(out_nbytes=0, in_nbytes=0, held_nbytes=0, peak_held_nbytes=0)
+
+
 class ActivationStore(Protocol):
     """Holds bytes away from the device. `put` and `prefetch` return before the bytes have moved.
 

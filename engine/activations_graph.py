@@ -45,9 +45,8 @@ class LentParams:
 
     def find(self, tensor: torch.Tensor) -> ParamView | None:
         """The place of a tensor that lies in one of them."""
-        address = tensor.data_ptr()
         for block, flat in self.flats.items():
-            start = flat.data_ptr()
+            address, start = tensor.data_ptr(), flat.data_ptr()
             if tensor.device == flat.device and start <= address < start + flat.nbytes:
                 offset = (address - start) // tensor.itemsize
                 return ParamView(block, tensor.dtype, tensor.shape, tensor.stride(), offset)

@@ -1,6 +1,7 @@
 """A store of activations in host memory."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,17 +9,17 @@ from typing import Any
 
 import torch
 
-from windlass.engine.activations import SwapCounts, SwapHandle
+from windlass.engine.activations import SwapCounts, SwapHandle, SwapWatch, Unwatched
 from windlass.engine.device import Device
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import Span
 
 
 class ActivationMemoryError(RuntimeError):
-    """The host memory for activations is full."""
+    """There is no room left for activations that leave the device."""
 
 
-class ActivationTimeoutError(RuntimeError):
+class ActivationTimeoutError(TimeoutError):
     """A copy of activations did not end in time."""
 
 
@@ -27,6 +28,7 @@ class _Held:
     """What one handle stands for."""
 
     spans: list[Span]
+    owner: object
     left: "Future[None]"
     back: "Future[torch.Tensor] | None" = None
 
@@ -45,6 +47,7 @@ class HostActivations:
         *,
         max_leaving_nbytes: int,
         deadline_s: float,
+        watch: SwapWatch | None = None,
     ) -> None:
         """`memory`: flat uint8; offsets of `slots` count from its start.
 
@@ -55,6 +58,7 @@ class HostActivations:
         self._slots = slots
         self._max_leaving_nbytes = max_leaving_nbytes
         self._deadline_s = deadline_s
+        self._watch: SwapWatch = watch or Unwatched()
         self._held: dict[SwapHandle, _Held] = {}
         self._changed = threading.Condition()
         self._num_puts = 0
@@ -75,6 +79,7 @@ class HostActivations:
             ActivationTimeoutError: earlier puts hang.
         """
         nbytes = tensor.nbytes
+        owner = self._watch.owner()
         with self._changed:
             self._wait_until(
                 lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= self._max_leaving_nbytes
@@ -85,17 +90,31 @@ class HostActivations:
             self._leaving_nbytes += nbytes
             self._held_nbytes += nbytes
             self._peak_held_nbytes = max(self._peak_held_nbytes, self._held_nbytes)
-            left = self._outward.submit(self._copy_out, tensor, spans, self._after_now())
-            self._held[handle] = _Held(spans, left)
+            left = self._outward.submit(self._copy_out, tensor, spans, owner, self._device.after_now())
+            self._held[handle] = _Held(spans, owner, left)
         return handle
 
-    def prefetch(self, handle: SwapHandle) -> None:
-        """See ActivationStore."""
+    def room_nbytes(self, wanted_nbytes: int) -> int:
+        """How much of a put of that size would find room, in whole slots; what is being dropped is waited for.
+
+        Raises:
+            ActivationTimeoutError: that hangs.
+        """
+        num_slots = -(-wanted_nbytes // self._slots.slot_nbytes)
+        with self._changed:
+            if self._num_free < num_slots:
+                self._wait_until(lambda: not self._num_dropping)
+            return min(wanted_nbytes, self._num_free * self._slots.slot_nbytes)
+
+    def prefetch(self, handle: SwapHandle, into: torch.Tensor | None = None) -> None:
+        """See ActivationStore. `into`: device memory of the same size, for who has some."""
         with self._changed:
             held = self._held[handle]
             if held.back is None:
-                target = torch.empty(handle.nbytes, dtype=torch.uint8, device=self._device.device)
-                held.back = self._inward.submit(self._copy_in, target, held, self._after_now())
+                target = into
+                if target is None:
+                    target = torch.empty(handle.nbytes, dtype=torch.uint8, device=self._device.device)
+                held.back = self._inward.submit(self._copy_in, target, held, self._device.after_now())
 
     def get(self, handle: SwapHandle) -> torch.Tensor:
         """See ActivationStore.
@@ -107,6 +126,9 @@ class HostActivations:
         with self._changed:
             held = self._held.pop(handle)
         assert held.back is not None
+        if held.back.done():
+            return held.back.result()
+        start_s = time.monotonic()
         try:
             return held.back.result(self._deadline_s)
         except TimeoutError as error:
@@ -114,6 +136,8 @@ class HostActivations:
                 f"{handle.nbytes} bytes of activations did not come back from host memory within {self._deadline_s:g} "
                 "s; the copy is stuck, or the deadline is too short for this machine"
             ) from error
+        finally:
+            self._watch.waited(start_s, time.monotonic())
 
     def drop(self, handle: SwapHandle) -> None:
         """See ActivationStore."""
@@ -152,30 +176,34 @@ class HostActivations:
             raise ActivationMemoryError(
                 f"no room for {nbytes} bytes of activations: {num_slots} slots of {self._slots.slot_nbytes} bytes are "
                 f"needed, and {self._slots.statistics.in_use_nbytes} of {self._slots.statistics.held_nbytes} bytes are "
-                "in use; give activations more host memory, or let the plan swap less"
+                "in use; raise host_activation_nbytes of the placement, or let fewer layers swap"
             )
         return sorted(spans, key=lambda span: span.offset)
 
+    @property
+    def _num_free(self) -> int:
+        statistics = self._slots.statistics
+        return (statistics.held_nbytes - statistics.in_use_nbytes) // self._slots.slot_nbytes
+
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        if not self._changed.wait_for(condition, self._deadline_s):
+        if condition():
+            return
+        start_s = time.monotonic()
+        is_met = self._changed.wait_for(condition, self._deadline_s)
+        self._watch.waited(start_s, time.monotonic())
+        if not is_met:
             raise ActivationTimeoutError(
                 f"{self._leaving_nbytes} bytes of activations did not reach host memory within {self._deadline_s:g} s; "
                 "the copy is stuck, or the deadline is too short for this machine"
             )
 
-    def _after_now(self) -> Callable[[], None]:
-        """Waits for all that the current stream was given until now."""
-        if not self._device.is_cuda:
-            return lambda: None
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device.device))
-        return event.synchronize
-
-    def _copy_out(self, tensor: torch.Tensor, spans: list[Span], wait: Callable[[], None]) -> None:
+    def _copy_out(self, tensor: torch.Tensor, spans: list[Span], owner: object, wait: Callable[[], None]) -> None:
         try:
             wait()
+            start_s = time.monotonic()
             for host, device in _pieces(self._memory, spans, tensor):
                 self._device.copy_out(host, device)
+            self._watch.moved(owner, start_s, time.monotonic(), tensor.nbytes, is_out=True)
         finally:
             with self._changed:
                 self._leaving_nbytes -= tensor.nbytes
@@ -183,14 +211,19 @@ class HostActivations:
                 self._changed.notify_all()
 
     def _copy_in(self, target: torch.Tensor, held: _Held, wait: Callable[[], None]) -> torch.Tensor:
-        held.left.result(self._deadline_s)
-        wait()
-        for host, device in _pieces(self._memory, held.spans, target):
-            self._device.copy_in(device, host)
-        with self._changed:
-            self._in_nbytes += target.nbytes
-        self._release(held.spans, target.nbytes)
-        return target
+        try:
+            held.left.result(self._deadline_s)
+            wait()
+            start_s = time.monotonic()
+            for host, device in _pieces(self._memory, held.spans, target):
+                self._device.copy_in(device, host)
+            self._watch.moved(held.owner, start_s, time.monotonic(), target.nbytes, is_out=False)
+            with self._changed:
+                self._in_nbytes += target.nbytes
+            return target
+        finally:
+            if held.left.done():  # else the copy that hangs may still write there
+                self._release(held.spans, target.nbytes)
 
     def _dropped(self, done: "Future[Any]") -> None:
         with self._changed:

@@ -1,7 +1,7 @@
 """Runs a partitioned model block by block: prologue, block loop, epilogue.
 
-Blocks are the outer loop and micro-batches the inner one, so a block's params are needed twice a step however many
-micro-batches there are. Unless a block's policy says otherwise, only its input is kept; backward computes it again.
+Blocks are the outer loop and micro-batches the inner one, so a block's params are needed twice for each group of them,
+however many there are. Unless a block's policy says otherwise, only its input is kept; backward computes it again.
 Random state is keyed by (seed, step, micro-batch, block): the second computation draws what the first drew.
 
 Shapes: B examples, T tokens, H hidden, V vocabulary, S tokens of a slice.
@@ -10,12 +10,13 @@ Shapes: B examples, T tokens, H hidden, V vocabulary, S tokens of a slice.
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import DynamicCache
@@ -23,6 +24,7 @@ from transformers import DynamicCache
 from windlass.engine.activations import ActivationStore
 from windlass.engine.activations_graph import LentParams
 from windlass.engine.activations_profile import OperatorCost, list_operators
+from windlass.engine.activations_replay import Layer
 from windlass.engine.activations_unit import Unit
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import (
@@ -117,6 +119,7 @@ class BlockRunner:
         self.inputs: list[list[torch.Tensor]] = []  # inputs[b][m]: what block b + 1 reads, (B, T, H)
         self.calls: list[list[LayerCall]] = []  # calls[m][layer]
         self.grads: list[torch.Tensor] = []  # grads[m]: of the hidden state that flows backward
+        self.first_microbatch = 0  # of the batch that is computed, in its step
 
     @property
     def num_tokens_of_head_slice(self) -> int:
@@ -171,10 +174,11 @@ class BlockRunner:
     def forward(self, block: BlockIndex, step: int, batch: Sequence[torch.Tensor], *, keep: bool = True) -> None:
         """Forward of the embedding or a layer for every micro-batch of `batch` (token ids, (B, T)).
 
-        With `keep`, for training: what the backward pass needs is held as the block's policy says.
+        A batch is a step's or a group of its micro-batches, `first_microbatch` and those that follow. With `keep`, for
+        training: what the backward pass needs is held as the block's policy says.
         """
         if block == 0:
-            self._forget()
+            self.forget()
             self.inputs = [[]]
         policy = self._activations.get(block, RECOMPUTE_ALL) if keep else RECOMPUTE_ALL
         if policy.needs_grad:
@@ -198,23 +202,29 @@ class BlockRunner:
             self.inputs.append(outputs)
 
     def head(
-        self, step: int, targets: Sequence[torch.Tensor], *, train: bool = True, loss_scale: float = 1.0
+        self,
+        step: int,
+        targets: Sequence[torch.Tensor],
+        *,
+        train: bool = True,
+        loss_scale: float = 1.0,
+        sums: LossSums | None = None,
     ) -> LossSums:
         """Loss of every micro-batch, over slices of tokens; with `train` its gradients as well, times `loss_scale`.
 
-        Normalised by the target tokens of the whole step. Consumes the last layer's output.
+        Normalised by the target tokens of the whole step. Consumes the last layer's output. `sums`: what the step's
+        groups before this one came to, and the targets of all of them; None: the batch is the whole step.
         """
         self._prefetch(self.num_layers, 0)
-        sums = LossSums()
-        num_targets = sum(int((t != IGNORED_TARGET).sum()) for t in targets)
+        if sums is None:
+            sums = LossSums(num_targets=sum(int((t != IGNORED_TARGET).sum()) for t in targets))
         hidden_states = self.inputs.pop()
         for m, target in enumerate(targets):
             self._seed(step, m, self.partition.head)
-            grad = self._head_of_microbatch(hidden_states[m], target, num_targets, sums, loss_scale if train else None)
+            grad = self._head_of_microbatch(hidden_states[m], target, sums, loss_scale if train else None)
             if train:
                 self.grads.append(grad)
             hidden_states[m] = torch.empty(0)
-        sums.num_targets = num_targets
         return sums
 
     def backward(self, block: BlockIndex, step: int, batch: Sequence[torch.Tensor]) -> None:
@@ -239,14 +249,30 @@ class BlockRunner:
             assert entering.grad is not None
             self.grads[m] = entering.grad
         if block == 0:
-            self._forget()
+            self.forget()
+
+    def forget(self) -> None:
+        """Lets go of all that is held of a step, wherever it is."""
+        for unit in self._units.values():
+            unit.drop()
+        self._units.clear()
+        self.inputs, self.calls, self.grads = [], [], []
 
     def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> list[OperatorCost]:
-        """What the operators of a layer put out and cost for one micro-batch; nothing is computed or allocated.
+        """What the operators of a layer put out and cost for one micro-batch; as `imagined`."""
+        with self.imagined(block, num_examples, num_tokens) as (layer, entering):
+            return list_operators(layer, entering)
 
-        No params may be installed.
+    @contextlib.contextmanager
+    def imagined(self, block: BlockIndex, num_examples: int, num_tokens: int) -> Iterator[tuple[Layer, torch.Tensor]]:
+        """A layer, and what enters it for one micro-batch, in fake tensors: nothing is computed or allocated.
+
+        No params may be installed. A Python function that hands tensors to a kernel of its own gets a RuntimeError.
         """
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        # Else it would get addresses at which there is nothing; on a GPU that ends the process.
+        with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, torch.no_grad():
             self._install_empty(BlockIndex(0))
             ids = torch.zeros(num_examples, num_tokens, dtype=torch.long, device=self.device)
             # As in `run_on_meta`: without a cache, masks would be made that real values do not need. Layers get none.
@@ -256,7 +282,7 @@ class BlockRunner:
             self.remove(BlockIndex(0))
             self._install_empty(block)
             try:
-                return list_operators(lambda entering: self._layer(block, entering, calls), hidden)
+                yield lambda entering: self._layer(block, entering, calls), hidden
             finally:
                 self.remove(block)
 
@@ -270,12 +296,6 @@ class BlockRunner:
             for b in self.partition.layout.shared[block]
         }
         self.install(block, flats, {b: GradBuffer(flat) for b, flat in flats.items()})
-
-    def _forget(self) -> None:
-        for unit in self._units.values():
-            unit.drop()
-        self._units.clear()
-        self.inputs, self.calls, self.grads = [], [], []
 
     def _forward_unit(self, block: BlockIndex, microbatch: int, policy: BlockActivations) -> torch.Tensor:
         """One layer and micro-batch; what backward needs is held, and the input with it or not at all."""
@@ -298,7 +318,7 @@ class BlockRunner:
         return lambda hidden: self._layer(block, hidden, self.calls[microbatch])
 
     def _seed(self, step: int, microbatch: int, block: int) -> None:
-        torch.manual_seed(random_key(self.seed, step, microbatch, block))
+        torch.manual_seed(random_key(self.seed, step, self.first_microbatch + microbatch, block))
 
     def _on_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._mode_on_call(index, args, kwargs)
@@ -362,7 +382,7 @@ class BlockRunner:
         return logits
 
     def _head_of_microbatch(
-        self, hidden: torch.Tensor, target: torch.Tensor, num_targets: int, sums: LossSums, loss_scale: float | None
+        self, hidden: torch.Tensor, target: torch.Tensor, sums: LossSums, loss_scale: float | None
     ) -> torch.Tensor:
         train = loss_scale is not None
         flat_hidden = hidden.reshape(1, -1, hidden.shape[-1])
@@ -376,7 +396,7 @@ class BlockRunner:
                 logits = self._epilogue(entering)[0].float()
                 loss_sum = F.cross_entropy(logits, piece, ignore_index=IGNORED_TARGET, reduction="sum")
                 if loss_scale is not None:
-                    torch.autograd.backward(loss_sum / num_targets * loss_scale)
+                    torch.autograd.backward(loss_sum / sums.num_targets * loss_scale)
             sums.loss_sum += float(loss_sum.detach())
             sums.num_correct += int((logits.detach().argmax(-1) == piece).sum())
             if train:

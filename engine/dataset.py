@@ -106,6 +106,13 @@ class PreparedDataset:
         parts = np.array_split(examples, num_microbatches)
         return [self._microbatch(part) for part in parts if len(part)]
 
+    def largest_shapes(self, batch_size: int, num_microbatches: int) -> list[tuple[int, int]]:
+        """(B, T) of each micro-batch of a step, if all were as long as the longest example."""
+        examples = np.arange(min(batch_size, self.num_examples))
+        parts = np.array_split(examples, num_microbatches)
+        width = self._width(int(np.diff(self._offsets).max()))
+        return [(len(part), width) for part in parts if len(part)]
+
     def evaluation_batches(self, batch_size: int) -> Iterator[MicroBatch]:
         """All examples in the file's order, `batch_size` at a time."""
         for place in range(self.steps_per_epoch(batch_size)):
@@ -120,8 +127,7 @@ class PreparedDataset:
 
     def _microbatch(self, examples: npt.NDArray[np.int64]) -> MicroBatch:
         starts, stops = self._offsets[examples], self._offsets[examples + 1]
-        longest = int((stops - starts).max())
-        width = min(-(-longest // WIDTH_GRANULE) * WIDTH_GRANULE, self.sequence_length)
+        width = self._width(int((stops - starts).max()))
         # Any id will do for padding; 0 is one in every vocabulary.
         input_ids = np.zeros((len(examples), width), dtype=np.int64)
         targets = np.full((len(examples), width), NO_TARGET, dtype=np.int64)
@@ -129,3 +135,7 @@ class PreparedDataset:
             input_ids[row, : stop - start] = self._tokens[start:stop]
             targets[row, : stop - start] = self._targets[start:stop]
         return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets))
+
+    def _width(self, longest: int) -> int:
+        """Tokens of a micro-batch whose longest example is so long."""
+        return min(-(-longest // WIDTH_GRANULE) * WIDTH_GRANULE, self.sequence_length)

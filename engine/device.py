@@ -6,6 +6,7 @@ same. Copies are synchronous: when they return, the source may be reused.
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,14 @@ class Device:
         with torch.cuda.stream(self._d2h):
             target.copy_(source, non_blocking=True)
         self._d2h.synchronize()
+
+    def after_now(self) -> Callable[[], None]:
+        """A function that waits, in any thread, for all that the compute stream was given until now."""
+        if not self.is_cuda:
+            return lambda: None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event.synchronize
 
     def synchronize(self) -> None:
         """Waits for the compute stream."""

@@ -1,6 +1,6 @@
 """Where a block's gradient is summed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -8,9 +8,10 @@ import torch
 class GradBuffer:
     """The gradient of one block on the device, flat, accumulated over micro-batches in the buffer's dtype."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    def __init__(self, flat: torch.Tensor, touched: Iterable[str] = ()) -> None:
+        """`touched`: names of the tensors whose sums lie there already; all else of the buffer is undefined."""
         self.flat = flat
-        self.touched: set[str] = set()
+        self.touched = set(touched)
 
     def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
         """Adds one tensor's gradient at its place."""
@@ -20,6 +21,12 @@ class GradBuffer:
         else:
             view.copy_(grad.reshape(-1))
             self.touched.add(name)
+
+    def merge(self, other: "GradBuffer", params: Sequence[tuple[str, int, int]]) -> None:
+        """Adds what another buffer of the same block has summed. `params`: (name, offset, numel)."""
+        for name, offset, numel in params:
+            if name in other.touched:
+                self.add(name, offset, other.flat[offset : offset + numel])
 
     def finish(self, params: Sequence[tuple[str, int, int]]) -> None:
         """Zeroes what no micro-batch reached, such as an expert without tokens. `params`: (name, offset, numel)."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from windlass.engine.activations import ActivationStore
+from windlass.engine.activations_host import HostActivations
 from windlass.engine.block_runner import IGNORED_TARGET, BlockRunner, random_key
+from windlass.engine.device import Device
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
+from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations, in_words
+from windlass.storage.arena import ALIGNMENT_NBYTES, SlotPool
 from windlass.storage.ids import BlockIndex, Precision
 
 # What the tiny model is cut down to; attributes that a config does not have are left alone.
@@ -39,7 +44,10 @@ _TINY_SIZES = {
     "rotary_dim": 16,
     "sliding_window": 8,
 }
-_NUM_TOKENS = 16
+_NUM_MICROBATCHES = 2  # of layers with Python autograd functions nothing is held in the first
+_SHAPE = (2, 16)  # examples, tokens
+_STORE_NBYTES = 64 * 2**20  # far more than a tiny model swaps; memory that is not touched costs nothing
+_DEADLINE_S = 60.0
 # One thread, one order of summation: most architectures agree to the last bit; matrix products of other shapes may not.
 _TOLERANCE = 1e-5
 
@@ -63,55 +71,94 @@ def tiny_config(config: Any) -> Any:
     return tiny
 
 
-def check_architecture(config: Any) -> None:
-    """Raises UnsupportedArchitectureError where block by block and plain autograd disagree."""
+def check_architecture(config: Any, choices: Collection[BlockActivations] = (RECOMPUTE_ALL,)) -> None:
+    """Raises UnsupportedArchitectureError where block by block and plain autograd disagree.
+
+    `choices`: each in turn holds for all layers. A Python autograd function that keeps a tensor by itself, not with
+    `save_for_backward`, may be right with one and wrong with another.
+    """
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    with_choice = ""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         tiny = tiny_config(config)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, trust_remote_code=False).train()
-        ids = torch.randint(1, tiny.vocab_size, (2, _NUM_TOKENS))
-        targets = ids.roll(-1, 1)
-        targets[:, -1] = IGNORED_TARGET
-        expected = _plain_gradients(model, ids, targets)
-        partition = Partition(build_meta_model(tiny, Precision.FP32))
-        found = block_gradients(partition, dict(model.named_parameters()), [ids], [targets], seed=0, step=1)
+        batch = [torch.randint(1, tiny.vocab_size, _SHAPE) for _ in range(_NUM_MICROBATCHES)]
+        targets = [ids.roll(-1, 1) for ids in batch]
+        for each in targets:
+            each[:, -1] = IGNORED_TARGET
+        expected = _plain_gradients(model, batch, targets)
+        for choice in choices:
+            with_choice = "" if choice == RECOMPUTE_ALL else f" with activations {in_words(choice)}"
+            partition = Partition(build_meta_model(tiny, Precision.FP32))
+            found = _gradients_with(choice, partition, dict(model.named_parameters()), batch, targets)
+            if (differing := _first_differing(expected, found)) is not None:
+                raise UnsupportedArchitectureError(
+                    f"{name} is not supported{with_choice}: block by block it computes other gradients than as a "
+                    f"whole, first at {differing}"
+                )
     except UnsupportedArchitectureError:
         raise
     except Exception as error:
         raise UnsupportedArchitectureError(
-            f"{name} cannot be checked: a tiny model of its class failed with {type(error).__name__}: {error}"
+            f"{name} cannot be checked{with_choice}: a tiny model of its class failed with {type(error).__name__}: "
+            f"{error}"
         ) from error
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _first_differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of a parameter whose gradients differ by more than rounding."""
     for param, grad in expected.items():
         scale = float(grad.abs().max()) or 1.0
         if not torch.allclose(found[param], grad, rtol=0.0, atol=_TOLERANCE * scale):
-            raise UnsupportedArchitectureError(
-                f"{name} is not supported: block by block it computes other gradients than as a whole, first at {param}"
-            )
+            return param
+    return None
 
 
-def _plain_gradients(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+def _plain_gradients(model: Any, batch: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Plain autograd with the same random keys."""
     _, layers = find_layers(model)
+    num_targets = sum(int((each != IGNORED_TARGET).sum()) for each in targets)
+    for m, (ids, target) in enumerate(zip(batch, targets, strict=True)):
 
-    def seed(block: int) -> Any:
-        return lambda *_: torch.manual_seed(random_key(0, 1, 0, block)) and None
+        def seed(block: int, m: int = m) -> Any:
+            return lambda *_: torch.manual_seed(random_key(0, 1, m, block)) and None
 
-    hooks = [layer.register_forward_pre_hook(seed(i + 1)) for i, layer in enumerate(layers)]
-    hooks.append(layers[-1].register_forward_hook(seed(len(layers) + 1)))
-    torch.manual_seed(random_key(0, 1, 0, 0))
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    for hook in hooks:
-        hook.remove()
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
-    torch.autograd.backward(loss / int((targets != IGNORED_TARGET).sum()))
+        hooks = [layer.register_forward_pre_hook(seed(i + 1)) for i, layer in enumerate(layers)]
+        hooks.append(layers[-1].register_forward_hook(seed(len(layers) + 1)))
+        torch.manual_seed(random_key(0, 1, m, 0))
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        for hook in hooks:
+            hook.remove()
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+        torch.autograd.backward(loss / num_targets)
     return {
         name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in model.named_parameters()
     }
+
+
+def _gradients_with(
+    choice: BlockActivations,
+    partition: Partition,
+    params: Mapping[str, nn.Parameter],
+    batch: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """With one choice for all layers, through a store as jobs have it."""
+    memory = torch.empty(_STORE_NBYTES if choice.swaps else 0, dtype=torch.uint8)
+    slots = SlotPool(0, ALIGNMENT_NBYTES, memory.nbytes // ALIGNMENT_NBYTES, name="activation slots")
+    store = HostActivations(
+        Device(torch.device("cpu")), memory, slots, max_leaving_nbytes=_STORE_NBYTES, deadline_s=_DEADLINE_S
+    )
+    activations = {BlockIndex(b): choice for b in range(1, len(partition.layers) + 1)}
+    try:
+        return block_gradients(partition, params, batch, targets, seed=0, step=1, activations=activations, store=store)
+    finally:
+        store.close()
 
 
 def block_gradients(
@@ -122,10 +169,12 @@ def block_gradients(
     *,
     seed: int,
     step: int,
+    activations: Mapping[BlockIndex, BlockActivations] | None = None,
+    store: ActivationStore | None = None,
 ) -> dict[str, torch.Tensor]:
     """Gradients of one step, computed block by block from whole parameters. For models that fit in memory."""
     layout = partition.layout
-    runner = BlockRunner(partition, batch[0].device, seed)
+    runner = BlockRunner(partition, batch[0].device, seed, activations=activations, store=store)
     grads = {
         block.index: GradBuffer(torch.empty(block.numel, dtype=torch.float32, device=batch[0].device))
         for block in layout.blocks

@@ -5,7 +5,7 @@ stands for all. Views are no operators: they follow what they look into.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 EVERY_OPERATOR = "*"
 
@@ -63,3 +63,30 @@ class BlockActivations:
 
 
 RECOMPUTE_ALL = BlockActivations()
+
+
+class ActivationChoice(StrEnum):
+    """The same for every layer, by a name."""
+
+    RECOMPUTE = "recompute"  # a layer's input stays on the device, the rest is computed again
+    # A layer's input goes to the store, the rest is computed again: what ZeRO-Infinity and MemAscend do.
+    RECOMPUTE_SWAP_INPUT = "recompute_swap_input"
+    KEEP = "keep"  # all that autograd saves stays on the device
+    SWAP = "swap"  # all that autograd saves goes to the store
+
+    def of_layers(self, num_layers: int) -> tuple[BlockActivations, ...]:
+        """For a placement."""
+        return (_CHOICES[self],) * num_layers
+
+
+_CHOICES = {
+    ActivationChoice.RECOMPUTE: RECOMPUTE_ALL,
+    ActivationChoice.RECOMPUTE_SWAP_INPUT: BlockActivations(swap_input=True),
+    ActivationChoice.KEEP: BlockActivations(recompute=False),
+    ActivationChoice.SWAP: BlockActivations(recompute=False, swap_input=True, swapped=frozenset({EVERY_OPERATOR})),
+}
+
+
+def in_words(choice: BlockActivations) -> str:
+    """Its name, or all that it says."""
+    return next((name.value for name, named in _CHOICES.items() if named == choice), str(choice))

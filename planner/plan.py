@@ -20,8 +20,15 @@ TRANSIT_DEPTH = 2
 ACTIVATION_SLOT_NBYTES = 2**20
 # Slots for activations on their way between the device and the SSDs: one is copied while others are read or written.
 STAGED_ACTIVATIONS = 16
+# Activations on their way out that may still lie on the device: what a link moves while a few layers are computed.
+LEAVING_ACTIVATION_NBYTES = 512 * 2**20
+# Of a sum that one group of micro-batches leaves to the next: fp32, as sums of tied uses and slices of the head always
+# are, and those over micro-batches unless the job wants less.
+PARTIAL_GRAD_ITEMSIZE = 4
 # Typical blocks whose params stay in host memory from one use to the next, where nobody says otherwise.
 CACHED_BLOCKS = 2
+# Typical blocks whose gradients have room on their way through host memory, at least: one comes, one is updated.
+MIN_PASSING_BLOCKS = 2
 # Steps between commits where states rest in memory: each writes all of them, and a crash loses what is not committed.
 COMMIT_EVERY = 10
 
@@ -38,6 +45,7 @@ class ModelSize:
     chunk_numel: int
     param_itemsize: int  # bytes: 2 in bf16, 4 in fp32
     state_itemsize: int  # bytes of all states of one parameter at rest: 14 in bf16, 12 in fp32
+    shared_blocks: tuple[int, ...] = ()  # that other blocks' operations use as well: named once for each of these
 
     def num_chunks(self, block: int) -> int:
         """Chunks of a block."""
@@ -68,6 +76,7 @@ class Placement:
     num_host_grad_blocks: int | None = None  # kept gradients: the first so many blocks' in host memory, else on SSDs
     num_cached_params: int | None = None  # chunks of params that stay in host memory from one use to the next
     commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY where states rest in memory
+    group_size: int | None = None  # micro-batches that go through the blocks together; None: all of a step
     # Of each layer in order; (): a layer's input stays on the device, and the rest is computed again.
     activations: tuple[BlockActivations, ...] = ()
     host_activation_nbytes: int = 0  # what is swapped goes to so much host memory first,
@@ -97,16 +106,24 @@ class Plan:
     states: tuple[Pool, ...]  # one for each optimizer: all states of a chunk in one slot, then a gradient if any spill
     host_states: Pool  # all states of a chunk in one slot, of the chunks of `host_blocks` in order
     transit: Pool  # the GPU worker's: all states of a chunk in one slot, on their way between device and SSDs
+    partial_grads: Pool  # the GPU worker's: a slot for each use of a chunk whose sum one group leaves to the next
     num_cached_params: int  # of the slots of `params`
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
     spilled_blocks: tuple[int, ...]  # whose kept gradients go to the SSDs
     commit_every: int  # steps
+    group_size: int  # micro-batches that go through the blocks together
+    num_groups: int  # of a step
     ssd_nbytes: int  # model states on all SSDs, both generations
     layer_activations: tuple[BlockActivations, ...]  # of each layer in order, or none: the default
     activations: Pool  # the GPU worker's: those that stay in host memory, then those on their way to or from the SSDs
     num_staged_activations: int  # of the slots of `activations`
     num_ssd_activations: int  # slots of the same size on all SSDs together
+
+    @property
+    def num_host_activations(self) -> int:
+        """Slots of `activations` whose contents stay in host memory; the first ones."""
+        return self.activations.num_slots - self.num_staged_activations
 
     @property
     def arena_nbytes(self) -> int:
@@ -121,6 +138,7 @@ def make_plan(
     grad_itemsize: int,
     keep_grads: bool,
     host_memory_nbytes: int | None,
+    num_microbatches: int = 1,
     free_nbytes: int | None = None,
     is_naive: bool = False,
     placement: Placement | None = None,
@@ -128,6 +146,7 @@ def make_plan(
     """The arena of a job: what fits into the budget, the fastest first.
 
     `keep_grads`: every gradient is needed before the first update. `is_naive`: an optimizer has one chunk at a time.
+    `num_microbatches`: of a step.
     `free_nbytes`: what may be taken where there is no budget; what is not needed then is left to others.
 
     Raises:
@@ -137,13 +156,13 @@ def make_plan(
     limit_nbytes = free_nbytes if host_memory_nbytes is None else host_memory_nbytes
     _check(model, placement, keep_grads)
     for choice in _choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
-        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, choice)
+        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, num_microbatches, choice)
         if limit_nbytes is None or plan.arena_nbytes <= limit_nbytes:
             if host_memory_nbytes is None or placement.num_cached_params is not None or is_naive:
                 return plan
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
             choice = replace(choice, num_cached=min(choice.num_cached + num_free, model.total_chunks))
-            return _lay_out(model, placement, num_optimizers, grad_itemsize, choice)
+            return _lay_out(model, placement, num_optimizers, grad_itemsize, num_microbatches, choice)
     limit, advice = f"its budget is {limit_nbytes} bytes", "raise the budget"
     if host_memory_nbytes is None:
         limit, advice = f"the machine has {limit_nbytes} bytes to spare", "close other programs, or stop other jobs"
@@ -160,6 +179,7 @@ class _Choice:
     depth: int  # chunks at an optimizer
     num_cached: int  # chunks of params
     num_host_grad_blocks: int | None  # None: gradients are not kept
+    num_passing_blocks: int = MIN_PASSING_BLOCKS  # typical ones, whose gradients that are not kept have room
 
 
 def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
@@ -169,6 +189,8 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
             f"activations are given for {len(placement.activations)} layers; the model has {num_layers}, and each "
             "needs a choice"
         )
+    if placement.group_size is not None and placement.group_size < 1:
+        raise PlanError(f"group_size is {placement.group_size}; a group has at least 1 micro-batch, or leave it out")
     room_nbytes = placement.host_activation_nbytes + placement.ssd_activation_nbytes
     if not room_nbytes and any(choice.swaps for choice in placement.activations):
         raise PlanError(
@@ -198,7 +220,10 @@ def _may_spill(placement: Placement, *, keep_grads: bool) -> bool:
 
 
 def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_naive: bool) -> Iterator[_Choice]:
-    """From the fastest to the smallest: first params stay no longer, then buffers shrink, then gradients spill."""
+    """From the fastest to the smallest.
+
+    First fewer gradients wait for their update, then params stay no longer, then buffers shrink, then gradients spill.
+    """
     num_blocks = len(model.blocks)
     kept = placement.num_host_grad_blocks if placement.num_host_grad_blocks is not None else num_blocks
     depths = (1,) if is_naive else range(STATE_DEPTH, MIN_STATE_DEPTH - 1, -1)
@@ -206,6 +231,9 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     wanted = asked if asked is not None else 0 if is_naive else CACHED_BLOCKS * model.typical_chunks
     has_room = keep_grads or placement.num_host_grad_blocks is not None
     choice = _Choice(depth=depths[0], num_cached=min(wanted, total), num_host_grad_blocks=kept if has_room else None)
+    if not has_room:
+        for num_passing in range(most_passing_blocks(num_blocks), MIN_PASSING_BLOCKS, -1):
+            yield replace(choice, num_passing_blocks=num_passing)
     yield choice
     choice = replace(choice, num_cached=min(asked or 0, total))
     for depth in depths:
@@ -216,8 +244,20 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
             yield replace(choice, num_host_grad_blocks=kept)
 
 
-def _num_grads(model: ModelSize, placement: Placement, num_host_grad_blocks: int | None) -> int:
-    """Slots for gradients: all that are kept, and of those that pass through two typical blocks or the largest one."""
+def most_passing_blocks(num_blocks: int) -> int:
+    """Typical blocks whose gradients may wait for their update, where nothing is faster with more.
+
+    No gradient comes while the next forward pass runs: what waits then keeps the optimizers busy until the next one
+    does. A forward pass takes at most a third of a step's compute. So where the updates take as long as the compute, a
+    third of the blocks is enough; where they take longer, less is, and where they take less, they are no bottleneck.
+    What is beyond are gradients on their way and in the update.
+    """
+    return -(-num_blocks // 3) + MIN_PASSING_BLOCKS
+
+
+def _num_grads(model: ModelSize, placement: Placement, choice: _Choice) -> int:
+    """Slots for gradients: all that are kept, and of those that pass through some typical blocks or the largest one."""
+    num_host_grad_blocks = choice.num_host_grad_blocks
     offloaded = [block for block in model.blocks if block not in placement.device_blocks]
     if num_host_grad_blocks is None:
         kept, passing = [], offloaded
@@ -225,12 +265,26 @@ def _num_grads(model: ModelSize, placement: Placement, num_host_grad_blocks: int
         kept = [block for block in offloaded if block < num_host_grad_blocks]
         passing = [block for block in offloaded if block >= num_host_grad_blocks]
     largest = max((model.num_chunks(block) for block in passing), default=0)
-    num_passing = max(largest, 2 * model.typical_chunks) if passing else 0
+    wanted = min(choice.num_passing_blocks * model.typical_chunks, sum(map(model.num_chunks, passing)))
+    num_passing = max(largest, wanted)
     num_kept = sum(model.num_chunks(block) for block in kept)
     return max(1, num_kept + num_passing)
 
 
-def _lay_out(model: ModelSize, placement: Placement, num_optimizers: int, grad_itemsize: int, choice: _Choice) -> Plan:
+def _num_partial_grads(model: ModelSize, placement: Placement) -> int:
+    """Slots for the sums of one group: of what rests on the device they stay there."""
+    uses = (*model.blocks, *model.shared_blocks)
+    return sum(model.num_chunks(block) for block in uses if block not in placement.device_blocks)
+
+
+def _lay_out(
+    model: ModelSize,
+    placement: Placement,
+    num_optimizers: int,
+    grad_itemsize: int,
+    num_microbatches: int,
+    choice: _Choice,
+) -> Plan:
     chunk, total = model.chunk_numel, model.total_chunks
     num_kept = choice.num_host_grad_blocks
     spilled = () if num_kept is None else tuple(model.blocks[num_kept:])
@@ -240,7 +294,7 @@ def _lay_out(model: ModelSize, placement: Placement, num_optimizers: int, grad_i
     grads = Pool(
         offset=params.nbytes,
         slot_nbytes=chunk * grad_itemsize,
-        num_slots=_num_grads(model, placement, num_kept),
+        num_slots=_num_grads(model, placement, choice),
     )
     state_nbytes = chunk * model.state_itemsize
     states = []
@@ -257,10 +311,17 @@ def _lay_out(model: ModelSize, placement: Placement, num_optimizers: int, grad_i
         slot_nbytes=state_nbytes,
         num_slots=TRANSIT_DEPTH if placement.device_blocks else 0,
     )
+    group_size = min(placement.group_size or num_microbatches, num_microbatches)
+    num_groups = -(-num_microbatches // group_size)
+    partial_grads = Pool(
+        offset=transit.offset + transit.nbytes,
+        slot_nbytes=chunk * PARTIAL_GRAD_ITEMSIZE,
+        num_slots=_num_partial_grads(model, placement) if num_groups > 1 else 0,
+    )
     num_ssd_activations = -(-placement.ssd_activation_nbytes // ACTIVATION_SLOT_NBYTES)
     num_staged = min(STAGED_ACTIVATIONS, num_ssd_activations)
     activations = Pool(
-        offset=transit.offset + transit.nbytes,
+        offset=partial_grads.offset + partial_grads.nbytes,
         slot_nbytes=ACTIVATION_SLOT_NBYTES,
         num_slots=-(-placement.host_activation_nbytes // ACTIVATION_SLOT_NBYTES) + num_staged,
     )
@@ -270,11 +331,14 @@ def _lay_out(model: ModelSize, placement: Placement, num_optimizers: int, grad_i
         states=tuple(states),
         host_states=host_states,
         transit=transit,
+        partial_grads=partial_grads,
         num_cached_params=choice.num_cached,
         host_blocks=tuple(sorted(placement.host_blocks)),
         device_blocks=tuple(sorted(placement.device_blocks)),
         spilled_blocks=spilled,
         commit_every=placement.commit_every or (COMMIT_EVERY if in_memory else 1),
+        group_size=group_size,
+        num_groups=num_groups,
         ssd_nbytes=2 * total * state_nbytes,
         layer_activations=placement.activations,
         activations=activations,

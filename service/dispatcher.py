@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt
+from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt, last_sign_of_life
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JournalReader
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
@@ -34,6 +34,9 @@ _TELL_AGAIN_S = 10.0
 _KILL_AFTER_S = 180.0
 # How long those may outlive their runner; Ray ends them with it.
 _KILL_ORPHANS_AFTER_S = 5.0
+# How long a runner may give no sign of life, of which it gives one a second.
+_SILENT_S = 60.0
+_HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
 _LOST = "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine"
 
 
@@ -92,6 +95,7 @@ class Dispatcher:
         self._readers: dict[str, JournalReader] = {}  # of running jobs
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
         self._told_at: dict[str, float] = {}  # when the runner of a job to be cancelled was last told
+        self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
 
     def reconcile(self) -> None:
         """Take up what a dispatcher that was killed had in hand; the first thing to do."""
@@ -127,6 +131,8 @@ class Dispatcher:
     def _watch(self, job: Job) -> None:
         # Asked before the journal is read: a runner that has ended by now wrote its outcome before.
         alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
+        hangs = alive and self._is_silent(job)
+        lost = _HANGS if hangs else _LOST
         if alive and job.cancel_requested:
             self._tell_to_end(job)
         reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
@@ -136,7 +142,7 @@ class Dispatcher:
                 self._settings,
                 job,
                 reader.read_new(),
-                lost=None if alive else _LOST,
+                lost=lost if hangs or not alive else None,
                 when_lost=resume,
             )
         except JournalError as error:
@@ -144,7 +150,7 @@ class Dispatcher:
                 fail_job(session, job, "journal_damaged", str(error))
             is_over = True
         if is_over:
-            self._await_end(job.id, job.attempt)
+            self._await_end(job.id, job.attempt, 0.0 if hangs else _KILL_AFTER_S)
         else:
             # Not kept if anything above failed: what was not imported must be read again.
             self._readers[job.id] = reader
@@ -153,6 +159,15 @@ class Dispatcher:
         """A runner that was made, but whose dispatcher was killed before it told it to begin, would wait for ever."""
         if not has_begun(job_dir(self._settings, job.id), Attempt(job.attempt)):
             self._runners.kill(JobId(job.id), Attempt(job.attempt))
+
+    def _is_silent(self, job: Job) -> bool:
+        """By this clock: the file's time stands still while the machine sleeps, and jumps when it is set."""
+        sign, now = last_sign_of_life(job_dir(self._settings, job.id), Attempt(job.attempt)), self._clock()
+        known, since = self._signs.get(job.id, (None, now))
+        if sign != known:
+            since = now
+        self._signs[job.id] = (sign, since)
+        return sign is not None and now - since > _SILENT_S
 
     def _tell_to_end(self, job: Job) -> None:
         now = self._clock()
@@ -167,6 +182,7 @@ class Dispatcher:
                 return
             over.is_gone = True
             self._told_at.pop(job_id, None)
+            self._signs.pop(job_id, None)
             remove_arenas()
         with self._database.read() as session:
             job = JobRepository(session).get(job_id)
@@ -189,8 +205,8 @@ class Dispatcher:
             _LOG.warning("job %s: processes %s outlived their runner and were killed", job_id, killed)
         return False
 
-    def _await_end(self, job_id: str, attempt: int) -> None:
-        self._over[job_id] = _Over(attempt=Attempt(attempt), kill_at=self._clock() + _KILL_AFTER_S)
+    def _await_end(self, job_id: str, attempt: int, kill_after_s: float = _KILL_AFTER_S) -> None:
+        self._over[job_id] = _Over(attempt=Attempt(attempt), kill_at=self._clock() + kill_after_s)
 
     # --- preparation ------------------------------------------------------------------------------------------------
 

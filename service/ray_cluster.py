@@ -163,6 +163,9 @@ class RayCluster:
         if record is None:
             return []
         ended = with_descendants((*record.core, *record.helpers))
+        # The last one started first: a raylet takes its leave of the GCS, and asked both at once they never end.
+        for process in reversed(record.core):
+            end_processes([process], grace_s=3.0)
         end_processes(ended, grace_s=3.0)
         # A start that was cut short recorded no pids and may still be at it, but its folder's name is like no other.
         while more := with_descendants(sum(_daemon_processes(Path(record.temp_dir)), ())):

@@ -121,7 +121,7 @@ class Arena:
         self.path.unlink(missing_ok=True)
 
 
-class SlotTimeout(RuntimeError):
+class SlotTimeout(TimeoutError):
     """The slots asked for did not come free in time."""
 
 

@@ -209,12 +209,16 @@ class CommitRecord:
 def last_common_commit(records: Sequence[Sequence[CommitRecord]]) -> CommitRecord | None:
     """The newest commit that every SSD of a job has; None if there never was any. `records`: the journal of each SSD.
 
+    A job without SSDs never has any.
+
     Records of different attempts never pair: what an older one wrote beside a newer one's step may be of another
     history.
 
     Raises:
         StoreCorrupt: there was one, as an SSD is past the first step; but now there is none.
     """
+    if not records:
+        return None
     common = set.intersection(*({record.identity for record in journal} for journal in records))
     if not common:
         last_steps = [max((record.step for record in journal), default=None) for journal in records]

@@ -4,19 +4,20 @@ Copy on write: a step's states go to extents that hold neither the last committe
 commit later steps write over them in place.
 """
 
-import errno
 import heapq
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import xxhash
 
 from windlass.storage import store_format as layout
 from windlass.storage.arena import ALIGNMENT_NBYTES
-from windlass.storage.checksum import GRANULE_NBYTES, granule_digests
+from windlass.storage.checksum import GRANULE_NBYTES
 from windlass.storage.ids import Attempt, ChunkKey, JobId, StateKind, Step
 from windlass.storage.records import RECORD_NBYTES
+from windlass.storage.regions import StateRegion
+from windlass.storage.scratch import Scratch, scratch_demand
 from windlass.storage.step_map import StepMap
 from windlass.storage.store_errors import (
     StaleAttempt,
@@ -29,20 +30,6 @@ from windlass.storage.store_format import CommitRecord, Pin, StoreGeometry
 from windlass.storage.volume import Volume
 from windlass.storage.volume_format import Allocation
 from windlass.storage.working_map import WorkingMap
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Where bytes of a state of a chunk, or of its gradient, lie; checked, so that its pieces need no further check."""
-
-    key: ChunkKey
-    kind: StateKind
-    step: Step
-    nbytes: int  # that are to move: a last, partly filled chunk moves less than it could
-    extent: int
-    chunk: int  # its place among those of this SSD
-    offset: int  # on the SSD
-    step_map: StepMap  # that has its checksums
 
 
 def stored_geometry(volume: Volume, job: JobId) -> StoreGeometry | None:
@@ -143,6 +130,20 @@ class TensorStore:
             return
         fence = layout.pack_fence(layout.CLOSED, allocation.nonce)
         volume.free(job, nonce=allocation.nonce, records=[(offset, fence) for offset in layout.FENCE_OFFSETS])
+
+    def reserve_scratch(self, slot_nbytes: int, num_slots: int) -> Scratch:
+        """Space of this attempt's own, in the place of what an earlier one had; 0 slots give that back.
+
+        Raises:
+            NotEnoughRoom: it does not fit.
+            StaleAttempt: a newer attempt has opened the store.
+        """
+        with self._lock:
+            self._check_attempt()
+            demand = scratch_demand(slot_nbytes, num_slots)
+            allocation = self.volume.reserve_scratch(self.geometry.job, demand, nonce=self._allocation.nonce)
+        offsets = allocation.scratch_offsets(demand)[:num_slots]
+        return Scratch(self.name, slot_nbytes, offsets, check_writable=self._check_attempt)
 
     # --- commits ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class TensorStore:
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
-    def regions_to_read(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[Region]:
+    def regions_to_read(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[StateRegion]:
         """Where to read so many bytes of each state, or of the gradient, once it is sure that `step`'s lie there.
 
         Raises:
@@ -295,7 +296,7 @@ class TensorStore:
             regions.append(self._region(key, kind, step, nbytes, chunk, extent, step_map))
         return regions
 
-    def regions_to_write(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[Region]:
+    def regions_to_write(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[StateRegion]:
         """Where to write so many bytes of each state, once it is sure that this destroys nothing that is needed.
 
         From then on a chunk's states, or gradient, of an earlier step that is not committed are gone, in whole. A
@@ -321,39 +322,13 @@ class TensorStore:
             self._working.begin(chunk, step, sizes)
         return regions
 
-    def note_written(self, region: Region, start: int, buffer: memoryview) -> None:
-        """Keep the checksums of what is being, or has been, written from `buffer` at byte `start`, a granule's."""
-        region.step_map.note(region.chunk, region.kind, start // GRANULE_NBYTES, granule_digests(buffer))
-
-    def verify(self, region: Region, start: int, buffer: memoryview) -> None:
-        """Compare what was read from byte `start`, a granule's, with what was written.
-
-        Raises:
-            StoreCorrupt: it is not the same.
-            StepNotAllowed: it has never been written whole.
-        """
-        found = granule_digests(buffer)
-        expected = region.step_map.digests(region.chunk, region.kind, start // GRANULE_NBYTES, len(found))
-        if found != expected:
-            bad = next(i for i, digest in enumerate(found) if digest != expected[i])
-            offset = region.offset + start + bad * GRANULE_NBYTES
-            if expected[bad] == 0:
-                raise StepNotAllowed(
-                    f"{self.describe(region)}: the bytes at offset {offset} of the SSD have not been written yet"
-                )
-            raise StoreCorrupt(
-                f"{self.describe(region)}: the bytes at offset {offset} of the SSD are not those that were written "
-                "(their checksum is wrong); the SSD, its cable or the memory is faulty: replace it, and start again "
-                "from a checkpoint"
-            )
-
     def read(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
         """Fill `buffer` with the first bytes of a state as `step` left it, verified; in one thread."""
         (region,) = self.regions_to_read(key, step, [(kind, buffer.nbytes)])
         for start in range(0, buffer.nbytes, GRANULE_NBYTES):
             part = buffer[start : start + GRANULE_NBYTES]
             self._transfer("read", region, start, part)
-            self.verify(region, start, part)
+            region.verify(start, part)
 
     def write(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
         """Write the first bytes of a state as `step` leaves it; in one thread. Safe once the step is committed."""
@@ -361,27 +336,11 @@ class TensorStore:
         for start in range(0, buffer.nbytes, GRANULE_NBYTES):
             part = buffer[start : start + GRANULE_NBYTES]
             self._transfer("write", region, start, part)
-            self.note_written(region, start, part)
-
-    def describe(self, region: Region) -> str:
-        """SSD, job, extent and what lies there, for people."""
-        return (
-            f"{self.name}, extent {region.extent} ({region.kind} of block {region.key.block}, chunk "
-            f"{region.key.chunk}, step {region.step})"
-        )
-
-    def io_error(self, verb: str, region: Region, error: Exception) -> StoreIoError:
-        """The error of a transfer that failed, with what to do."""
-        advice = "check the disk"
-        if isinstance(error, OSError) and error.errno == errno.EINVAL:
-            advice = f"O_DIRECT needs buffers aligned to {ALIGNMENT_NBYTES} bytes"
-        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            advice = "the file system has given the space away that was reserved: delete files there"
-        return StoreIoError(f"{self.describe(region)}: could not {verb}: {error}; {advice}")
+            region.note_written(start, part)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _transfer(self, verb: str, region: Region, start: int, buffer: memoryview) -> None:
+    def _transfer(self, verb: str, region: StateRegion, start: int, buffer: memoryview) -> None:
         move = self.volume.device.read if verb == "read" else self.volume.device.write
         done = 0
         while done < buffer.nbytes:
@@ -389,9 +348,9 @@ class TensorStore:
             try:
                 moved = move(offset, buffer[done:])
             except OSError as error:
-                raise self.io_error(verb, region, error) from error
+                raise region.io_error(verb, error) from error
             if moved == 0:
-                raise self.io_error(verb, region, EOFError(f"the SSD ends at byte {offset}"))
+                raise region.io_error(verb, EOFError(f"the SSD ends at byte {offset}"))
             done += moved
 
     def _map_to_read(self, chunk: int, step: Step) -> StepMap | None:
@@ -422,7 +381,7 @@ class TensorStore:
 
     def _region(
         self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int, chunk: int, extent: int, step_map: StepMap
-    ) -> Region:
+    ) -> StateRegion:
         is_gradient = kind is StateKind.GRAD
         full = self.geometry.extent_nbytes if is_gradient else self.geometry.region_nbytes(kind)
         if not 0 < nbytes <= full or nbytes % ALIGNMENT_NBYTES:
@@ -430,7 +389,7 @@ class TensorStore:
                 f"{nbytes} bytes cannot be the {kind} of {key}: a multiple of {ALIGNMENT_NBYTES} up to {full} is needed"
             )
         offset = self._offsets[extent] + (0 if is_gradient else self.geometry.region_offset(kind))
-        return Region(key, kind, step, nbytes, extent, chunk, offset, step_map)
+        return StateRegion(self.name, offset, nbytes, key, kind, step, extent, chunk, step_map)
 
     def _check_follows_commit(self, step: Step, verb: str) -> None:
         if not self._begun:

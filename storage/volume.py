@@ -97,7 +97,7 @@ class Volume:
         with self._locked_table(f"reserve space for job {job}") as table:
             if job in table.allocations:
                 raise StoreExists(f"{self.path} already holds states of job {job}; open them, or delete them")
-            ranges = self._take(table, job, demand)
+            ranges = self._take(table, _states_of(job), demand)
             allocation = Allocation(job=job, nonce=secrets.token_hex(8), ranges=tuple(ranges), is_ready=False)
             self._write_table(table.with_allocation(allocation))
             return allocation
@@ -110,7 +110,36 @@ class Volume:
         """
         with self._locked_table(f"reserve more space for job {job}") as table:
             allocation = self._of(table, job)
-            allocation = replace(allocation, ranges=(*allocation.ranges, *self._take(table, job, demand)))
+            more = self._take(table, _states_of(job), demand)
+            allocation = replace(allocation, ranges=(*allocation.ranges, *more))
+            self._write_table(table.with_allocation(allocation))
+            return allocation
+
+    def reserve_scratch(self, job: JobId, demand: Demand, *, nonce: str) -> Allocation:
+        """Give the job's area of that nonce so much scratch, in the place of what it has; that stays if it is as large.
+
+        Raises:
+            StoreMissing: the job has no such area.
+            NotEnoughRoom: it does not fit; the job has no scratch then.
+        """
+        with self._locked_table(f"reserve scratch for job {job}") as table:
+            allocation = self._of(table, job)
+            if allocation.nonce != nonce:
+                raise StoreMissing(f"{self.path}: the space of job {job} was given to it anew meanwhile")
+            num_units = sum(part.count for part in allocation.scratch)
+            num_extents = len(allocation.scratch_offsets(demand))
+            if num_units == demand.nbytes // UNIT_NBYTES and num_extents >= demand.num_extents:
+                return allocation
+            if allocation.scratch:
+                # First none, as the disk space of what is nobody's is given back on the way to the new.
+                allocation = replace(allocation, scratch=())
+                table = table.with_allocation(allocation)
+                self._write_table(table)
+            if demand.num_extents == 0:
+                self._give_back(table)
+                return allocation
+            scratch = self._take(table, f"the swapped activations of job {job}", demand)
+            allocation = replace(allocation, scratch=tuple(scratch))
             self._write_table(table.with_allocation(allocation))
             return allocation
 
@@ -197,9 +226,8 @@ class Volume:
             self.device.write_records(allocation.head_offset + offset, raw)
         self.device.sync()
 
-    def _take(self, table: AllocationTable, job: JobId, demand: Demand) -> list[UnitRange]:
+    def _take(self, table: AllocationTable, what: str, demand: Demand) -> list[UnitRange]:
         """Free ranges, backed by disk space; the table does not have them yet."""
-        what = f"the model states of job {job}"
         capacity = self._capacity() if self.device.is_raw else None
         ranges = table.find_free(demand, capacity)
         if ranges is None:
@@ -323,6 +351,10 @@ class Volume:
             f"{self.path} is not a windlass volume, or both of its superblocks are damaged; check the disk, and "
             f"{self._start_anew}"
         )
+
+
+def _states_of(job: JobId) -> str:
+    return f"the model states of job {job}"
 
 
 def _sync_directory(directory: Path) -> None:

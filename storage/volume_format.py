@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from windlass.storage.ids import JobId
 from windlass.storage.records import RECORD_NBYTES, seal
 
-VERSION = 3
+VERSION = 4
 # What is handed out at once.
 UNIT_NBYTES = 1 << 20
 HEADER_UNITS = 3
@@ -65,20 +65,25 @@ class Allocation:
     nonce: str
     ranges: tuple[UnitRange, ...]
     is_ready: bool  # the job's own records are in place
+    scratch: tuple[UnitRange, ...] = ()  # apart from `ranges`: for what a restart does not need
 
     @property
     def head_offset(self) -> int:
         """Where on the SSD the job's head begins."""
         return self.ranges[0].start * UNIT_NBYTES
 
+    @property
+    def taken(self) -> tuple[UnitRange, ...]:
+        """All that nobody else may have."""
+        return (*self.ranges, *self.scratch)
+
     def extent_offsets(self, demand: Demand) -> list[int]:
         """Where on the SSD each extent begins, in the order of the ranges; at least as many as were asked for."""
-        offsets: list[int] = []
-        for i, each in enumerate(self.ranges):
-            head = demand.head_nbytes if i == 0 else 0
-            start, stop = each.start * UNIT_NBYTES + head, each.stop * UNIT_NBYTES
-            offsets.extend(range(start, stop - demand.extent_nbytes + 1, demand.extent_nbytes))
-        return offsets
+        return _extent_offsets(self.ranges, demand)
+
+    def scratch_offsets(self, demand: Demand) -> list[int]:
+        """Where on the SSD each extent of the scratch begins; as many as fit, if it was made for another demand."""
+        return _extent_offsets(self.scratch, demand)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +96,13 @@ class AllocationTable:
     @property
     def stop(self) -> int:
         """The unit after the last one in use."""
-        return max((each.stop for taken in self.allocations.values() for each in taken.ranges), default=HEADER_UNITS)
+        return max((part.stop for each in self.allocations.values() for part in each.taken), default=HEADER_UNITS)
 
     def gaps(self, stop: int) -> list[UnitRange]:
         """What is free below unit `stop`, in order."""
         gaps, at = [], HEADER_UNITS
         for taken in sorted(
-            (each for allocation in self.allocations.values() for each in allocation.ranges), key=lambda x: x.start
+            (part for each in self.allocations.values() for part in each.taken), key=lambda part: part.start
         ):
             if taken.start > at:
                 gaps.append(UnitRange(at, taken.start - at))
@@ -133,6 +138,15 @@ class AllocationTable:
         """The table without a job."""
         allocations = {name: each for name, each in self.allocations.items() if name != job}
         return replace(self, sequence=self.sequence + 1, allocations=allocations)
+
+
+def _extent_offsets(ranges: Sequence[UnitRange], demand: Demand) -> list[int]:
+    offsets: list[int] = []
+    for i, each in enumerate(ranges):
+        head = demand.head_nbytes if i == 0 else 0
+        start, stop = each.start * UNIT_NBYTES + head, each.stop * UNIT_NBYTES
+        offsets.extend(range(start, stop - demand.extent_nbytes + 1, demand.extent_nbytes))
+    return offsets
 
 
 def _lay_out(demand: Demand, gaps: Sequence[UnitRange]) -> list[UnitRange] | None:
@@ -175,7 +189,8 @@ def pack_table(table: AllocationTable) -> bytes:
         job: {
             "nonce": each.nonce,
             "ready": each.is_ready,
-            "ranges": [[taken.start, taken.count] for taken in each.ranges],
+            "ranges": [[part.start, part.count] for part in each.ranges],
+            "scratch": [[part.start, part.count] for part in each.scratch],
         }
         for job, each in table.allocations.items()
     }
@@ -192,9 +207,11 @@ def unpack_table(raw: bytes) -> AllocationTable:
 
 def _allocation(job: JobId, facts: dict[str, object]) -> Allocation:
     ranges: Sequence[Sequence[int]] = facts["ranges"]  # type: ignore[assignment]
+    scratch: Sequence[Sequence[int]] = facts["scratch"]  # type: ignore[assignment]
     return Allocation(
         job=job,
         nonce=str(facts["nonce"]),
         ranges=tuple(UnitRange(*each) for each in ranges),
         is_ready=bool(facts["ready"]),
+        scratch=tuple(UnitRange(*each) for each in scratch),
     )

@@ -12,7 +12,10 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
 class Commits:
-    """What is safe, and the way there. Between commits nothing of the last commit is overwritten."""
+    """What is safe, and the way there. Between commits nothing of the last commit is overwritten.
+
+    Without SSDs nothing is kept, and a step counts as committed as soon as it is over.
+    """
 
     def __init__(self, shape: JobShape, initial_step: Step | None) -> None:
         """`initial_step` None: nothing is written yet."""
@@ -47,9 +50,9 @@ class Commits:
     # --- what has happened ------------------------------------------------------------------------------------------
 
     def model_loaded(self, trainer_state: str) -> None:
-        """The initial states are on the SSDs."""
+        """The initial states are on the SSDs, or in host memory where there are none."""
         self._relabel(0)
-        self._trainer_states[0] = trainer_state
+        self.step_over(Step(0), trainer_state)
 
     def block_updated(self, block: BlockIndex, step: Step) -> None:
         """A whole block has changed; where it rests on the SSDs, it is there."""
@@ -64,7 +67,9 @@ class Commits:
         this was decided.
         """
         self._trainer_states[step] = trainer_state
-        if not self._is_commit_step(step):
+        if not self._shape.ssd_servers:
+            self._settle(step)
+        elif not self._is_commit_step(step):
             self.versions = [step] * self._shape.num_blocks
 
     def block_flushed(self, block: BlockIndex, actor: ActorName) -> None:
@@ -77,12 +82,8 @@ class Commits:
     def store_committed(self, step: Step, actor: ActorName) -> None:
         """One SSD server has the step safe."""
         self._committing.remove(actor)
-        if self._committing:
-            return
-        self.committed = step
-        self._trainer_states = {each: state for each, state in self._trainer_states.items() if each > step}
-        if self._labels[0] < step:
-            self._relabel(step)
+        if not self._committing:
+            self._settle(step)
 
     # --- what to do -------------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Commits:
     def _flush(self, due: int | None) -> list[Instruction]:
         """As soon as a step that is to be committed has changed a block; all others before a skipped step's commit."""
         found = []
-        for block in self._shape.resident_blocks:
+        for block in self._shape.flushed_blocks:
             label = self.label(block)
             if len(self._flushing) == self._shape.ordering.max_flushing:
                 break
@@ -127,6 +128,13 @@ class Commits:
             trainer_state=self._trainer_states[step],
         )
         return [Instruction(ssd, message) for ssd in self._shape.ssd_servers]
+
+    def _settle(self, step: Step) -> None:
+        """The step is committed."""
+        self.committed = step
+        self._trainer_states = {each: state for each, state in self._trainer_states.items() if each > step}
+        if self._labels[0] < step:
+            self._relabel(step)
 
     def _is_commit_step(self, step: int) -> bool:
         return step == self.last_step or self._shape.is_commit_step(step)

@@ -18,7 +18,8 @@ class Ordering:
 
     Beside its own step's backward pass a block is updated where the job's update order says so; beside the next step,
     where `overlaps_steps` does. The limits are of what may be outstanding at each resource: enough to keep it busy, few
-    for a late urgent block to overtake, as what has been given to a resource cannot be overtaken any more.
+    for a late urgent block to overtake. What has been given to a resource cannot be overtaken any more, except at the
+    optimizers, where chunks of the most urgent block go first.
     """
 
     queues: QueueOrder = QueueOrder.PRIORITY

@@ -78,7 +78,7 @@ class Pipeline:
         self.shape = shape
         self.trainer = trainer
         self.commits = Commits(shape, initial_step)
-        self.waits = Waits(shape.deadline_s)
+        self.waits = Waits(shape.deadline_s, shape.num_groups)
         self.ends: dict[int, StepEnd] = {}  # of steps whose gradients are known; the caller takes them out
         self._program = program(shape, max(self.committed, 0) + 1)
         self._next: Operation | None = next(self._program, None)
@@ -90,7 +90,7 @@ class Pipeline:
         self._offloading: set[tuple[int, int]] = set()
         self._updating: dict[tuple[int, int], set[ActorName]] = {}
         # Who has yet to read the states that rest in its memory; nothing of it is asked for before it is needed.
-        self._to_restore = {actor for block in shape.resident_blocks for actor in shape.holders(block)}
+        self._to_restore = {actor for block in shape.flushed_blocks for actor in shape.holders(block)}
         self._restoring = False
         self._to_skip: int | None = None  # a step whose gradients are not finite, until they are all dropped
         self._exporting = False
@@ -157,6 +157,12 @@ class Pipeline:
 
     def _on_block_computed(self, event: BlockComputed) -> list[Instruction]:
         self.waits.settle("compute", event.op, event.block, self.shape.gpu_worker)
+        first = self._running[min(self._running)]
+        if event.op != first.op:
+            raise UnexpectedEventError(
+                f"{self.shape.gpu_worker} finished the {event.phase} of block {event.block} in step {event.step}, and "
+                f"not the {first.phase} of block {first.block} in step {first.step}, which comes first: one was lost"
+            )
         del self._running[event.op]
         return []
 
@@ -309,7 +315,15 @@ class Pipeline:
         assert phase is not None
         fetches = [
             Instruction(
-                worker, PrefetchParams(job=job, step=self.commits.label(block), op=op, phase=phase, block=block)
+                worker,
+                PrefetchParams(
+                    job=job,
+                    step=self.commits.label(block),
+                    op=op,
+                    phase=phase,
+                    block=block,
+                    group=operation.group,
+                ),
             )
             for block in blocks
         ]
@@ -326,9 +340,11 @@ class Pipeline:
         return [*fetches, Instruction(worker, compute)]
 
     def _loss_scale(self, operation: Operation) -> float:
-        """The gradients of a step begin at its head."""
+        """The gradients of a step begin at its head, with the first group."""
         if operation.phase is not Phase.HEAD:
             return 1.0
+        if operation.group > 0:
+            return self._steps[operation.step].loss_scale
         updates = self._steps[operation.step] = _StepUpdates(self.trainer.next_loss_scale)
         if not self.shape.keeps_grads:
             self._end_step(updates, StepResult.UPDATED)  # or with an error

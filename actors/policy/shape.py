@@ -28,13 +28,14 @@ class JobShape:
     trainer_state: Callable[[int], str]  # JSON that a commit of a step keeps for a restart; asked for once a step
     gpu_worker: ActorName
     optimizers: tuple[ActorName, ...]
-    ssd_servers: tuple[ActorName, ...]
+    ssd_servers: tuple[ActorName, ...]  # none: the states of all blocks rest in host memory, and nothing is kept
     output_dir: str
     # Where the states of blocks rest: in host memory, on the device, and all others' on the SSDs.
     host_blocks: frozenset[int] = frozenset()
     device_blocks: frozenset[int] = frozenset()
     spilled_blocks: frozenset[int] = frozenset()  # whose kept gradients go to the SSDs, over the states to come
     commit_every: int = 1  # steps
+    num_groups: int = 1  # of a step: micro-batches that go through the blocks together
     ordering: Ordering = field(default_factory=Ordering)
     deadline_s: float = 120.0
 
@@ -43,9 +44,16 @@ class JobShape:
             raise ValueError(
                 f"commit_every is {self.commit_every}; states are committed every so many steps, at least 1"
             )
+        if self.num_groups < 1:
+            raise ValueError(f"num_groups is {self.num_groups}; a step has at least 1 group of micro-batches")
         if both := self.host_blocks & self.device_blocks:
             raise ValueError(
                 f"the states of blocks {sorted(both)} rest either in host memory or on the device, not both"
+            )
+        if not self.ssd_servers and len(self.host_blocks) < self.num_blocks:
+            raise ValueError(
+                f"without SSDs the states of all {self.num_blocks} blocks must rest in host memory, not of "
+                f"{len(self.host_blocks)}"
             )
         if self.spilled_blocks and (self.resident_blocks or self.commit_every > 1):
             raise ValueError(
@@ -62,6 +70,11 @@ class JobShape:
     def resident_blocks(self) -> tuple[BlockIndex, ...]:
         """Blocks whose states rest in memory, smallest first."""
         return tuple(BlockIndex(block) for block in sorted(self.host_blocks | self.device_blocks))
+
+    @property
+    def flushed_blocks(self) -> tuple[BlockIndex, ...]:
+        """Blocks whose states a commit must write first, and a resumed job read: in memory, where there are SSDs."""
+        return self.resident_blocks if self.ssd_servers else ()
 
     def optimizer_of(self, key: ChunkKey) -> ActorName:
         """Which of the optimizers has a chunk, where its block's states do not rest on the device."""
@@ -103,7 +116,7 @@ class Operation:
     version: Step  # the step whose params it reads
     phase: Phase | None
     block: BlockIndex
-    group: int = 0
+    group: int = 0  # of micro-batches: of the step's or, in an evaluation, of its
 
 
 def program(shape: JobShape, first_step: int) -> Iterator[Operation]:
@@ -125,12 +138,14 @@ def program(shape: JobShape, first_step: int) -> Iterator[Operation]:
 
 
 def _training(shape: JobShape, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
+    """One group of micro-batches after the other: forward through all blocks, and backward."""
     head = shape.num_blocks - 1
-    for block in range(head):
-        yield Phase.FORWARD, block, 0, step - 1
-    yield Phase.HEAD, head, 0, step - 1
-    for block in reversed(range(head)):
-        yield Phase.BACKWARD, block, 0, step - 1
+    for group in range(shape.num_groups):
+        for block in range(head):
+            yield Phase.FORWARD, block, group, step - 1
+        yield Phase.HEAD, head, group, step - 1
+        for block in reversed(range(head)):
+            yield Phase.BACKWARD, block, group, step - 1
 
 
 def _afterwards(shape: JobShape, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:

@@ -45,15 +45,17 @@ class UnexpectedEventError(Exception):
 class Waits:
     """Everything that is outstanding, by kind, number (a step or an operation), block and actor."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, num_groups: int) -> None:
+        """`num_groups`: of a step; the last one completes the gradients."""
         self.outstanding: dict[tuple[str, int, int, ActorName], Wait] = {}
         self._deadline_s = deadline_s
+        self._last_group = num_groups - 1
         self._last_heard_s: dict[ActorName, float] = {}
 
     def issue(self, instructions: list[Instruction], now_s: float) -> list[Instruction]:
         """Notes what these instructions make the scheduler wait for, and returns them."""
         for instruction in instructions:
-            for key, what in _waits_of(instruction.message):
+            for key, what in _waits_of(instruction.message, self._last_group):
                 wait = Wait(since_s=now_s, actor=instruction.to, what=what)
                 self.outstanding[(*key, instruction.to)] = wait
         return instructions
@@ -67,18 +69,24 @@ class Waits:
         """The actor works: what it owes may take the whole deadline from now on."""
         self._last_heard_s[actor] = now_s
 
+    def most_silent(self, now_s: float) -> Wait | None:
+        """What is owed by the actor that was heard of longest ago; of several things, what was asked for first."""
+        return max(self.outstanding.values(), key=lambda wait: self._silent_s(wait, now_s), default=None)
+
     def check(self, now_s: float) -> None:
         """Raises DeadlineMissedError when an actor that owes something has been silent for too long."""
-        for wait in self.outstanding.values():
-            silent_s = now_s - max(wait.since_s, self._last_heard_s.get(wait.actor, 0.0))
-            if silent_s > self._deadline_s:
-                raise DeadlineMissedError(
-                    f"{wait.actor} did not finish {wait.what} within {self._deadline_s:g} s; "
-                    f"see its log, and the health of the device it uses"
-                )
+        wait = self.most_silent(now_s)
+        if wait is not None and self._silent_s(wait, now_s) > self._deadline_s:
+            raise DeadlineMissedError(
+                f"{wait.actor} did not finish {wait.what} within {self._deadline_s:g} s; "
+                f"see its log, and the health of the device it uses"
+            )
+
+    def _silent_s(self, wait: Wait, now_s: float) -> float:
+        return now_s - max(wait.since_s, self._last_heard_s.get(wait.actor, 0.0))
 
 
-def _waits_of(message: Message) -> list[tuple[tuple[str, int, int], str]]:
+def _waits_of(message: Message, last_group: int) -> list[tuple[tuple[str, int, int], str]]:
     """What an instruction makes the scheduler wait for, and its names for people."""
     match message:
         case LoadModel():
@@ -88,7 +96,7 @@ def _waits_of(message: Message) -> list[tuple[tuple[str, int, int], str]]:
         case ComputeBlock():
             where = f"of block {message.block} in step {message.step}"
             computed = (("compute", message.op, message.block), f"the {message.phase} {where}")
-            if message.phase not in (Phase.HEAD, Phase.BACKWARD):
+            if message.phase not in (Phase.HEAD, Phase.BACKWARD) or message.group < last_group:
                 return [computed]
             return [computed, (("gradient", message.step, message.block), f"the gradient {where}")]
         case OffloadGrad():

@@ -71,7 +71,8 @@ class Installation:
 
     def end(self) -> None:
         """End everything, whatever state a failed test left it in."""
-        self.run("down", "--force")
+        if (self.home / "ray.json").exists():
+            self.run("down", "--force")
         for process in psutil.process_iter(["environ"]):
             if (process.info["environ"] or {}).get("WINDLASS_HOME") == str(self.home):
                 process.send_signal(signal.SIGKILL)

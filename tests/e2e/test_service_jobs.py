@@ -10,7 +10,8 @@ import pytest
 
 from tests.e2e.installation import Installation, make_tiny_model, write_examples
 
-_SMALL = ("--epochs", "1", "--batch-size", "1", "--sequence-length", "32", "--precision", "fp32")
+# They train until they are ended.
+_ENDLESS = ("--epochs", "1000", "--batch-size", "1", "--sequence-length", "32", "--precision", "fp32")
 
 
 def _wait_for(installation: Installation, job_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> str:
@@ -36,33 +37,38 @@ def _wait_for_step(installation: Installation, job_id: str) -> None:
 
 
 @pytest.mark.timeout(420)
-def test_failures_waiting_cancelling_and_down_with_jobs(installation: Installation, tmp_path: Path) -> None:
+def test_failures_waiting_cancelling_and_down_with_jobs(
+    installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a compiler no kernel is compiled, which takes longer than all the rest; the job in test_kill_service.py
+    # has one.
+    monkeypatch.setenv("CXX", "none")
     make_tiny_model(installation.home / "models" / "tiny")
     installation.home.chmod(0o700)
-    long_file, bad_file = tmp_path / "long.jsonl", tmp_path / "bad.jsonl"
-    write_examples(long_file, 2000)
+    training_file, bad_file = tmp_path / "train.jsonl", tmp_path / "bad.jsonl"
+    write_examples(training_file, 200)
     bad_file.write_text('{"text": "fine"}\n{"text": 5}\n')
     installation.ok("up", "--detach")
 
     # Refused at once, in one line.
-    assert "nosuch" in installation.refused("submit", "nosuch", str(long_file))
+    assert "nosuch" in installation.refused("submit", "nosuch", str(training_file))
     assert "there is no file" in installation.refused("submit", "tiny", "nosuch.jsonl")
-    assert "sequence_length" in installation.refused("submit", "tiny", str(long_file), "--sequence-length", "-1")
-    assert "--set takes key=value" in installation.refused("submit", "tiny", str(long_file), "--set", "seed")
-    assert "unrecognized" in installation.refused("submit", "tiny", str(long_file), "--set", "speed=9")
+    assert "sequence_length" in installation.refused("submit", "tiny", str(training_file), "--sequence-length", "-1")
+    assert "--set takes key=value" in installation.refused("submit", "tiny", str(training_file), "--set", "seed")
+    assert "unrecognized" in installation.refused("submit", "tiny", str(training_file), "--set", "speed=9")
     assert "ftjob-1" in installation.refused("show", "ftjob-1")
     assert "no model" in installation.refused("export", "ft:tiny::abc", str(tmp_path / "out"))
 
     # Accepted, then failed, with line and field.
-    followed = installation.run("submit", "tiny", str(bad_file), *_SMALL, "--follow")
+    followed = installation.run("submit", "tiny", str(bad_file), *_ENDLESS, "--follow")
     assert followed.returncode == 1
     assert "line 2" in followed.stdout
     assert "text" in followed.stdout
 
     # One runs, one waits and says for what.
-    running = installation.ok("submit", "tiny", str(long_file), *_SMALL)
+    running = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
     _wait_for_status(installation, running, "running")
-    waiting = installation.ok("submit", "tiny", str(long_file), *_SMALL)
+    waiting = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
     shown = _wait_for(installation, waiting, lambda job: job["windlass"]["waiting_reason"] is not None, "waiting")
     assert f"is in use by job {running}" in shown
     installation.ok("cancel", waiting)
@@ -74,7 +80,7 @@ def test_failures_waiting_cancelling_and_down_with_jobs(installation: Installati
     _wait_for_status(installation, running, "cancelled")
 
     # Ended by force while it runs: failed, and the next service knows.
-    forced = installation.ok("submit", "tiny", str(long_file), *_SMALL)
+    forced = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
     _wait_for_step(installation, forced)
     assert f"job {forced} has failed" in installation.ok("down", "--force")
     assert not list(installation.home.glob("ssd*/*.store"))

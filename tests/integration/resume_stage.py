@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
+import pytest
 
 from tests.training import CHUNK_NUMEL, HYPERPARAMETERS, NUM_VALIDATION_EXAMPLES, keep_calibration, make_dataset
 from tests.training import make_model as make_tiny_model
@@ -36,7 +38,8 @@ RAY = ("raylet", "gcs_server")
 class ResumeStage:
     """A home with a model, its database, and a dispatcher that is started again whenever it ends."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, environment: Mapping[str, str]) -> None:
+        self._environment = environment
         self.settings = Settings(home=home)
         self.settings.make_dirs()
         home.chmod(0o700)
@@ -47,7 +50,10 @@ class ResumeStage:
         for ssd_dir in self.settings.ssd_dirs:
             keep_calibration(ssd_dir)
         self.cluster = RayCluster(home)
-        self.cluster.ensure_running(num_cpus=2, num_gpus=0)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            self.cluster.ensure_running(num_cpus=2, num_gpus=0)
         self._dispatcher: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
@@ -65,6 +71,7 @@ class ResumeStage:
             environment = {
                 **os.environ,
                 **self.cluster.environment,
+                **self._environment,
                 "WINDLASS_HOME": str(self.settings.home),
                 # The module's warnings are those of its libraries.
                 "PYTHONWARNINGS": "ignore",
@@ -206,9 +213,9 @@ class ResumeStage:
 
 
 @contextmanager
-def resume_stage(home: Path) -> Iterator[ResumeStage]:
-    """A stage, of which nothing is left running."""
-    stage = ResumeStage(home)
+def resume_stage(home: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[ResumeStage]:
+    """A stage, of which nothing is left running. `environment`: what its processes find besides the test's own."""
+    stage = ResumeStage(home, environment)
     try:
         yield stage
     finally:

@@ -1,7 +1,6 @@
 """Many jobs share the SSDs and the shared memory, and end in every way there is; in the end nothing of them is left."""
 
 import dataclasses
-import os
 import pickle
 import random
 import signal
@@ -105,8 +104,8 @@ def is_cut_off(spec: JobSpec, chance: random.Random) -> None:
 
 def is_killed(spec: JobSpec, chance: random.Random) -> None:
     argument = pickle.dumps((spec, chance.randrange(1, 300))).hex()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", _KILLED, argument], env=environment, check=False, timeout=120)
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", _KILLED, argument], cwd=root, check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL
 
 

@@ -25,6 +25,7 @@ from tests.training import (
 )
 from windlass.actors.job_spec import JobSpec
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.planner.activations import ActivationChoice, BlockActivations
 from windlass.planner.plan import Placement
 from windlass.service.processes import find_process, wait_until_gone
 from windlass.service.ray_cluster import RayCluster
@@ -176,6 +177,11 @@ def test_the_working_directory_comes_first_on_the_workers_import_path(driver: Dr
 
 
 EVERY_BLOCK = (0, 1, 2, 3, 4)
+ACTIVATIONS = (
+    *ActivationChoice.RECOMPUTE_SWAP_INPUT.of_layers(1),
+    *ActivationChoice.KEEP.of_layers(1),
+    BlockActivations(swap_input=True, swapped=frozenset({"aten.mm.default", "aten.addmm.default"})),
+)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +191,12 @@ EVERY_BLOCK = (0, 1, 2, 3, 4)
         pytest.param(Precision.FP32, 4, Placement(host_blocks=(1,), device_blocks=(3,), commit_every=4), id="mixed"),
         pytest.param(Precision.BF16, 1, Placement(num_host_grad_blocks=1), id="gradients on SSDs"),
         pytest.param(Precision.BF16, 4, Placement(host_blocks=EVERY_BLOCK), id="states in host memory"),
-        pytest.param(Precision.FP16, 4, Placement(num_cached_params=1000), id="params stay"),
+        pytest.param(
+            Precision.FP16,
+            4,
+            Placement(num_cached_params=1000, activations=ACTIVATIONS, host_activation_nbytes=64 << 20),
+            id="params stay, activations are swapped",
+        ),
     ],
 )
 def test_thirty_steps_agree_with_plain_pytorch(
@@ -211,6 +222,8 @@ def test_thirty_steps_agree_with_plain_pytorch(
     tolerance = LOSS_TOLERANCE[precision]
     assert losses_of(spec) == pytest.approx(plain.losses, rel=tolerance)
     assert metrics_of(spec, "valid_loss") == pytest.approx(plain.validation_losses, rel=tolerance)
+    moved = metrics_of(spec, "activation_bytes_in").values()
+    assert all(moved) if placement.activations else not any(moved)
     checkpoints = [record.data for record in journal_of(spec) if record.kind == "checkpoint"]
     assert [each["step_number"] for each in checkpoints] == [20, 30]
     assert all((Path(each["path"]) / "model.safetensors").is_file() for each in checkpoints)

@@ -19,6 +19,7 @@ from windlass.actors.messages import (
     CommitStore,
     ComputeBlock,
     ExportModel,
+    FailureKind,
     FlushBlock,
     GradChunk,
     GradOffloaded,
@@ -137,11 +138,12 @@ class Stage:
         events: list[Message] = []
         if message.phase is Phase.HEAD:
             self.loss_scale = message.loss_scale
+        is_last = message.group == self.context.plan.num_groups - 1
         if message.phase in (Phase.HEAD, Phase.EVALUATE_HEAD):
             counts: dict[str, Any] = {"num_targets": NUM_TARGETS, "num_correct": 4, "group": message.group}
             loss_sum = self.losses.get(message.step, self.loss) * NUM_TARGETS
             events.append(LossComputed(**facts, phase=message.phase, loss_sum=loss_sum, **counts))
-        if message.phase in (Phase.HEAD, Phase.BACKWARD):
+        if is_last and message.phase in (Phase.HEAD, Phase.BACKWARD):
             is_bad = (message.step, message.block) in self.bad_grads
             sq_sum = math.inf if is_bad else 12.0 * self.loss_scale**2
             events.append(BlockBackwardDone(**facts, block=message.block, grad_sq_sum=sq_sum))
@@ -168,8 +170,10 @@ class Stage:
         return outcome
 
 
-def failure(actor: str, error: str) -> ActorFailed:
-    return ActorFailed(job=JobId("ftjob-1"), step=Step(1), actor=ActorName(actor), error=error, detail="Traceback")
+def failure(actor: str, error: str, kind: FailureKind = FailureKind.LASTING) -> ActorFailed:
+    return ActorFailed(
+        job=JobId("ftjob-1"), step=Step(1), actor=ActorName(actor), kind=kind, error=error, detail="Traceback"
+    )
 
 
 def warnings_of(spec: JobSpec) -> list[str]:

@@ -8,14 +8,17 @@ from typing import Any
 
 from tests.unit.storage.stores import BF16
 from windlass.actors.messages import (
+    ActivationIoDone,
     ChunkIo,
     ChunkIoDone,
     ChunkPart,
     CommitStore,
     Message,
+    ReadActivations,
     ReadChunks,
     SpansTold,
     WorkSpan,
+    WriteActivations,
     WriteChunks,
 )
 from windlass.actors.ssd_server import SsdServer
@@ -80,6 +83,7 @@ class Bench:
         geometry: StoreGeometry = GEOMETRY,
         max_open_chunks: int = 100,
         io: IoSettings | None = None,
+        num_scratch_slots: int = 0,
     ) -> None:
         self.directory = directory
         self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", len(KEYS) * CHUNK_NBYTES)
@@ -94,6 +98,7 @@ class Bench:
             io=io or threads(num_threads),
             direct=False,
             max_open_chunks=max_open_chunks,
+            num_scratch_slots=num_scratch_slots,
         )
 
     def setup(self) -> None:
@@ -162,10 +167,40 @@ class Bench:
         )
         self.server.post(request)
 
+    def write_activations(self, slots: Sequence[int], span: Span, **facts: Any) -> None:
+        self._ask_activations(WriteActivations, slots, span, **facts)
+
+    def read_activations(self, slots: Sequence[int], span: Span, **facts: Any) -> None:
+        self._ask_activations(ReadActivations, slots, span, **facts)
+
+    def _ask_activations(
+        self,
+        kind: type[ReadActivations] | type[WriteActivations],
+        slots: Sequence[int],
+        span: Span,
+        *,
+        id: int = 1,
+        priority: tuple[int, int] = (0, 0),
+        deadline_s: float = WAIT_S,
+        block: int = 5,
+    ) -> None:
+        request = kind(
+            job=JOB,
+            step=Step(3),
+            correlation=CorrelationId(id),
+            reply_to=WORKER,
+            priority=priority,
+            deadline_s=deadline_s,
+            block=BlockIndex(block),
+            slots=tuple(slots),
+            span=span,
+        )
+        self.server.post(request)
+
     def wait_done(self, count: int = len(KEYS)) -> None:
-        """So many chunks have moved, and nothing else has been told."""
+        """So many chunks, or activations, have moved, and nothing else has been told."""
         for _ in range(count):
-            assert isinstance(self.next()[1], ChunkIoDone)
+            assert isinstance(self.next()[1], ChunkIoDone | ActivationIoDone)
 
     def write_all(self, step: int = 0) -> None:
         self.write(KEYS, step=step)

@@ -12,6 +12,7 @@ from windlass.storage import room, volume
 from windlass.storage.calibration import Calibration
 from windlass.storage.ids import JobId
 from windlass.storage.room import NotEnoughRoom
+from windlass.storage.tensor_store import TensorStore
 from windlass.storage.transfers import DEFAULT_IO
 from windlass.storage.volume_format import Demand
 
@@ -77,6 +78,34 @@ def test_a_job_without_a_budget_leaves_a_quarter_of_what_is_free(
 ) -> None:
     set_free(monkeypatch, shm=shm, memory=memory)
     assert arena_free_nbytes(context.spec) == 3000
+
+
+def with_activations(context: JobContext, num_slots: int) -> JobContext:
+    plan = replace(context.plan, num_ssd_activations=num_slots)
+    return replace(context, plan=plan)
+
+
+def test_activations_on_the_ssds_need_room_too_unless_the_job_holds_it(
+    context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = disk_nbytes(context)
+    context = with_activations(context, 7)
+    set_free(monkeypatch, disk=states + (7 << 20) - 1)
+    with pytest.raises(NotEnoughRoom, match="for the model states and swapped activations") as caught:
+        require_room(context)
+    assert caught.value.needed_nbytes == states + (7 << 20)
+    set_free(monkeypatch)
+    for i, name in enumerate(context.spec.ssd_dirs):
+        opened = volume.Volume.open(name, direct=False)
+        store = TensorStore.create(opened, context.geometry(i))
+        store.reserve_scratch(1 << 20, context.num_scratch_slots(i))
+        opened.close()
+    set_free(monkeypatch, disk=0)
+    for num_slots in (0, 3, 7):
+        require_room(with_activations(context, num_slots))
+    with pytest.raises(NotEnoughRoom) as caught:
+        require_room(with_activations(context, 10))
+    assert caught.value.needed_nbytes == 3 << 20
 
 
 def test_directories_of_two_disks_are_counted_apart(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from windlass.actors.attempt_lock import (
     has_begun,
     join_attempt,
     kill_attempt,
+    last_sign_of_life,
+    tell_alive,
 )
 from windlass.storage.ids import Attempt
 
@@ -121,3 +123,16 @@ def test_the_holders_and_nobody_else_are_killed(tmp_path: Path) -> None:
         assert close_attempt(tmp_path, FIRST)
         assert successor.poll() is None
         assert kill_attempt(tmp_path, FIRST) == []
+
+
+def test_a_runner_tells_that_it_lives_until_the_attempt_is_closed(tmp_path: Path) -> None:
+    assert last_sign_of_life(tmp_path, FIRST) is None
+    assert not tell_alive(tmp_path, FIRST)
+    os.close(begin_attempt(tmp_path, FIRST))
+    os.utime(tmp_path / "attempt-1.lock", (0, 0))
+    assert last_sign_of_life(tmp_path, FIRST) == 0
+    assert tell_alive(tmp_path, FIRST)
+    assert last_sign_of_life(tmp_path, FIRST) != 0
+    assert close_attempt(tmp_path, FIRST)
+    assert not tell_alive(tmp_path, FIRST)
+    assert not has_begun(tmp_path, FIRST)

@@ -30,9 +30,10 @@ def assert_same(first: JobSpec, second: JobSpec) -> None:
 
 
 @pytest.mark.parametrize("kernel", Kernel)
-def test_a_seed_gives_the_same_model_twice(tmp_path: Path, kernel: Kernel) -> None:
+def test_a_seed_gives_the_same_model_twice(tmp_path: Path, kernel: Kernel, request: pytest.FixtureRequest) -> None:
     changes: dict[str, Any] = {"precision": Precision.BF16, "total_steps": 10, "evaluate_every": None}
-    changes["kernel_dir"] = str(tmp_path / "kernels")
+    if kernel is Kernel.COMPILED:
+        changes["kernel_dir"] = str(request.getfixturevalue("kernel_dir"))
     specs = [
         run(make_spec(tmp_path / name, state_precision=StatePrecision.BF16, kernel=kernel, **changes))
         for name in ("first", "second")

@@ -1,10 +1,12 @@
 """Requests to SSD servers, and who is told of the answers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.actors.specs import make_layout, make_spec
+from windlass.actors import chunk_io
 from windlass.actors.chunk_io import ChunkIoClient
 from windlass.actors.context import JobContext, make_context
 from windlass.actors.messages import ChunkIo, ChunkIoDone, ChunkPart, Message, ReadChunks, WriteChunks
@@ -60,6 +62,27 @@ def test_an_answer_is_that_of_its_request(bench: Bench) -> None:
     bench.client.read(bench.items[:1], Step(5), (6, 1), others.append)
     bench.answer(bench.sent[1][1], bench.items[0].key)
     assert (len(bench.done), len(others)) == (0, 1)
+
+
+def test_who_owes_a_chunk_for_longest_is_known(bench: Bench) -> None:
+    assert bench.client.oldest_in_words() == ""
+    bench.client.read(bench.items[:2], Step(4), (5, 1), bench.done.append)
+    bench.client.write(bench.items[2:3], Step(5), (5, 1), bench.done.append)
+    for number, owed in enumerate(["ssd-0 has owed a read of block 0, chunk 0, step 4", "ssd-1 has owed a read of"]):
+        assert bench.client.oldest_in_words().startswith(owed)
+        bench.answer(bench.sent[number][1], bench.items[number].key)
+    assert bench.client.oldest_in_words().startswith("ssd-0 has owed a write of block 1, chunk 0, step 5 for 0.")
+
+
+def test_an_ssd_server_that_never_answers_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_io, "_TICK_S", 0.01)
+    bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=0.01))
+    client = ChunkIoClient(ActorName("optimizer-0"), bench.context, bench._send)
+    client.read(bench.items[1:2], Step(4), (5, 1), bench.done.append)
+    with pytest.raises(TimeoutError, match=r"nothing came from ssd-1 within 0\.01 s"):
+        client.watch()
+    client.stop()
+    client.watch()  # ends
 
 
 def test_what_was_answered_is_not_expected_again(bench: Bench) -> None:

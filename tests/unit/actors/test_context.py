@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors.context import (
+    SsdFacts,
     aligned,
     evaluation_batch_size,
     grad_precision,
@@ -17,6 +19,7 @@ from windlass.actors.context import (
 from windlass.actors.job_spec import UpdateOrder
 from windlass.planner.plan import Placement, PlanError
 from windlass.storage.ids import ALL_FORMATS, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision, StateKind
+from windlass.storage.transfers import DEFAULT_IO
 
 LAYOUT = make_layout(3000, 5000, 5000, 100)
 
@@ -94,6 +97,21 @@ def test_geometries_share_out_all_chunks() -> None:
     assert (geometries[1].job, geometries[1].attempt, int(geometries[1].ssd)) == ("ftjob-1", 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("weights", "num_slots", "expected"),
+    [((1, 1), 7, [3, 4]), ((3, 1), 8, [6, 2]), ((1, 1, 1), 2, [0, 1, 1]), ((5, 2, 2), 1000, [555, 222, 223])],
+)
+def test_slots_for_activations_are_shared_out_by_weight(
+    weights: tuple[int, ...], num_slots: int, expected: list[int]
+) -> None:
+    spec = make_spec(
+        ssd_dirs=tuple(f"/ssd{i}" for i in range(len(weights))),
+        placement=Placement(ssd_activation_nbytes=num_slots << 20),
+    )
+    context = make_context(spec, LAYOUT, "/arena", tuple(SsdFacts(io=DEFAULT_IO, weight=each) for each in weights))
+    assert [context.num_scratch_slots(i) for i in range(len(weights))] == expected
+
+
 def test_a_block_without_parameters_is_stored_like_any_other() -> None:
     context = make_context(make_spec(), make_layout(3000, 5000, 0), "/arena")
     assert context.geometry(0).chunks_per_block == (2, 3, 1)
@@ -111,19 +129,22 @@ def test_transfers_are_whole_pages(nbytes: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hyperparameters", "num_slots"),
+    ("hyperparameters", "has_all"),
     [
-        ({}, 6),
-        ({"clip_norm": 1.0}, 9),
-        ({"precision": Precision.FP16}, 9),
-        ({"update_order": UpdateOrder.ACTIVE}, 6),
-        ({"update_order": UpdateOrder.NAIVE}, 6),
-        ({"update_order": UpdateOrder.KEPT}, 9),
-        ({"update_order": UpdateOrder.AFTER_BACKWARD}, 9),
+        ({}, False),
+        ({"clip_norm": 1.0}, True),
+        ({"precision": Precision.FP16}, True),
+        ({"update_order": UpdateOrder.ACTIVE}, False),
+        ({"update_order": UpdateOrder.NAIVE}, False),
+        ({"update_order": UpdateOrder.KEPT}, True),
+        ({"update_order": UpdateOrder.AFTER_BACKWARD}, True),
     ],
 )
-def test_every_gradient_has_a_slot_where_all_must_be_known(hyperparameters: dict[str, Any], num_slots: int) -> None:
-    assert make_context(make_spec(hyperparameters=hyperparameters), LAYOUT, "/arena").plan.grads.num_slots == num_slots
+def test_every_gradient_has_a_slot_where_all_must_be_known(hyperparameters: dict[str, Any], has_all: bool) -> None:
+    num_blocks = 30
+    layout = make_layout(*[2000] * num_blocks)
+    num_slots = make_context(make_spec(hyperparameters=hyperparameters), layout, "/arena").plan.grads.num_slots
+    assert (num_slots >= num_blocks) == has_all
 
 
 def test_a_slot_for_states_has_room_for_a_gradient_that_was_on_an_ssd() -> None:
@@ -139,6 +160,25 @@ def test_states_that_rest_in_host_memory_have_a_slot_for_each_chunk() -> None:
     assert list(slots) == [key(1, 0), key(1, 1), key(1, 2), key(3, 0)]
     assert [slot.offset for slot in slots.values()] == [pool.offset + i * pool.slot_nbytes for i in range(4)]
     assert {slot.nbytes for slot in slots.values()} == {context.geometry(0).extent_nbytes}
+
+
+def test_each_use_of_a_chunk_has_a_slot_for_its_sums() -> None:
+    """The head uses the first block, too; those of a block on the device stay there."""
+    layout = replace(LAYOUT, shared=tuple(tuple(map(BlockIndex, uses)) for uses in ((0,), (1,), (2,), (3, 0))))
+    spec = make_spec(placement=Placement(group_size=1, device_blocks=(1,)), hyperparameters={"num_microbatches": 2})
+    context = make_context(spec, layout, "/arena")
+    slots, pool = context.partial_slots(), context.plan.partial_grads
+    of_embedding, of_layer = [key(0, 0), key(0, 1)], [key(2, 0), key(2, 1), key(2, 2)]
+    assert list(slots) == [
+        *((BlockIndex(0), each) for each in of_embedding),
+        *((BlockIndex(2), each) for each in of_layer),
+        (BlockIndex(3), key(3, 0)),
+        *((BlockIndex(3), each) for each in of_embedding),
+    ]
+    assert len(slots) == pool.num_slots
+    assert [slot.offset for slot in slots.values()] == [pool.offset + i * pool.slot_nbytes for i in range(len(slots))]
+    assert {slot.nbytes for slot in slots.values()} == {4 * LAYOUT.chunk_numel}
+    assert make_context(make_spec(), layout, "/arena").partial_slots() == {}
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:

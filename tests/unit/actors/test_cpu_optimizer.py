@@ -34,6 +34,7 @@ from windlass.actors.messages import (
     UpdateBlock,
     WriteChunks,
 )
+from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.engine.split_master import join_master, plain_exp_avg_sq, split_master
@@ -71,6 +72,12 @@ LAYOUT = ModelLayout(
     chunk_numel=CHUNK_NUMEL,
     shared=((BlockIndex(0),),),
 )
+# Two blocks like that one.
+TWO_BLOCKS = replace(
+    LAYOUT,
+    blocks=(*LAYOUT.blocks, replace(LAYOUT.blocks[0], index=BlockIndex(1))),
+    shared=((BlockIndex(0),), (BlockIndex(1),)),
+)
 NUMEL = DECAY_NUMEL + NO_DECAY_NUMEL
 KEYS = LAYOUT.chunk_keys(BlockIndex(0))
 
@@ -79,13 +86,20 @@ class Bench:
     """An optimizer that has begun, its arena and its SSDs; step 2's states are stored."""
 
     def __init__(
-        self, directory: Path, formats: Formats, *, placement: Placement | None = None, **hyperparameters: Any
+        self,
+        directory: Path,
+        formats: Formats,
+        *,
+        placement: Placement | None = None,
+        layout: ModelLayout = LAYOUT,
+        ordering: Ordering | None = None,
+        **hyperparameters: Any,
     ) -> None:
         # Gradients of fp32 in any precision: there are two micro-batches. Clipping keeps slots for all of them.
         hyper = {"precision": formats.precision, "state_precision": formats.states, "clip_norm": 1.0}
         spec = make_spec(num_cpu_optimizers=1, hyperparameters={**hyper, **hyperparameters})
-        spec = replace(spec, placement=placement or Placement())
-        context = make_context(spec, LAYOUT, str(directory / "arena"))
+        spec = replace(spec, placement=placement or Placement(), ordering=ordering or Ordering())
+        context = make_context(spec, layout, str(directory / "arena"))
         self.context: JobContext = context
         self.arena = Arena.create(context.arena_path, context.plan.arena_nbytes)
         self.ssds = MemorySsds(context, self.arena)
@@ -98,10 +112,11 @@ class Bench:
         self.grad = torch.randn(NUMEL, generator=generator)
         states = _at_rest(formats, master, exp_avg, exp_avg_sq)
         self.master, self.exp_avg, self.exp_avg_sq = _as_fp32(formats, states)
-        for key in KEYS:
-            start, stop = LAYOUT.chunk_range(key)
-            for kind, state in states.items():
-                self.ssds.put(2, key, kind, state[start:stop])
+        for block in layout.blocks:
+            for key in layout.chunk_keys(block.index):
+                start, stop = layout.chunk_range(key)
+                for kind, state in states.items():
+                    self.ssds.put(2, key, kind, state[start:stop])
 
     def grad_chunks(self) -> tuple[GradChunk, ...]:
         """The gradient, laid into grad slots."""
@@ -271,6 +286,37 @@ def test_reads_are_as_urgent_as_their_step_and_block(bench: Bench) -> None:
     assert {request.priority for request in requests} == {(3, 0)}
     assert {request.step for request in bench.ssds.of(ReadChunks)} == {2}
     assert {request.step for request in bench.ssds.of(WriteChunks)} == {3}
+
+
+def update_of(bench: Bench, block: int) -> UpdateBlock:
+    """With the gradient of block 0; both blocks' may lie in the same slots."""
+    chunks = tuple(GradChunk(ChunkKey(BlockIndex(block), each.key.chunk), each.span) for each in bench.grad_chunks())
+    return replace(bench.update(), block=BlockIndex(block), chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("queues", "expected"),
+    [
+        # Three slots are taken when the more urgent block comes; no further chunk of the other goes before it.
+        (QueueOrder.PRIORITY, [1, 1, 1, 0, 0, 0, 0, 0, 1, 1]),
+        (QueueOrder.FIFO, [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_more_urgent_block_goes_before_the_rest_of_another(
+    tmp_path: Path, queues: QueueOrder, expected: list[int]
+) -> None:
+    for bench in _started(Bench(tmp_path, FP32, layout=TWO_BLOCKS, ordering=Ordering(queues=queues))):
+        bench.ssds.hold = True
+        bench.optimizer.post(update_of(bench, 1))
+        bench.ssds.receive(ReadChunks, bench.context.plan.states[0].num_slots)
+        bench.optimizer.post(update_of(bench, 0))
+        bench.ssds.hold = False
+        for request in tuple(bench.ssds.held):
+            bench.ssds.serve(request)
+        bench.ssds.receive(BlockUpdated, 2)
+        assert [item.key.block for read in bench.ssds.of(ReadChunks) for item in read.items] == expected
+        first, last = (0, 1) if queues is QueueOrder.PRIORITY else (1, 0)
+        assert [updated.block for updated in bench.ssds.of(BlockUpdated)] == [first, last]
 
 
 def test_a_failure_is_told_with_its_traceback(bench: Bench) -> None:

@@ -15,7 +15,7 @@ from windlass.actors.context import SCHEDULER, make_context
 from windlass.actors.deploy import ActorShell, runner_name
 from windlass.actors.mail import Courier, Mailbox
 from windlass.actors.messages import ActorFailed, CommitStore, Message
-from windlass.actors.scheduler import ActorLostError, JobFailedError
+from windlass.actors.scheduler import ActorLostError
 from windlass.storage.arena import Arena
 from windlass.storage.ids import ActorName, Attempt, JobId, Step
 from windlass.storage.volume import Volume
@@ -131,7 +131,8 @@ def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, schedule
     scheduler.send(shell, commit(5))
     failed = scheduler.next_failure()
     assert (failed.actor, failed.step) == ("ssd-0", 5)
-    assert failed.error == "RuntimeError: ssd-0 of job ftjob-1 is stopped and takes no messages"
+    text = "ssd-0 of job ftjob-1 is stopped and takes no messages"
+    assert failed.error == f"RuntimeError: {text} (at commit store of step 5)"
     assert failed.detail.startswith("Traceback")
 
 
@@ -147,8 +148,9 @@ def test_who_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, error: Exc
         assert timeout > 0
         if reference == "second":
             raise error
+        return f"the {reference} answer"
 
     monkeypatch.setattr(ray, "get", get)
-    deploy._await_setup({ActorName("gpu-0"): "first"})
-    with pytest.raises((JobFailedError, ActorLostError), match=message):
-        deploy._await_setup({ActorName("gpu-0"): "first", ActorName("optimizer-0"): "second"})
+    assert deploy._answers_of({ActorName("gpu-0"): "first"}) == {"gpu-0": "the first answer"}
+    with pytest.raises((TimeoutError, ActorLostError), match=message):
+        deploy._answers_of({ActorName("gpu-0"): "first", ActorName("optimizer-0"): "second"})

@@ -87,9 +87,11 @@ class Bench:
                     start, stop = self.layout.chunk_range(key)
                     self.ssds.put(0, key, self.context.formats.param_kind, flat[start:stop])
 
-    def prefetch(self, block: int, op: int, phase: Phase = Phase.FORWARD) -> None:
+    def prefetch(self, block: int, op: int, phase: Phase = Phase.FORWARD, group: int = 0) -> None:
         for needed in self.layout.shared[block]:
-            self.worker.post(PrefetchParams(job=self.spec.job, step=Step(0), op=op, phase=phase, block=needed))
+            self.worker.post(
+                PrefetchParams(job=self.spec.job, step=Step(0), op=op, phase=phase, block=needed, group=group)
+            )
 
     def compute(self, phase: Phase, block: int, op: int, group: int = 0) -> None:
         blocks = self.layout.shared[block]
@@ -108,7 +110,7 @@ class Bench:
     def run(self, phase: Phase, block: int, group: int = 0) -> None:
         """One operation, to its end."""
         self.num_operations += 1
-        self.prefetch(block, self.num_operations, phase)
+        self.prefetch(block, self.num_operations, phase, group)
         self.compute(phase, block, self.num_operations, group)
         self.ssds.receive(BlockComputed, self.num_operations)
 
@@ -131,20 +133,25 @@ class Bench:
         self.worker.post(GradSlotsReturned(job=self.spec.job, step=STEP, spans=spans))
         return torch.cat(parts)
 
-    def forward_and_head(self) -> int:
-        """The first half of a step; the head's block."""
+    def forward_and_head(self, group: int = 0) -> int:
+        """The first half of a step, or of one of its groups; the head's block."""
         last = len(self.layout.blocks) - 1
         for block in range(last):
-            self.run(Phase.FORWARD, block)
-        self.run(Phase.HEAD, last)
+            self.run(Phase.FORWARD, block, group)
+        self.run(Phase.HEAD, last, group)
         return last
 
     def train_step(self) -> dict[int, torch.Tensor]:
         """One step's operations in their order, and the gradient of each block."""
-        last = self.forward_and_head()
+        last_group = self.context.plan.num_groups - 1
+        for group in range(last_group):
+            for block in reversed(range(self.forward_and_head(group))):
+                self.run(Phase.BACKWARD, block, group)
+        assert self.ssds.of(BlockBackwardDone) == []
+        last = self.forward_and_head(last_group)
         found = {last: self.offload(last)}
         for block in reversed(range(last)):
-            self.run(Phase.BACKWARD, block)
+            self.run(Phase.BACKWARD, block, last_group)
             found[block] = self.offload(block)
         return found
 
@@ -190,6 +197,8 @@ def of_bench(**options: Any) -> Any:
         of_bench(precision=Precision.FP16, tied=False, accumulation_precision=Precision.FP16),
         of_bench(placement=Placement(num_cached_params=100)),
         of_bench(placement=Placement(num_host_grad_blocks=2)),
+        of_bench(placement=Placement(group_size=1)),
+        of_bench(placement=Placement(group_size=1), tied=True, precision=Precision.BF16),
     ],
     indirect=True,
 )
@@ -197,7 +206,7 @@ def test_a_step_computes_the_gradients_of_plain_autograd(bench: Bench) -> None:
     bench.loss_scale = 1024.0 if bench.precision is Precision.FP16 else 1.0
     found = bench.train_step()
     loss_sum, num_targets, grads = bench.plain_step()
-    (loss,) = bench.ssds.of(LossComputed)
+    *_, loss = bench.ssds.of(LossComputed)
     fp32 = bench.precision is Precision.FP32
     assert loss.num_targets == num_targets
     assert loss.loss_sum == pytest.approx(loss_sum, rel=1e-6 if fp32 else 1e-3)
@@ -291,13 +300,14 @@ def test_no_validation_data_no_groups(bench: Bench) -> None:
     assert evaluation_groups(replace(bench.spec, num_validation_examples=0)) == []
 
 
-def test_params_are_read_as_urgently_as_their_operation(bench: Bench) -> None:
+def test_params_are_read_before_all_updates_behind_them(bench: Bench) -> None:
+    """Whatever the operation's number: those of step 0 before all updates of that step that are still to come."""
     bench.prefetch(0, op=7)
     num_chunks = bench.layout.num_chunks(BlockIndex(0))
     reads = bench.ssds.receive(ReadChunks, 1)
     while sum(len(read.items) for read in reads) < num_chunks:
         reads = bench.ssds.receive(ReadChunks, len(reads) + 1)
-    assert {read.priority for read in reads} == {(0, 7)}
+    assert {read.priority for read in reads} == {(0, 0)}
     keys = [item.key for read in reads for item in read.items]
     assert sorted(keys) == bench.layout.chunk_keys(BlockIndex(0))
 
@@ -388,8 +398,10 @@ def test_the_next_forward_pass_takes_params_from_where_they_were_updated(bench: 
         assert bytes(buffer[: len(stored)]) == stored
         buffer[:] = b"\0" * len(buffer)  # the update
         bench.worker.post(ParamsReturned(job=bench.spec.job, step=STEP, key=loan.key, span=loan.span))
-    bench.worker.post(PrefetchParams(job=bench.spec.job, step=STEP, op=90, phase=Phase.FORWARD, block=BlockIndex(1)))
-    bench.worker.post(PrefetchParams(job=bench.spec.job, step=Step(0), op=91, phase=Phase.FORWARD, block=BlockIndex(2)))
+    for step, op, block in ((STEP, 90, BlockIndex(1)), (Step(0), 91, BlockIndex(2))):
+        bench.worker.post(
+            PrefetchParams(job=bench.spec.job, step=step, op=op, phase=Phase.FORWARD, block=block, group=0)
+        )
     compute = ComputeBlock(
         job=bench.spec.job,
         step=Step(2),

@@ -20,31 +20,48 @@ from tests.training import (
 )
 from windlass.actors.local import run_local
 from windlass.engine.dataset import PreparedDataset
+from windlass.planner.activations import ActivationChoice
+from windlass.planner.plan import Placement
 from windlass.storage.ids import Precision
 
 LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3}
-# Every pair of values of two factors occurs in one of these; `make test-long` runs all sixteen.
+RECOMPUTE, INPUTS, KEEP, SWAP = ActivationChoice
+# Every pair of values of the first four factors occurs in one of these; `make test-long` runs all.
 PAIRWISE = {
-    (Precision.FP32, 1, False, None),
-    (Precision.FP32, 4, True, 0.5),
-    (Precision.BF16, 1, True, 0.5),
-    (Precision.BF16, 4, False, 0.5),
-    (Precision.BF16, 4, True, None),
+    (Precision.FP32, 1, False, None, INPUTS),
+    (Precision.FP32, 4, True, 0.5, RECOMPUTE),
+    (Precision.BF16, 1, True, 0.5, KEEP),
+    (Precision.BF16, 4, False, 0.5, RECOMPUTE),
+    (Precision.BF16, 4, True, None, SWAP),
 }
 
 
 def matrix() -> list[Any]:
     return [
         pytest.param(*case, marks=[] if case in PAIRWISE else [pytest.mark.long])
-        for case in product(LOSS_TOLERANCE, (1, 4), (False, True), (None, 0.5))
+        for case in product(LOSS_TOLERANCE, (1, 4), (False, True), (None, 0.5), ActivationChoice)
     ]
 
 
-@pytest.mark.parametrize(("precision", "num_microbatches", "tied", "clip_norm"), matrix())
+@pytest.mark.usefixtures("small_activation_slots")
+@pytest.mark.parametrize(("precision", "num_microbatches", "tied", "clip_norm", "activations"), matrix())
 def test_thirty_steps_agree_with_plain_pytorch(
-    tmp_path: Path, precision: Precision, num_microbatches: int, tied: bool, clip_norm: float | None
+    tmp_path: Path,
+    precision: Precision,
+    num_microbatches: int,
+    tied: bool,
+    clip_norm: float | None,
+    activations: ActivationChoice,
 ) -> None:
-    spec = make_spec(tmp_path, tied=tied, precision=precision, num_microbatches=num_microbatches, clip_norm=clip_norm)
+    placement = Placement(activations=activations.of_layers(3), host_activation_nbytes=8 << 20)
+    spec = make_spec(
+        tmp_path,
+        tied=tied,
+        precision=precision,
+        num_microbatches=num_microbatches,
+        clip_norm=clip_norm,
+        placement=placement,
+    )
     outcome = run_local(spec, partition=make_partition(spec), poison_released=True, direct=has_direct_io(tmp_path))
     assert outcome["status"] == "succeeded", outcome
     assert leftovers_of(spec) == []

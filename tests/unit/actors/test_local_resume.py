@@ -31,9 +31,11 @@ from windlass.actors.messages import (
     UpdateBlock,
     WriteChunks,
 )
+from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, Attempt, ChunkKey, JobId, Precision
 from windlass.storage.transfers import DEFAULT_IO
+from windlass.storage.volume import Volume
 
 # Losses, params, trained tokens.
 Result = tuple[list[float], dict[str, torch.Tensor], object]
@@ -123,6 +125,11 @@ HOST = Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=10)
 MIXED = Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=5, commit_every=3)
 
 
+def swapping(choice: ActivationChoice) -> Placement:
+    return Placement(activations=choice.of_layers(3), host_activation_nbytes=8 << 20)
+
+
+@pytest.mark.usefixtures("small_activation_slots")
 @pytest.mark.parametrize(
     "attempts",
     [
@@ -131,8 +138,14 @@ MIXED = Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=5, c
         [(HOST, (UpdateBlock, 4)), (HOST, (FlushBlock, 4)), (HOST, (CommitStore, 6)), (HOST, None)],
         [(MIXED, (RestoreStates, 0)), (MIXED, (FlushBlock, 3)), (MIXED, (UpdateBlock, 5)), (MIXED, None)],
         [(Placement(), (UpdateBlock, 2)), (HOST, (UpdateBlock, 4)), (SPILLED, (OffloadGrad, 5)), (MIXED, None)],
+        [
+            (swapping(ActivationChoice.SWAP), (UpdateBlock, 2)),
+            (swapping(ActivationChoice.KEEP), (OffloadGrad, 3)),
+            (swapping(ActivationChoice.RECOMPUTE_SWAP_INPUT), (UpdateBlock, 5)),
+            (swapping(ActivationChoice.SWAP), None),
+        ],
     ],
-    ids=["spilled", "host", "mixed", "each attempt another"],
+    ids=["spilled", "host", "mixed", "each attempt another", "each attempt with other activations"],
 )
 def test_an_attempt_goes_on_wherever_things_rest(
     tmp_path: Path, uninterrupted: Result, attempts: list[tuple[Placement, tuple[type[Message], int] | None]]
@@ -188,3 +201,22 @@ def test_another_number_of_ssds_is_refused_for_a_job_that_has_begun_and_right_fo
     outcome = attempt(following, 1)
     assert outcome is not None
     assert outcome["status"] == "succeeded"
+
+
+def test_each_attempt_has_the_room_for_activations_that_its_plan_says(tmp_path: Path, uninterrupted: Result) -> None:
+    spec = job(tmp_path)
+    direct = has_direct_io(Path(spec.model_dir))
+    for number, num_slots in enumerate((7, 7, 12, 0), start=1):
+        placed = dataclasses.replace(spec, placement=Placement(ssd_activation_nbytes=num_slots << 20))
+        assert attempt(placed, number, (CommitStore, number)) is None
+        volumes = [Volume.open(name, direct=direct) for name in spec.ssd_dirs]
+        held = [part.count for volume in volumes for part in volume.allocation(spec.job).scratch]
+        for volume in volumes:
+            volume.close()
+        assert sum(held) == num_slots
+    placed = dataclasses.replace(spec, placement=Placement(ssd_activation_nbytes=3 << 20))
+    outcome = attempt(placed, 5)
+    assert outcome is not None
+    assert outcome["status"] == "succeeded"
+    assert losses_of(spec) == uninterrupted[0]
+    assert leftovers_of(spec) == []

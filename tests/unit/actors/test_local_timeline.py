@@ -1,18 +1,23 @@
 """A real job's timeline: its spans cover the step, and their bytes are those that the SSD servers counted."""
 
+import time
 from collections import Counter, defaultdict
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training import has_direct_io, journal_of, make_partition, make_spec
 from windlass.actors.local import run_local
 from windlass.actors.messages import Message, SpanKind, SpansTold, StoreCommitted, WorkSpan
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, TO_DEVICE
 from windlass.actors.spans_file import FOLDER, KEPT_STEPS, held_steps, load_step
+from windlass.actors.timeline import Stall
+from windlass.engine.device import Device
 from windlass.engine.layout import ModelLayout
+from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName
 
@@ -149,6 +154,35 @@ def test_states_that_rest_in_memory_and_gradients_that_spill(tmp_path: Path) -> 
     for span in spilling.spans:
         moved[span.kind] += span.nbytes
     assert moved[SpanKind.WRITE_GRAD] == moved[SpanKind.READ_GRAD] > 0
+
+
+@pytest.mark.usefixtures("small_activation_slots")
+def test_activations_that_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_in = Device.copy_in
+
+    def slow_for_activations(self: Device, target: torch.Tensor, source: torch.Tensor) -> None:
+        if source.dtype is torch.uint8:
+            time.sleep(0.002)  # longer than the block before takes to compute
+        copy_in(self, target, source)
+
+    monkeypatch.setattr(Device, "copy_in", slow_for_activations)
+    swap = ActivationChoice.SWAP.of_layers(3)
+    run = Run(tmp_path, placement=Placement(activations=swap, host_activation_nbytes=4 << 20))
+    for resource, kind in ((FROM_DEVICE, SpanKind.COPY_ACTIVATIONS_OUT), (TO_DEVICE, SpanKind.COPY_ACTIVATIONS_IN)):
+        spans = [span for span in run.spans if span.kind is kind]
+        assert {span.resource for span in spans} == {resource}
+        assert all(span.nbytes > 0 for span in spans)
+        assert {(span.step, span.block) for span in spans} == set(product(range(1, NUM_STEPS + 1), (1, 2, 3)))
+    operations = {(span.step, span.block): span for span in run.spans if span.kind is SpanKind.BACKWARD}
+    waits = [span for span in run.spans if span.kind is SpanKind.WAIT_ACTIVATIONS]
+    assert waits
+    for wait in waits:
+        operation = operations[wait.step, wait.block]
+        assert operation.start_s <= wait.start_s <= wait.end_s <= operation.end_s
+    for step, summary in run.summaries().items():
+        told_s = summary["busy_s"][COMPUTE] + sum(summary["stall_s"].values())
+        assert told_s == pytest.approx(summary["period_s"], abs=1e-4), step
+    assert sum(summary["stall_s"].get(Stall.ACTIVATIONS, 0.0) for summary in run.summaries().values()) > 0
 
 
 def test_a_disk_that_takes_no_timeline_does_not_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

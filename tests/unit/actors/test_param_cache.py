@@ -23,14 +23,14 @@ class Bench:
     def num_in_use(self) -> int:
         return self.pool.statistics.in_use_nbytes // 4096
 
-    def use(self, block: int, step: int, phase: Phase) -> bool:
+    def use(self, block: int, step: int, phase: Phase, *, is_last_group: bool = True) -> bool:
         """A use of a block's params as `step` left them; whether they were there."""
         span = self.cache.take(key(block), Step(step))
         found = span is not None
         if span is None:
             (span,) = self.pool.acquire(1, 1.0)
             self.num_read += 1
-        self.cache.put(key(block), Step(step), span, phase)
+        self.cache.put(key(block), Step(step), span, phase, is_last_group=is_last_group)
         return found
 
     def forward(self, step: int) -> list[int]:
@@ -110,6 +110,16 @@ def test_params_that_an_update_is_about_to_read_wait_for_it() -> None:
         assert (loan is not None and loan.is_filled) == reads_params
 
 
+def test_no_update_follows_on_a_group_that_is_not_the_last() -> None:
+    """What it used last is needed last by the next one."""
+    for is_last_group in (True, False):
+        bench = Bench(1, reads_params=True)
+        bench.use(4, 0, Phase.BACKWARD, is_last_group=is_last_group)
+        bench.use(3, 0, Phase.BACKWARD, is_last_group=is_last_group)
+        bench.use(0, 0, Phase.BACKWARD, is_last_group=is_last_group)
+        assert bench.use(0, 0, Phase.FORWARD) == (not is_last_group)
+
+
 def test_what_is_lent_is_nobody_elses() -> None:
     bench = Bench(1)
     loan = bench.cache.lend(key(2), Step(0))
@@ -136,7 +146,7 @@ def test_fetches_keep_their_slots() -> None:
     fetched = bench.pool.acquire(NUM_FETCHED + 2, 1.0)
     assert bench.cache.lend(key(0), Step(0)) is None
     for block, span in enumerate(fetched):
-        bench.cache.put(key(block), Step(0), span, Phase.BACKWARD)
+        bench.cache.put(key(block), Step(0), span, Phase.BACKWARD, is_last_group=True)
     assert bench.num_in_use == 2
 
 

@@ -1,10 +1,12 @@
 """Twenty steps in every mode: the same parameters, bit for bit, and those of plain PyTorch but for rounding.
 
-Modes are what must not matter: the order of updates, how the master rests, where states, params and gradients lie.
+Modes are what must not matter: the order of updates, how the master rests, where states, params and gradients lie, and
+what becomes of activations.
 Cases are what does: precision, clipping, micro-batches.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations, product
@@ -19,6 +21,7 @@ from tests.training import (
     exported_params,
     has_direct_io,
     journal_of,
+    losses_of,
     make_partition,
     make_spec,
     metrics_of,
@@ -28,10 +31,15 @@ from windlass.actors.job_spec import JobSpec, Optimizer, UpdateOrder
 from windlass.actors.local import run_local
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.formats import TORCH_DTYPE
+from windlass.planner.activations import ActivationChoice, BlockActivations
 from windlass.planner.plan import Placement
 from windlass.storage.ids import Precision, StatePrecision
 
+pytestmark = pytest.mark.usefixtures("small_activation_slots", "unchecked_activations")
+
 NUM_STEPS = 20
+ACTIVATION_ROOM_NBYTES = 8 << 20
+LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
 # The norms of these twenty steps lie between 1.1 and 2.5.
 CLIP_NORMS = {"no clip": None, "always binds": 0.05, "sometimes binds": 1.5}
 
@@ -69,22 +77,47 @@ PLACEMENTS = {
 }
 
 
+TO_SSDS = "swap to SSDs"  # most of it
+# Of the model's three layers.
+ACTIVATIONS = {
+    **{choice.value: choice.of_layers(3) for choice in ActivationChoice},
+    "each layer another": (
+        BlockActivations(swap_input=True, swapped=frozenset({"aten.mm.default"})),
+        *ActivationChoice.KEEP.of_layers(1),
+        BlockActivations(kept=frozenset({"*"})),
+    ),
+}
+ACTIVATIONS[TO_SSDS] = ACTIVATIONS[ActivationChoice.SWAP]
+
+
 @dataclass(frozen=True)
 class Mode:
     states: StatePrecision
     order: UpdateOrder
     place: Place
+    activations: str
+
+    @property
+    def placement(self) -> Placement:
+        choices = ACTIVATIONS[self.activations]
+        room = {}
+        if any(choice.swaps for choice in choices):
+            room = {"host_activation_nbytes": ACTIVATION_ROOM_NBYTES}
+        if self.activations == TO_SSDS:
+            room = {"host_activation_nbytes": 1 << 18, "ssd_activation_nbytes": ACTIVATION_ROOM_NBYTES}
+        return dataclasses.replace(PLACEMENTS[self.place], activations=choices, **room)
 
 
 CASES = [Case(*each) for each in product(Precision, CLIP_NORMS, (1, 3))]
 
 
-def modes_of(case: Case) -> list[Mode]:
-    """Every mode in which a case can run; the first is the plainest."""
+def modes_of(case: Case, activations: str | None = None) -> list[Mode]:
+    """Every mode in which a case can run, or those with one choice of activations; the first is the plainest."""
     states = [StatePrecision.FP32] + [StatePrecision.SPLIT] * (case.precision is Precision.BF16)
     orders = [UpdateOrder.KEPT] + [UpdateOrder.ACTIVE] * (not case.needs_all_gradients)
-    modes = [Mode(*each) for each in product(states, orders, Place)]
-    return [mode for mode in modes if mode.order is UpdateOrder.KEPT or mode.place is not Place.SPILLED]
+    modes = [Mode(*each) for each in product(states, orders, Place, ACTIVATIONS)]
+    modes = [mode for mode in modes if mode.order is UpdateOrder.KEPT or mode.place is not Place.SPILLED]
+    return [mode for mode in modes if activations in (None, mode.activations) or mode == modes[0]]
 
 
 def quick_runs() -> dict[Case, list[Mode]]:
@@ -102,6 +135,7 @@ def quick_runs() -> dict[Case, list[Mode]]:
     return chosen
 
 
+@functools.cache
 def pairs(case: Case, mode: Mode) -> set[frozenset[tuple[str, object]]]:
     factors = {**dataclasses.asdict(case), **dataclasses.asdict(mode)}
     return {frozenset(pair) for pair in combinations(factors.items(), 2)}
@@ -117,7 +151,7 @@ def spec_of(root: Path, case: Case, mode: Mode, **changes: Any) -> JobSpec:
         num_microbatches=case.num_microbatches,
         state_precision=mode.states,
         update_order=mode.order,
-        placement=PLACEMENTS[mode.place],
+        placement=mode.placement,
         **changes,
     )
 
@@ -131,19 +165,27 @@ def run(spec: JobSpec) -> dict[str, torch.Tensor]:
 
 
 QUICK_RUNS = [pytest.param(case, modes, id=str(case)) for case, modes in quick_runs().items()]
-ALL_RUNS = [pytest.param(case, modes_of(case), id=f"{case}-all", marks=pytest.mark.long) for case in CASES]
+ALL_RUNS = [
+    pytest.param(case, modes_of(case, name), id=f"{case}-{name.replace(' ', '-')}-all", marks=pytest.mark.long)
+    for case, name in product(CASES, ACTIVATIONS)
+]
 
 
 @pytest.mark.parametrize(("case", "modes"), QUICK_RUNS + ALL_RUNS)
 def test_every_mode_gives_the_parameters_of_plain_pytorch(tmp_path: Path, case: Case, modes: list[Mode]) -> None:
     specs = [spec_of(tmp_path / f"mode{i}", case, mode) for i, mode in enumerate(modes)]
     found = [run(spec) for spec in specs]
-    for mode, params in zip(modes[1:], found[1:], strict=True):
-        different = [name for name in params if not torch.equal(params[name], found[0][name])]
+    losses = [losses_of(spec) for spec in specs]
+    for i, mode in enumerate(modes[1:], start=1):
+        different = [name for name, param in found[0].items() if not torch.equal(found[i][name], param)]
         assert not different, f"{mode} differs from {modes[0]} in {different}"
+        assert losses[i] == losses[0], f"{mode} differs from {modes[0]}"
+        out_nbytes = metrics_of(specs[i], "activation_bytes_out").values()
+        assert all(out_nbytes) if mode.placement.host_activation_nbytes else not any(out_nbytes)
     plain = train_plainly(specs[0])
     binds = {norm > (CLIP_NORMS[case.clip] or float("inf")) for norm in plain.grad_norms}
     assert binds == {"no clip": {False}, "always binds": {True}, "sometimes binds": {True, False}}[case.clip]
+    assert losses[0] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE[case.precision])
     assert_params_agree(found[0], plain.params, case.precision)
 
 

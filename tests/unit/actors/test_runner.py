@@ -1,6 +1,7 @@
 """The runner's own part of an attempt, without Ray."""
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 import ray
 
 from tests.unit.actors.specs import make_layout, make_spec
-from windlass.actors.attempt_lock import close_attempt, has_begun
+from windlass.actors import deploy
+from windlass.actors.attempt_lock import close_attempt, has_begun, last_sign_of_life
 from windlass.actors.context import make_context, optimizer_name
 from windlass.actors.deploy import Runner
 from windlass.actors.journal import read_journal
@@ -29,11 +31,12 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     [
         (ActorLostError("the process of ssd-0 died"), INTERRUPTED),
         (ray.exceptions.ActorDiedError(), INTERRUPTED),
+        (TimeoutError("ssd-0 was not ready within 120 s"), INTERRUPTED),
         (ValueError("the model has no weights"), "failed"),
         (RuntimeError("a bug"), "failed"),
     ],
 )
-def test_a_process_that_dies_while_the_attempt_starts_is_no_failure_of_the_job(
+def test_a_process_that_dies_or_hangs_while_the_attempt_starts_is_no_failure_of_the_job(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
 ) -> None:
     def attempt() -> None:
@@ -87,5 +90,19 @@ def test_the_attempt_has_begun_when_start_returns(
     runner.start()
     assert has_begun(tmp_path, Attempt(2))
     assert not close_attempt(tmp_path, Attempt(2))
+    os.close(runner._attempt_lock)
+    assert close_attempt(tmp_path, Attempt(2))
+
+
+def test_the_runner_tells_that_it_lives_for_as_long_as_it_does(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deploy, "_PULSE_S", 0.01)
+    monkeypatch.setattr(runner, "_attempt", lambda: None)
+    runner.start()
+    for _ in range(3):
+        os.utime(tmp_path / "attempt-2.lock", (0, 0))
+        while last_sign_of_life(tmp_path, Attempt(2)) == 0:
+            time.sleep(0.01)
     os.close(runner._attempt_lock)
     assert close_attempt(tmp_path, Attempt(2))

@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,20 +12,24 @@ from tests.unit.actors.scheduler_stage import NUM_TARGETS, TIERED, Stage, failur
 from windlass.actors import scheduler
 from windlass.actors.job_spec import System, UpdateOrder
 from windlass.actors.messages import (
+    ActorFailed,
     CommitStore,
     ComputeBlock,
     ExportModel,
+    FailureKind,
     FlushBlock,
     KernelChosen,
     LoadModel,
     Message,
     ModelExported,
     OffloadGrad,
+    Phase,
     RestoreStates,
     UpdateBlock,
 )
 from windlass.actors.policy.ordering import Ordering, QueueOrder
-from windlass.actors.scheduler import ActorLostError, JobFailedError
+from windlass.actors.scheduler import INTERRUPTED, ActorLostError, JobFailedError
+from windlass.planner.plan import Placement
 from windlass.storage.ids import Attempt, Kernel, Step
 
 
@@ -55,6 +60,20 @@ def test_a_job_from_its_first_message_to_its_outcome(tmp_path: Path) -> None:
     metrics = {"train_loss": 3.0, "train_mean_token_accuracy": 0.4, "valid_mean_token_accuracy": 0.4}
     metrics |= {"valid_loss": 3.0, "full_valid_loss": 3.0}
     assert checkpoints[-1]["metrics"] == {"step": 4, **metrics}
+
+
+def test_nobody_waits_for_what_people_are_told(stage: Stage) -> None:
+    told_before: list[dict[int, float]] = []
+
+    def look(message: Message) -> None:
+        if isinstance(message, ExportModel):
+            told_before.append(metrics_of(stage.spec, "train_loss"))
+
+    stage.before = look
+    stage.run()
+    # The export is asked for by the event that makes the last step safe, and that is told of.
+    assert [list(told) for told in told_before] == [[1, 2, 3]]
+    assert list(metrics_of(stage.spec, "train_loss")) == [1, 2, 3, 4]
 
 
 def test_each_actor_is_told_what_is_its_own(stage: Stage) -> None:
@@ -100,7 +119,10 @@ def test_the_policy_has_the_jobs_ordering(tmp_path: Path) -> None:
 def test_a_job_in_another_systems_order(tmp_path: Path, system: System, host_blocks: tuple[int, ...]) -> None:
     """The same updates in other places: nothing of a step is asked for while updates of the one before are out."""
     plain = Stage(tmp_path / "plain", total_steps=2)
-    stage = Stage(tmp_path / "other", total_steps=2, system=system)
+    room = Placement(host_activation_nbytes=1 << 20)
+    stage = Stage(tmp_path / "other", total_steps=2, system=system, placement=room)
+    swaps = {choice.swaps for choice in stage.context.plan.layer_activations}
+    assert swaps == {system is System.ZERO_INFINITY}
     assert stage.scheduler.pipeline.shape.host_blocks == set(host_blocks)
     assert stage.scheduler.pipeline.shape.ordering == Ordering(queues=QueueOrder.FIFO, overlaps_steps=False)
     assert plain.run()["status"] == stage.run()["status"] == "succeeded"
@@ -113,6 +135,16 @@ def test_a_job_in_another_systems_order(tmp_path: Path, system: System, host_blo
 def updates_of(stage: Stage) -> set[tuple[object, ...]]:
     """What was updated with what, in whatever order."""
     return {(m.step, m.block, m.optimizer_step, m.learning_rate, m.grad_scale) for m in stage.sent(UpdateBlock)}
+
+
+def test_a_step_of_several_groups_is_told_once(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, hyperparameters={"num_microbatches": 5}, placement=Placement(group_size=2))
+    assert stage.run()["status"] == "succeeded"
+    heads = [message.group for message in stage.sent(ComputeBlock) if message.phase is Phase.HEAD]
+    assert heads == [0, 1, 2] * 4
+    assert metrics_of(stage.spec, "train_loss") == dict.fromkeys(range(1, 5), stage.loss)
+    compute_s = metrics_of(stage.spec, "compute_s")
+    assert compute_s == pytest.approx(dict.fromkeys(range(1, 5), 3 * (2 * len(stage.context.layout.blocks) - 1) * 0.1))
 
 
 def test_clipping_tells_the_norm_and_scales_by_it(tmp_path: Path) -> None:
@@ -155,7 +187,7 @@ def test_an_actor_that_is_gone_ends_the_job(stage: Stage) -> None:
         (CommitStore, "ssd-0 did not finish the commit of step 0 within 0.5 s"),
         (ExportModel, "optimizer-0 did not finish the export of step 4 within 0.5 s"),
         (RestoreStates, "gpu-0 did not finish reading the states of step 0 into memory within 0.5 s"),
-        (FlushBlock, "gpu-0 did not finish the flush of block 2, as step 3 left it within 0.5 s"),
+        (FlushBlock, "optimizer-0 did not finish the flush of block 0, as step 3 left it within 0.5 s"),
     ],
 )
 def test_a_wait_that_is_too_long_names_step_block_and_actor(
@@ -166,18 +198,69 @@ def test_a_wait_that_is_too_long_names_step_block_and_actor(
     stage = Stage(tmp_path, deadline_s=0.5, **tiers)
     stage.silent = {silent}
     outcome = stage.run()
-    assert outcome["status"] == "failed"
+    assert outcome["status"] == INTERRUPTED
     assert outcome["error"]["code"] == "training_stalled"
     assert outcome["error"]["message"].startswith(message)
 
 
-def test_an_answer_that_nobody_asked_for_ends_the_job(stage: Stage) -> None:
+def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
+    """The outcome where these are told while the first update is out."""
+
+    def fail(message: Message) -> None:
+        if isinstance(message, UpdateBlock) and not any(isinstance(m, UpdateBlock) for _, m in stage.received[:-1]):
+            for failed in failures:
+                stage.scheduler.post(failed)
+
+    stage.silent = {UpdateBlock}
+    stage.before = fail
+    return stage.run()
+
+
+def test_all_who_wait_in_vain_are_named_with_who_owes_the_scheduler(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one who knows most need not tell first."""
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
+    first = failure("gpu-0", "no grad slot came free", FailureKind.STALLED)
+    second = failure("optimizer-1", "ssd-1 owes a read", FailureKind.STALLED)
+    outcome = stalled_by(stage, first, second, failure("gpu-0", "nor params", FailureKind.STALLED))
+    assert outcome["status"] == INTERRUPTED
+    assert outcome["error"]["message"] == (
+        "gpu-0: no grad slot came free; optimizer-1: ssd-1 owes a read; "
+        "optimizer-0 has not finished the update of block 2 in step 1 yet"
+    )
+    assert Path(stage.spec.job_dir, "error.txt").read_text() == "gpu-0\nTraceback"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [(FailureKind.LASTING, "failed", "training_failed"), (FailureKind.UNFORESEEN, INTERRUPTED, "process_lost")],
+)
+def test_what_is_broken_explains_who_waits(stage: Stage, kind: FailureKind, status: str, code: str) -> None:
+    broken = failure("ssd-1", "the disk is broken", kind)
+    outcome = stalled_by(stage, failure("gpu-0", "no params came", FailureKind.STALLED), broken)
+    assert outcome["status"] == status
+    assert outcome["error"] == {"code": code, "message": "ssd-1: the disk is broken", "param": None}
+
+
+def test_a_scheduler_that_waits_for_nothing_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
+    stage.silent = {LoadModel}
+    stage.check_actors = stage.scheduler.pipeline.waits.outstanding.clear
+    outcome = stage.run()
+    assert outcome["status"] == INTERRUPTED
+    assert "nothing was asked for" in outcome["error"]["message"]
+
+
+def test_an_answer_that_nobody_asked_for_ends_the_attempt(stage: Stage) -> None:
     def stray(message: Message) -> None:
         if isinstance(message, LoadModel):
             stage.scheduler.post(ModelExported(job=message.job, step=Step(3), path="/elsewhere"))
 
     stage.before = stray
-    assert "nobody asked for" in stage.run()["error"]["message"]
+    outcome = stage.run()
+    assert outcome["status"] == INTERRUPTED
+    assert "nobody asked for" in outcome["error"]["message"]
 
 
 def test_cancelled_before_it_begins(stage: Stage) -> None:
@@ -258,7 +341,7 @@ def test_a_lost_process_interrupts_the_attempt(stage: Stage) -> None:
 
     stage.check_actors = check_actors
     outcome = stage.run()
-    assert outcome["status"] == "interrupted"
+    assert outcome["status"] == INTERRUPTED
     assert outcome["error"] == {"code": "process_lost", "message": "the process of ssd-1 died", "param": None}
 
 

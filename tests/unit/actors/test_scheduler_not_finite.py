@@ -24,6 +24,7 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
+from windlass.planner.plan import Placement
 from windlass.storage.ids import Attempt, Step
 
 
@@ -73,6 +74,20 @@ def test_a_head_that_overflows_is_the_first_that_did(tmp_path: Path) -> None:
     stage = Stage(tmp_path, hyperparameters=FP16)
     stage.break_step(2, block=2)
     stage.run()
+    (told,) = warnings_of(stage.spec)
+    assert told.startswith("Step 2 skipped: the head of block 2 was not finite")
+
+
+def test_the_first_group_that_was_not_finite_is_told(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, hyperparameters=FP16, placement=Placement(group_size=1))
+    stage.break_step(2, block=2)
+
+    def break_second_group(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and (message.step, message.group) == (2, 1):
+            stage.break_step(2, block=1)
+
+    stage.before = break_second_group
+    assert stage.run()["status"] == "succeeded"
     (told,) = warnings_of(stage.spec)
     assert told.startswith("Step 2 skipped: the head of block 2 was not finite")
 

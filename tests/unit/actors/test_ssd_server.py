@@ -25,6 +25,7 @@ from windlass.actors.messages import (
     ChunkIo,
     ChunkIoDone,
     ChunkPart,
+    FailureKind,
     LoadModel,
     Message,
     ReadChunks,
@@ -41,6 +42,7 @@ from windlass.storage.ids import (
     StateKind,
     Step,
 )
+from windlass.storage.regions import StateRegion
 from windlass.storage.store_errors import StaleAttempt, StoreError
 from windlass.storage.transfers import Backend, IoSettings, uring_refusal
 from windlass.storage.volume import VOLUME_FILE, Volume
@@ -561,6 +563,31 @@ class TestDeadlines:
         released.set()
         bench.server.stop()
         assert bench.is_silent()  # it did land, and was not reported: the slot still was the server's
+
+    def test_a_thread_of_it_that_breaks_is_told_of(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Else its chunks would be waited for until their deadline, and an SSD be blamed that works."""
+
+        def breaks(region: StateRegion, *_: object) -> None:
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(StateRegion, "note_written", breaks)
+        bench.write(KEYS[:1])
+        failure = _failure(bench.next())
+        assert failure.kind is FailureKind.UNFORESEEN
+        assert failure.error == "RuntimeError: a defect (at write chunks of step 0, block 0)"
+
+    def test_a_stop_that_an_ssd_holds_up_tells_so(self, tmp_path: Path, hang: Hang) -> None:
+        bench = Bench(tmp_path)
+        bench.setup()
+        entered, released = hang("pwritev")
+        bench.write(KEYS[:1])
+        assert entered.wait(WAIT_S)
+        with pytest.raises(TimeoutError) as late:
+            bench.server.stop(deadline_s=0.05)
+        assert "_run_transfers (at write chunks of step 0, block 0)" in str(late.value)
+        assert str(tmp_path) in late.value.__notes__[0]
+        released.set()
+        bench.server.stop()
 
     def test_a_full_queue_holds_up_who_asks_and_tells_of_an_ssd_that_hangs(self, tmp_path: Path, hang: Hang) -> None:
         bench = Bench(tmp_path, max_open_chunks=2)

@@ -125,8 +125,17 @@ def test_a_steps_spans_are_those_of_its_period_and_what_was_done_for_it_later() 
             ],
             {Stall.GRAD_BUFFER: 3.0, Stall.BETWEEN: 6.0},
         ),
+        (
+            [
+                compute(SpanKind.WAIT_ACTIVATIONS, 8, 9),  # before the operation: of one that is not told
+                compute(SpanKind.WAIT_ACTIVATIONS, 16, 17),
+                compute(SpanKind.WAIT_ACTIVATIONS, 18.5, 19),
+                compute(SpanKind.UPDATE, 18, 18.75, block=1),  # meanwhile the device works
+            ],
+            {Stall.ACTIVATIONS: 2.25, Stall.BETWEEN: 9.0},
+        ),
     ],
-    ids=["nothing told", "params", "operation", "gradient buffer"],
+    ids=["nothing told", "params", "operation", "gradient buffer", "activations"],
 )
 def test_stalls_have_causes_and_add_up(spans: list[WorkSpan], expected: dict[Stall, float]) -> None:
     found = summary_of(spans)
@@ -228,7 +237,24 @@ class TestDependencyBound:
         copied, *_ = block_spans(0, 20)
         assert summary_of([copied], keeps_grads=True)["dependency_bound_s"] == 11.0
 
+    def test_an_operation_that_waits_for_activations_is_shorter_without(self) -> None:
+        waits = [
+            compute(SpanKind.WAIT_ACTIVATIONS, 10.5, 11),
+            compute(SpanKind.WAIT_ACTIVATIONS, 17, 18.5),
+            compute(SpanKind.WAIT_ACTIVATIONS, 7, 8),  # in an earlier operation of the block
+            compute(SpanKind.WAIT_ACTIVATIONS, 13, 14, block=3),
+        ]
+        assert summary_of(waits)["dependency_bound_s"] == 8.0
+
+    def test_each_group_of_micro_batches_goes_through_all_blocks(self) -> None:
+        # Ten seconds more of compute, and the head's update begins after its second operation.
+        earlier = operations(at=-10)
+        assert summary_of(earlier)["dependency_bound_s"] == 20.0
+        assert summary_of([*earlier, *block_spans(1, 16)])["dependency_bound_s"] == 4.0 + 10.0 + 10.0
+        assert summary_of([*earlier, *block_spans(0, 20)])["dependency_bound_s"] == 30.0
+
     def test_is_not_known_without_all_operations(self) -> None:
-        kept = make_timeline(operations()[1:]).end_step(1)
-        assert kept is not None
-        assert kept.summary["dependency_bound_s"] is None
+        for spans in (operations()[1:], [*operations(at=-10)[:2], *operations()]):
+            kept = make_timeline(spans).end_step(1)
+            assert kept is not None
+            assert kept.summary["dependency_bound_s"] is None

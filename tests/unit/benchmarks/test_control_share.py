@@ -1,7 +1,11 @@
 """Which processor time counts as control."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from benchmarks.control_share import Role, control_seconds, role_of
 
@@ -31,3 +35,21 @@ def test_what_was_used_before_does_not_count() -> None:
 def test_processes_that_are_no_workers_are_control(tmp_path: Path) -> None:
     assert role_of(os.getpid(), [tmp_path]) is Role.CONTROL
     assert role_of(2**22 + 1, [tmp_path]) is Role.CONTROL
+
+
+@pytest.mark.parametrize("name", ["ActorShell", "ThrottledShell"])
+def test_workers_are_told_apart_by_the_store_that_they_hold(tmp_path: Path, name: str) -> None:
+    code = "import sys, time; file = open(sys.argv[1]) if sys.argv[1:] else None; print(); time.sleep(600)"
+    (tmp_path / "store").touch()
+    for arguments, role in (([str(tmp_path / "store")], Role.SSD), ([], Role.COMPUTE)):
+        # Ray names a worker after its class, in place of the program.
+        process = subprocess.Popen(
+            [f"ray::{name}", "-c", code, *arguments], executable=sys.executable, stdout=subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert role_of(process.pid, [tmp_path]) is role
+        finally:
+            process.kill()
+            process.communicate()

@@ -1,131 +1,129 @@
 """What `benchmarks.scheduler` compares, and what it makes of its measurements."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.scheduler import (
-    Bottleneck,
-    Case,
-    Demand,
-    Reference,
-    Result,
-    bottlenecks,
-    cases,
-    compute_s_of,
-    contender_of,
-    depth_cases,
-    noted_bound_s_of,
-    ratios_of,
-    timed_metrics,
-    workload_of,
-)
-from benchmarks.windlass_runner import ordering_of, throttle_of
-from windlass.actors.journal import METRICS, Journal
-from windlass.actors.policy.ordering import Ordering, QueueOrder
+from benchmarks.report import Report
+from benchmarks.scheduler import add_table, bottlenecks, bound_s, cases, ratios_of, workload_of
+from benchmarks.scheduler_cases import Bench, Bottleneck, Case, Reference, Result, result_of
+from benchmarks.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
+from benchmarks.workload import ModelShape, Workload
+from tests.training import has_direct_io
+from tests.unit.actors.specs import make_layout
+from windlass.actors.policy.ordering import QueueOrder
 
 OPTIMIZER = Bottleneck(resource="optimizer", over_compute=2.0)
 SSD = Bottleneck(resource="ssd", over_compute=1.5)
-REFERENCE = Reference(compute_s=2.0, ssd_nbytes=3000, num_params=100)
-
-
-def options_of(arguments: tuple[str, ...], name: str) -> list[str]:
-    return [value for flag, value in pairwise(arguments) if flag == name]
+# Embedding, two layers, head.
+REFERENCE = Reference(compute_s=2.0, ssd_nbytes=3000, layout=make_layout(100, 100, 100, 100), num_tokens=5)
+FLOP = 5 * (300 * (FORWARD_FLOP + BACKWARD_FLOP) + 100 * HEAD_FLOP)
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_bottleneck_is_met_in_every_order(quick: bool) -> None:
-    found = [case for case in cases(quick=quick) if case.max_updating is None]
+    found = list(cases(quick=quick))
     for bottleneck, clips, overlaps, queues in product(
         bottlenecks(quick=quick), (False, True), (False, True), QueueOrder
     ):
         case = Case(bottleneck=bottleneck, clips=clips, queues=queues, overlaps_steps=overlaps)
         assert found.count(case) == 1
-    assert len({case.name for case in cases(quick=quick)}) == len(list(cases(quick=quick)))
+    assert len(found) == len(bottlenecks(quick=quick)) * 8
     assert workload_of(quick=quick).shape.num_layers >= 24
 
 
 def test_rates_make_a_resource_as_slow_as_it_is_to_be() -> None:
-    assert REFERENCE.rate(OPTIMIZER) == 100 / 4.0
-    assert REFERENCE.rate(SSD) == 3000 / 3.0
+    assert REFERENCE.throttle(OPTIMIZER) == Throttle(compute_flop_per_s=FLOP / 2.0, optimizer_params_per_s=400 / 4.0)
+    assert REFERENCE.throttle(SSD) == Throttle(compute_flop_per_s=FLOP / 2.0, ssd_bytes_per_s=3000 / 3.0)
 
 
-def test_what_a_step_asks_for_follows_from_counts_and_rates() -> None:
-    optimizer = REFERENCE.demand(OPTIMIZER, compute_s=2.5, ssd_nbytes=2900)
-    assert optimizer == Demand(compute_s=2.5, optimizer_s=4.0, ssd_s=0.0, update_io_s=0.0)
-    ssd = REFERENCE.demand(SSD, compute_s=2.5, ssd_nbytes=2900)
-    assert ssd == Demand(compute_s=2.5, optimizer_s=0.0, ssd_s=2.9, update_io_s=2.6)
-    assert (optimizer.busiest_s, ssd.busiest_s) == (4.0, 2.9)
+def test_the_chain_is_of_all_updates_the_head_and_with_clipping_the_backward_pass() -> None:
+    head_s = 2.0 * 5 * 100 * HEAD_FLOP / FLOP
+    backward_s = 2.0 * 5 * 300 * BACKWARD_FLOP / FLOP
+    assert REFERENCE.chain_s(OPTIMIZER, clips=False) == pytest.approx(4.0 + head_s)
+    assert REFERENCE.chain_s(OPTIMIZER, clips=True) == pytest.approx(4.0 + head_s + backward_s)
+    # 26 bytes of each of 400 parameters, at 1000 bytes a second.
+    assert REFERENCE.chain_s(SSD, clips=False) == pytest.approx(10.4 + head_s)
 
 
-@pytest.mark.parametrize(
-    ("demand", "clips", "bound_s"),
-    [
-        # The updates, and one block's forward and backward pass.
-        (Demand(compute_s=4.0, optimizer_s=6.0, ssd_s=0.0, update_io_s=0.0), False, 6.2),
-        # With clipping the backward pass comes before.
-        (Demand(compute_s=4.0, optimizer_s=6.0, ssd_s=0.0, update_io_s=0.0), True, 9.2),
-        (Demand(compute_s=4.0, optimizer_s=0.0, ssd_s=3.0, update_io_s=2.6), True, 5.8),
-        # Nothing is shorter than what the busiest resource does.
-        (Demand(compute_s=4.0, optimizer_s=1.0, ssd_s=0.0, update_io_s=0.0), False, 4.0),
-        (Demand(compute_s=4.0, optimizer_s=0.0, ssd_s=9.0, update_io_s=2.0), True, 9.0),
-    ],
-)
-def test_the_bound_is_the_longest_chain(demand: Demand, clips: bool, bound_s: float) -> None:
-    assert demand.bound_s(clips=clips, num_blocks=20) == pytest.approx(bound_s)
+def result(*step_s: float, busy_s: float = 4.0, cycle_s: float = 4.0) -> Result:
+    busy = {"gpu-0/compute": 3.0, "optimizer-0": busy_s, "ssd-0": 1.0}
+    return Result(step_s=step_s, busy_s=busy, cycle_s=cycle_s)
 
 
-def test_a_case_is_told_to_windlass() -> None:
-    case = Case(bottleneck=OPTIMIZER, clips=True, queues=QueueOrder.FIFO, overlaps_steps=False, max_updating=3)
-    arguments = contender_of(Path("/folder"), case, REFERENCE).arguments
-    expected = Ordering(queues=QueueOrder.FIFO, overlaps_steps=False, max_updating=3)
-    assert ordering_of(options_of(arguments, "--order")) == expected
-    assert throttle_of(options_of(arguments, "--throttle")).optimizer_params_per_s == 25.0
-    assert options_of(arguments, "--change") == ["clip_norm=1.0"]
-    slow_ssd = contender_of(Path("/folder"), replace(case, bottleneck=SSD, clips=False), REFERENCE).arguments
-    assert throttle_of(options_of(slow_ssd, "--throttle")).ssd_bytes_per_s == 1000.0
-    assert options_of(slow_ssd, "--change") == []
-    assert options_of(contender_of(Path("/folder"), None, None).arguments, "--throttle") == []
+def test_the_bound_is_the_longer_of_chain_and_cycle() -> None:
+    case = Case(bottleneck=OPTIMIZER, clips=False)
+    chain_s = REFERENCE.chain_s(OPTIMIZER, clips=False)
+    assert bound_s({case: result(9.0, cycle_s=8.0)}, case, REFERENCE) == 8.0
+    assert bound_s({case: result(9.0, cycle_s=1.0)}, case, REFERENCE) == chain_s
 
 
-def test_the_journal_tells_of_the_timed_steps_and_may_know_their_bound(tmp_path: Path) -> None:
-    workload = workload_of(quick=True)
-    journal = Journal(tmp_path / "journal.jsonl", attempt=1)
-    for step in range(1, workload.num_steps + 1):
-        journal.append(METRICS, "", step=step, compute_s=2.0 * step)
-    journal.append(METRICS, "", step=workload.num_steps, valid_loss=1.0)
-    journal.close()
-    metrics = timed_metrics(workload, tmp_path / "journal.jsonl")
-    assert [data["step"] for data in metrics] == [2, 3]
-    assert compute_s_of(metrics) == 5.0
-    assert noted_bound_s_of(metrics) is None
-    told = [{"timeline": {"dependency_bound_s": each}} for each in (3.0, None, 4.0)]
-    assert noted_bound_s_of(told) == 3.5
+def test_a_result_is_of_the_timelines_of_the_timed_steps() -> None:
+    def metrics(period_s: float, busy_s: float, bound_s: float) -> dict[str, Any]:
+        timeline = {"period_s": period_s, "busy_s": {"ssd-0": busy_s, "gpu-0/compute": 1.0}}
+        return {"timeline": {**timeline, "dependency_bound_s": bound_s}}
+
+    found = result_of([metrics(2.0, 1.5, 3.0), metrics(3.0, 2.5, 1.0), metrics(4.0, 2.0, 1.5)])
+    assert found == Result(step_s=(2.0, 3.0, 4.0), busy_s={"ssd-0": 2.0, "gpu-0/compute": 1.0}, cycle_s=1.5)
+    assert (found.mean_step_s, found.busiest, found.efficiency) == (3.0, "ssd-0", 2.0 / 3.0)
 
 
-def result(*step_s: float) -> Result:
-    demand = Demand(compute_s=4.0, optimizer_s=3.0, ssd_s=0.0, update_io_s=0.0)
-    return Result(step_s=step_s, demand=demand, noted_bound_s=None)
-
-
-def test_ratios_are_of_means_and_worst_of_all() -> None:
+def test_ratios_are_of_means_and_worst_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for case in cases(quick=False):
-        found[case] = result(4.0, 6.0)
+        # With clipping the bound is too long for an efficiency of 0.92.
+        found[case] = result(5.0, 6.0, busy_s=5.0, cycle_s=5.4 if not case.clips else 5.5)
         if case.queues is QueueOrder.FIFO and case.overlaps_steps:
-            found[case] = result(5.5, 6.5) if not case.clips else result(4.5)
+            found[case] = result(6.5, 7.5) if not case.clips else result(5.4)
         elif not case.overlaps_steps:
-            found[case] = result(7.5)
-    found[depth_cases()[0]] = result(10.0)
-    ratios = ratios_of(found, quick=False, num_blocks=20)
+            found[case] = result(8.0 if case.queues is QueueOrder.FIFO else 8.25)
+    slow = Case(bottleneck=Bottleneck(resource="ssd", over_compute=1.0), clips=False)
+    found[slow] = replace(found[slow], step_s=(6.25,))
+    reference = replace(REFERENCE, compute_s=0.01)  # whose chain is shorter than the cycles
+    ratios = ratios_of(found, reference)
     one = ratios["unclipped"]["optimizer-1"]
-    assert one["fifo_over_priority"] == 1.2
-    assert one["alone_over_overlapped"] == 1.5
-    assert one["overlap_efficiency"] == 4.0 / 5.0
-    assert one["step_over_bound"] == pytest.approx(5.0 / 4.0)
-    assert ratios["clipped"]["ssd-1.5"]["step_over_bound"] == pytest.approx(5.0 / 6.2)
-    assert ratios["gain_where_optimizer_binds"] == pytest.approx(1.2)
-    assert ratios["least_gain"] == 0.9
-    assert ratios["depth"] == {"1": 2.0, "4": 1.0, "16": 1.0}
+    assert one["priority_over_fifo"] == pytest.approx(7.0 / 5.5)
+    assert one["overlapped_over_alone"] == 1.5
+    assert one["overlap_efficiency"] == pytest.approx(5.0 / 5.5)
+    assert one["step_over_bound"] == pytest.approx(5.5 / 5.4)
+    assert ratios["priority_over_fifo_best"] == pytest.approx(7.0 / 5.5)
+    assert ratios["priority_over_fifo_min"] == pytest.approx(5.4 / 5.5)
+    assert ratios["priority_over_fifo_alone_min"] == pytest.approx(8.0 / 8.25)
+    assert ratios["overlap_efficiency_min"] == pytest.approx(5.0 / 6.25)
+    assert ratios["step_over_bound_max"] == 1.0
+    assert ratios["simulator_error_max"] is None
+    report = Report("", tmp_path, {})
+    add_table(report, found, reference)
+    rows = [line for line in report.lines if line.startswith(("| optimizer", "| ssd"))]
+    assert len(rows) == len(found)
+    capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("bench")
+    if not has_direct_io(folder):
+        pytest.skip("the temporary folder takes no O_DIRECT")
+    shape = ModelShape(hidden=32, num_layers=2, vocab=64, intermediate=64, num_heads=2)
+    counts = {"batch_size": 1, "sequence_length": 8, "num_warmup_steps": 1, "num_timed_steps": 2, "num_threads": 1}
+    return Bench(folder / "jobs", Workload(shape=shape, seed=1, **counts))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_jobs_are_trained_as_the_case_says(bench: Bench, clips: bool) -> None:
+    """Compute and optimizer are held back, to some hundredths of a second a step."""
+    reference, free = bench.reference(0.01)
+    assert len(free.step_s) == 2
+    assert reference.num_tokens == 8
+    assert 26 <= reference.ssd_nbytes / reference.layout.numel < 36  # whole pages move
+    case = Case(bottleneck=OPTIMIZER, clips=clips)
+    found = bench.measure(case, reference)
+    assert len(found.step_s) == 2
+    # As declared, however long it took.
+    assert 0.0 < found.busy_s["gpu-0/compute"] < 0.01001
+    assert 0.0 < found.busy_s["optimizer-0"] < 3 / 2 * 0.02001  # three steps' updates in two steps, at most
+    alone = bench.measure(replace(case, overlaps_steps=False), reference)
+    assert len(alone.step_s) == 1

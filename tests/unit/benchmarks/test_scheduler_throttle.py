@@ -1,18 +1,26 @@
 """What is throttled: real bytes, reported when they are due, one after the other."""
 
 import time
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from benchmarks import throttle as module
-from benchmarks.throttle import Gate, Throttle, ThrottledEngine
+from benchmarks.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Gate, Throttle, ThrottledEngine
 from benchmarks.windlass_runner import ordering_of, throttle_of
 from tests.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of
-from windlass.actors import cpu_optimizer, ssd_server
+from windlass.actors import cpu_optimizer, gpu_worker, ssd_server
 from windlass.actors.local import run_local
+from windlass.actors.messages import Message, SpanKind, SpansTold, WorkSpan
 from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.engine.dataset import PreparedDataset
+from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey
 from windlass.storage.transfers import Transfer
+
+OPERATIONS = (SpanKind.FORWARD, SpanKind.HEAD, SpanKind.BACKWARD)
 
 
 class StandIn:
@@ -59,6 +67,27 @@ def test_amounts_pass_one_after_the_other_and_rest_is_not_saved_up() -> None:
     assert gate.due_s(10) == 201.0
 
 
+def test_who_wakes_up_too_late_comes_too_late_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    gate = Gate(10.0, clock=lambda: now_s)
+
+    def oversleep(at_s: float) -> None:
+        nonlocal now_s
+        now_s = at_s + 0.5
+
+    monkeypatch.setattr(module, "sleep_until", oversleep)
+    with gate.passing(20):
+        now_s = 101.0
+    assert now_s == 102.5
+    with gate.passing(20):
+        assert now_s == 102.5
+    assert now_s == 104.5
+    with gate.passing(10, came_at_s=104.25):  # what came before it was late by itself
+        now_s = 110.0
+    # Who did not sleep did not oversleep.
+    assert now_s == gate.due_s(0) == 110.0
+
+
 def test_transfers_are_reported_when_they_are_due(slept_until: list[float]) -> None:
     inner = StandIn()
     engine = ThrottledEngine(inner, Gate(10.0, clock=lambda: 100.0))
@@ -84,40 +113,88 @@ def test_what_is_not_due_in_time_is_not_reported(slept_until: list[float]) -> No
     assert engine.wait(None) != []
 
 
+RATES = Throttle(ssd_bytes_per_s=1e6, optimizer_params_per_s=1e3, compute_flop_per_s=1e9)
+
+
 def test_a_throttled_job_moves_all_its_bytes_and_learns_the_same(
     tmp_path: Path, slept_until: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = make_spec(tmp_path / "plain", total_steps=3, num_validation_examples=0, evaluate_every=None)
-    slow = make_spec(tmp_path / "slow", total_steps=3, num_validation_examples=0, evaluate_every=None)
-    run_local(plain, partition=make_partition(plain), direct=has_direct_io(tmp_path))
-    passed: dict[float, float] = {}
+    changes: dict[str, Any] = {"total_steps": 3, "num_validation_examples": 0, "evaluate_every": None, "num_ssds": 1}
+    plain, slow = make_spec(tmp_path / "plain", **changes), make_spec(tmp_path / "slow", **changes)
+    direct = has_direct_io(tmp_path)
+    run_local(plain, partition=make_partition(plain), direct=direct)
+    passed: Counter[float] = Counter()
 
     class CountingGate(Gate):
-        def due_s(self, amount: float) -> float:
-            passed[self._rate_per_s] = passed.get(self._rate_per_s, 0) + amount
-            return super().due_s(amount)
+        def due_s(self, amount: float, **options: Any) -> float:
+            passed[self._rate_per_s] += amount
+            return super().due_s(amount, **options)
 
     monkeypatch.setattr(module, "Gate", CountingGate)
-    # For the test's end: what is replaced below is put back.
-    monkeypatch.setattr(ssd_server, "open_engine", ssd_server.open_engine)
-    monkeypatch.setattr(cpu_optimizer, "ChunkUpdater", cpu_optimizer.ChunkUpdater)
-    throttle = Throttle(ssd_bytes_per_s=1e6, optimizer_params_per_s=1e3)
-    throttle.slow_ssd_server()
-    throttle.slow_optimizer()
-    outcome = run_local(slow, partition=make_partition(slow), direct=has_direct_io(tmp_path))
+    spans: list[WorkSpan] = []
+
+    def look(to: ActorName, message: Message) -> None:
+        if isinstance(message, SpansTold):
+            spans.extend(message.spans)
+
+    partition = make_partition(slow)
+    with RATES.holding_back():
+        outcome = run_local(slow, partition=partition, direct=direct, on_message=look)
     assert outcome["status"] == "succeeded"
     assert losses_of(slow) == losses_of(plain)
-    assert passed[1e3] == 3 * make_partition(slow).layout.numel
+    layout = partition.layout
+    assert passed[1e3] == 3 * layout.numel
     moved = metrics_of(slow, "ssd_bytes_read")[3] + metrics_of(slow, "ssd_bytes_written")[3]
     assert passed[1e6] >= moved > 0
+    num_tokens = sum(
+        microbatch.input_ids.numel()
+        for step in range(3)
+        for microbatch in PreparedDataset.open(slow.dataset_dir, "train").batch(step, 4, 1, slow.hyperparameters.seed)
+    )
+    *layers, head = (block.numel for block in layout.blocks)
+    assert passed[1e9] == num_tokens * ((FORWARD_FLOP + BACKWARD_FLOP) * sum(layers) + HEAD_FLOP * head)
     assert len(slept_until) > 3 * 2
+    # What they told of: amount over rate, however long it took.
+    for span in spans:
+        seconds = span.end_s - span.start_s
+        if span.kind is SpanKind.UPDATE:
+            start, stop = layout.chunk_range(ChunkKey(BlockIndex(span.block), ChunkIndex(span.chunk)))
+            assert seconds == pytest.approx((stop - start) / 1e3)
+        elif span.resource == "ssd-0" and span.nbytes:
+            assert seconds == pytest.approx(span.nbytes / 1e6)
+    told = sum(span.end_s - span.start_s for span in spans if span.kind in OPERATIONS)
+    assert told == pytest.approx(passed[1e9] / 1e9)
 
 
-def test_without_rates_nothing_is_replaced() -> None:
-    opens, updater = ssd_server.open_engine, cpu_optimizer.ChunkUpdater
-    Throttle().slow_ssd_server()
-    Throttle().slow_optimizer()
-    assert (ssd_server.open_engine, cpu_optimizer.ChunkUpdater) == (opens, updater)
+def test_what_was_replaced_is_put_back() -> None:
+    def found() -> list[Any]:
+        modules = (ssd_server, cpu_optimizer, gpu_worker)
+        names = ("open_engine", "ChunkUpdater", "BlockRunner", "SpanLog")
+        return [vars(module)[name] for module in modules for name in names if name in vars(module)]
+
+    before = found()
+    with RATES.holding_back():
+        assert all(mine is not theirs for mine, theirs in zip(found(), before, strict=True))
+    assert found() == before
+    with Throttle().holding_back():
+        assert found() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "attribute"),
+    [("ssd-1", ssd_server, "open_engine"), ("optimizer-0", cpu_optimizer, "ChunkUpdater")],
+)
+def test_an_actor_in_a_process_of_its_own_is_held_back_for_good(
+    name: str, module: ModuleType, attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("SpanLog", attribute):
+        monkeypatch.setattr(module, each, vars(module)[each])  # put back in the end
+    before, runner = vars(module)[attribute], gpu_worker.BlockRunner
+    Throttle(compute_flop_per_s=1.0).slow_actor(name)
+    assert vars(module)[attribute] is before
+    RATES.slow_actor(name)
+    assert vars(module)[attribute] is not before
+    assert gpu_worker.BlockRunner is runner
 
 
 def test_a_jobs_processes_read_their_rates_from_its_folder(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contenders import ContenderRun
-from benchmarks.scheduler import Reference
-from benchmarks.ssds import Setup, contender_of, ratios_of
+from benchmarks.ssds import Reference, Setup, contender_of, ratios_of
 from benchmarks.windlass_runner import throttle_of
 
-REFERENCE = Reference(compute_s=1.0, ssd_nbytes=600, num_params=100)
+REFERENCE = Reference(compute_s=1.0, ssd_nbytes=600)
 
 
 def test_each_server_has_a_folder_and_the_same_rate(tmp_path: Path) -> None:

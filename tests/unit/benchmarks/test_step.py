@@ -73,8 +73,8 @@ def test_growth_share_is_of_the_model_states() -> None:
 def test_deepspeed_swaps_only_what_the_peer_is_named_for() -> None:
     workload = quick_plan(2).workloads["quick"]
     cpu, nvme = (deepspeed_config(workload, device, Path("ssd"))["zero_optimization"] for device in ("cpu", "nvme"))
-    assert cpu["offload_param"] == {"device": "cpu"}
-    assert cpu["offload_optimizer"] == {"device": "cpu"}
+    assert cpu["offload_param"] == {"device": "cpu", "pin_memory": False}
+    assert cpu["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
     assert nvme["offload_param"]["nvme_path"] == nvme["offload_optimizer"]["nvme_path"] == "ssd"
     # Every tensor must fit a buffer.
     shape = workload.shape

@@ -150,6 +150,24 @@ class CountingModel(PlainModel):
         self.layers = nn.ModuleList(_CountingLayer(config, i) for i in range(config.num_hidden_layers))
 
 
+class _SwitchingLayer(Qwen2DecoderLayer):
+    """Computes the same by other operators each time it is called."""
+
+    num_calls = 0
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.num_calls += 1
+        for _ in range(self.num_calls):
+            hidden_states = hidden_states.neg().neg()
+        return super().forward(hidden_states, **kwargs)
+
+
+class SwitchingModel(PlainModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(_SwitchingLayer(config, i) for i in range(config.num_hidden_layers))
+
+
 class _NotingLayer(Qwen2DecoderLayer):
     """Adds what the layer before it wrote into a note that the trace does not see."""
 
@@ -175,6 +193,77 @@ class NotingModel(PlainModel):
         if len(self.layers):
             self.layers[0].note.clear()
         return hidden
+
+
+class _HoardedLinear(torch.autograd.Function):
+    """Keeps its weight by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _SavedLinear(torch.autograd.Function):
+    """Lets autograd save its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _KernelLinear(_SavedLinear):
+    """Asks for addresses, as who starts a kernel of their own does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert x.is_meta or x.data_ptr() != 0
+        return _SavedLinear.forward(ctx, x, weight)
+
+
+class _OwnLinear(nn.Linear):
+    def __init__(self, size: int, function: Any) -> None:
+        super().__init__(size, size, bias=False)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.function.apply(x, self.weight)
+        return output
+
+
+class HoardingModel(PlainModel):
+    """Its layers keep params by themselves between the forward and the backward pass."""
+
+    function: Any = _HoardedLinear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.layers:
+            layer.self_attn.o_proj = _OwnLinear(config.hidden_size, self.function)
+
+
+class SavingModel(HoardingModel):
+    """The same, as it should be."""
+
+    function = _SavedLinear
+
+
+class KernelModel(HoardingModel):
+    """Its layers have a kernel of their own."""
+
+    function = _KernelLinear
 
 
 def odd_config(body: type[PlainModel], **options: Any) -> Any:

@@ -1,5 +1,7 @@
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from tests.unit.engine.activation_runs import Run
 from tests.unit.engine.architectures import ARCHITECTURES, make_batch, make_model
-from windlass.engine.activations import SwapCounts
+from windlass.engine.activations import SwapCounts, SwapWatch
 from windlass.engine.activations_host import ActivationMemoryError, ActivationTimeoutError, HostActivations
 from windlass.engine.device import Device
 from windlass.planner.activations import BlockActivations
@@ -50,12 +52,24 @@ class PoisonedSlots(SlotPool):
 
 
 class Stage:
-    def __init__(self, num_slots: int = 8, *, max_leaving_nbytes: int = 1 << 30, deadline_s: float = DEADLINE_S):
+    def __init__(
+        self,
+        num_slots: int = 8,
+        *,
+        max_leaving_nbytes: int = 1 << 30,
+        deadline_s: float = DEADLINE_S,
+        watch: SwapWatch | None = None,
+    ) -> None:
         self.device = GatedDevice()
         self.memory = torch.full((num_slots * SLOT_NBYTES,), 0xFF, dtype=torch.uint8)
         self.slots = PoisonedSlots(self.memory)
         self.store = HostActivations(
-            self.device, self.memory, self.slots, max_leaving_nbytes=max_leaving_nbytes, deadline_s=deadline_s
+            self.device,
+            self.memory,
+            self.slots,
+            max_leaving_nbytes=max_leaving_nbytes,
+            deadline_s=deadline_s,
+            watch=watch,
         )
 
     def in_use_nbytes(self) -> int:
@@ -140,6 +154,29 @@ def test_a_put_waits_for_slots_that_are_about_to_come_free(stage: Stage) -> None
         assert torch.equal(stage.store.get(handle), some_bytes(5 * SLOT_NBYTES))
 
 
+def test_who_shares_a_put_with_another_store_learns_how_much_fits(stage: Stage) -> None:
+    assert stage.store.room_nbytes(9 * SLOT_NBYTES) == 8 * SLOT_NBYTES
+    assert stage.store.room_nbytes(3 * SLOT_NBYTES - 5) == 3 * SLOT_NBYTES - 5
+    stage.store.put(some_bytes(3 * SLOT_NBYTES))
+    stage.device.gate.clear()
+    dropped = stage.store.put(some_bytes(4 * SLOT_NBYTES))
+    assert stage.store.room_nbytes(100) == 100
+    stage.store.drop(dropped)
+    threading.Timer(0.05, stage.device.gate.set).start()
+    assert stage.store.room_nbytes(2 * SLOT_NBYTES) == 2 * SLOT_NBYTES  # once its copy is over
+    assert stage.store.room_nbytes(9 * SLOT_NBYTES) == 5 * SLOT_NBYTES
+
+
+def test_bytes_may_come_back_into_memory_of_the_callers(stage: Stage) -> None:
+    whole = torch.zeros(3 * SLOT_NBYTES, dtype=torch.uint8)
+    handle = stage.store.put(some_bytes(SLOT_NBYTES + 7))
+    stage.store.prefetch(handle, whole[SLOT_NBYTES : 2 * SLOT_NBYTES + 7])
+    stage.store.get(handle)
+    assert torch.equal(whole[SLOT_NBYTES : 2 * SLOT_NBYTES + 7], some_bytes(SLOT_NBYTES + 7))
+    assert not whole[:SLOT_NBYTES].any()
+    assert not whole[2 * SLOT_NBYTES + 7 :].any()
+
+
 def test_what_is_on_its_way_out_is_bounded() -> None:
     stage = Stage(max_leaving_nbytes=250)
     stage.device.gate.clear()
@@ -173,6 +210,71 @@ def test_a_failed_copy_raises_where_its_bytes_are_needed(stage: Stage) -> None:
     handle = stage.store.put(some_bytes(100))
     with pytest.raises(RuntimeError, match="the link is down"):
         stage.store.get(handle)
+
+
+class Watch:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.name = "nobody"
+        self.moves: list[tuple[object, int, bool]] = []
+        self.waits: list[tuple[float, float]] = []
+
+    def owner(self) -> object:
+        return self.name
+
+    def moved(self, owner: object, start_s: float, end_s: float, nbytes: int, *, is_out: bool) -> None:
+        assert start_s <= end_s
+        self.moves.append((owner, nbytes, is_out))
+
+    def waited(self, start_s: float, end_s: float) -> None:
+        assert start_s <= end_s
+        self.waits.append((start_s, end_s))
+
+
+def test_a_watch_is_told_of_every_move() -> None:
+    watch = Watch()
+    stage = Stage(max_leaving_nbytes=200, watch=watch)
+    watch.name = "first"
+    first = stage.store.put(some_bytes(60))
+    watch.name = "second"
+    second = stage.store.put(some_bytes(70))
+    stage.store.prefetch(second)
+    stage.store.drop(first)
+    stage.store.close()
+    stage.store.get(second)
+    assert watch.moves == [("first", 60, True), ("second", 70, True), ("second", 70, False)]
+    assert watch.waits == []  # what was asked for was there
+
+
+def test_a_watch_is_told_of_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch()
+    stage = Stage(max_leaving_nbytes=100, watch=watch)
+
+    def open_first(wait: Any) -> Any:
+        """The copies go on when this thread begins to wait for them."""
+
+        def opened(*args: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                stage.device.gate.set()
+            return wait(*args)
+
+        return opened
+
+    monkeypatch.setattr(stage.store._changed, "wait_for", open_first(stage.store._changed.wait_for))
+    monkeypatch.setattr(Future, "result", open_first(Future.result))
+    stage.device.gate.clear()
+    first = stage.store.put(some_bytes(60))
+    assert watch.waits == []
+    second = stage.store.put(some_bytes(70))
+    assert len(watch.waits) == 1  # for the first to leave
+    stage.store.drop(first)
+    stage.device.gate.clear()
+    third = stage.store.put(some_bytes(20))
+    stage.store.get(third)
+    assert len(watch.waits) == 2
+    stage.store.drop(second)
+    stage.store.close()
 
 
 @pytest.mark.parametrize(

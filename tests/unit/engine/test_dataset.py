@@ -57,6 +57,13 @@ def test_the_order_depends_on_seed_and_step_alone(folder: Path) -> None:
     assert lengths(again.batch(0, 11, 1, 1)) == orders[0]
 
 
+def test_no_microbatch_is_larger_than_the_largest(folder: Path) -> None:
+    train = PreparedDataset.open(folder, "train")
+    assert train.largest_shapes(7, 3) == [(3, 10), (2, 10), (2, 10)]
+    assert train.largest_shapes(50, 20) == [(1, 10)] * NUM_EXAMPLES
+    assert train.largest_shapes(11, 1) == [tuple(train.batch(0, 11, 1, seed=3)[0].input_ids.shape)]
+
+
 def test_microbatches_are_contiguous_parts_and_never_empty(folder: Path) -> None:
     train = PreparedDataset.open(folder, "train")
     whole = lengths(train.batch(0, 5, 1, 3))

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPTJConfig,
@@ -19,6 +20,7 @@ from tests.unit.engine.odd_models import odd_config
 from windlass.engine import self_check
 from windlass.engine.partition import UnsupportedArchitectureError
 from windlass.engine.self_check import check_architecture, tiny_config
+from windlass.planner.activations import RECOMPUTE_ALL, ActivationChoice, BlockActivations
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
@@ -87,6 +89,39 @@ def test_what_the_trace_does_not_see_is_caught(body: Any) -> None:
         UnsupportedArchitectureError, match=r"TheirModel is not supported: block by block it computes other gradients"
     ):
         check_architecture(config)
+
+
+@pytest.mark.parametrize("choice", ActivationChoice)
+def test_every_choice_of_activations_passes(choice: ActivationChoice) -> None:
+    for body in (odd_models.SavingModel, odd_models.KernelModel, odd_models.HeadDropoutModel):
+        check_architecture(odd_config(body), choice.of_layers(1))
+    check_architecture(BloomConfig(), choice.of_layers(1))
+
+
+def test_functions_that_keep_params_by_themselves_are_refused_where_they_are_wrong() -> None:
+    config = odd_config(odd_models.HoardingModel)
+    right = (ActivationChoice.RECOMPUTE, ActivationChoice.RECOMPUTE_SWAP_INPUT)
+    for choice in ActivationChoice:
+        if choice in right:
+            check_architecture(config, choice.of_layers(1))
+            continue
+        with pytest.raises(
+            UnsupportedArchitectureError,
+            match=rf"HoardingConfig is not supported with activations {choice}: .* other gradients than as a whole",
+        ):
+            check_architecture(config, choice.of_layers(1))
+    products = BlockActivations(swapped=frozenset({"aten.mm.default"}))
+    check_architecture(config, [products])  # of what a second forward pass saves nothing is old
+
+
+def test_other_operators_the_second_time_are_refused_where_they_are_wrong() -> None:
+    config = odd_config(odd_models.SwitchingModel)
+    check_architecture(config, [RECOMPUTE_ALL, *ActivationChoice.KEEP.of_layers(1)])
+    with pytest.raises(
+        UnsupportedArchitectureError,
+        match=r"cannot be checked with activations BlockActivations\(.*'aten.mm.default'.* operator 2 of",
+    ):
+        check_architecture(config, [BlockActivations(kept=frozenset({"aten.mm.default"}))])
 
 
 def test_what_the_trace_sees_keeps_its_reason() -> None:

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -56,6 +57,7 @@ sizes = st.builds(
     keep_grads=st.booleans(),
     in_memory=st.sampled_from([(), (0,), (2, 1)]),
     on_device=st.booleans(),
+    group_size=st.sampled_from([None, 1, 2]),
 )
 def test_pools_lie_side_by_side_and_fill_the_arena(
     size: ModelSize,
@@ -64,28 +66,33 @@ def test_pools_lie_side_by_side_and_fill_the_arena(
     keep_grads: bool,
     in_memory: tuple[int, ...],
     on_device: bool,
+    group_size: int | None,
 ) -> None:
-    placement = Placement(device_blocks=in_memory) if on_device else Placement(host_blocks=in_memory)
+    where = "device_blocks" if on_device else "host_blocks"
+    placement = Placement(group_size=group_size, **{where: in_memory})
     found = plan(
         size,
         num_optimizers=num_optimizers,
         grad_itemsize=grad_itemsize,
         keep_grads=keep_grads,
+        num_microbatches=3,
         placement=placement,
     )
-    pools = [found.params, found.grads, *found.states, found.host_states, found.transit, found.activations]
+    in_transit = [found.transit, found.partial_grads]
+    pools = [found.params, found.grads, *found.states, found.host_states, *in_transit, found.activations]
     assert len(found.states) == num_optimizers
     assert pools[0].offset == 0
     assert all(pool.offset + pool.nbytes == next_pool.offset for pool, next_pool in pairwise(pools))
     assert found.arena_nbytes == sum(pool.slot_nbytes * pool.num_slots for pool in pools)
     # O_DIRECT: every slot begins at a page.
     assert all(pool.offset % 4096 == 0 and pool.slot_nbytes % 4096 == 0 for pool in pools)
-    assert all(pool.num_slots >= 1 for pool in pools[:-3])
+    assert all(pool.num_slots >= 1 for pool in pools[:-4])
     # A block's gradient is offloaded as one: all its slots are taken at once.
     num_chunks = {block: size.num_chunks(block) for block in size.blocks if block not in found.device_blocks}
     assert found.grads.num_slots >= (sum(num_chunks.values()) if keep_grads else max(num_chunks.values(), default=0))
     assert found.host_states.num_slots == sum(size.num_chunks(block) for block in found.host_blocks)
     assert (found.transit.num_slots > 0) == bool(found.device_blocks)
+    assert found.partial_grads.num_slots == (sum(num_chunks.values()) if group_size else 0)
 
 
 def test_the_plan_of_a_small_model_to_the_byte() -> None:
@@ -93,9 +100,10 @@ def test_the_plan_of_a_small_model_to_the_byte() -> None:
     assert SIZE.total_chunks == 17
     # Two layers of three chunks stay from one use to the next.
     assert (found.params.slot_nbytes, found.params.num_slots) == (2 * CHUNK, FETCH_DEPTH + 6)
-    assert (found.grads.slot_nbytes, found.grads.num_slots) == (2 * CHUNK, 6)  # two layers on their way
+    # A third of six blocks waits for its update, two more are on their way.
+    assert (found.grads.slot_nbytes, found.grads.num_slots) == (2 * CHUNK, 4 * 3)
     assert [(s.slot_nbytes, s.num_slots) for s in found.states] == [(14 * CHUNK, STATE_DEPTH)] * 2
-    assert found.arena_nbytes == CHUNK * (10 * 2 + 6 * 2 + 2 * 3 * 14)
+    assert found.arena_nbytes == CHUNK * (10 * 2 + 12 * 2 + 2 * 3 * 14)
     assert found.ssd_nbytes == 2 * 17 * CHUNK * 14
     assert found.commit_every == 1
 
@@ -105,13 +113,39 @@ def test_clipping_keeps_every_gradient() -> None:
     assert (found.grads.slot_nbytes, found.grads.num_slots, found.spilled_blocks) == (4 * CHUNK, 17, ())
 
 
-def test_without_clipping_memory_does_not_grow_with_depth() -> None:
-    def of_depth(num_layers: int) -> Plan:
-        numels = (4000, *[12000] * num_layers, 15000)
-        return plan(ModelSize(block_numels=numels, chunk_numel=CHUNK, param_itemsize=2, state_itemsize=14))
+def of_depth(num_layers: int, **options: Any) -> Plan:
+    numels = (4000, *[12000] * num_layers, 15000)
+    return plan(ModelSize(block_numels=numels, chunk_numel=CHUNK, param_itemsize=2, state_itemsize=14), **options)
 
-    assert of_depth(8).arena_nbytes == of_depth(800).arena_nbytes
+
+def test_without_clipping_a_deeper_model_needs_no_more_memory() -> None:
+    budget = of_depth(4).arena_nbytes
+    assert of_depth(4, host_memory_nbytes=budget).grads.num_slots == 4 * 3
+    assert of_depth(800, host_memory_nbytes=budget).arena_nbytes <= budget
     assert of_depth(800).ssd_nbytes == 2 * (1 + 800 * 3 + 4) * CHUNK * 14
+
+
+@pytest.mark.parametrize("num_layers", [4, 22, 40, 800])
+def test_where_memory_is_free_the_gradients_of_a_third_of_the_blocks_wait_for_their_update(num_layers: int) -> None:
+    free, deep = of_depth(num_layers), of_depth(num_layers, keep_grads=True)
+    num_blocks = free.grads.num_slots / 3  # of three chunks
+    assert (num_layers + 2) / 3 + 2 <= num_blocks < (num_layers + 2) / 3 + 3
+    assert free.grads.num_slots < deep.grads.num_slots
+    assert (free.params, free.states[0].nbytes) == (deep.params, deep.states[0].nbytes)
+
+
+def test_the_gradients_that_wait_make_room_before_anything_else_does() -> None:
+    whole, slots = of_depth(40), []
+    for budget in range(whole.arena_nbytes, 0, -CHUNK):
+        found = of_depth(40, host_memory_nbytes=budget)
+        assert found.arena_nbytes <= budget
+        assert found.states == tuple(
+            replace(pool, offset=found.states[i].offset) for i, pool in enumerate(whole.states)
+        )
+        if found.num_cached_params < whole.num_cached_params:
+            break
+        slots.append(found.grads.num_slots // 3)
+    assert sorted(set(slots), reverse=True) == list(range(42 // 3 + 2, 1, -1))
 
 
 def test_a_tiny_model_takes_no_more_slots_than_it_has_chunks() -> None:
@@ -122,9 +156,9 @@ def test_a_tiny_model_takes_no_more_slots_than_it_has_chunks() -> None:
     assert (found.params.num_slots, found.num_cached_params) == (3 + 2, 2)
 
 
-def arena(*, cached: int, depth: int) -> int:
-    """Bytes of a job without clipping, two optimizers."""
-    return CHUNK * ((FETCH_DEPTH + cached) * 2 + 6 * 2 + 2 * depth * 14)
+def arena(*, cached: int, depth: int, grads: int = 6) -> int:
+    """Bytes of a job without clipping, two optimizers; gradients have room for two layers of three chunks, or more."""
+    return CHUNK * ((FETCH_DEPTH + cached) * 2 + grads * 2 + 2 * depth * 14)
 
 
 def test_a_budget_is_kept_by_keeping_no_params_then_by_shallower_queues_and_then_refused() -> None:
@@ -143,7 +177,7 @@ def test_a_budget_is_kept_by_keeping_no_params_then_by_shallower_queues_and_then
 
 @given(num_free=st.integers(0, 40))
 def test_what_a_budget_leaves_keeps_params(num_free: int) -> None:
-    budget = arena(cached=6, depth=STATE_DEPTH) + num_free * 2 * CHUNK + 2 * CHUNK - 1
+    budget = arena(cached=6, depth=STATE_DEPTH, grads=12) + num_free * 2 * CHUNK + 2 * CHUNK - 1
     found = plan(host_memory_nbytes=budget)
     assert found.num_cached_params == min(17, 6 + num_free)  # never more than there are
     assert found.arena_nbytes <= budget
@@ -168,7 +202,8 @@ def test_a_naive_optimizer_has_one_chunk_at_a_time_and_keeps_nothing() -> None:
     found = plan(is_naive=True, host_memory_nbytes=GIB)
     assert [pool.num_slots for pool in found.states] == [1, 1]
     assert found.num_cached_params == 0
-    least = found.arena_nbytes
+    least = CHUNK * (FETCH_DEPTH * 2 + 6 * 2 + 2 * 14)
+    assert plan(is_naive=True, host_memory_nbytes=least).arena_nbytes == least
     with pytest.raises(PlanError, match=f"needs {least} bytes"):
         plan(is_naive=True, host_memory_nbytes=least - 1)
 
@@ -254,6 +289,38 @@ def test_gradients_do_not_spill_where_their_place_may_be_taken(placement: Placem
     least = plan(keep_grads=True, placement=placement, host_memory_nbytes=GIB).arena_nbytes
     with pytest.raises(PlanError, match="raise the budget"):
         plan(keep_grads=True, placement=placement, host_memory_nbytes=least // 2)
+
+
+# --- groups of micro-batches ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "num_groups"), [(None, 7, 1), (1, 1, 7), (3, 3, 3), (6, 6, 2), (7, 7, 1), (100, 7, 1)]
+)
+def test_a_step_has_as_many_groups_as_its_micro_batches_fill(asked: int | None, size: int, num_groups: int) -> None:
+    found = plan(num_microbatches=7, placement=Placement(group_size=asked))
+    assert (found.group_size, found.num_groups) == (size, num_groups)
+
+
+def test_sums_between_groups_take_a_slot_for_each_use_of_a_chunk() -> None:
+    whole = plan(num_microbatches=4)
+    assert whole.partial_grads.num_slots == 0
+    found = plan(num_microbatches=4, placement=Placement(group_size=2))
+    assert (found.partial_grads.slot_nbytes, found.partial_grads.num_slots) == (4 * CHUNK, 17)
+    assert found.arena_nbytes == whole.arena_nbytes + 17 * 4 * CHUNK
+    tied = plan(replace(SIZE, shared_blocks=(0,)), num_microbatches=4, placement=Placement(group_size=2))
+    assert tied.partial_grads.num_slots == 17 + 1
+    on_device = plan(num_microbatches=4, placement=Placement(group_size=2, device_blocks=(1, 5)))
+    assert on_device.partial_grads.num_slots == 17 - 3 - 4
+    budget = found.arena_nbytes - 1
+    with pytest.raises(PlanError, match=f"its budget is {budget // 2} bytes"):
+        plan(num_microbatches=4, placement=Placement(group_size=2), host_memory_nbytes=budget // 2)
+    assert plan(num_microbatches=4, placement=Placement(group_size=2), host_memory_nbytes=budget).arena_nbytes <= budget
+
+
+def test_an_empty_group_is_refused() -> None:
+    with pytest.raises(PlanError, match="group_size is 0; a group has at least 1 micro-batch"):
+        plan(placement=Placement(group_size=0))
 
 
 def test_swapped_activations_have_slots_of_their_own() -> None:

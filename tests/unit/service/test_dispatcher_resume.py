@@ -1,5 +1,6 @@
 """Jobs whose attempts are lost: they go on in another one, when nothing of the old one lives, and not for ever."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,29 @@ def test_a_runner_that_stays_long_after_its_interruption_is_killed(stage: Stage)
     stage.now += 180
     stage.tick(2)
     assert stage.runners.alive == {(job_id, 2)}
+
+
+def test_a_runner_that_hangs_is_killed_and_followed_by_another(stage: Stage) -> None:
+    """To Ray it is alive. It tells that it is by the time of its attempt's file."""
+    job_id, journal = stage.run()
+    journal.close()
+    file = stage.settings.jobs_dir / job_id / "attempt-1.lock"
+    for sign in range(3):
+        os.utime(file, (sign, sign))
+        stage.tick()
+        stage.now += 60
+        stage.tick()
+        assert stage.status(job_id) is JobStatus.RUNNING
+    stage.now += 0.1
+    stage.tick()
+    reason = "its runner hung: it gave no sign of life for 60 s"
+    assert f"Attempt 1 was lost: {reason}; going on from the last committed step" in stage.messages(job_id)
+    assert stage.runners.alive == set()
+    stage.tick()
+    assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 2)
+    stage.now += 60
+    stage.tick()
+    assert stage.status(job_id) is JobStatus.RUNNING
 
 
 def test_a_job_that_goes_on_keeps_its_place(stage: Stage) -> None:

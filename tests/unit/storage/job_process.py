@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.storage.stores import (
+    FILE_INDEX_NBYTES,
     JOB,
     OTHER,
     QuickDevice,
@@ -24,14 +25,14 @@ from windlass.storage.ids import Attempt, JobId, Step
 from windlass.storage.store_errors import StoreMissing
 from windlass.storage.tensor_store import TensorStore
 from windlass.storage.volume import Volume
-from windlass.storage.volume_format import HEADER_UNITS, AllocationTable
+from windlass.storage.volume_format import HEADER_UNITS, UNIT_NBYTES, AllocationTable
 
 
 def check_disjoint(volume: Volume) -> None:
     """No unit belongs to two jobs or to the header."""
     table = AllocationTable(allocations=volume.allocations())
     taken = [
-        unit for each in table.allocations.values() for part in each.ranges for unit in range(part.start, part.stop)
+        unit for each in table.allocations.values() for part in each.taken for unit in range(part.start, part.stop)
     ]
     assert len(taken) == len(set(taken))
     assert min(taken, default=HEADER_UNITS) >= HEADER_UNITS
@@ -70,6 +71,7 @@ def churn(directory: Path, prefix: str, attempt: int, num_rounds: int) -> None:
             last = stores[job].last_commit()
             assert last is not None
             check(stores[job], last.step)
+            stores[job].reserve_scratch(1 << 20, chance.randrange(4))
             if chance.random() < 0.5:
                 stores[job].pin(last.step)
                 commit(stores[job], last.step + 1)
@@ -134,12 +136,15 @@ def live_and_die(directory: Path) -> None:
         commit(other, num_operations + 1)
         check_disjoint(volume)
         volume.free_nbytes()
+        taken = [part.count for each in volume.allocations().values() for part in each.taken]
+        assert used_nbytes(volume_file(directory)) >= (HEADER_UNITS + sum(taken)) * UNIT_NBYTES  # backed by the disk
+        # What the file system notes of the file's pieces counts as used by it, too.
         if JOB not in volume.allocations():  # it died before or after its time: nothing of it is left
             assert volume_file(directory).stat().st_size == before.st_size
-            assert used_nbytes(volume_file(directory)) <= before.st_blocks * 512
+            assert used_nbytes(volume_file(directory)) <= before.st_blocks * 512 + FILE_INDEX_NBYTES
         inherit(volume, JOB, attempt=2)
         assert volume_file(directory).stat().st_size == before.st_size
-        assert used_nbytes(volume_file(directory)) <= before.st_blocks * 512
+        assert used_nbytes(volume_file(directory)) <= before.st_blocks * 512 + FILE_INDEX_NBYTES
         check(other, num_operations + 1)
         if status == 0:
             print(num_operations)
@@ -148,7 +153,7 @@ def live_and_die(directory: Path) -> None:
 
 
 def live(directory: Path, num_operations: int) -> None:
-    """A whole job: made, trained, a checkpoint kept, opened anew, deleted."""
+    """A whole job: made, trained, with scratch, a checkpoint kept, opened anew with more scratch, deleted."""
 
     def make_device(*arguments: Any, **named: Any) -> MortalDevice:
         device = MortalDevice(*arguments, **named)
@@ -158,8 +163,10 @@ def live(directory: Path, num_operations: int) -> None:
     volume = open_volume(directory, make_device=make_device)
     store = new_store(volume, make_geometry(chunk_numel=32768, chunks_per_block=(1, 1)))
     commit(store, 0)
+    store.reserve_scratch(1 << 20, 3)
     store.pin(Step(0))
     store = resume(volume, attempt=2)
+    store.reserve_scratch(1 << 20, 5)
     TensorStore.delete(volume, JOB)
 
 

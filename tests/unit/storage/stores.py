@@ -29,6 +29,8 @@ from windlass.storage.volume import VOLUME_FILE, Volume
 FP32 = Formats(Precision.FP32, StatePrecision.FP32)
 BF16 = Formats(Precision.BF16, StatePrecision.FP32)
 JOB, OTHER = JobId("ftjob-1"), JobId("ftjob-2")
+# What a file system may add to a file that has come to lie in many pieces, to find them.
+FILE_INDEX_NBYTES = 4096
 
 
 class QuickDevice(SsdDevice):

@@ -71,7 +71,8 @@ def _commit(stores: list[TensorStore], step: int, attempt: int, states_step: int
 def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: list[int]) -> None:
     """Run a job; the steps that it was told are safe go into `acknowledged`."""
     volumes = [
-        Volume.open(directory, make_device=factory(disk)) for directory, disk in zip(directories, disks, strict=True)
+        Volume.open(directory, direct=False, make_device=factory(disk))
+        for directory, disk in zip(directories, disks, strict=True)
     ]
     try:
         stores = [TensorStore.create(volume, geometry) for volume, geometry in zip(volumes, GEOMETRIES, strict=True)]
@@ -228,7 +229,8 @@ def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
 
 def _second_attempt(directories: list[Path], disks: list[Disk]) -> None:
     volumes = [
-        Volume.open(directory, make_device=factory(disk)) for directory, disk in zip(directories, disks, strict=True)
+        Volume.open(directory, direct=False, make_device=factory(disk))
+        for directory, disk in zip(directories, disks, strict=True)
     ]
     try:
         stores = [TensorStore.open(volume, JOB, Attempt(2)) for volume in volumes]

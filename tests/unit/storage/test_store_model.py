@@ -101,7 +101,7 @@ class _Model:
         regions = self.store.regions_to_write(key, Step(step), [(kind, NBYTES) for kind in seeds])
         for region, seed in zip(regions, seeds.values(), strict=True):
             self.volume.device.write(region.offset, _bytes(seed))
-            self.store.note_written(region, 0, _bytes(seed))
+            region.note_written(0, _bytes(seed))
 
     def _commit(self, step: int, states_step: int) -> None:
         self.store.commit(Step(step), self.store.attempt, "{}", states_step=Step(states_step))

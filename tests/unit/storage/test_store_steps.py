@@ -123,7 +123,7 @@ class TestSteps:
         (region,) = store.regions_to_write(key, Step(0), [(StateKind.MASTER, 2 * GRANULE_NBYTES)])
         first = page_aligned(b"n" * GRANULE_NBYTES)
         volume.device.write(region.offset, first)
-        store.note_written(region, 0, first)
+        region.note_written(0, first)
         store.read(key, StateKind.MASTER, Step(0), first)
         with pytest.raises(
             StepNotAllowed, match=r"extent \d \(master of block 0, chunk 0, step 0\): .* not been written yet"
@@ -473,7 +473,7 @@ class TestGradients:
         with pytest.raises(StepNotAllowed, match="cannot read 8192 bytes of the grad of block 0, chunk 1 as step 1"):
             check_gradient(store, KEY, 1)
         with pytest.raises(StepNotAllowed, match="have not been written yet"):
-            store.verify(region, 0, page_aligned(bytes(8192)))  # read when the states came
+            region.verify(0, page_aligned(bytes(8192)))  # read when the states came
 
     def test_is_not_written_over_states_that_are_not_committed(self, volume: Volume) -> None:
         store = new_store(volume)

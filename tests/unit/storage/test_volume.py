@@ -171,9 +171,9 @@ class TestDamage:
 
 class TestAllocations:
     @settings(max_examples=25, deadline=None)
-    @given(seeds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 40)), max_size=14))
+    @given(seeds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 40)), max_size=14))
     def test_disk_space_is_what_the_jobs_have(self, seeds: list[tuple[int, int, int]]) -> None:
-        """Reserved, extended and freed at random, on real files."""
+        """Reserved, extended, given scratch and freed at random, on real files."""
         with tempfile.TemporaryDirectory() as name:
             volume, file = open_volume(Path(name)), volume_file(Path(name))
             for number, action, size in seeds:
@@ -183,10 +183,14 @@ class TestAllocations:
                     volume.reserve(job, demand)
                 elif action == 0:
                     volume.extend(job, replace(demand, head_nbytes=0, num_extents=1 + size % 3))
+                elif action < 3:
+                    scratch = replace(demand, head_nbytes=0)
+                    volume.reserve_scratch(job, scratch, nonce=volume.allocation(job).nonce)
+                    assert len(volume.allocation(job).scratch_offsets(scratch)) >= scratch.num_extents
                 else:
                     volume.free(job)
                 table = layout.AllocationTable(allocations=volume.allocations())
-                held = sum(each.count for one in table.allocations.values() for each in one.ranges) * UNIT_NBYTES
+                held = sum(each.count for one in table.allocations.values() for each in one.taken) * UNIT_NBYTES
                 assert file.stat().st_size == table.stop * UNIT_NBYTES
                 # The file system's own notes on the file may count as blocks of it.
                 assert EMPTY_NBYTES + held <= used_nbytes(file) <= EMPTY_NBYTES + held + UNIT_NBYTES // 2
@@ -357,6 +361,25 @@ class TestRawDevice:
         with pytest.raises(NotEnoughRoom, match=r"\(4194304 bytes\) needed, .*\(0 bytes\) free.* use this device"):
             volume.reserve(OTHER, DEMAND)
         assert volume.path.stat().st_size == 16 * UNIT_NBYTES
+        volume.close()
+
+    def test_scratch_may_lie_in_pieces(self, raw: Callable[..., Volume]) -> None:
+        volume = raw(16)
+        mine = volume.reserve(JOB, replace(DEMAND, num_extents=1))
+        for i in range(3):
+            volume.reserve(JobId(f"job-{i}"), replace(DEMAND, num_extents=2))
+        volume.free(JobId("job-1"))
+        for num_slots, expected in ((4, [(8, 3), (14, 1)]), (1, [(14, 1)]), (5, [(8, 3), (14, 2)])):
+            scratch = Demand(head_nbytes=0, extent_nbytes=UNIT_NBYTES, num_extents=num_slots)
+            found = volume.reserve_scratch(JOB, scratch, nonce=mine.nonce)
+            assert [(each.start, each.count) for each in found.scratch] == expected
+            assert found.scratch_offsets(scratch) == [
+                unit * UNIT_NBYTES for start, count in expected for unit in range(start, start + count)
+            ]
+            assert volume.free_nbytes() == (5 - num_slots) * UNIT_NBYTES
+        with pytest.raises(NotEnoughRoom, match="swapped activations of job ftjob-1"):
+            volume.reserve_scratch(JOB, replace(scratch, num_extents=6), nonce=mine.nonce)
+        assert volume.allocation(JOB) == mine
         volume.close()
 
 

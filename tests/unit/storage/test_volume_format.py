@@ -154,21 +154,26 @@ class TestBytes:
         jobs=st.dictionaries(
             st.text(string.ascii_letters + "._-é", min_size=1, max_size=128).map(JobId),
             st.tuples(
-                st.binary(min_size=8, max_size=8), st.lists(st.tuples(st.integers(3), st.integers(1)), min_size=1)
+                st.binary(min_size=8, max_size=8),
+                st.lists(st.tuples(st.integers(3), st.integers(1)), min_size=1),
+                st.lists(st.tuples(st.integers(3), st.integers(1))),
             ),
             max_size=5,
         ),
         sequence=st.integers(0, 1 << 63),
     )
-    def test_table_comes_back(self, jobs: dict[JobId, tuple[bytes, list[tuple[int, int]]]], sequence: int) -> None:
+    def test_table_comes_back(
+        self, jobs: dict[JobId, tuple[bytes, list[tuple[int, int]], list[tuple[int, int]]]], sequence: int
+    ) -> None:
         allocations = {
             job: Allocation(
                 job=job,
                 nonce=nonce.hex(),
                 ranges=tuple(UnitRange(*each) for each in ranges),
                 is_ready=bool(nonce[0] & 1),
+                scratch=tuple(UnitRange(*each) for each in scratch),
             )
-            for job, (nonce, ranges) in jobs.items()
+            for job, (nonce, ranges, scratch) in jobs.items()
         }
         table = AllocationTable(sequence=sequence, allocations=allocations)
         raw = pack_table(table)

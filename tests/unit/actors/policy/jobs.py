@@ -91,9 +91,10 @@ def expected_operations(shape: JobShape, first_step: int) -> list[tuple[int, Pha
     found: list[tuple[int, Phase | None, int, int]] = []
     for step in range(first_step - 1, shape.total_steps + 1):
         if step >= first_step:
-            found += [(step, Phase.FORWARD, b, 0) for b in layers]
-            found += [(step, Phase.HEAD, head, 0)]
-            found += [(step, Phase.BACKWARD, b, 0) for b in reversed(layers)]
+            for group in range(shape.num_groups):
+                found += [(step, Phase.FORWARD, b, group) for b in layers]
+                found += [(step, Phase.HEAD, head, group)]
+                found += [(step, Phase.BACKWARD, b, group) for b in reversed(layers)]
         elif step == 0:
             continue  # what follows a step is due again for the one that a resumed job goes on from
         last = step == shape.total_steps

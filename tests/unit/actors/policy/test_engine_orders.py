@@ -21,6 +21,7 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, Precision
 
 NUM_STEPS = 4
@@ -117,7 +118,7 @@ def test_chunks_are_read_in_the_order_of_their_blocks(tmp_path: Path, queues: Qu
 def test_another_systems_order_gives_the_same_numbers(
     tmp_path: Path, system: System, expected_losses: dict[float | None, list[float]]
 ) -> None:
-    spec = small_job(tmp_path / "job", clip_norm=0.5)
+    spec = small_job(tmp_path / "job", clip_norm=0.5, placement=Placement(host_activation_nbytes=16 << 20))
     num_blocks = len(make_partition(spec).layout.blocks)
     messages = train(behaving_as(spec, system, num_blocks))
     assert losses_of(spec) == expected_losses[0.5]

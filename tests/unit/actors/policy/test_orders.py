@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.actors.policy.jobs import make_shape
 from tests.unit.actors.policy.world import World, deliver_all_but
-from windlass.actors.messages import Phase
+from windlass.actors.messages import GradChunk, Message, Phase
 from windlass.actors.policy import pipeline as pipeline_module
 from windlass.actors.policy.ordering import QueueOrder
 from windlass.actors.policy.shape import JobShape, Operation, program
@@ -30,6 +30,7 @@ TIERS: list[dict[str, Any]] = [
     {"spilled_blocks": frozenset({1, 2, 3, 4, 5})},
     {"spilled_blocks": frozenset({2, 3, 4, 5})},
     {"commit_every": 3},
+    {"host_blocks": frozenset(range(6)), "num_ssds": 0},
     *(
         {"host_blocks": frozenset(host), "device_blocks": frozenset(device), "commit_every": commit_every}
         for host, device in [((0, 2), ()), ((), (1, 2)), ((1,), (0,)), ((0, 1, 3), (2, 4))]
@@ -43,8 +44,8 @@ def tiered_shape(order: dict[str, Any], tiers: dict[str, Any], **options: Any) -
     if "spilled_blocks" in tiers and not order["keeps_grads"]:
         tiers = {}
     there = frozenset(range(len(options["chunks_per_block"])))
-    tiers = {name: each if name == "commit_every" else each & there for name, each in tiers.items()}
-    return make_shape(**order, **tiers, **options)
+    tiers = {name: each & there if isinstance(each, frozenset) else each for name, each in tiers.items()}
+    return make_shape(**(order | options | tiers))
 
 
 shapes = st.builds(
@@ -58,6 +59,7 @@ shapes = st.builds(
     num_optimizers=st.integers(1, 2),
     num_ssds=st.integers(1, 2),
     total_steps=st.integers(1, 7),
+    num_groups=st.integers(1, 3),
     num_evaluation_groups=st.integers(0, 2),
     evaluate_every=st.integers(0, 2),
     checkpoint_every=st.integers(0, 4),
@@ -168,6 +170,8 @@ def resident(where: tuple[Any, Any], commit_every: int, **options: Any) -> dict[
     return {**num_steps, "host_blocks": host, "device_blocks": device, "commit_every": commit_every, **options}
 
 
+NO_SSDS: dict[str, Any] = {"host_blocks": frozenset(range(4)), "num_ssds": 0}
+GROUPS: dict[str, Any] = {"num_groups": 2, "chunks_per_block": (1,) * 3}
 TINY: dict[str, tuple[dict[str, Any], Bad]] = {
     "active": (ORDERS["active"], frozenset()),
     "kept": (ORDERS["kept"], frozenset()),
@@ -184,6 +188,21 @@ TINY: dict[str, tuple[dict[str, Any], Bad]] = {
     "spilled-first-skipped": (ORDERS["kept"] | {"spilled_blocks": frozenset({1, 2, 3})}, frozenset({(1, 1)})),
     "spilled-second-skipped": (ORDERS["kept"] | {"spilled_blocks": frozenset({2, 3})}, frozenset({(2, 3)})),
     "host-active": (ORDERS["active"] | resident(HOST, 1), frozenset()),
+    "no-ssds-active": (ORDERS["active"] | NO_SSDS, frozenset()),
+    "no-ssds-first-skipped": (ORDERS["clipped"] | NO_SSDS, frozenset({(1, 2)})),
+    "no-ssds-checkpoint-and-evaluation": (
+        ORDERS["kept"] | NO_SSDS | {"checkpoint_every": 1, "num_evaluation_groups": 1, "evaluate_every": 1},
+        frozenset(),
+    ),
+    "groups-active": (ORDERS["active"] | GROUPS, frozenset()),
+    "groups-clipped-first-skipped": (ORDERS["clipped"] | GROUPS, frozenset({(1, 2)})),
+    "groups-fifo-alone": (ORDERS["alone"] | FIFO | GROUPS, frozenset()),
+    "groups-spilled": (ORDERS["kept"] | GROUPS | {"spilled_blocks": frozenset({1, 2})}, frozenset()),
+    "groups-mixed-every-2-active": (ORDERS["active"] | resident(MIXED, 2, num_groups=2), frozenset()),
+    "groups-mixed-every-2-second-skipped": (
+        ORDERS["kept"] | resident(MIXED, 2, num_groups=2),
+        frozenset({(2, 0)}),
+    ),
     "host-every-2-active": (ORDERS["active"] | resident(HOST, 2), frozenset()),
     "device-every-2-active": (ORDERS["active"] | resident(DEVICE, 2), frozenset()),
     "mixed-active": (ORDERS["active"] | resident(MIXED, 1), frozenset()),
@@ -222,9 +241,11 @@ LONG = {
 def test_all_orders_of_a_tiny_job(options: dict[str, Any], bad: Bad, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every state that a few blocks and steps can get into, and a stop in each of them."""
     monkeypatch.setattr(pipeline_module, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
+    for frozen in (Message, GradChunk):  # shared by all copies of a world, which is most of the work of copying it
+        monkeypatch.setattr(frozen, "__deepcopy__", lambda it, _memo: it, raising=False)
     num_blocks = len(options.get("chunks_per_block", (1,) * 4))
     several = {"num_optimizers": num, "num_ssds": num, "max_prefetched": num + 1}
-    shape = make_shape(tied=True, **(options | several | {"chunks_per_block": (num,) * num_blocks}))
+    shape = make_shape(tied=True, **(several | options | {"chunks_per_block": (num,) * num_blocks}))
     root = World(shape, bad=bad)
     root.start()
     seen: set[tuple[frozenset[str], frozenset[str], Any]] = set()

@@ -377,6 +377,15 @@ def test_an_event_that_nothing_asked_for_is_refused(event: Message) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_an_operation_that_is_passed_over_is_missed_at_once() -> None:
+    """Were its step committed meanwhile, nobody would make it up: an evaluation would be missing for good."""
+    pipeline = Pipeline(make_shape(), Trainer(scales_loss=False), Step(0))
+    asked = [i.message for i in pipeline.start(0.0) if isinstance(i.message, ComputeBlock)]
+    done: dict[str, Any] = {"job": JOB, "step": STEP, "phase": Phase.FORWARD, "compute_s": 0.0, "is_finite": True}
+    with pytest.raises(UnexpectedEventError, match="the forward of block 1 in step 1, and not the forward of block 0"):
+        pipeline.handle(BlockComputed(**done, op=asked[1].op, block=asked[1].block), 0.0)
+
+
 def test_an_answer_of_the_wrong_actor_is_refused() -> None:
     world = World(make_shape(chunks_per_block=(1, 1, 1), num_optimizers=2))  # one chunk: all of it is optimizer-0's
     world.start()

@@ -39,6 +39,23 @@ def test_the_program_of_a_small_job() -> None:
     assert last[-2:] == [(Phase.EVALUATE_HEAD, 1), (None, 0)]
 
 
+def test_each_group_of_micro_batches_goes_through_all_blocks() -> None:
+    shape = make_shape(chunks_per_block=(1, 1, 1), total_steps=2, num_groups=2)
+    second = [o for o in program(shape, 2) if o.step == 2 and o.phase is not None]
+    assert second == [
+        operation(1, 2, 1, Phase.FORWARD, 0, group=0),
+        operation(2, 2, 1, Phase.FORWARD, 1, group=0),
+        operation(3, 2, 1, Phase.HEAD, 2, group=0),
+        operation(4, 2, 1, Phase.BACKWARD, 1, group=0),
+        operation(5, 2, 1, Phase.BACKWARD, 0, group=0),
+        operation(6, 2, 1, Phase.FORWARD, 0, group=1),
+        operation(7, 2, 1, Phase.FORWARD, 1, group=1),
+        operation(8, 2, 1, Phase.HEAD, 2, group=1),
+        operation(9, 2, 1, Phase.BACKWARD, 1, group=1),
+        operation(10, 2, 1, Phase.BACKWARD, 0, group=1),
+    ]
+
+
 def test_without_intervals_only_the_end_is_exported_and_evaluated() -> None:
     shape = make_shape(total_steps=3, num_evaluation_groups=1)
     assert {o.step for o in program(shape, 1) if o.phase in (None, Phase.EVALUATE, Phase.EVALUATE_HEAD)} == {3}
@@ -70,7 +87,9 @@ def test_who_holds_a_block() -> None:
     ("options", "message"),
     [
         ({"commit_every": 0}, "commit_every is 0"),
+        ({"num_groups": 0}, "num_groups is 0"),
         ({"host_blocks": {0, 1}, "device_blocks": {1, 2}}, r"blocks \[1\] rest either in host memory or on the device"),
+        ({"num_ssds": 0, "host_blocks": {0, 1, 2}}, "without SSDs the states of all 4 blocks must rest in host memory"),
         ({"spilled_blocks": {1}, "commit_every": 2}, r"blocks \[1\] go to the SSDs: .* not every 2"),
         ({"spilled_blocks": {1}, "host_blocks": {0}}, r"blocks \[1\] go to the SSDs: .* as those of \(0,\) do"),
     ],

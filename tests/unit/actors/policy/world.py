@@ -91,7 +91,7 @@ class World(Expected):
         self.exporting: ExportModel | None = None
         self.num_issued = 0  # operations
         self.computed: list[tuple[int, Phase, int, int]] = []
-        self.prefetched: set[tuple[int, Phase, int, int]] = set()  # (op, what it does, block, version)
+        self.prefetched: set[tuple[int, Phase, int, int, int]] = set()  # (op, what it does, block, group, version)
         first = -1 if initial_step is None else initial_step
         # Of each block: the step whose params an operation finds; the step under which its states are read; the step
         # whose update made them what they are, in memory or on the SSDs, and on the SSDs.
@@ -143,7 +143,9 @@ class World(Expected):
     # --- which steps are committed ----------------------------------------------------------------------------------
 
     def is_commit_step(self, step: int) -> bool:
-        """As the contract tells it."""
+        """As the contract tells it; where nothing is kept, each step counts as committed once it is over."""
+        if not self.shape.ssd_servers:
+            return True
         every = [each for each in (self.shape.commit_every, self.shape.checkpoint_every) if each]
         return step in (self.shape.total_steps, self.stopped_at) or 0 in {step % each for each in every}
 
@@ -203,8 +205,12 @@ class World(Expected):
             found.append(Pending(exported, f"export {self.exporting.step}"))
         return found
 
+    def _completes_gradient(self, compute: ComputeBlock) -> bool:
+        """Before the last group a gradient is a part of a sum, and nobody else's."""
+        return compute.phase in WITH_GRADIENT and compute.group == self.shape.num_groups - 1
+
     def _next_of_compute(self, compute: ComputeBlock) -> Pending:
-        if compute.phase in WITH_GRADIENT and not self.backward_told:
+        if self._completes_gradient(compute) and not self.backward_told:
             key = (int(compute.step), int(compute.block))
             size = grad_sq_sum(*key) * self.expected_loss_scale(compute.step) ** 2
             if key in self.bad:
@@ -253,6 +259,7 @@ class World(Expected):
                 self.loading = False
                 self._relabel(0)
                 self.content, self.on_ssd = list(self.written), list(self.written)
+                self._settle_without_ssds()
             case StatesRestored():
                 del self.restoring[event.actor]
                 self.restored.append(event.actor)
@@ -283,6 +290,7 @@ class World(Expected):
                     self.written[event.block] = self.labels[event.block] = self.content[event.block] = event.step
                     if event.block not in self.resident:
                         self.on_ssd[event.block] = event.step
+                    self._settle_without_ssds()
             case BlockFlushed():
                 flushes = self.flushing[event.block]
                 del flushes[event.actor]
@@ -302,7 +310,7 @@ class World(Expected):
     @property
     def resident(self) -> frozenset[int]:
         """Blocks whose states the SSDs get when they are flushed."""
-        return self.shape.host_blocks | self.shape.device_blocks
+        return frozenset() if not self.shape.ssd_servers else self.shape.host_blocks | self.shape.device_blocks
 
     def _relabel(self, step: int) -> None:
         """All blocks are read under this step from now on, whatever has made them what they are."""
@@ -317,6 +325,14 @@ class World(Expected):
             self.to_update += [key for key in ready if key not in self.to_update]
         elif self._gradients_at_rest(step) and not self.is_commit_step(step):
             self.written = [step] * self.shape.num_blocks
+
+        self._settle_without_ssds()
+
+    def _settle_without_ssds(self) -> None:
+        if not self.shape.ssd_servers and self._last_over() > self.committed:
+            self.committed = self._last_over()
+            if self.committed in self.skipped:
+                self._relabel(self.committed)
 
     def _gradients_at_rest(self, step: int) -> bool:
         return sum(s == step for s, _ in self.offloaded) == self.shape.num_blocks
@@ -348,7 +364,7 @@ class World(Expected):
         num_outstanding = sum(len(shares) for shares in self.updating.values()) + len(self.committing)
         num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
         num_outstanding += len(self.offloading) + self.loading + (self.exporting is not None)
-        num_gradients = sum(c.phase in WITH_GRADIENT for c in self.computing) - self.backward_told
+        num_gradients = sum(map(self._completes_gradient, self.computing)) - self.backward_told
         assert len(self.pipeline.waits.outstanding) == num_outstanding + len(self.computing) + num_gradients
         assert self.pipeline.committed == self.committed
         self._check_skipped()
@@ -369,7 +385,8 @@ class World(Expected):
             case PrefetchParams():
                 assert to == GPU
                 assert self.labels[message.block] == message.step, "params are read under another step than their own"
-                self.prefetched.add((message.op, message.phase, message.block, self.written[message.block]))
+                version = self.written[message.block]
+                self.prefetched.add((message.op, message.phase, message.block, message.group, version))
             case ComputeBlock():
                 self._take_compute(to, message)
             case OffloadGrad():
@@ -509,7 +526,7 @@ class World(Expected):
             assert min(self.written) >= version, "a block is computed beside updates of the step before"
         for block in message.blocks:
             assert self.written[block] == version, "a block is computed with params of another step"
-            assert (message.op, message.phase, block, version) in self.prefetched
+            assert (message.op, message.phase, block, message.group, version) in self.prefetched
         assert all(message.op > other.op for other in self.computing)
         self.computing.append(message)
 
@@ -525,6 +542,10 @@ class World(Expected):
         assert message.from_step == self.labels[message.block], "states are read under another step than their own"
         reading = self.computing[self.backward_told :]
         assert not any(message.block in compute.blocks for compute in reading), "params change while they are read"
+        added = {
+            group for step, phase, block, group in self.computed if phase in WITH_GRADIENT and (step, block) == key
+        }
+        assert added >= set(range(self.shape.num_groups - 1)), "a group has yet to add its gradient"
         assert message.learning_rate == self.shape.learning_rate(message.step)
         assert message.grad_scale == pytest.approx(self.expected_grad_scale(message.step), rel=1e-12, abs=0.0)
         assert message.optimizer_step == self.expected_trainer(message.step)["optimizer_step"]

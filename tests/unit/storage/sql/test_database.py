@@ -1,7 +1,9 @@
 """Schema, transactions, and the settings of SQLite that the rest relies on."""
 
+import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -25,21 +27,33 @@ def test_migrations_build_the_schema_that_the_models_describe(url: str) -> None:
     assert tables >= {"files", "jobs", "job_events", "job_metrics", "checkpoints"}
 
 
+def _migrate(url: str, failures: list[Exception]) -> None:
+    try:
+        migrate(url)
+    except Exception as error:  # noqa: BLE001 - the test reports whatever it was
+        failures.append(error)
+
+
 def test_migrate_may_run_again_and_at_once_from_two_places(url: str) -> None:
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            migrate(url)
-        except Exception as error:  # noqa: BLE001 - the test reports whatever it was
-            failures.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
+    failures: list[Exception] = []
+    threads = [threading.Thread(target=_migrate, args=(url, failures)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     migrate(url)
+    assert failures == []
+
+
+def test_a_database_that_another_process_is_making_is_waited_for(url: str) -> None:
+    failures: list[Exception] = []
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        thread = threading.Thread(target=_migrate, args=(url, failures))
+        thread.start()
+        thread.join(0.3)
+        other.execute("COMMIT")
+    thread.join()
     assert failures == []
 
 

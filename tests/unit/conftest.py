@@ -1,4 +1,4 @@
-"""Compiled kernels, made once for all tests of a session."""
+"""Compiled kernels, made once for all tests of a run."""
 
 import os
 import shutil
@@ -15,11 +15,17 @@ from windlass.storage.ids import StatePrecision
 
 @pytest.fixture(scope="session")
 def kernel_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the AdamW kernels of bf16 models with bf16 gradients, for all three precisions of states."""
+    """A cache that holds the AdamW kernels of bf16 models with bf16 gradients, for all three precisions of states.
+
+    The processes of a run share it: `load_kernel` lets one compile while the others wait.
+    """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no C++ compiler: {compiler}")
-    directory = tmp_path_factory.mktemp("compiled") / "kernels"
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    directory /= "kernels"
     formats = [
         Format(grad=torch.bfloat16, param=torch.bfloat16, states=states, decoupled=True) for states in StatePrecision
     ]

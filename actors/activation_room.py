@@ -1,0 +1,37 @@
+"""What a plan says of activations, and whether it has room for them."""
+
+from collections.abc import Sequence
+
+from windlass.actors.context import JobContext
+from windlass.engine.activations_host import ActivationMemoryError
+from windlass.engine.activations_need import activation_need
+from windlass.engine.block_runner import BlockRunner
+from windlass.planner.activations import BlockActivations
+from windlass.storage.ids import BlockIndex
+
+
+def layer_activations(context: JobContext) -> dict[BlockIndex, BlockActivations]:
+    """The plan's choice for each layer, by its block: the embedding comes before the first."""
+    return {BlockIndex(i): choice for i, choice in enumerate(context.plan.layer_activations, start=1)}
+
+
+def require_activation_room(context: JobContext, runner: BlockRunner, shapes: Sequence[tuple[int, int]]) -> None:
+    """Compares what a step may need with what the plan has.
+
+    `shapes`: the largest (examples, tokens) of the micro-batches whose activations are held at once.
+
+    Raises:
+        ActivationMemoryError: the plan has too little; the text names the settings and the least that they need.
+        ActivationNeedUnknownError: what is needed shows only when it is computed.
+    """
+    plan, placement = context.plan, context.spec.placement
+    slot_nbytes = plan.activations.slot_nbytes
+    need = activation_need(runner, plan.layer_activations, shapes, slot_nbytes)
+    num_slots = plan.num_host_activations + plan.num_ssd_activations
+    if need.num_slots > num_slots:
+        raise ActivationMemoryError(
+            f"a step may swap {need.nbytes} bytes of activations at once, which take {need.num_slots} slots of "
+            f"{slot_nbytes} bytes, and the plan has {num_slots}; give host_activation_nbytes (now "
+            f"{placement.host_activation_nbytes}) and ssd_activation_nbytes (now {placement.ssd_activation_nbytes}) of "
+            f"the placement together at least {need.num_slots * slot_nbytes} bytes, or let fewer layers swap"
+        )

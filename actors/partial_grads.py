@@ -1,0 +1,131 @@
+"""Sums of gradients that one group of micro-batches leaves to the next: in host memory between the two.
+
+A group's backward operation goes on with the sums of the group before, to the bit: in their type, and with what no
+micro-batch has reached yet. So results do not depend on the size of the groups. What comes back is on the device by the
+time its operation is computed: one operation's sums at a time, beside those that are being added to and copied out.
+"""
+
+import threading
+import time
+from collections import deque
+
+import torch
+
+from windlass.actors.context import JobContext
+from windlass.actors.guarded_threads import works_at
+from windlass.actors.messages import ComputeBlock, Phase, SpanKind
+from windlass.actors.spans import FROM_DEVICE, TO_DEVICE, SpanLog
+from windlass.engine.device import Device
+from windlass.engine.grad_buffer import GradBuffer
+from windlass.storage.ids import BlockIndex, ChunkKey
+
+# The block whose operation adds to a sum, and the block whose gradient it is: the same, unless they share tensors.
+Use = tuple[BlockIndex, BlockIndex]
+
+
+class PartialGrads:
+    """Keeps a sum for each use of a block's params, in slots of its own; those of device blocks stay on the device."""
+
+    def __init__(self, context: JobContext, device: Device, memory: torch.Tensor, spans: SpanLog) -> None:
+        self._context = context
+        self._device = device
+        self._memory = memory
+        self._spans = spans
+        self._slots = context.partial_slots()
+        self._changed = threading.Condition()
+        self._expected: deque[ComputeBlock] = deque()
+        self._left: dict[Use, tuple[torch.dtype, set[str]]] = {}  # in slots: in which type, and what was reached
+        self._back: dict[Use, GradBuffer] = {}  # of the first operation that is expected
+        self._stopping = False
+
+    def uses(self, operation: ComputeBlock) -> list[Use]:
+        """The sums of an operation that leave the device after its group."""
+        resident = self._context.plan.device_blocks
+        return [(operation.block, block) for block in operation.blocks if block not in resident]
+
+    def expect(self, operation: ComputeBlock) -> None:
+        """The operation will be computed, after those that were expected before: its sums are brought back in time."""
+        if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self.uses(operation):
+            with self._changed:
+                self._expected.append(operation)
+                self._changed.notify_all()
+
+    def take(self, operation: ComputeBlock, use: Use) -> GradBuffer:
+        """A sum of the group before, on the device.
+
+        Raises:
+            TimeoutError: it did not come back within the job's deadline.
+            InterruptedError: the job was stopped.
+        """
+        deadline_s = self._context.spec.deadline_s
+        with self._changed:
+            is_there = self._changed.wait_for(lambda: self._stopping or use in self._back, deadline_s)
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+            if not is_there:
+                raise TimeoutError(
+                    f"the gradient of block {use[1]} in step {operation.step}, as group {operation.group - 1} of its "
+                    f"micro-batches left it, did not come back to the device within {deadline_s:g} s; the copies "
+                    "between the device and host memory are stuck"
+                )
+            found = self._back.pop(use)
+            self._changed.notify_all()
+        return found
+
+    def leave(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
+        """Copies a sum to its slots; its buffer may be used again."""
+        self._copy(operation, use, grad.flat, is_out=True)
+        with self._changed:
+            self._left[use] = (grad.flat.dtype, grad.touched)
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """What its thread runs: brings sums back."""
+        while (operation := self._next()) is not None:
+            works_at(operation)
+            back = {use: self._bring_back(operation, use) for use in self.uses(operation)}
+            with self._changed:
+                self._back = back
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the thread, and the waits of others."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> ComputeBlock | None:
+        """What to bring back the sums of, once there is something; None where the job was stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._is_due())
+            return None if self._stopping else self._expected.popleft()
+
+    def _is_due(self) -> bool:
+        if not self._expected or self._back:
+            return False
+        return all(use in self._left for use in self.uses(self._expected[0]))
+
+    def _bring_back(self, operation: ComputeBlock, use: Use) -> GradBuffer:
+        with self._changed:
+            dtype, touched = self._left.pop(use)
+        grad = GradBuffer(self._device.take(self._context.layout.blocks[use[1]].numel, dtype), touched)
+        self._copy(operation, use, grad.flat, is_out=False)
+        return grad
+
+    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, *, is_out: bool) -> None:
+        for key in self._context.layout.chunk_keys(use[1]):
+            start, stop = self._context.layout.chunk_range(key)
+            here, offset = flat[start:stop], self._slots[use[0], key].offset
+            there = self._memory[offset : offset + here.nbytes].view(here.dtype)
+            start_s = time.monotonic()
+            if is_out:
+                self._device.copy_out(there, here)
+            else:
+                self._device.copy_in(here, there)
+            self._note(operation, key, start_s, here.nbytes, is_out=is_out)
+
+    def _note(self, operation: ComputeBlock, key: ChunkKey, start_s: float, nbytes: int, *, is_out: bool) -> None:
+        resource, kind = (FROM_DEVICE, SpanKind.COPY_PARTIAL_OUT) if is_out else (TO_DEVICE, SpanKind.COPY_PARTIAL_IN)
+        self._spans.note(resource, kind, operation.step, key.block, key.chunk, start_s, time.monotonic(), nbytes)

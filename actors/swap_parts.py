@@ -1,0 +1,103 @@
+"""Tensors on their way to the SSDs and back, in parts that take turns with the staging buffers. No I/O, no clock."""
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+
+from windlass.storage.ids import BlockIndex, Span, Step
+
+
+class Moment(NamedTuple):
+    """An operation of the block loop."""
+
+    step: Step = Step(0)
+    op: int = 0
+    block: BlockIndex = BlockIndex(0)
+
+
+class At(Enum):
+    """Where a part is."""
+
+    DEVICE = auto()  # waits for a buffer
+    LEAVING = auto()  # has one: is copied there, and written from there
+    SSD = auto()
+    RETURNING = auto()  # has a buffer: is read into it, and copied from there
+    GONE = auto()  # back, or dropped: holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Some slots' worth of a tensor, on one SSD."""
+
+    swap: "SsdSwap"
+    range: slice  # of the tensor, in bytes
+    ssd: int
+    slots: tuple[int, ...]
+    at: At = At.DEVICE
+    buffer: Span | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return int(self.range.stop - self.range.start)
+
+
+@dataclass(slots=True, eq=False)
+class SsdSwap:
+    """A tensor that was put; nothing in it is for its owner."""
+
+    nbytes: int
+    source: torch.Tensor | None  # until all of it has left the device
+    source_ready: Callable[[], None]  # returns when it may be read
+    left_in: Moment
+    target: torch.Tensor | None = None  # since it is to come back
+    target_ready: Callable[[], None] = lambda: None
+    wanted_in: Moment = field(default_factory=Moment)
+    turn: int = 0  # since then
+    parts: list[Part] = field(default_factory=list)
+    num_on_device: int = 0  # parts that have not left it
+    num_missing: int = 0  # parts that are not back
+    is_demanded: bool = False
+    is_dropped: bool = False
+    error: Exception | None = None
+
+
+class Turns:
+    """Who gets the next free buffer: first what is being waited for, then what is to leave the device, which is in the
+    way there, then what is read ahead; each in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        # Heaps of (turn, place in the tensor, number, part). Parts that have gone on since count no more.
+        self._demanded: list[tuple[int, int, int, Part]] = []
+        self._leaving: list[tuple[int, int, int, Part]] = []
+        self._ahead: list[tuple[int, int, int, Part]] = []
+
+    def begin(self, swap: SsdSwap) -> None:
+        """What is to be done with a tensor next is done after all that was begun before."""
+        swap.turn = next(self._numbers)
+
+    def wait(self, part: Part) -> None:
+        """It waits for a buffer, if it can use one where it is."""
+        if part.at is At.DEVICE:
+            self._push(self._leaving, part)
+        elif part.at is At.SSD and part.swap.target is not None:
+            self._push(self._demanded if part.swap.is_demanded else self._ahead, part)
+
+    def first(self) -> Part | None:
+        """Whose turn it is; the same until it goes on."""
+        for waiting, at in ((self._demanded, At.SSD), (self._leaving, At.DEVICE), (self._ahead, At.SSD)):
+            while waiting and waiting[0][-1].at is not at:
+                heapq.heappop(waiting)
+            if waiting:
+                return waiting[0][-1]
+        return None
+
+    def _push(self, waiting: list[tuple[int, int, int, Part]], part: Part) -> None:
+        heapq.heappush(waiting, (part.swap.turn, part.range.start, next(self._numbers), part))

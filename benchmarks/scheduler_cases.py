@@ -1,0 +1,192 @@
+"""One job of `benchmarks.scheduler`: what is slow in it, in which order it runs, what bounds it, what it took."""
+
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
+from benchmarks.windlass_runner import job_spec
+from benchmarks.workload import MODEL_DIR, Workload
+from windlass.actors.context import SsdFacts
+from windlass.actors.job_spec import JobSpec
+from windlass.actors.journal import JOURNAL_FILE, METRICS, read_journal
+from windlass.actors.local import run_local
+from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.engine.layout import ModelLayout
+from windlass.engine.partition import CHUNK_GRANULE, Partition, build_meta_model, load_config
+from windlass.storage.ids import ActorName, Kernel, Precision
+from windlass.storage.transfers import Backend, IoSettings
+
+# What an update moves of a parameter with fp32 states, at least: master and moments in, these and the params out.
+_UPDATE_NBYTES = 12 + 14
+_CHUNKS_A_LAYER = 2
+# Two transfers at a time: one passes at the SSD's rate while the next is prepared.
+_IO = IoSettings(backend=Backend.THREADS, num_threads=2, depth=1, piece_nbytes=1 << 20)
+
+
+class CaseFailedError(Exception):
+    """A job did not end with a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """What is throttled beside the compute, to how many times the compute's time."""
+
+    resource: str  # "optimizer" or "ssd"
+    over_compute: float
+
+    @property
+    def name(self) -> str:
+        """For files and tables."""
+        return f"{self.resource}-{self.over_compute:g}"
+
+    @property
+    def actor(self) -> ActorName:
+        """Who is throttled."""
+        return ActorName(f"{self.resource}-0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to train."""
+
+    bottleneck: Bottleneck
+    clips: bool
+    queues: QueueOrder = QueueOrder.PRIORITY
+    overlaps_steps: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A machine whose compute takes so long for a step, and a step as it is; the rates follow."""
+
+    compute_s: float  # as it is to be
+    ssd_nbytes: int  # read and written in a step
+    layout: ModelLayout
+    num_tokens: int  # of a step
+
+    @property
+    def flop(self) -> tuple[int, int, int]:
+        """Of a step's forward pass, of its backward pass, and of the head between them."""
+        *layers, head = (block.numel * self.num_tokens for block in self.layout.blocks)
+        return FORWARD_FLOP * sum(layers), BACKWARD_FLOP * sum(layers), HEAD_FLOP * head
+
+    def throttle(self, bottleneck: Bottleneck) -> Throttle:
+        """The rates of a machine with this bottleneck."""
+        bottleneck_s = bottleneck.over_compute * self.compute_s
+        compute_flop_per_s = sum(self.flop) / self.compute_s
+        if bottleneck.resource == "optimizer":
+            rate = self.layout.numel / bottleneck_s
+            return Throttle(compute_flop_per_s=compute_flop_per_s, optimizer_params_per_s=rate)
+        return Throttle(compute_flop_per_s=compute_flop_per_s, ssd_bytes_per_s=self.ssd_nbytes / bottleneck_s)
+
+    def chain_s(self, bottleneck: Bottleneck, *, clips: bool) -> float:
+        """Between a step's gradients and the next ones, where steps overlap.
+
+        From the first gradient (with clipping: from the last) all updates must be done, one after the other, before the
+        next step's head can run, as every forward operation before it waits for its own.
+        """
+        throttle = self.throttle(bottleneck)
+        assert throttle.compute_flop_per_s is not None
+        _, backward_s, head_s = (flop / throttle.compute_flop_per_s for flop in self.flop)
+        if throttle.optimizer_params_per_s is not None:
+            update_s = self.layout.numel / throttle.optimizer_params_per_s
+        else:
+            assert throttle.ssd_bytes_per_s is not None
+            update_s = _UPDATE_NBYTES * self.layout.numel / throttle.ssd_bytes_per_s
+        return update_s + head_s + (backward_s if clips else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the timelines of the timed steps tell."""
+
+    step_s: tuple[float, ...]
+    busy_s: Mapping[str, float]  # of each resource, a step
+    cycle_s: float  # the longest cycle of a block
+
+    @property
+    def mean_step_s(self) -> float:
+        """What one step borrows from the next is in it once."""
+        return statistics.fmean(self.step_s)
+
+    @property
+    def busiest(self) -> str:
+        """The resource that was busy longest."""
+        return max(self.busy_s, key=lambda resource: self.busy_s[resource])
+
+    @property
+    def efficiency(self) -> float:
+        """The busiest resource's busy time over the step's."""
+        return self.busy_s[self.busiest] / self.mean_step_s
+
+
+class Bench:
+    """Trains one model in many ways, in this process."""
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        self._folder = folder
+        self._workload = workload
+        workload.write(folder)
+
+    def reference(self, compute_s: float) -> tuple[Reference, Result]:
+        """What a step is, as it trains without throttles; and how long that takes."""
+        layout = self._partition().layout
+        metrics = self._train(self._spec(), Throttle())
+        moved = [data["ssd_bytes_read"] + data["ssd_bytes_written"] for data in metrics]  # since the job began
+        nbytes = (moved[-1] - moved[0]) // (len(moved) - 1)
+        num_tokens = self._workload.batch_size * self._workload.sequence_length
+        reference = Reference(compute_s=compute_s, ssd_nbytes=nbytes, layout=layout, num_tokens=num_tokens)
+        return reference, result_of(metrics)
+
+    def measure(self, case: Case, reference: Reference) -> Result:
+        """Trains in one way. Steps that do not overlap do not differ: one of them is timed."""
+        spec = self._spec()
+        hyper = replace(spec.hyperparameters, clip_norm=1.0 if case.clips else None)
+        ordering = Ordering(queues=case.queues, overlaps_steps=case.overlaps_steps)
+        num_steps = spec.total_steps if case.overlaps_steps else self._workload.num_warmup_steps + 1
+        spec = replace(spec, hyperparameters=hyper, ordering=ordering, total_steps=num_steps)
+        return result_of(self._train(spec, reference.throttle(case.bottleneck)))
+
+    def _spec(self) -> JobSpec:
+        spec = job_spec(self._workload, self._folder, self._folder / "job", [self._folder / "ssd"])
+        # Nothing is compiled for updates so small.
+        hyper = replace(spec.hyperparameters, kernel=Kernel.FUSED)
+        return replace(spec, hyperparameters=hyper, kernel_dir=None, compute_threads=1, optimizer_threads=1)
+
+    def _partition(self) -> Partition:
+        chunk_numel = -(-self._workload.shape.num_layer_params // _CHUNKS_A_LAYER)
+        model = build_meta_model(load_config(str(self._folder / MODEL_DIR)), Precision.BF16)
+        return Partition(model, -(-chunk_numel // CHUNK_GRANULE) * CHUNK_GRANULE)
+
+    def _train(self, spec: JobSpec, throttle: Throttle) -> list[dict[str, Any]]:
+        """The metrics of the timed steps."""
+        for name in (spec.job_dir, *spec.ssd_dirs):
+            Path(name).mkdir(exist_ok=True)
+        try:
+            with throttle.holding_back():
+                outcome = run_local(spec, partition=self._partition(), ssds=(SsdFacts(io=_IO, weight=1),))
+            if outcome["status"] != "succeeded":
+                raise CaseFailedError(f"the job ended as {outcome['status']}: {outcome['error']}")
+            records = read_journal(Path(spec.job_dir) / JOURNAL_FILE)
+            return [
+                record.data
+                for record in records
+                if record.kind == METRICS and record.data["step"] > self._workload.num_warmup_steps
+            ]
+        finally:
+            shutil.rmtree(spec.job_dir)
+
+
+def result_of(metrics: Sequence[Mapping[str, Any]]) -> Result:
+    """What the timelines of some steps tell."""
+    timelines = [data["timeline"] for data in metrics]
+    resources = timelines[0]["busy_s"]
+    return Result(
+        step_s=tuple(timeline["period_s"] for timeline in timelines),
+        busy_s={name: statistics.fmean(timeline["busy_s"][name] for timeline in timelines) for name in resources},
+        cycle_s=statistics.median(timeline["dependency_bound_s"] for timeline in timelines),
+    )

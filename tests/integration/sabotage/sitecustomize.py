@@ -1,0 +1,92 @@
+"""Signals to a process of a job at a moment of a step, and short deadlines, in the processes of the real product.
+
+Python imports a module of this name when it starts: a test puts this folder on its processes' import path. What is
+changed is changed as the product's modules are imported.
+"""
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FAULT_FILE = "fault.json"  # in the job's folder; `tests/integration/faults.py` writes it
+
+
+def _change_actors(deploy: ModuleType) -> None:
+    """Each process of a job leaves its pid; the runner signals to one of them when it gets the message it is to."""
+    begin, join, post = deploy.begin_attempt, deploy.join_attempt, deploy.Runner._post
+
+    def runner_begins(job_dir: Path, attempt: int) -> int:
+        _leave_pid(job_dir, "runner")
+        return int(begin(job_dir, attempt))
+
+    def worker_joins(self: Any) -> None:
+        _leave_pid(Path(self.context.spec.job_dir), self.name)
+        self._attempt_lock = join(Path(self.context.spec.job_dir), self.context.spec.attempt)
+
+    def runner_gets(self: Any, messages: Sequence[Any]) -> None:
+        file = Path(self.spec.job_dir, FAULT_FILE)
+        if file.exists() and any(_is_meant(json.loads(file.read_text()), message) for message in messages):
+            fault = json.loads(file.read_text())
+            file.unlink()
+            os.kill(int(Path(self.spec.job_dir, f"{fault['victim']}.pid").read_text()), fault["signal"])
+        post(self, messages)
+
+    deploy.begin_attempt = runner_begins
+    deploy.ActorShell.join_attempt = worker_joins
+    deploy.Runner._post = runner_gets
+
+
+def _leave_pid(job_dir: Path, name: str) -> None:
+    (job_dir / f"{name}.pid").write_text(str(os.getpid()))
+
+
+def _is_meant(fault: dict[str, Any], message: Any) -> bool:
+    return (type(message).__name__, message.step) == (fault["message"], fault["step"]) and fault["phase"] in (
+        None,
+        getattr(message, "phase", None),
+    )
+
+
+def _shorten_deadlines(job_specs: ModuleType) -> None:
+    job_specs._DEADLINE_S = float(os.environ["TEST_DEADLINE_S"])
+
+
+def _shorten_silence(dispatcher: ModuleType) -> None:
+    dispatcher._SILENT_S = float(os.environ["TEST_DEADLINE_S"])
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "windlass.actors.deploy": _change_actors,
+    "windlass.service.job_specs": _shorten_deadlines,
+    "windlass.service.dispatcher": _shorten_silence,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what the others find, and changes it once it is loaded."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        change = _CHANGES.pop(name, None)
+        if change is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            change(module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,96 @@
+"""Processes that hang or die at a known moment of a step, on real Ray: a named error in time, and the job goes on."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.integration.resume_stage import NUM_STEPS, ResumeStage, resume_stage
+from tests.training import has_direct_io
+
+# Of the job's waits, and of the runner's silence: so long that the machine may be busy with other things.
+DEADLINE_S = 10
+STEP = 6
+SABOTAGE = Path(__file__).parent / "sabotage"
+VICTIMS = ("runner", "gpu-0", "optimizer-0", "ssd-0", "ssd-1")
+# When the runner gets the first such message about a step, and its phase.
+MOMENTS = {
+    "forward": ("BlockComputed", "forward"),
+    "backward": ("BlockBackwardDone", None),
+    "update": ("BlockUpdated", None),
+    "commit": ("StoreCommitted", None),
+}
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a job tells and makes that nobody interferes with."""
+
+    losses: dict[int, float]
+    model: bytes
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumeStage]:
+    home = tmp_path_factory.mktemp("home")
+    if not has_direct_io(home):
+        pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
+    path = os.pathsep.join(filter(None, [str(SABOTAGE), os.environ.get("PYTHONPATH")]))
+    with resume_stage(home, {"PYTHONPATH": path, "TEST_DEADLINE_S": str(DEADLINE_S)}) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stage: ResumeStage) -> Undisturbed:
+    job_id = stage.submit()
+    stage.finish(job_id)
+    assert stage.job(job_id).attempt == 1
+    return Undisturbed(stage.losses(job_id), stage.model(job_id))
+
+
+QUICK = [("gpu-0", "backward", signal.SIGSTOP)]
+CASES = [
+    pytest.param(
+        *case,
+        id="-".join(getattr(each, "name", each) for each in case),
+        marks=() if case in QUICK else pytest.mark.long,
+    )
+    for case in product(VICTIMS, MOMENTS, (signal.SIGSTOP, signal.SIGKILL))
+]
+
+
+@pytest.mark.parametrize(("victim", "moment", "sent"), CASES)
+def test_a_job_goes_on_after(
+    stage: ResumeStage, undisturbed: Undisturbed, victim: str, moment: str, sent: signal.Signals
+) -> None:
+    job_id = stage.submit()
+    message, phase = MOMENTS[moment]
+    fault = {"victim": victim, "message": message, "phase": phase, "step": STEP, "signal": sent}
+    file = stage.folder(job_id) / "fault.json"
+    file.write_text(json.dumps(fault))
+    stage.finish(job_id)
+    assert not file.exists(), "the moment never came"
+    job = stage.job(job_id)
+    assert (job.attempt, job.step) == (2, NUM_STEPS)
+    assert stage.losses(job_id) == undisturbed.losses
+    assert stage.model(job_id) == undisturbed.model
+    (lost,) = [message for message in stage.messages(job_id) if message.startswith("Attempt 1 was lost: ")]
+    assert_named(lost, victim, sent)
+    (resumed,) = [message for message in stage.messages(job_id) if message.startswith("Resuming after step ")]
+    assert int(resumed.rpartition(" ")[2]) in (STEP - 1, STEP)
+
+
+def assert_named(lost: str, victim: str, sent: signal.Signals) -> None:
+    if victim == "runner":
+        reason = f"its runner hung: it gave no sign of life for {DEADLINE_S} s" if sent is signal.SIGSTOP else "ended"
+        assert reason in lost
+    elif sent is signal.SIGKILL:
+        assert f"the process of {victim} died" in lost
+    else:
+        assert victim in lost
+        assert f"within {DEADLINE_S} s" in lost.replace(".0", "")

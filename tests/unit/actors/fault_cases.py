@@ -1,0 +1,222 @@
+"""Which faults there are: every message that actors take in the middle of an attempt, in every mode that has it."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import make_spec
+from tests.unit.actors.faults import FaultKind
+from windlass.actors import messages
+from windlass.actors.context import GPU_WORKER, SCHEDULER, optimizer_name, ssd_name
+from windlass.actors.job_spec import JobSpec
+from windlass.actors.messages import (
+    ActivationIoDone,
+    ActorFailed,
+    Announcement,
+    BlockBackwardDone,
+    BlockComputed,
+    BlockFlushed,
+    BlockUpdated,
+    BorrowParams,
+    ChunkIoDone,
+    CommitStore,
+    ComputeBlock,
+    ExportModel,
+    FlushBlock,
+    GradDropped,
+    GradOffloaded,
+    GradSlotsReturned,
+    KernelChosen,
+    LoadModel,
+    LoadProgressed,
+    LossComputed,
+    Message,
+    ModelExported,
+    ModelLoaded,
+    OffloadGrad,
+    ParamsLent,
+    ParamsReturned,
+    PrefetchParams,
+    ReadActivations,
+    ReadChunks,
+    RestoreStates,
+    SpansTold,
+    SsdRequest,
+    StatesRestored,
+    StoreCommitted,
+    UpdateBlock,
+    WriteActivations,
+    WriteChunks,
+)
+from windlass.engine.block_runner import BlockRunner
+from windlass.planner.plan import Placement
+from windlass.storage.ids import ActorName, Precision
+
+# The last of them is committed in every mode, and one before it.
+NUM_STEPS = 4
+SKIPPED_STEP = 3
+
+# The model has five blocks.
+_EVERY_BLOCK = (0, 1, 2, 3, 4)
+MODES: dict[str, dict[str, Any]] = {
+    "active": {},
+    "kept": {"clip_norm": 0.5, "num_microbatches": 2},
+    "spilled": {"clip_norm": 0.5, "num_microbatches": 2, "placement": Placement(num_host_grad_blocks=1)},
+    "host": {"placement": Placement(host_blocks=_EVERY_BLOCK, commit_every=2)},
+    "mixed": {"placement": Placement(host_blocks=(1,), device_blocks=(0, 3), commit_every=2)},
+    "skipping": {"clip_norm": 0.5},
+}
+_FROM_SSDS = ("active", "kept", "spilled", "mixed", "skipping")  # where an optimizer reads states
+_RESTING = ("host", "mixed")
+
+OPTIMIZER = optimizer_name(0)
+SSDS = (ssd_name(0), ssd_name(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A type of message and who takes it."""
+
+    message: type[Message]
+    to: tuple[ActorName, ...]
+    modes: tuple[str, ...] = tuple(MODES)
+    in_thread: bool = False  # a thread of the receiver works at it; else it is dealt with as it comes
+    is_awaited: bool = True  # that it is missing shows; else what waits may find another way, or nothing waits for it
+
+
+ROWS = (
+    Row(message=ReadChunks, to=SSDS, in_thread=True),
+    Row(message=WriteChunks, to=SSDS, in_thread=True),
+    Row(message=CommitStore, to=SSDS, in_thread=True),
+    Row(message=PrefetchParams, to=(GPU_WORKER,), in_thread=True),
+    Row(message=ComputeBlock, to=(GPU_WORKER,), in_thread=True),
+    Row(message=OffloadGrad, to=(GPU_WORKER,), in_thread=True),
+    Row(message=UpdateBlock, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
+    Row(message=FlushBlock, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
+    Row(message=RestoreStates, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
+    Row(message=ChunkIoDone, to=(GPU_WORKER,), modes=_FROM_SSDS),
+    Row(message=BorrowParams, to=(GPU_WORKER,), modes=_FROM_SSDS),
+    Row(message=ParamsReturned, to=(GPU_WORKER,), modes=_FROM_SSDS, is_awaited=False),
+    Row(message=GradSlotsReturned, to=(GPU_WORKER,), is_awaited=False),
+    Row(message=GradDropped, to=(GPU_WORKER,), modes=("skipping",), is_awaited=False),
+    Row(message=LoadModel, to=(OPTIMIZER,)),
+    Row(message=UpdateBlock, to=(OPTIMIZER,), in_thread=True),
+    Row(message=FlushBlock, to=(OPTIMIZER,), modes=_RESTING, in_thread=True),
+    Row(message=RestoreStates, to=(OPTIMIZER,), modes=_RESTING, in_thread=True),
+    Row(message=ExportModel, to=(OPTIMIZER,), in_thread=True),
+    Row(message=ChunkIoDone, to=(OPTIMIZER,)),
+    Row(message=ParamsLent, to=(OPTIMIZER,), modes=_FROM_SSDS),
+    Row(message=ModelLoaded, to=(SCHEDULER,)),
+    Row(message=StatesRestored, to=(SCHEDULER,), modes=_RESTING),
+    Row(message=BlockComputed, to=(SCHEDULER,)),
+    Row(message=LossComputed, to=(SCHEDULER,)),
+    Row(message=BlockBackwardDone, to=(SCHEDULER,)),
+    Row(message=GradOffloaded, to=(SCHEDULER,)),
+    Row(message=BlockUpdated, to=(SCHEDULER,)),
+    Row(message=BlockFlushed, to=(SCHEDULER,), modes=_RESTING),
+    Row(message=StoreCommitted, to=(SCHEDULER,)),
+    Row(message=ModelExported, to=(SCHEDULER,)),
+    Row(message=KernelChosen, to=(SCHEDULER,), is_awaited=False),
+    Row(message=LoadProgressed, to=(SCHEDULER,), is_awaited=False),
+    Row(message=SpansTold, to=(SCHEDULER,), is_awaited=False),
+)
+# Told before training begins; the report of a fault itself; a kind of request. Faults of activations on the SSDs have
+# tests of their own (test_ssd_activations.py, test_ssd_server_activations.py), not yet with whole jobs.
+WITHOUT_CASES = {Announcement, ActorFailed, SsdRequest, ReadActivations, WriteActivations, ActivationIoDone}
+
+
+def all_messages() -> set[type[Message]]:
+    """Every message that there is."""
+    kinds = {each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Message)}
+    return kinds - {Message}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of the matrix."""
+
+    mode: str
+    row: Row
+    to: ActorName
+    kind: FaultKind
+    moment: float  # 0: the first such message of the attempt, 1: the last
+
+    def __str__(self) -> str:
+        where = {0.0: "first ", 0.5: "", 0.9: "late "}[self.moment]
+        return f"{self.mode}: {self.to} {self.kind} {where}{self.row.message.__name__}"
+
+    def nth(self, count: int) -> int:
+        """Which of so many messages."""
+        return 1 + int(self.moment * (count - 1))
+
+
+def kinds_of(row: Row) -> list[FaultKind]:
+    """What can happen at a message."""
+    if row.to == (SCHEDULER,):  # that it dies or hangs itself is nobody's to see in one process
+        return [FaultKind.LOST, FaultKind.LATE]
+    in_thread = {FaultKind.BREAKS_THREAD, FaultKind.HANGS_THREAD}
+    return [kind for kind in FaultKind if row.in_thread or kind not in in_thread]
+
+
+def full_product() -> list[Case]:
+    """Every mode, message and kind of fault in the middle of an attempt; in one mode of each at other moments too."""
+    return [
+        Case(mode=mode, row=row, to=to, kind=kind, moment=moment)
+        for row in ROWS
+        for mode in row.modes
+        for to in row.to
+        for kind in kinds_of(row)
+        for moment in ((0.0, 0.5, 0.9) if mode == row.modes[-1] else (0.5,))
+    ]
+
+
+def quick_cases() -> list[Case]:
+    """Each message that is awaited once; kinds of faults, modes and SSDs in turn."""
+    kinds = cycle(FaultKind)
+    modes, ssds = cycle(MODES), cycle(SSDS)
+    return [
+        Case(
+            mode=next(mode for mode in modes if mode in row.modes),
+            row=row,
+            to=next(ssds) if row.to == SSDS else row.to[0],
+            kind=next(kind for kind in kinds if kind in kinds_of(row)),
+            moment=0.5,
+        )
+        for row in ROWS
+        if row.is_awaited
+    ]
+
+
+def spec_of(root: Path, mode: str, deadline_s: float) -> JobSpec:
+    """A job of four steps."""
+    return make_spec(
+        root,
+        precision=Precision.BF16,
+        total_steps=NUM_STEPS,
+        evaluate_every=2,
+        deadline_s=deadline_s,
+        **MODES[mode],
+    )
+
+
+def made_to_skip(mode: str) -> Any:
+    """A context in which the gradients of a step are infinite, where the mode asks for that."""
+    return _infinite_gradients() if mode == "skipping" else nullcontext()
+
+
+@contextmanager
+def _infinite_gradients() -> Iterator[None]:
+    head = BlockRunner.head
+
+    def overflows(self: BlockRunner, step: int, *arguments: Any, loss_scale: float = 1.0, **options: Any) -> Any:
+        return head(self, step, *arguments, loss_scale=math.inf if step == SKIPPED_STEP else loss_scale, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockRunner, "head", overflows)
+        yield

@@ -1,0 +1,107 @@
+"""The threads of an actor: who is told what when one of them fails, or hangs."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from windlass.actors.context import GPU_WORKER, SCHEDULER
+from windlass.actors.guarded_threads import GuardedThreads, works_at
+from windlass.actors.messages import ActorFailed, FailureKind, LoadModel, Message, OffloadGrad
+from windlass.storage.arena import SlotTimeout
+from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
+from windlass.storage.store_errors import StoreCorrupt
+
+JOB = JobId("ftjob-1")
+OFFLOAD = OffloadGrad(job=JOB, step=Step(3), block=BlockIndex(2))
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
+        self.stopping = False
+        self.threads = GuardedThreads(
+            GPU_WORKER,
+            JOB,
+            lambda to, message: self.told.put((to, message)),
+            lambda: self.stopping,
+            owed=lambda: "ssd-1 owes a read",
+        )
+
+    def failure_of(self, target: Callable[[], None]) -> ActorFailed:
+        self.threads.start([target])
+        self.threads.join(30.0)
+        to, failed = self.told.get(timeout=30.0)
+        assert to == SCHEDULER
+        assert isinstance(failed, ActorFailed)
+        return failed
+
+
+def raising(error: Exception, at: Message | None = None) -> Callable[[], None]:
+    def run() -> None:
+        if at is not None:
+            works_at(at)
+        raise error
+
+    return run
+
+
+def test_an_error_tells_who_failed_and_what_it_was_at() -> None:
+    failed = Bench().failure_of(raising(RuntimeError("no more memory"), OFFLOAD))
+    assert (failed.job, failed.step, failed.actor) == (JOB, 3, GPU_WORKER)
+    assert failed.error == "RuntimeError: no more memory (at offload grad of step 3, block 2)"
+    assert failed.detail.startswith("Traceback")
+    assert "raise error" in failed.detail
+
+
+def test_before_its_first_work_a_thread_is_at_nothing() -> None:
+    assert Bench().failure_of(raising(RuntimeError("no device"))).error == "RuntimeError: no device"
+
+
+def test_what_came_too_late_is_told_with_who_owes_it() -> None:
+    failed = Bench().failure_of(raising(SlotTimeout("no slots"), LoadModel(job=JOB, step=Step(0))))
+    assert failed.error == "SlotTimeout: no slots; ssd-1 owes a read (at load model of step 0)"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("late"), FailureKind.STALLED),
+        (SlotTimeout("late"), FailureKind.STALLED),
+        (StoreCorrupt("other bytes"), FailureKind.LASTING),
+        (OSError(28, "No space left on device"), FailureKind.LASTING),
+        (ValueError("no such file format"), FailureKind.LASTING),
+        (RuntimeError("CUDA error"), FailureKind.UNFORESEEN),
+        (AssertionError("a defect"), FailureKind.UNFORESEEN),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_would_only_fail_again_is_told_apart(error: Exception, kind: FailureKind) -> None:
+    assert Bench().failure_of(raising(error, OFFLOAD)).kind is kind
+
+
+def test_an_error_while_the_actor_is_stopped_is_not_told() -> None:
+    bench = Bench()
+    bench.stopping = True
+    bench.threads.start([raising(RuntimeError("closed"))])
+    bench.threads.join(30.0)
+    assert bench.told.empty()
+
+
+def test_threads_that_hang_are_named_within_one_deadline() -> None:
+    bench, released, hang = Bench(), threading.Event(), threading.Barrier(3)
+
+    def hangs() -> None:
+        works_at(OFFLOAD)
+        hang.wait(30.0)
+        released.wait(30.0)
+
+    bench.threads.start([hangs, hangs, lambda: None])
+    hang.wait(30.0)
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.1 s: ") as late:
+        bench.threads.join(0.1)
+    assert str(late.value).count("hangs (at offload grad of step 3, block 2)") == 2
+    assert "lambda" not in str(late.value)
+    released.set()
+    bench.threads.join(30.0)

@@ -1,0 +1,262 @@
+"""The GPU check on a machine without a GPU: all of it on small models, and what it does where something goes wrong."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check, gpu_parity, gpu_peers, gpu_speed
+from benchmarks.contenders import ContenderRun
+from benchmarks.gpu_cases import CAPS, SHAPES, SpeedCase, States, cases, tiny_cases
+from benchmarks.report import Report
+from benchmarks.workload import model_config
+from windlass.engine.partition import build_meta_model
+from windlass.planner.activations import ActivationChoice
+from windlass.storage.ids import Kernel, Precision
+from windlass.storage.room import NotEnoughRoom
+
+FAR_S = 1e9
+# Nothing of these may be needed where there is only torch.
+HEAVY = ("ray", "fastapi", "windlass.service")
+RUN_AND_LOOK = f"""
+import sys
+from benchmarks.gpu_check import main
+code = main(sys.argv[1:])
+assert not [name for name in {HEAVY} if name in sys.modules]
+sys.exit(code)
+"""
+
+
+def tiny(name: str) -> SpeedCase:
+    return next(case for case in tiny_cases() if case.name == name)
+
+
+def measured(folder: Path, *chosen: SpeedCase, until_s: float = FAR_S) -> list[gpu_speed.SpeedRun]:
+    runs = gpu_speed.measure(chosen, folder, device="cpu", caps=CAPS, compiles=False, until_s=until_s)
+    return list(runs)
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def test_all_of_it_runs_on_small_models(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--tiny", "--directory", str(tmp_path), "--reports", str(tmp_path)]
+    command = [sys.executable, "-c", RUN_AND_LOOK, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["num_wrong"] == 0
+    assert found["loss_difference_max"].keys() == {"fp32", "bf16", "fp16"}
+    assert all(0 <= found["loss_difference_max"][str(each)] <= limit for each, limit in gpu_parity.LIMITS.items())
+    names = {case.name for case in tiny_cases()}
+    for key in ("tokens_per_s", "share_of_peak", "share_of_peak_without_recompute", "overlap_efficiency"):
+        assert found[key].keys() == names
+        assert min(found[key].values()) > 0
+    assert set(found["gpu_peak_gib"].values()) == {None}
+    assert min(found["host_peak_gib"].values()) > 0
+    shares = found["share_of_peak"]
+    assert found["share_of_peak_min_from_batch_16"] == {
+        "host": min(shares["1.5B host 16"], shares["7B host 32"]),
+        "SSD": shares["1.5B SSD 16"],
+    }
+    assert min(found["over_zero_infinity_schedule"], found["over_zero_offload_schedule"]) > 0
+    assert found["over_deepspeed_zero_infinity"] is found["over_deepspeed_zero_offload"] is None
+    (report,) = tmp_path.glob("*-gpu_check.md")
+    text = report.read_text()
+    assert text.endswith(done.stdout.splitlines()[-1] + "\n")
+    assert text.count("| equal ") == len(gpu_parity.cases(compiles=False))
+    assert [name for name in names if len(re.findall(rf"^\| {name} +\|", text, re.MULTILINE)) != 2] == []
+    assert list(tmp_path.iterdir()) == [report]
+
+
+def test_without_a_gpu_it_says_so_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu_check.main([]) == 0
+    assert "gpu-check skipped: this machine has no CUDA device" in capsys.readouterr().out
+
+
+# --- what is tried --------------------------------------------------------------------------------------------------
+
+
+def test_parity_meets_every_pair_of_settings() -> None:
+    found = gpu_parity.cases(compiles=True)
+    settings: dict[str, Callable[[gpu_parity.ParityCase], Any]] = {
+        "place": lambda case: case.place,
+        "micro-batches": lambda case: case.num_microbatches,
+        "tied": lambda case: case.is_tied,
+        "precision": lambda case: case.precision,
+    }
+    for value in settings.values():
+        pairs = {(case.activations, case.swaps_to_ssd, value(case)) for case in found if case.kernel is Kernel.FUSED}
+        values = {value(case) for case in found}
+        assert pairs == {(*way, each) for way, each in product(gpu_parity.ACTIVATIONS, values)}
+    assert {case.precision for case in found if case.kernel is None and case.place == "device"} == set(Precision)
+    assert {activations for activations, _ in gpu_parity.ACTIVATIONS} == set(ActivationChoice)
+
+
+def test_shapes_are_those_of_qwen() -> None:
+    millions = {"0.5B": 494.0, "1.5B": 1543.7, "3B": 3085.9, "7B": 7615.6}
+    for name, shape in SHAPES.items():
+        assert shape.num_params / 1e6 == pytest.approx(millions[name], abs=0.1)
+        assert build_meta_model(model_config(shape, 1024), Precision.BF16).num_parameters() == shape.num_params
+
+
+def test_every_case_has_a_name_of_its_own_and_keeps_to_the_caps() -> None:
+    assert len({case.name for case in cases()}) == len(cases())
+    assert {case.batch_size for case in cases()} >= {4, 8, 16, 32}
+    for case in cases():
+        if case.states is States.HOST:
+            assert case.state_nbytes < CAPS.host_nbytes[States.HOST]
+    assert {case.state_nbytes / case.shape.num_params for case in cases()} == {12, 14}
+
+
+# --- where something goes wrong -------------------------------------------------------------------------------------
+
+
+def test_a_case_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: dict[str, BaseException] = {
+        "1.5B host 16": NotEnoughRoom("the arena", "/dev/shm", 2 << 30, 1 << 30, "enlarge it"),
+        "1.5B SSD 16": torch.OutOfMemoryError("CUDA out of memory"),
+    }
+    train = gpu_speed._train
+
+    def fail_some(run: gpu_speed.SpeedRun, *args: Any, **options: Any) -> None:
+        if run.case.name in errors:
+            raise errors[run.case.name]
+        train(run, *args, **options)
+
+    monkeypatch.setattr(gpu_speed, "_train", fail_some)
+    runs = measured(tmp_path, *map(tiny, [*errors, "7B host 32"]))
+    assert [run.is_failure for run in runs] == [False, True, False]
+    assert [run.tokens_per_s is None for run in runs] == [True, True, False]
+    text = "\n".join(gpu_speed.tables(runs))
+    assert "| not timed | NotEnoughRoom: not enough room in shm for the arena: 2.00 GiB" in text
+    assert "| failed    | OutOfMemoryError: CUDA out of memory" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_without_time_is_not_begun(tmp_path: Path) -> None:
+    (run,) = measured(tmp_path, tiny("1.5B host 16"), until_s=time.monotonic() + 5)
+    assert not run.is_failure
+    assert run.reason is not None
+    assert run.reason.startswith("no time: it takes 15 s or more, and ")
+
+
+@pytest.mark.parametrize("name", ["1.5B host 16", "1.5B SSD 16"])
+def test_a_case_ends_when_its_time_is_up(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_speed, "_CASE_LIMIT_S", -1.0)  # it is up as soon as weights are loaded
+    (run,) = measured(tmp_path, tiny(name))
+    assert (run.reason, run.is_failure) == ("OutOfTimeError: its time was up before a step was timed", False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(1.001, "DIFFERS"), (math.nan, "FAILED: RuntimeError: losses are not")])
+def test_losses_that_differ_are_wrong(
+    tmp_path: Path, loss: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_parity, "losses_of", lambda spec: [1.0, loss])
+    monkeypatch.setattr(gpu_parity, "train_plainly", lambda spec, device: type("Plain", (), {"losses": [1.0, 1.0]}))
+    chosen = gpu_parity.cases(compiles=False)[:1]
+    (run,) = gpu_parity.measure(chosen, tmp_path, device="cpu", num_steps=2, until_s=FAR_S)
+    assert run.is_wrong
+    assert f"| {verdict}" in "\n".join(gpu_parity.tables([run]))
+    assert gpu_parity.keys([run])["num_wrong"] == 1
+
+
+def test_activations_that_should_be_swapped_and_are_not_are_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(self: gpu_parity.ParityCase, spec: Any, num_blocks: int, device: str) -> Any:
+        placed = placement_of(self, spec, num_blocks, device)
+        monkeypatch.setattr(gpu_parity, "metrics_of", lambda spec, name: {1: 0})
+        return placed
+
+    placement_of = gpu_parity.ParityCase.placed
+    monkeypatch.setattr(gpu_parity.ParityCase, "placed", keep)
+    chosen = [case for case in gpu_parity.cases(compiles=False) if case.activations is ActivationChoice.SWAP][:1]
+    (run,) = gpu_parity.measure(chosen, tmp_path, device="cpu", num_steps=2, until_s=FAR_S)
+    assert run.is_wrong
+    assert run.reason == "RuntimeError: 0 bytes of activations left the device, with the choice swap"
+
+
+def test_what_hangs_is_ended_with_a_report(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom benchmarks import gpu_check\n"
+        "gpu_check._GRACE_S = 0.0\ngpu_check._run_parity = lambda *_: time.sleep(600)\n"
+        "gpu_check.main(sys.argv[1:])"
+    )
+    options = ["--device", "cpu", "--tiny", "--limit-s", "1", "--directory", str(tmp_path), "--reports", str(tmp_path)]
+    command = [sys.executable, "-c", code, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "Ended by force after 1 s" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["num_wrong"] == 0
+    (report,) = tmp_path.iterdir()
+    assert report.read_text().endswith(done.stdout.splitlines()[-1] + "\n")
+
+
+def test_what_was_measured_is_kept_case_by_case(tmp_path: Path) -> None:
+    check = gpu_check.Check(Report("GPU check", tmp_path, {}), tmp_path / "report.md", ("speed",), cases())
+    assert not check.has_failed
+    check.speeds.append(gpu_speed.SpeedRun(cases()[0], reason="CUDA is broken", is_failure=True))
+    check.note("one is over")
+    text = (tmp_path / "report.md").read_text()
+    assert "CUDA is broken" in text
+    assert json.loads(text.splitlines()[-1])["tokens_per_s"] == {case.name: None for case in cases()}
+    assert check.has_failed
+
+
+# --- peers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_is_not_installed_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_peers, "_is_missing", lambda: True)
+    runs = list(gpu_peers.measure(tmp_path, gpu_nbytes=24 << 30, until_s=FAR_S))
+    assert [run.run.missing for run in runs] == ["DeepSpeed is not installed"] * 2
+    assert gpu_peers.keys(runs, [], cases()).keys() == {
+        "over_deepspeed_zero_infinity",
+        "over_zero_infinity_schedule",
+        "over_deepspeed_zero_offload",
+        "over_zero_offload_schedule",
+    }
+    assert set(gpu_peers.keys(runs, [], cases()).values()) == {None}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_are_compared_with_the_case_that_is_like_them() -> None:
+    step_s = {"1.5B SSD 16": 2.0, "1.5B SSD 16 as zero_infinity": 5.0, "1.5B host 16": 1.0, "1.5B host 32": 9.0}
+    speeds = [gpu_speed.SpeedRun(case, step_s=(step_s[case.name],)) for case in cases() if case.name in step_s]
+    peers = [gpu_peers.PeerRun(gpu_peers.PEERS[0], ContenderRun(step_s=(8.0,)))]
+    assert gpu_peers.keys(peers, speeds, cases()) == {
+        "over_deepspeed_zero_infinity": 4.0,
+        "over_zero_infinity_schedule": 2.5,
+        "over_deepspeed_zero_offload": None,
+        "over_zero_offload_schedule": None,
+    }
+    assert (gpu_peers.WORKLOAD.shape, gpu_peers.WORKLOAD.sequence_length) == (SHAPES["1.5B"], 1024)
+
+
+def test_numbers_of_a_run() -> None:
+    timelines = tuple(
+        {"overlap_efficiency": each, "busy_s": {"ssd-0": 2 * each}, "stall_s": {"update": each, "between": 3.0}}
+        for each in (0.5, 1.0)
+    )
+    peak_s: dict[ActivationChoice, float | None] = {gpu_speed.RECOMPUTE: 1.0, gpu_speed.KEEP: None}
+    run = gpu_speed.SpeedRun(cases()[0], step_s=(4.0, 2.0, 1.0), timelines=timelines, peak_s=peak_s)
+    assert run.tokens_per_s == 16 * 1024 / 2.0
+    assert run.share_of_peak(gpu_speed.RECOMPUTE) == 0.5
+    assert run.share_of_peak(gpu_speed.KEEP) is None
+    assert run.overlap_efficiency == 0.75
+    assert list(run.mean_s("stall_s").items()) == [("between", 3.0), ("update", 0.75)]
+    assert dataclasses.replace(run, step_s=()).tokens_per_s is None
