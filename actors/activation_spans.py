@@ -51,9 +51,10 @@ class ActivationSpans:
                 self._note(run, is_out=is_out)
             self._runs[is_out] = _Run(owner, start_s, end_s, nbytes)
 
-    def waited(self, start_s: float, end_s: float) -> None:
+    def waited(self, owner: object, start_s: float, end_s: float) -> None:
         """See SwapWatch."""
-        step, block = self._now
+        assert isinstance(owner, tuple)
+        step, block = owner
         self._spans.note(COMPUTE, SpanKind.WAIT_ACTIVATIONS, step, block, WHOLE_BLOCK, start_s, end_s)
 
     def flush(self) -> None:

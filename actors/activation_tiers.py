@@ -109,7 +109,7 @@ class ActivationTiers:
         held = self._held[handle]
         if held.target is not None:
             return
-        held.target = torch.empty(handle.nbytes, dtype=torch.uint8, device=self._device.device)
+        held.target = self._device.empty(handle.nbytes)
         if held.host is not None:
             self._host.prefetch(held.host, held.target[: held.host_nbytes])
         if held.ssd is not None and self._ssds is not None:
@@ -167,11 +167,12 @@ class ActivationTiers:
 
     def stop(self) -> None:
         """Ends the waits of others: who puts or gets is told that the job was stopped. What is held may be dropped."""
+        self._host.stop()
         if self._ssds is not None:
             self._ssds.stop()
 
     def close(self) -> None:
-        """Ends the threads, after `stop`; the memory is not touched from here any more."""
+        """After `stop`, when the threads of the device have ended: the memory is not touched from here any more."""
         if self._ssds is not None:
             self._ssds.close()
         self._host.close()

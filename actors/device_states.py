@@ -1,7 +1,7 @@
 """Model states that rest on the device: updated there, with gradients that never leave it."""
 
+import functools
 import queue
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -24,8 +24,9 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanLog
-from windlass.engine.device import Device
+from windlass.engine.device import Device, copy
 from windlass.engine.formats import state_dtype
+from windlass.engine.streams import Event
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Kernel, Span, StateKind, Step
 
@@ -44,16 +45,18 @@ class DeviceStates:
         *,
         name: ActorName,
         take_grad: Callable[[BlockIndex], torch.Tensor],
+        give_back_grad: Callable[[torch.Tensor], None],
         report: Callable[[Message], None],
         spans: SpanLog,
     ) -> None:
-        """`take_grad` hands over a block's gradient; it goes back to the device's buffers after the update."""
+        """`take_grad` hands over a block's gradient; it is given back once the compute stream was given the update."""
         self._context = context
         self._device = device
         self._memory = memory
         self._io = io
         self._name = name
         self._take_grad = take_grad
+        self._give_back_grad = give_back_grad
         self._report = report
         self._spans = spans
         self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
@@ -117,13 +120,16 @@ class DeviceStates:
 
     def _update(self, update: UpdateBlock) -> None:
         assert self._updater is not None, "only blocks that rest here are updated here"
+        grad, compute = self._take_grad(update.block), self._device.compute
+        begun = compute.record()
+        compute.run(functools.partial(self._updater.update, update, 0, grad, self._states[update.block]))
+        updated = compute.record()
+        self._give_back_grad(grad)
+        compute.then(functools.partial(self._updated, update, begun, updated))
+
+    def _updated(self, update: UpdateBlock, begun: Event, updated: Event) -> None:
         job, step, block = update.job, update.step, update.block
-        grad = self._take_grad(block)
-        start_s = time.monotonic()
-        self._updater.update(update, 0, grad, self._states[block])
-        self._device.synchronize()
-        self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, start_s, time.monotonic())
-        self._device.give(grad)
+        self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, begun.time_s(), updated.time_s())
         self._num_updated[step] += 1
         if self._num_updated[step] == len(self._states):
             del self._num_updated[step]
@@ -131,23 +137,25 @@ class DeviceStates:
         self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
 
     def _flush(self, message: FlushBlock) -> None:
-        priority = (message.step, message.block)
-        slots: dict[ChunkKey, Span] = {}
+        """A block is flushed only once its update is done, and updated again only once it is flushed."""
+        d2h = self._device.d2h
         for key in self._context.layout.chunk_keys(message.block):
-            (slots[key],) = self._slots.acquire(1, self._context.spec.deadline_s)
-            start_s, parts = time.monotonic(), self._parts(key)
-            for kind, here in parts.items():
-                self._device.copy_out(self._view(slots[key], key, kind), here)
-            self._note_copied_out(message, key, start_s, sum(here.nbytes for here in parts.values()))
-            item = self._chunk_io(slots[key], key)
-            self._io.write([item], message.step, priority, lambda key: self._slots.release([slots[key]]))
+            (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
+            begun = d2h.record()
+            for kind, here in self._parts(key).items():
+                d2h.run(functools.partial(copy, self._view(slot, key, kind), here))
+            d2h.then(functools.partial(self._write, message, key, slot, begun, d2h.record()))
         self._slots.drain(self._context.spec.deadline_s)
         job, step, block = message.job, message.step, message.block
         self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
 
-    def _note_copied_out(self, message: FlushBlock, key: ChunkKey, start_s: float, nbytes: int) -> None:
-        kind, end_s = SpanKind.COPY_STATES_OUT, time.monotonic()
+    def _write(self, message: FlushBlock, key: ChunkKey, slot: Span, begun: Event, copied: Event) -> None:
+        """A chunk that was copied out, to the SSDs."""
+        kind, start_s, end_s = SpanKind.COPY_STATES_OUT, begun.time_s(), copied.time_s()
+        nbytes = sum(here.nbytes for here in self._parts(key).values())
         self._spans.note(FROM_DEVICE, kind, message.step, key.block, key.chunk, start_s, end_s, nbytes)
+        priority = (message.step, message.block)
+        self._io.write([self._chunk_io(slot, key)], message.step, priority, lambda key: self._slots.release([slot]))
 
     def _restore(self, message: RestoreStates) -> None:
         for block in self._states:

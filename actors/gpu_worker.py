@@ -3,9 +3,13 @@
 Six threads: two bring params (`param_feed`), one computes, one moves gradients out (`grad_offload`), one brings sums of
 them back (`partial_grads`), one updates the states that rest on the device (`device_states`). `post` only hands
 messages to them. Scheduler messages are about blocks; SSD servers and optimizers are spoken to in chunks.
+
+None of the six waits for a GPU. They give its streams work, which waits there for what it needs; the threads of the
+streams tell what is done, with the numbers that were computed. An operation is given while the one before is computed:
+the scheduler grants so many that are not done (`Ordering.max_prefetched`).
 """
 
-import math
+import functools
 import queue
 import time
 from collections.abc import Callable
@@ -17,14 +21,13 @@ from windlass.actors.activation_tiers import ActivationTiers
 from windlass.actors.chunk_io import ChunkIoClient
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluation_batch_size, grad_precision
 from windlass.actors.device_states import DeviceStates
+from windlass.actors.given_operation import GivenOperation
 from windlass.actors.grad_offload import GradOffload
 from windlass.actors.guarded_threads import GuardedThreads, works_at
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
     ActivationIoDone,
     Announcement,
-    BlockBackwardDone,
-    BlockComputed,
     BorrowParams,
     ChunkIoDone,
     ComputeBlock,
@@ -32,7 +35,6 @@ from windlass.actors.messages import (
     GradDropped,
     GradSlotsReturned,
     KernelChosen,
-    LossComputed,
     Message,
     OffloadGrad,
     ParamsReturned,
@@ -43,7 +45,7 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.param_feed import Fetch, ParamFeed
-from windlass.actors.spans import COMPUTE, WHOLE_BLOCK, SpanLog
+from windlass.actors.spans import SpanLog
 from windlass.engine.activations_need import ActivationNeedUnknownError
 from windlass.engine.block_runner import BlockRunner, LossSums
 from windlass.engine.dataset import MicroBatch, PreparedDataset
@@ -77,16 +79,25 @@ class GpuWorker:
         self.hyper = context.spec.hyperparameters
         self.partition = partition
         self.send = send
-        self.device = Device(torch.device(device), poison_released=poison_released)
         self._io = ChunkIoClient(self.name, context, send)
-        self._spans = SpanLog(self.name, context.spec.job, send)
-        self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
         self._threads = GuardedThreads(
             self.name, context.spec.job, send, lambda: self._stopping, owed=self._io.oldest_in_words
         )
-        self._step_batch: list[MicroBatch] = []  # all groups of a step, or of an evaluation one group
-        self._batch: list[MicroBatch] = []  # the group that is computed, on the device
-        self._sums = LossSums()  # over the groups of `_step_batch` so far
+        self.device = Device(
+            torch.device(device),
+            poison_released=poison_released,
+            deadline_s=context.spec.deadline_s,
+            start_threads=self._threads.start,
+        )
+        self._spans = SpanLog(self.name, context.spec.job, send)
+        self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
+        # In host memory: of the operations that are given, all groups of their step, or the group of an evaluation.
+        self._batch: list[MicroBatch] = []
+        self._num_targets = 0  # of all its micro-batches
+        # What the compute stream has: the group that it computes, on the device, and sums over the groups so far.
+        self._ids: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._sums: LossSums | None = None
         self._evaluation: list[list[MicroBatch]] = []
         self._stopping = False
 
@@ -94,34 +105,11 @@ class GpuWorker:
 
     def setup(self) -> None:
         """Maps the arena, opens the data, starts the threads."""
-        plan = self.context.plan
         self._arena = Arena.open(self.context.arena_path)
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         self.device.pin(self._memory)
-        self._grads = GradOffload(
-            self.context,
-            self.device,
-            self._memory,
-            self._io,
-            self._spans,
-            lambda message: self.send(SCHEDULER, message),
-        )
-        self._states = DeviceStates(
-            self.context,
-            self.device,
-            self._memory,
-            self._io,
-            name=self.name,
-            take_grad=self._grads.take,
-            report=lambda message: self.send(SCHEDULER, message),
-            spans=self._spans,
-        )
-        if self._states.kernel is not None:
-            chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._states.kernel)
-            self.send(SCHEDULER, chosen)
-        self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params, self._spans)
         self._activations: ActivationTiers | None = None
-        if plan.activations.num_slots:
+        if self.context.plan.activations.num_slots:
             self._activations = ActivationTiers(
                 self.context, self.device, self._memory, self.send, self.name, self._spans
             )
@@ -132,6 +120,30 @@ class GpuWorker:
             activations=layer_activations(self.context),
             store=self._activations,
         )
+        self._grads = GradOffload(
+            self.context,
+            self.device,
+            self._memory,
+            self._io,
+            self._spans,
+            lambda message: self.send(SCHEDULER, message),
+            summed_in_fp32=self._summed_in_fp32(is_sliced=self._may_be_sliced()),
+        )
+        self._states = DeviceStates(
+            self.context,
+            self.device,
+            self._memory,
+            self._io,
+            name=self.name,
+            take_grad=self._grads.take,
+            give_back_grad=self._grads.give_back,
+            report=lambda message: self.send(SCHEDULER, message),
+            spans=self._spans,
+        )
+        if self._states.kernel is not None:
+            chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._states.kernel)
+            self.send(SCHEDULER, chosen)
+        self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params, self._spans)
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
         self._check_activations()
@@ -181,6 +193,7 @@ class GpuWorker:
         if self._activations is not None:
             self._activations.stop()
         self._to_compute.put(None)
+        self.device.close()
         self._threads.join(self.spec.deadline_s)
         self.runner.forget()
         if self._activations is not None:
@@ -211,147 +224,135 @@ class GpuWorker:
 
     def _run_compute(self) -> None:
         if not self.device.is_cuda:
-            torch.set_num_threads(self.spec.compute_threads)
-        while (operation := self._next_operation()) is not None:
-            fetches = [self._wait_for_params(operation, block) for block in operation.blocks]
-            flats = {fetch.request.block: fetch.buffer for fetch in fetches}
-            grads = self._grad_buffers(operation)
+            self.device.compute.run(lambda: torch.set_num_threads(self.spec.compute_threads))
+        start_s = time.monotonic()
+        while (message := self._to_compute.get()) is not None:
+            works_at(message)
+            self._load_batch(message)
+            operation = GivenOperation(message, self.device, self._num_targets, is_last=self._is_last(message))
+            operation.waited(SpanKind.WAIT_OPERATION, message.block, start_s)
+            self._give(operation)
             start_s = time.monotonic()
+
+    def _give(self, operation: GivenOperation) -> None:
+        """Gives the compute stream an operation; waits until the device was given its params' copies, not for them."""
+        message, compute = operation.message, self.device.compute
+        fetches = [self._wait_for_params(operation, block) for block in message.blocks]
+        flats = {fetch.request.block: fetch.buffer for fetch in fetches}
+        grads = self._grad_buffers(operation) if operation.goes_backward else {}
+        operation.begun = compute.record()
+        compute.run(functools.partial(self._compute, operation, self._batch, flats, grads))
+        operation.computed = compute.record()
+        for fetch in fetches:
+            self._feed.release(fetch)
+        if operation.goes_backward and operation.is_last:
+            self._grads.complete(message.block, lambda grad: operation.numbers.update(grad_sq_sum=squared_norm(grad)))
+        elif operation.goes_backward:
+            self._grads.set_aside(message)
+        compute.run(operation.download)
+        operation.ended = compute.record()
+        compute.then(functools.partial(self._has_ended, operation))
+
+    def _has_ended(self, operation: GivenOperation) -> None:
+        """The device is through with it."""
+        message = operation.message
+        operation.note(self._spans)
+        if operation.goes_backward and operation.is_last and message.block == 0:
             if self._activations is not None:
-                self._activations.begin(operation.step, operation.op, operation.block)
-            self.runner.install(operation.block, flats, grads)
-            events = self._compute(operation)
-            is_finite = self._is_finite(operation)
-            self.runner.remove(operation.block)
-            self.device.synchronize()
-            for fetch in fetches:
-                self._feed.release(fetch)
-            computed = BlockComputed(
-                job=self.spec.job,
-                step=operation.step,
-                op=operation.op,
-                phase=operation.phase,
-                block=operation.block,
-                compute_s=time.monotonic() - start_s,
-                is_finite=is_finite,
-            )
-            events += self._finish_grads(operation)
-            self._note(operation, SpanKind(operation.phase), operation.block, start_s)
-            if operation.phase in (Phase.HEAD, Phase.BACKWARD) and operation.block == 0 and self._is_last(operation):
-                if self._activations is not None:
-                    self._activations.flush()
-                self._grads.backward_over(operation.step)
-            for event in (*events, computed):
-                self.send(SCHEDULER, event)
+                self._activations.flush()
+            self._grads.backward_over(message.step)
+        for event in operation.messages():
+            self.send(SCHEDULER, event)
 
-    def _note(self, operation: ComputeBlock, kind: SpanKind, block: BlockIndex, start_s: float) -> None:
-        self._spans.note(COMPUTE, kind, operation.step, block, WHOLE_BLOCK, start_s, time.monotonic())
+    def _load_batch(self, message: ComputeBlock) -> None:
+        """For the first operation of a step, or of an evaluation's group, and those that follow."""
+        hyper = self.hyper
+        match message.phase, message.block, message.group:
+            case Phase.EVALUATE, 0, group:
+                self._batch = self._evaluation[group]
+            case Phase.FORWARD, 0, 0:
+                step = message.step - 1
+                self._batch = self.dataset.batch(step, hyper.batch_size, hyper.num_microbatches, hyper.seed)
+            case _:
+                return
+        self._num_targets = sum(microbatch.num_targets for microbatch in self._batch)
 
-    def _next_operation(self) -> ComputeBlock | None:
+    def _is_last(self, message: ComputeBlock) -> bool:
+        """Whether an operation is of its step's last group; what evaluation computes is of no step."""
+        is_training = message.phase in (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
+        return not is_training or message.group == self.context.plan.num_groups - 1
+
+    def _wait_for_params(self, operation: GivenOperation, block: BlockIndex) -> Fetch:
         start_s = time.monotonic()
-        operation = self._to_compute.get()
-        if operation is not None:
-            works_at(operation)
-            self._note(operation, SpanKind.WAIT_OPERATION, operation.block, start_s)
-        return operation
-
-    def _wait_for_params(self, operation: ComputeBlock, block: BlockIndex) -> Fetch:
-        start_s = time.monotonic()
-        fetch = self._feed.wait_for(operation, block)
-        self._note(operation, SpanKind.WAIT_PARAMS, block, start_s)
+        fetch = self._feed.wait_for(operation.message, block)
+        operation.waited(SpanKind.WAIT_PARAMS, block, start_s)
         return fetch
 
-    def _grad_buffers(self, operation: ComputeBlock) -> dict[BlockIndex, GradBuffer]:
+    def _grad_buffers(self, operation: GivenOperation) -> dict[BlockIndex, GradBuffer]:
         """The gradient buffers an operation adds to."""
-        if operation.phase not in (Phase.HEAD, Phase.BACKWARD):
-            return {}
-        start_s = time.monotonic()
-        buffers = {
-            block: self._grads.buffer(operation, block, self._accumulation_dtype(operation, block))
-            for block in operation.blocks
-        }
-        self._note(operation, SpanKind.WAIT_GRAD_BUFFER, operation.block, start_s)
+        start_s, message = time.monotonic(), operation.message
+        tokens = self._batch[0].targets.numel()
+        is_sliced = message.phase is Phase.HEAD and tokens > self.runner.num_tokens_of_head_slice
+        summed_in_fp32 = self._summed_in_fp32(is_sliced=is_sliced)
+        buffers = {}
+        for block in message.blocks:
+            dtype = torch.float32 if block in summed_in_fp32 else TORCH_DTYPE[grad_precision(self.spec)]
+            buffers[block] = self._grads.buffer(message, block, dtype)
+        operation.waited(SpanKind.WAIT_GRAD_BUFFER, message.block, start_s)
         return buffers
 
-    def _accumulation_dtype(self, operation: ComputeBlock, block: BlockIndex) -> torch.dtype:
-        """fp32 wherever gradients are summed: over micro-batches (unless the job wants less), slices, tied uses."""
-        is_sliced = (
-            operation.phase is Phase.HEAD and self._step_batch[0].targets.numel() > self.runner.num_tokens_of_head_slice
-        )
-        is_tied = any(block in shared[1:] for shared in self.context.layout.shared)
-        return torch.float32 if is_sliced or is_tied else TORCH_DTYPE[grad_precision(self.spec)]
+    def _summed_in_fp32(self, *, is_sliced: bool) -> set[BlockIndex]:
+        """Blocks whose gradients are sums over slices of the head or over tied uses; those over micro-batches are
+        fp32 unless the job wants less."""
+        shared = self.context.layout.shared
+        tied = {block for blocks in shared for block in blocks[1:]}
+        return tied.union(shared[self.partition.head] if is_sliced else ())
 
-    def _compute(self, operation: ComputeBlock) -> list[Message]:
-        step, block, runner = operation.step, operation.block, self.runner
-        if block == 0 and operation.phase is not Phase.BACKWARD:
-            self._load_batch(operation)
-        ids = [microbatch.input_ids for microbatch in self._batch]
-        targets = [microbatch.targets for microbatch in self._batch]
-        match operation.phase:
-            case Phase.FORWARD:
-                runner.forward(block, step, ids)
-            case Phase.EVALUATE:
-                runner.forward(block, step, ids, keep=False)
+    def _may_be_sliced(self) -> bool:
+        longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length
+        return longest > self.runner.num_tokens_of_head_slice
+
+    # --- compute: work for its stream -------------------------------------------------------------------------------
+
+    def _compute(
+        self,
+        operation: GivenOperation,
+        batch: list[MicroBatch],
+        flats: dict[BlockIndex, torch.Tensor],
+        grads: dict[BlockIndex, GradBuffer],
+    ) -> None:
+        message, runner, numbers = operation.message, self.runner, operation.numbers
+        step, block = message.step, message.block
+        if self._activations is not None:
+            self._activations.begin(step, message.op, block)
+        runner.install(block, flats, grads)
+        if block == 0 and message.phase is not Phase.BACKWARD:
+            self._begin_group(message, batch, operation.num_targets)
+        match message.phase:
+            case Phase.FORWARD | Phase.EVALUATE:
+                runner.forward(block, step, self._ids, keep=message.phase is Phase.FORWARD)
+                if outputs := [squared_norm(hidden.flatten()) for hidden in runner.inputs[-1]]:
+                    numbers["output_sq_sum"] = torch.stack(outputs).sum()
             case Phase.BACKWARD:
-                runner.backward(block, step, ids)
+                runner.backward(block, step, self._ids)
             case Phase.HEAD | Phase.EVALUATE_HEAD:
-                is_training, sums = operation.phase is Phase.HEAD, self._sums
-                runner.head(step, targets, train=is_training, loss_scale=operation.loss_scale, sums=sums)
-                loss = LossComputed(
-                    job=self.spec.job,
-                    step=step,
-                    phase=operation.phase,
-                    loss_sum=sums.loss_sum,
-                    num_targets=sums.num_targets,
-                    num_correct=sums.num_correct,
-                    group=operation.group,
-                )
-                return [loss]
-        return []
+                is_training, sums = message.phase is Phase.HEAD, self._sums
+                sums = runner.head(step, self._targets, train=is_training, loss_scale=message.loss_scale, sums=sums)
+                numbers.update(loss_sum=sums.loss_sum, num_correct=sums.num_correct)
+        runner.remove(block)
 
-    def _is_last(self, operation: ComputeBlock) -> bool:
-        """Whether an operation in training is of the step's last group."""
-        return operation.group == self.context.plan.num_groups - 1
-
-    def _is_finite(self, operation: ComputeBlock) -> bool:
-        """Whether what the operation put out is; a gradient's own sum tells of that."""
-        if operation.phase in (Phase.FORWARD, Phase.EVALUATE):
-            return all(math.isfinite(float(squared_norm(hidden.flatten()))) for hidden in self.runner.inputs[-1])
-        return operation.phase is Phase.BACKWARD or math.isfinite(self._sums.loss_sum)
-
-    def _load_batch(self, operation: ComputeBlock) -> None:
-        """The group that is computed next; where an epoch ends with a small step, its last groups may be empty."""
-        is_training, hyper, first = operation.phase is Phase.FORWARD, self.hyper, 0
-        if not is_training:
-            batch = self._begin_batch(self._evaluation[operation.group])
-        else:
-            if operation.group == 0:
-                step = operation.step - 1
-                self._begin_batch(self.dataset.batch(step, hyper.batch_size, hyper.num_microbatches, hyper.seed))
-            first = operation.group * self.context.plan.group_size
-            batch = self._step_batch[first : first + self.context.plan.group_size]
+    def _begin_group(self, message: ComputeBlock, batch: list[MicroBatch], num_targets: int) -> None:
+        """Where an epoch ends with a small step, its last groups may be empty."""
+        group_size, first = self.context.plan.group_size, 0
+        if message.phase is Phase.FORWARD:
+            first = message.group * group_size
+            batch = batch[first : first + group_size]
+        if first == 0:
+            self._sums = LossSums.nothing(num_targets, self.device.device)
         self.runner.first_microbatch = first
-        self.partition.model.train(is_training)
-        device = self.device.device
-        self._batch = [MicroBatch(m.input_ids.to(device), m.targets.to(device)) for m in batch]
-
-    def _begin_batch(self, batch: list[MicroBatch]) -> list[MicroBatch]:
-        self._step_batch = batch
-        self._sums = LossSums(num_targets=sum(microbatch.num_targets for microbatch in batch))
-        return batch
-
-    def _finish_grads(self, operation: ComputeBlock) -> list[Message]:
-        """A block's gradient is complete after its own operation in the step's last group."""
-        block = operation.block
-        if operation.phase not in (Phase.HEAD, Phase.BACKWARD):
-            return []
-        if not self._is_last(operation):
-            self._grads.set_aside(operation)
-            return []
-        flat = self._grads.complete(block)
-        sq_sum = float(squared_norm(flat))
-        self.device.synchronize()
-        return [BlockBackwardDone(job=self.spec.job, step=operation.step, block=block, grad_sq_sum=sq_sum)]
+        self.partition.model.train(message.phase is Phase.FORWARD)
+        self._ids = [self.device.upload(microbatch.input_ids) for microbatch in batch]
+        self._targets = [self.device.upload(microbatch.targets) for microbatch in batch]
 
 
 def evaluation_groups(spec: JobSpec) -> list[list[MicroBatch]]:

@@ -1,14 +1,15 @@
 """The gradients' way from the device to host memory, or through it to the SSDs.
 
-A block's gradient is summed in a buffer on the device, which is free again once its copy lies in host memory. One
-thread copies. Where a step has several groups of micro-batches, the sums of each go to host memory until the next one's
-(`partial_grads`).
+A block's gradient is summed in a buffer on the device; once the device was given its copies, the buffer may be used
+again, by what waits for them there. One thread has the device copy. Where a step has several groups of micro-batches,
+the sums of each go to host memory until the next one's (`partial_grads`). All buffers are made at set-up.
 """
 
+import functools
 import queue
 import threading
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +20,25 @@ from windlass.actors.guarded_threads import works_at
 from windlass.actors.messages import ComputeBlock, GradChunk, GradDropped, GradOffloaded, Message, OffloadGrad, SpanKind
 from windlass.actors.partial_grads import PartialGrads, Use
 from windlass.actors.spans import FROM_DEVICE, SpanLog
-from windlass.engine.device import Device
+from windlass.engine.device import Device, copy
+from windlass.engine.device_buffers import BufferClass, DeviceBuffers
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
+from windlass.engine.streams import Event
+from windlass.planner.device_buffers import grad_buffers
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind
 
 # Gradients of so many blocks may lie on the device while the offload is behind.
 MAX_GRAD_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Complete:
+    """A gradient as the optimizer will see it."""
+
+    flat: torch.Tensor
+    event: Event  # of the compute stream, which is through with it then
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,7 @@ class _Partial:
     operation: ComputeBlock  # that added to it last
     use: Use
     grad: GradBuffer
+    event: Event  # of the compute stream, which is through with it then
 
 
 class GradOffload:
@@ -52,7 +65,10 @@ class GradOffload:
         io: ChunkIoClient,
         spans: SpanLog,
         report: Callable[[Message], None],
+        *,
+        summed_in_fp32: Collection[BlockIndex],
     ) -> None:
+        """`summed_in_fp32`: blocks whose gradients may be, whatever they travel in."""
         self._context = context
         self._device = device
         self._memory = memory
@@ -67,11 +83,13 @@ class GradOffload:
         # Being summed. Of tensors that several operations use each has a sum of its own, until the last one: those over
         # micro-batches must not depend on how these are grouped.
         self._buffers: dict[Use, GradBuffer] = {}
-        self._partials = PartialGrads(context, device, memory, spans)
-        self._complete: dict[BlockIndex, torch.Tensor] = {}  # as the optimizer will see them
+        self._complete: dict[BlockIndex, _Complete] = {}
         self._permits = threading.Semaphore(MAX_GRAD_BUFFERS)
         self._permitted: set[BlockIndex] = set()
         self._told_step = 0  # the last one whose backward pass is over and told
+        planned = self._plan_buffers(summed_in_fp32)
+        self._flats = DeviceBuffers(device, planned, name="gradients", deadline_s=context.spec.deadline_s)
+        self._partials = PartialGrads(context, device, self._flats, memory, spans)
 
     # --- what the worker calls --------------------------------------------------------------------------------------
 
@@ -86,6 +104,8 @@ class GradOffload:
 
     def buffer(self, operation: ComputeBlock, block: BlockIndex, dtype: torch.dtype) -> GradBuffer:
         """What an operation adds a block's gradient to: empty, of this type, or what the group before has summed.
+
+        For what the compute stream is given from now on.
 
         Raises:
             TimeoutError: none came free, or what the group before left did not come, within the job's deadline.
@@ -106,32 +126,38 @@ class GradOffload:
         if operation.group > 0 and block not in self._context.plan.device_blocks:
             self._buffers[use] = self._partials.take(operation, use)
         else:
-            self._buffers[use] = GradBuffer(self._device.take(self._context.layout.blocks[block].numel, dtype))
+            numel = self._context.layout.blocks[block].numel
+            self._buffers[use] = GradBuffer(self._flats.take(numel, dtype, self._device.compute))
         return self._buffers[use]
 
     def set_aside(self, operation: ComputeBlock) -> None:
-        """An operation of a group that is not the step's last is done: the next group goes on with its sums."""
+        """The compute stream was given an operation of a group that is not the step's last: the next group goes on with
+        its sums."""
         for use in self._partials.uses(operation):
-            self._requests.put(_Partial(operation, use, self._buffers.pop(use)))
+            self._requests.put(_Partial(operation, use, self._buffers.pop(use), self._device.compute.record()))
 
-    def complete(self, block: BlockIndex) -> torch.Tensor:
-        """Nothing is added any more; what will be offloaded. What overflows on the way there must not be missed."""
+    def complete(self, block: BlockIndex, look: Callable[[torch.Tensor], object]) -> None:
+        """Nothing is added any more. `look` is work for the compute stream: it sees what will be offloaded, as what
+        overflows on the way there must not be missed."""
         params = [(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params]
-        grad, *others = self._sums_of(block)
-        for other in others:
-            grad.merge(other, params)
-        grad.finish(params)
+        (grad, *others), compute = self._sums_of(block), self._device.compute
+
+        def finish() -> None:
+            for other in others:
+                grad.merge(other, params)
+            grad.finish(params)
+
+        compute.run(finish)
         flat, unused = grad.flat, [other.flat for other in others]
         if flat.dtype is not self._dtype:
-            flat = self._device.take(grad.flat.numel(), self._dtype).copy_(grad.flat)
+            flat = self._flats.take(flat.numel(), self._dtype, compute)
+            compute.run(functools.partial(flat.copy_, grad.flat))
             unused.append(grad.flat)
-        if unused:
-            self._device.synchronize()  # the next to use them may be a copy to the device
-            for each in unused:
-                self._device.give(each)
+        for each in unused:
+            self._flats.give(each, compute)
+        compute.run(functools.partial(look, flat))
         with self._lock:
-            self._complete[block] = flat
-        return flat
+            self._complete[block] = _Complete(flat, compute.record())
 
     def backward_over(self, step: int) -> None:
         """All gradients of a step are complete."""
@@ -139,9 +165,12 @@ class GradOffload:
         self._spans.tell(step)
 
     def take(self, block: BlockIndex) -> torch.Tensor:
-        """A complete gradient, for who updates it on the device."""
-        with self._lock:
-            return self._complete.pop(block)
+        """A complete gradient, for an update in the compute stream; `give_back` must follow."""
+        return self._take(block).flat
+
+    def give_back(self, flat: torch.Tensor) -> None:
+        """The compute stream was given the update."""
+        self._flats.give(flat, self._device.compute)
 
     def request(self, message: OffloadGrad) -> None:
         """Begins to bring a complete gradient to where it is kept."""
@@ -155,16 +184,32 @@ class GradOffload:
         """A step is skipped."""
         self._slots.release([chunk.span for chunk in message.chunks if chunk.span is not None])
         if message.block in self._context.plan.device_blocks:
-            self._device.give(self.take(message.block))
+            self.give_back(self.take(message.block))
 
     def stop(self) -> None:
         """Ends the thread, and the waits of others."""
         self._slots.close()
+        self._flats.close()
         self._permits.release()
         self._partials.stop()
         self._requests.put(None)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _plan_buffers(self, summed_in_fp32: Collection[BlockIndex]) -> dict[BufferClass, int]:
+        """For sums of each use of a block, and for what sums become in the type in which they travel."""
+        layout, plan = self._context.layout, self._context.plan
+        numels = {block.index: block.numel for block in layout.blocks}
+        # What the next group goes on with comes while two others are added to and copied out.
+        num_waiting = MAX_GRAD_BUFFERS + (1 if plan.num_groups > 1 else 0)
+        planned: Counter[BufferClass] = Counter()
+        for dtype, blocks in ((self._dtype, set(numels)), (torch.float32, set(summed_in_fp32))):
+            of_dtype: dict[int, int] = {block: numels[block] for block in blocks}
+            numbers = grad_buffers(of_dtype, resident=plan.device_blocks, num_waiting=num_waiting)
+            planned |= Counter({(numel, dtype): number for numel, number in numbers.items()})
+        # Each is where it is until the last.
+        planned.update((numels[block], torch.float32) for shared in layout.shared for block in shared[1:])
+        return dict(planned)
 
     def _sums_of(self, block: BlockIndex) -> list[GradBuffer]:
         """Of all operations that use a block, in their order, its own last."""
@@ -179,31 +224,35 @@ class GradOffload:
                 self._leave(request)
             else:
                 works_at(request)
-                self._offload(request)
+                spans = self._copy_out(request, self._take(request.block))
+                self._device.d2h.then(functools.partial(self._copied, request, spans))
 
     def _leave(self, partial: _Partial) -> None:
+        self._device.d2h.wait(partial.event)
         self._partials.leave(partial.operation, partial.use, partial.grad)
         user, block = partial.use
         self._let_go(partial.grad.flat, block if user == block else None)
 
-    def _offload(self, request: OffloadGrad) -> None:
-        flat = self.take(request.block)
-        if request.block in self._context.plan.spilled_blocks:
-            self._spill(request, flat)
-        else:
-            chunks = tuple(GradChunk(key, span) for key, span in self._copy_out(request, flat).items())
-            self._finish(request, chunks)
-
     def _let_go(self, flat: torch.Tensor, permitted: BlockIndex | None) -> None:
-        """A buffer was copied out; `permitted`: the block whose permit it had, if any."""
-        self._device.give(flat)
+        """The device was given a buffer's copies; `permitted`: the block whose permit it had, if any."""
+        self._flats.give(flat, self._device.d2h)
         if permitted in self._permitted:
             self._permitted.remove(permitted)
             self._permits.release()
 
-    def _spill(self, request: OffloadGrad, flat: torch.Tensor) -> None:
-        """Through slots to the SSDs."""
-        spans = self._copy_out(request, flat)
+    def _take(self, block: BlockIndex) -> _Complete:
+        with self._lock:
+            return self._complete.pop(block)
+
+    def _copied(self, request: OffloadGrad, spans: dict[ChunkKey, Span]) -> None:
+        """All of a gradient lies in slots."""
+        if request.block in self._context.plan.spilled_blocks:
+            self._spill(request, spans)
+        else:
+            self._finish(request, tuple(GradChunk(key, span) for key, span in spans.items()))
+
+    def _spill(self, request: OffloadGrad, spans: dict[ChunkKey, Span]) -> None:
+        """From slots to the SSDs."""
         num_missing = len(spans)
 
         def written(key: ChunkKey) -> None:
@@ -215,29 +264,32 @@ class GradOffload:
             if is_last:
                 self._finish(request, tuple(GradChunk(key, None) for key in spans))
 
-        itemsizes = {StateKind.GRAD: flat.itemsize}
+        itemsizes = {StateKind.GRAD: self._dtype.itemsize}
         items = [
             chunk_io(key, self._context.chunk_numel(key), {StateKind.GRAD: span.offset}, itemsizes)
             for key, span in spans.items()
         ]
         self._io.write(items, request.step, (request.step, request.block), written)
 
-    def _copy_out(self, request: OffloadGrad, flat: torch.Tensor) -> dict[ChunkKey, Span]:
-        """A block's gradient to slots; its buffer is free then."""
-        layout, block = self._context.layout, request.block
+    def _copy_out(self, request: OffloadGrad, grad: _Complete) -> dict[ChunkKey, Span]:
+        """Has the device copy a gradient to slots; its buffer may be used again."""
+        layout, block, d2h = self._context.layout, request.block, self._device.d2h
         keys = layout.chunk_keys(block)
         spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
+        d2h.wait(grad.event)
         for key, span in spans.items():
             start, stop = layout.chunk_range(key)
-            source = flat[start:stop]
-            target = self._memory[span.offset : span.offset + source.nbytes].view(flat.dtype)
-            start_s, kind = time.monotonic(), SpanKind.COPY_GRAD_OUT
-            self._device.copy_out(target, source)
-            self._spans.note(
-                FROM_DEVICE, kind, request.step, block, key.chunk, start_s, time.monotonic(), source.nbytes
-            )
-        self._let_go(flat, block)
+            source = grad.flat[start:stop]
+            target = self._memory[span.offset : span.offset + source.nbytes].view(source.dtype)
+            begun = d2h.record()
+            d2h.run(functools.partial(copy, target, source))
+            d2h.then(functools.partial(self._note, request, key, begun, d2h.record(), source.nbytes))
+        self._let_go(grad.flat, block)
         return spans
+
+    def _note(self, request: OffloadGrad, key: ChunkKey, begun: Event, copied: Event, nbytes: int) -> None:
+        kind, start_s, end_s = SpanKind.COPY_GRAD_OUT, begun.time_s(), copied.time_s()
+        self._spans.note(FROM_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
 
     def _finish(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
         if request.step <= self._told_step:  # else the end of the backward pass tells

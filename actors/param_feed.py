@@ -1,12 +1,13 @@
 """Brings params to the device: from the SSDs, from host memory where they rest or were kept, or as they lie there.
 
-Two threads: one asks for what is not at hand, one copies to the device what is. A block's params are one flat buffer,
-held from its request to the end of its operation.
+Two threads: one asks for what is not at hand, one has the device copy what is. A block's params are one flat buffer,
+held from its request until its operation has been given to the device. The buffers are made at set-up, two of each size
+that follows itself; what reuses one waits for what used it on the device, not in these threads.
 """
 
+import functools
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,8 +26,11 @@ from windlass.actors.messages import (
 )
 from windlass.actors.param_cache import ParamCache
 from windlass.actors.spans import TO_DEVICE, SpanLog
-from windlass.engine.device import Device
+from windlass.engine.device import Device, copy
+from windlass.engine.device_buffers import DeviceBuffers
 from windlass.engine.formats import TORCH_DTYPE
+from windlass.engine.streams import Event
+from windlass.planner.device_buffers import param_buffers
 from windlass.planner.plan import FETCH_DEPTH
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
@@ -40,7 +44,8 @@ class Fetch:
     buffer: torch.Tensor
     num_missing: int  # chunks
     is_lent: bool = False  # the buffer is where these params rest
-    ready: threading.Event = field(default_factory=threading.Event)
+    ready: threading.Event = field(default_factory=threading.Event)  # the device was given all copies
+    copied: Event | None = None  # then, and when they are done; None where none were needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,18 @@ class ParamFeed:
         )
         # So many chunks at a time that the next ones are on their way while these are copied.
         self._batch = max(1, min(FETCH_DEPTH, pool.num_slots) // 2)
+        num_buffers = param_buffers(
+            [block.numel for block in context.layout.blocks],
+            context.layout.shared,
+            resident=context.plan.device_blocks,
+            num_ahead=context.spec.effective_ordering.max_prefetched,
+        )
+        self._buffers = DeviceBuffers(
+            device,
+            {(numel, self._dtype): number for numel, number in num_buffers.items()},
+            name="params",
+            deadline_s=context.spec.deadline_s,
+        )
         self._requests: queue.Queue[PrefetchParams | None] = queue.Queue()
         self._arrived: queue.Queue[_Arrival | None] = queue.Queue()
         self._changed = threading.Condition()
@@ -103,6 +120,7 @@ class ParamFeed:
                 fetch.ready.set()
             self._changed.notify_all()
         self._slots.close()
+        self._buffers.close()
         self._requests.put(None)
         self._arrived.put(None)
 
@@ -113,7 +131,9 @@ class ParamFeed:
         self._requests.put(message)
 
     def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Fetch:
-        """The params of a block that an operation needs, once they are on the device. `release` must follow.
+        """The params of a block that an operation needs, for what the compute stream is given from now on.
+
+        Waits until they are in host memory, or on the device, and not for their copies. `release` must follow.
 
         Raises:
             TimeoutError: they did not come within the job's deadline.
@@ -136,12 +156,14 @@ class ParamFeed:
                 f"the params of block {block} in step {operation.step} did not arrive within {deadline_s:g} s; "
                 f"{fetch.num_missing} chunks are missing; see the logs of the SSD servers, and check the disks"
             )
+        if fetch.copied is not None:
+            self._device.compute.wait(fetch.copied)
         return fetch
 
     def release(self, fetch: Fetch) -> None:
-        """The operation is done."""
+        """The compute stream was given the operation."""
         if not fetch.is_lent:
-            self._device.give(fetch.buffer)
+            self._buffers.give(fetch.buffer, self._device.compute)
 
     def lend(self, message: BorrowParams) -> ParamsLent:
         """Slots for an optimizer, as far as there are some."""
@@ -169,7 +191,7 @@ class ParamFeed:
                 fetch = Fetch(request, resident, 0, is_lent=True)
                 fetch.ready.set()
             else:
-                buffer = self._device.take(layout.blocks[request.block].numel, self._dtype)
+                buffer = self._buffers.take(layout.blocks[request.block].numel, self._dtype, self._device.h2d)
                 fetch = Fetch(request, buffer, len(keys))
             with self._changed:
                 self._fetches[(request.op, request.block)] = fetch
@@ -207,21 +229,26 @@ class ParamFeed:
         )
 
     def _run_arrivals(self) -> None:
+        h2d = self._device.h2d
         while (arrival := self._arrived.get()) is not None:
             fetch, span = arrival.fetch, arrival.span
             works_at(fetch.request)
-            key = arrival.key
-            start, stop = self._context.layout.chunk_range(key)
+            start, stop = self._context.layout.chunk_range(arrival.key)
             nbytes = (stop - start) * self._dtype.itemsize
             source = self._memory[span.offset : span.offset + nbytes].view(self._dtype)
-            start_s, step = time.monotonic(), fetch.request.step
-            self._device.copy_in(fetch.buffer[start:stop], source)
-            self._spans.note(
-                TO_DEVICE, SpanKind.COPY_PARAMS_IN, step, key.block, key.chunk, start_s, time.monotonic(), nbytes
-            )
-            if arrival.is_slot:
-                is_last_group = fetch.request.group == self._context.plan.num_groups - 1
-                self._cache.put(key, step, span, fetch.request.phase, is_last_group=is_last_group)
+            begun = h2d.record()
+            h2d.run(functools.partial(copy, fetch.buffer[start:stop], source))
+            copied = h2d.record()
+            h2d.then(functools.partial(self._copied, arrival, begun, copied, nbytes))
             fetch.num_missing -= 1
             if fetch.num_missing == 0:
+                fetch.copied = copied
                 fetch.ready.set()
+
+    def _copied(self, arrival: _Arrival, begun: Event, copied: Event, nbytes: int) -> None:
+        key, request = arrival.key, arrival.fetch.request
+        kind, start_s, end_s = SpanKind.COPY_PARAMS_IN, begun.time_s(), copied.time_s()
+        self._spans.note(TO_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
+        if arrival.is_slot:
+            is_last_group = request.group == self._context.plan.num_groups - 1
+            self._cache.put(key, request.step, arrival.span, request.phase, is_last_group=is_last_group)

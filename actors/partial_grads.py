@@ -3,10 +3,11 @@
 A group's backward operation goes on with the sums of the group before, to the bit: in their type, and with what no
 micro-batch has reached yet. So results do not depend on the size of the groups. What comes back is on the device by the
 time its operation is computed: one operation's sums at a time, beside those that are being added to and copied out.
+No thread waits for a copy; those that bring sums back wait for memory alone.
 """
 
+import functools
 import threading
-import time
 from collections import deque
 
 import torch
@@ -15,8 +16,10 @@ from windlass.actors.context import JobContext
 from windlass.actors.guarded_threads import works_at
 from windlass.actors.messages import ComputeBlock, Phase, SpanKind
 from windlass.actors.spans import FROM_DEVICE, TO_DEVICE, SpanLog
-from windlass.engine.device import Device
+from windlass.engine.device import Device, copy
+from windlass.engine.device_buffers import DeviceBuffers
 from windlass.engine.grad_buffer import GradBuffer
+from windlass.engine.streams import Event
 from windlass.storage.ids import BlockIndex, ChunkKey
 
 # The block whose operation adds to a sum, and the block whose gradient it is: the same, unless they share tensors.
@@ -26,16 +29,20 @@ Use = tuple[BlockIndex, BlockIndex]
 class PartialGrads:
     """Keeps a sum for each use of a block's params, in slots of its own; those of device blocks stay on the device."""
 
-    def __init__(self, context: JobContext, device: Device, memory: torch.Tensor, spans: SpanLog) -> None:
+    def __init__(
+        self, context: JobContext, device: Device, flats: DeviceBuffers, memory: torch.Tensor, spans: SpanLog
+    ) -> None:
         self._context = context
         self._device = device
+        self._flats = flats
         self._memory = memory
         self._spans = spans
         self._slots = context.partial_slots()
         self._changed = threading.Condition()
         self._expected: deque[ComputeBlock] = deque()
         self._left: dict[Use, tuple[torch.dtype, set[str]]] = {}  # in slots: in which type, and what was reached
-        self._back: dict[Use, GradBuffer] = {}  # of the first operation that is expected
+        # Of the first operation that is expected, with the event after which it is there.
+        self._back: dict[Use, tuple[GradBuffer, Event]] = {}
         self._stopping = False
 
     def uses(self, operation: ComputeBlock) -> list[Use]:
@@ -51,7 +58,7 @@ class PartialGrads:
                 self._changed.notify_all()
 
     def take(self, operation: ComputeBlock, use: Use) -> GradBuffer:
-        """A sum of the group before, on the device.
+        """A sum of the group before, for what the compute stream is given from now on.
 
         Raises:
             TimeoutError: it did not come back within the job's deadline.
@@ -68,16 +75,15 @@ class PartialGrads:
                     f"micro-batches left it, did not come back to the device within {deadline_s:g} s; the copies "
                     "between the device and host memory are stuck"
                 )
-            found = self._back.pop(use)
+            found, copied = self._back.pop(use)
             self._changed.notify_all()
+        self._device.compute.wait(copied)
         return found
 
     def leave(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
-        """Copies a sum to its slots; its buffer may be used again."""
+        """Has the D2H stream copy a sum to its slots."""
         self._copy(operation, use, grad.flat, is_out=True)
-        with self._changed:
-            self._left[use] = (grad.flat.dtype, grad.touched)
-            self._changed.notify_all()
+        self._device.d2h.then(functools.partial(self._has_left, use, grad))
 
     def run(self) -> None:
         """What its thread runs: brings sums back."""
@@ -107,25 +113,33 @@ class PartialGrads:
             return False
         return all(use in self._left for use in self.uses(self._expected[0]))
 
-    def _bring_back(self, operation: ComputeBlock, use: Use) -> GradBuffer:
+    def _has_left(self, use: Use, grad: GradBuffer) -> None:
+        with self._changed:
+            self._left[use] = (grad.flat.dtype, grad.touched)
+            self._changed.notify_all()
+
+    def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
         with self._changed:
             dtype, touched = self._left.pop(use)
-        grad = GradBuffer(self._device.take(self._context.layout.blocks[use[1]].numel, dtype), touched)
-        self._copy(operation, use, grad.flat, is_out=False)
-        return grad
+        flat = self._flats.take(self._context.layout.blocks[use[1]].numel, dtype, self._device.h2d)
+        return GradBuffer(flat, touched), self._copy(operation, use, flat, is_out=False)
 
-    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, *, is_out: bool) -> None:
+    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, *, is_out: bool) -> Event:
+        """The event after the copies."""
+        stream = self._device.d2h if is_out else self._device.h2d
         for key in self._context.layout.chunk_keys(use[1]):
             start, stop = self._context.layout.chunk_range(key)
             here, offset = flat[start:stop], self._slots[use[0], key].offset
             there = self._memory[offset : offset + here.nbytes].view(here.dtype)
-            start_s = time.monotonic()
-            if is_out:
-                self._device.copy_out(there, here)
-            else:
-                self._device.copy_in(here, there)
-            self._note(operation, key, start_s, here.nbytes, is_out=is_out)
+            begun = stream.record()
+            stream.run(functools.partial(copy, there, here) if is_out else functools.partial(copy, here, there))
+            note = functools.partial(self._note, operation, key, begun, stream.record(), here.nbytes, is_out=is_out)
+            stream.then(note)
+        return stream.record()
 
-    def _note(self, operation: ComputeBlock, key: ChunkKey, start_s: float, nbytes: int, *, is_out: bool) -> None:
+    def _note(
+        self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int, *, is_out: bool
+    ) -> None:
         resource, kind = (FROM_DEVICE, SpanKind.COPY_PARTIAL_OUT) if is_out else (TO_DEVICE, SpanKind.COPY_PARTIAL_IN)
-        self._spans.note(resource, kind, operation.step, key.block, key.chunk, start_s, time.monotonic(), nbytes)
+        start_s, end_s = begun.time_s(), copied.time_s()
+        self._spans.note(resource, kind, operation.step, key.block, key.chunk, start_s, end_s, nbytes)

@@ -196,7 +196,7 @@ class SsdActivations:
         start_s = time.monotonic()
         in_time = self._changed.wait_for(lambda: self._stopping or condition(), self._spec.deadline_s)
         if (end_s := time.monotonic()) - start_s > _LEAST_WAIT_S:
-            self._watch.waited(start_s, end_s)
+            self._watch.waited(self._watch.owner(), start_s, end_s)
         if self._stopping:
             raise InterruptedError("the job was stopped")
         if not in_time:

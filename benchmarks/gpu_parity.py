@@ -1,14 +1,22 @@
-"""Does windlass compute on this GPU what plain PyTorch computes there? Released buffers are filled with NaN."""
+"""Does windlass compute on this GPU what plain PyTorch computes there?
 
+Released buffers are filled with NaN: one that a stream reads too early or fills too soon makes a loss that is none.
+Where more operations are given at once, the streams run further behind.
+"""
+
+import contextlib
 import dataclasses
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.contenders import without_paths
 from benchmarks.gpu_cases import room_for_activations
@@ -16,9 +24,11 @@ from benchmarks.report import table
 from tests.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of, train_plainly
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.local import run_local
+from windlass.actors.messages import LossComputed, Message, Phase
+from windlass.actors.policy.ordering import Ordering
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
-from windlass.storage.ids import Kernel, Precision
+from windlass.storage.ids import ActorName, Kernel, Precision
 
 # The largest relative difference of any loss.
 LIMITS = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
@@ -41,13 +51,15 @@ class ParityCase:
     num_microbatches: int
     is_tied: bool
     kernel: Kernel | None  # None: compiled where there is a compiler
+    num_ahead: int  # operations given at once
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Of its row."""
         activations = f"{self.activations}, to SSD" if self.swaps_to_ssd else str(self.activations)
-        kernel = str(self.kernel or "compiled if possible")
-        return (str(self.precision), activations, self.place, str(self.num_microbatches), str(self.is_tied), kernel)
+        kernel, num_ahead = str(self.kernel or "compiled if possible"), str(self.num_ahead)
+        numbers = (str(self.num_microbatches), str(self.is_tied), kernel, num_ahead)
+        return (str(self.precision), activations, self.place, *numbers)
 
     def placed(self, spec: JobSpec, num_blocks: int, device: str) -> JobSpec:
         """The job with its things where the case says."""
@@ -73,14 +85,19 @@ class ParityRun:
     case: ParityCase
     difference: float | None = None  # the largest relative one of any loss
     swapped_nbytes: int = 0  # that left the device in a step
+    num_waits: int = 0  # of the host for the device, in the steps after the second
     reason: str = ""  # why there is none
     is_failure: bool = False
     took_s: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
-        """It failed, or its losses are not plain PyTorch's."""
-        return self.is_failure or (self.difference is not None and self.difference > LIMITS[self.case.precision])
+        """It failed, the host had to wait, or its losses are not plain PyTorch's."""
+        return (
+            self.is_failure
+            or self.num_waits > 0
+            or (self.difference is not None and self.difference > LIMITS[self.case.precision])
+        )
 
 
 def cases(*, compiles: bool) -> list[ParityCase]:
@@ -99,6 +116,7 @@ def cases(*, compiles: bool) -> list[ParityCase]:
             num_microbatches=(1, 4)[i % 2],
             is_tied=i // 2 % 2 == 1,
             kernel=Kernel.FUSED,
+            num_ahead=(2, 5)[i // len(ACTIVATIONS) % 2],
         )
         found.append(case)
     if compiles:
@@ -120,7 +138,8 @@ def measure(
             yield ParityRun(case=case, reason="no time is left")
             continue
         try:
-            spec = _train(case, folder, device, num_steps)
+            with host_waits(device) as waits:
+                spec = _train(case, folder, device, num_steps, waits)
             key = (case.precision, case.num_microbatches, case.is_tied)
             if key not in expected:
                 expected[key] = train_plainly(spec, device).losses
@@ -128,6 +147,7 @@ def measure(
                 case=case,
                 difference=_largest_difference(losses_of(spec), expected[key]),
                 swapped_nbytes=_swapped_nbytes(case, spec),
+                num_waits=waits.number,
                 took_s=time.monotonic() - start_s,
             )
         except Exception as error:  # noqa: BLE001 - a case fails alone
@@ -136,7 +156,36 @@ def measure(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _train(case: ParityCase, folder: Path, device: str, num_steps: int) -> JobSpec:
+class HostWaits:
+    """Counts what torch makes the host wait for on a GPU once two steps are over."""
+
+    def __init__(self, seen: list[warnings.WarningMessage]) -> None:
+        self._seen = seen
+
+    def look(self, _: ActorName, message: Message) -> None:
+        """Sees every message between actors."""
+        if isinstance(message, LossComputed) and (message.phase, message.step) == (Phase.HEAD, 2):
+            torch.cuda.set_sync_debug_mode("warn")
+
+    @property
+    def number(self) -> int:
+        """So far."""
+        return sum("synchronizing CUDA operation" in str(each.message) for each in self._seen)
+
+
+@contextlib.contextmanager
+def host_waits(device: str) -> Iterator[HostWaits]:
+    """Those within it; on a CPU there are none."""
+    with contextlib.ExitStack() as stack:
+        seen = stack.enter_context(warnings.catch_warnings(record=True)) if device != "cpu" else []
+        assert seen is not None, "they are recorded"
+        if device != "cpu":
+            warnings.simplefilter("always")
+            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        yield HostWaits(seen)
+
+
+def _train(case: ParityCase, folder: Path, device: str, num_steps: int, waits: HostWaits) -> JobSpec:
     """The job that has been trained. Raises RuntimeError where it fails."""
     spec = make_spec(
         folder,
@@ -148,10 +197,18 @@ def _train(case: ParityCase, folder: Path, device: str, num_steps: int) -> JobSp
         total_steps=num_steps,
         evaluate_every=None,
         num_validation_examples=0,
+        ordering=Ordering(max_prefetched=case.num_ahead),
     )
     partition = make_partition(spec)
     spec = case.placed(spec, len(partition.layout.blocks), device)
-    outcome = run_local(spec, partition=partition, device=device, poison_released=True, direct=has_direct_io(folder))
+    outcome = run_local(
+        spec,
+        partition=partition,
+        device=device,
+        poison_released=True,
+        direct=has_direct_io(folder),
+        on_message=None if device == "cpu" else waits.look,
+    )
     if outcome["status"] != "succeeded":
         raise RuntimeError(outcome["error"]["message"])
     return spec
@@ -176,15 +233,15 @@ def tables(runs: Sequence[ParityRun]) -> list[str]:
     """Lines of Markdown."""
     rows = []
     for run in runs:
-        verdict = "DIFFERS" if run.is_wrong else "equal"
+        verdict = "WAITS" if run.num_waits else "DIFFERS" if run.is_wrong else "equal"
         if run.difference is None:
             verdict = f"{'FAILED' if run.is_failure else 'not tried'}: {run.reason}"
         difference = "" if run.difference is None else f"{run.difference:.1e}"
         swapped = f"{run.swapped_nbytes / 2**20:.1f}" if run.swapped_nbytes else ""
         limit = f"{LIMITS[run.case.precision]:.0e}"
-        rows.append((*run.case.columns, swapped, difference, limit, verdict, f"{run.took_s:.1f}"))
-    settings = ("precision", "activations", "states on", "micro-batches", "tied", "kernel")
-    results = ("swapped, MiB a step", "largest loss difference", "limit", "", "took, s")
+        rows.append((*run.case.columns, swapped, str(run.num_waits), difference, limit, verdict, f"{run.took_s:.1f}"))
+    settings = ("precision", "activations", "states on", "micro-batches", "tied", "kernel", "operations at once")
+    results = ("swapped, MiB a step", "waits of the host", "largest loss difference", "limit", "", "took, s")
     return table((*settings, *results), rows)
 
 

@@ -28,13 +28,13 @@ class SwapWatch(Protocol):
     """Is told of a store's work, by whichever of its threads did it. Times are those of `time.monotonic`."""
 
     def owner(self) -> object:
-        """Whose bytes they are; asked in each `put`."""
+        """What is being computed; asked in each `put` and `get`. Bytes belong to what puts them."""
 
     def moved(self, owner: object, start_s: float, end_s: float, nbytes: int, *, is_out: bool) -> None:
         """Bytes of an owner have left the device, or come back."""
 
-    def waited(self, start_s: float, end_s: float) -> None:
-        """Who called `put` or `get` had to wait."""
+    def waited(self, owner: object, start_s: float, end_s: float) -> None:
+        """What called `put` or `get` had to wait."""
 
 
 class Unwatched:
@@ -47,7 +47,7 @@ class Unwatched:
     def moved(self, owner: object, start_s: float, end_s: float, nbytes: int, *, is_out: bool) -> None:
         """See SwapWatch."""
 
-    def waited(self, start_s: float, end_s: float) -> None:
+    def waited(self, owner: object, start_s: float, end_s: float) -> None:
         """See SwapWatch."""
 
 

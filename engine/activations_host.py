@@ -1,16 +1,16 @@
 """A store of activations in host memory."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from windlass.engine.activations import SwapCounts, SwapHandle, SwapWatch, Unwatched
-from windlass.engine.device import Device
+from windlass.engine.device import Device, copy
+from windlass.engine.streams import Event
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import Span
 
@@ -27,16 +27,16 @@ class ActivationTimeoutError(TimeoutError):
 class _Held:
     """What one handle stands for."""
 
-    spans: list[Span]
     owner: object
-    left: "Future[None]"
-    back: "Future[torch.Tensor] | None" = None
+    left: Event
+    back: tuple[torch.Tensor, Event] | None = None  # where its bytes will be on the device, and when
 
 
 class HostActivations:
-    """Activations in slots of a piece of host memory that its caller owns, moved by one thread each way.
+    """Activations in slots of a piece of host memory that its caller owns, moved by a stream each way.
 
-    Slots may lie anywhere, so memory is lost only in the last slot of each put. On a GPU the memory should be pinned.
+    Slots may lie anywhere, so memory is lost only in the last slot of each put. On a GPU the memory should be pinned;
+    there no thread waits for a copy, but for those that bound what is on its way.
     """
 
     def __init__(
@@ -59,17 +59,19 @@ class HostActivations:
         self._max_leaving_nbytes = max_leaving_nbytes
         self._deadline_s = deadline_s
         self._watch: SwapWatch = watch or Unwatched()
-        self._held: dict[SwapHandle, _Held] = {}
+        self._held: dict[SwapHandle, _Held] = {}  # until they are asked for or dropped
+        self._taken: dict[SwapHandle, list[Span]] = {}  # until copies are over
         self._changed = threading.Condition()
+        self._stopping = False
         self._num_puts = 0
-        self._num_dropping = 0
+        self._num_returning = 0  # handles whose slots come free when copies are over
         self._leaving_nbytes = 0
         self._out_nbytes = 0
         self._in_nbytes = 0
         self._held_nbytes = 0
         self._peak_held_nbytes = 0
-        self._outward = ThreadPoolExecutor(1, thread_name_prefix="activations-out")
-        self._inward = ThreadPoolExecutor(1, thread_name_prefix="activations-in")
+        self._outward = device.open_stream()
+        self._inward = device.open_stream()
 
     def put(self, tensor: torch.Tensor) -> SwapHandle:
         """See ActivationStore.
@@ -87,34 +89,47 @@ class HostActivations:
             spans = self._take_slots(nbytes)
             handle = SwapHandle(self._num_puts, nbytes)
             self._num_puts += 1
+            self._taken[handle] = spans
             self._leaving_nbytes += nbytes
             self._held_nbytes += nbytes
             self._peak_held_nbytes = max(self._peak_held_nbytes, self._held_nbytes)
-            left = self._outward.submit(self._copy_out, tensor, spans, owner, self._device.after_now())
-            self._held[handle] = _Held(spans, owner, left)
+            self._outward.wait(self._device.compute.record())
+            begun = self._outward.record()
+            for host, device in _pieces(self._memory, spans, tensor):
+                self._outward.run(functools.partial(copy, host, device))
+            # What is called back holds the tensor: its memory is not used again before it was read.
+            copied = self._outward.record()
+            self._outward.then(functools.partial(self._has_left, tensor, owner, begun, copied))
+            self._held[handle] = _Held(owner, self._outward.record())
         return handle
 
     def room_nbytes(self, wanted_nbytes: int) -> int:
-        """How much of a put of that size would find room, in whole slots; what is being dropped is waited for.
+        """How much of a put of that size would find room, in whole slots; what is about to come free is waited for.
 
         Raises:
             ActivationTimeoutError: that hangs.
         """
         num_slots = -(-wanted_nbytes // self._slots.slot_nbytes)
         with self._changed:
-            if self._num_free < num_slots:
-                self._wait_until(lambda: not self._num_dropping)
+            self._wait_until(lambda: self._num_free >= num_slots or not self._num_returning)
             return min(wanted_nbytes, self._num_free * self._slots.slot_nbytes)
 
     def prefetch(self, handle: SwapHandle, into: torch.Tensor | None = None) -> None:
         """See ActivationStore. `into`: device memory of the same size, for who has some."""
         with self._changed:
             held = self._held[handle]
-            if held.back is None:
-                target = into
-                if target is None:
-                    target = torch.empty(handle.nbytes, dtype=torch.uint8, device=self._device.device)
-                held.back = self._inward.submit(self._copy_in, target, held, self._device.after_now())
+            if held.back is not None:
+                return
+            target = self._device.empty(handle.nbytes) if into is None else into
+            self._num_returning += 1
+            self._inward.wait(held.left)
+            self._inward.wait(self._device.compute.record())
+            begun = self._inward.record()
+            for host, device in _pieces(self._memory, self._taken[handle], target):
+                self._inward.run(functools.partial(copy, device, host))
+            copied = self._inward.record()
+            self._inward.then(functools.partial(self._is_back, handle, target, held.owner, begun, copied))
+            held.back = target, self._inward.record()
 
     def get(self, handle: SwapHandle) -> torch.Tensor:
         """See ActivationStore.
@@ -126,29 +141,27 @@ class HostActivations:
         with self._changed:
             held = self._held.pop(handle)
         assert held.back is not None
-        if held.back.done():
-            return held.back.result()
-        start_s = time.monotonic()
+        (target, copied), compute = held.back, self._device.compute
+        if copied.is_over():
+            return target
+        asked = compute.record()
         try:
-            return held.back.result(self._deadline_s)
+            compute.wait(copied)
         except TimeoutError as error:
             raise ActivationTimeoutError(
                 f"{handle.nbytes} bytes of activations did not come back from host memory within {self._deadline_s:g} "
                 "s; the copy is stuck, or the deadline is too short for this machine"
             ) from error
-        finally:
-            self._watch.waited(start_s, time.monotonic())
+        compute.then(functools.partial(self._waited, self._watch.owner(), asked, compute.record()))
+        return target
 
     def drop(self, handle: SwapHandle) -> None:
         """See ActivationStore."""
         with self._changed:
             held = self._held.pop(handle)
-            self._num_dropping += 1
-        # Its slots are free when the copies to and from them are over.
-        if held.back is not None:
-            held.back.add_done_callback(self._dropped)
-        else:
-            self._outward.submit(self._release, held.spans, handle.nbytes).add_done_callback(self._dropped)
+            if held.back is None:
+                self._num_returning += 1
+                self._outward.then(functools.partial(self._release, handle))
 
     @property
     def counts(self) -> SwapCounts:
@@ -161,17 +174,31 @@ class HostActivations:
                 peak_held_nbytes=self._peak_held_nbytes,
             )
 
+    def stop(self) -> None:
+        """Ends the streams, after what they were given, and the waits of others."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._outward.close()
+        self._inward.close()
+
     def close(self) -> None:
-        """Ends the threads, after what they were given."""
-        self._outward.shutdown()
-        self._inward.shutdown()
+        """Lets go of what is held; after `stop`, when the threads of the streams have ended."""
+        with self._changed:
+            for handle in list(self._taken):
+                self._num_returning += 1
+                self._release(handle)
+            self._held.clear()
+
+    @property
+    def _num_free(self) -> int:
+        statistics = self._slots.statistics
+        return (statistics.held_nbytes - statistics.in_use_nbytes) // self._slots.slot_nbytes
 
     def _take_slots(self, nbytes: int) -> list[Span]:
         num_slots = -(-nbytes // self._slots.slot_nbytes)
+        self._wait_until(lambda: self._num_free >= num_slots or not self._num_returning)
         spans = self._slots.try_acquire(num_slots)
-        if len(spans) < num_slots and self._num_dropping:
-            self._wait_until(lambda: not self._num_dropping)
-            spans = self._slots.try_acquire(num_slots)
         if len(spans) < num_slots:
             raise ActivationMemoryError(
                 f"no room for {nbytes} bytes of activations: {num_slots} slots of {self._slots.slot_nbytes} bytes are "
@@ -180,60 +207,44 @@ class HostActivations:
             )
         return sorted(spans, key=lambda span: span.offset)
 
-    @property
-    def _num_free(self) -> int:
-        statistics = self._slots.statistics
-        return (statistics.held_nbytes - statistics.in_use_nbytes) // self._slots.slot_nbytes
-
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         if condition():
             return
         start_s = time.monotonic()
-        is_met = self._changed.wait_for(condition, self._deadline_s)
-        self._watch.waited(start_s, time.monotonic())
-        if not is_met:
+        is_over = self._changed.wait_for(lambda: self._stopping or condition(), self._deadline_s)
+        self._watch.waited(self._watch.owner(), start_s, time.monotonic())
+        if not is_over:
             raise ActivationTimeoutError(
                 f"{self._leaving_nbytes} bytes of activations did not reach host memory within {self._deadline_s:g} s; "
                 "the copy is stuck, or the deadline is too short for this machine"
             )
+        if self._stopping:
+            raise InterruptedError("the store of activations was closed")
 
-    def _copy_out(self, tensor: torch.Tensor, spans: list[Span], owner: object, wait: Callable[[], None]) -> None:
-        try:
-            wait()
-            start_s = time.monotonic()
-            for host, device in _pieces(self._memory, spans, tensor):
-                self._device.copy_out(host, device)
-            self._watch.moved(owner, start_s, time.monotonic(), tensor.nbytes, is_out=True)
-        finally:
-            with self._changed:
-                self._leaving_nbytes -= tensor.nbytes
-                self._out_nbytes += tensor.nbytes
-                self._changed.notify_all()
+    def _waited(self, owner: object, asked: Event, granted: Event) -> None:
+        self._watch.waited(owner, asked.time_s(), granted.time_s())
 
-    def _copy_in(self, target: torch.Tensor, held: _Held, wait: Callable[[], None]) -> torch.Tensor:
-        try:
-            held.left.result(self._deadline_s)
-            wait()
-            start_s = time.monotonic()
-            for host, device in _pieces(self._memory, held.spans, target):
-                self._device.copy_in(device, host)
-            self._watch.moved(held.owner, start_s, time.monotonic(), target.nbytes, is_out=False)
-            with self._changed:
-                self._in_nbytes += target.nbytes
-            return target
-        finally:
-            if held.left.done():  # else the copy that hangs may still write there
-                self._release(held.spans, target.nbytes)
-
-    def _dropped(self, done: "Future[Any]") -> None:
+    def _has_left(self, tensor: torch.Tensor, owner: object, begun: Event, copied: Event) -> None:
+        self._watch.moved(owner, begun.time_s(), copied.time_s(), tensor.nbytes, is_out=True)
         with self._changed:
-            self._num_dropping -= 1
+            self._leaving_nbytes -= tensor.nbytes
+            self._out_nbytes += tensor.nbytes
             self._changed.notify_all()
 
-    def _release(self, spans: list[Span], nbytes: int) -> None:
-        self._slots.release(spans)
+    def _is_back(self, handle: SwapHandle, target: torch.Tensor, owner: object, begun: Event, copied: Event) -> None:
+        """Holding the target until now has kept its memory from being used again where it was dropped meanwhile."""
+        self._watch.moved(owner, begun.time_s(), copied.time_s(), target.nbytes, is_out=False)
         with self._changed:
-            self._held_nbytes -= nbytes
+            self._in_nbytes += target.nbytes
+        self._release(handle)
+
+    def _release(self, handle: SwapHandle) -> None:
+        """Nothing reads or writes its slots any more."""
+        with self._changed:
+            self._slots.release(self._taken.pop(handle))
+            self._held_nbytes -= handle.nbytes
+            self._num_returning -= 1
+            self._changed.notify_all()
 
 
 def _pieces(memory: torch.Tensor, spans: list[Span], tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

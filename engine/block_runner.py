@@ -64,11 +64,17 @@ class _PrologueDone(Exception):
 
 @dataclass(slots=True)
 class LossSums:
-    """Sums over target tokens."""
+    """Sums over target tokens: tensors of the device, for which nothing has waited, 0-dim."""
 
-    loss_sum: float = 0.0
-    num_targets: int = 0
-    num_correct: int = 0
+    num_targets: int  # of the whole step
+    loss_sum: torch.Tensor  # fp64
+    num_correct: torch.Tensor  # int64
+
+    @classmethod
+    def nothing(cls, num_targets: int, device: torch.device) -> "LossSums":
+        """Over no tokens yet."""
+        zeros = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
+        return cls(num_targets, *zeros)
 
 
 def random_key(seed: int, step: int, microbatch: int, block: int) -> int:
@@ -213,11 +219,13 @@ class BlockRunner:
         """Loss of every micro-batch, over slices of tokens; with `train` its gradients as well, times `loss_scale`.
 
         Normalised by the target tokens of the whole step. Consumes the last layer's output. `sums`: what the step's
-        groups before this one came to, and the targets of all of them; None: the batch is the whole step.
+        groups before this one came to, and the targets of all of them; None: the batch is the whole step, and its
+        targets are counted, for which the host waits.
         """
         self._prefetch(self.num_layers, 0)
         if sums is None:
-            sums = LossSums(num_targets=sum(int((t != IGNORED_TARGET).sum()) for t in targets))
+            num_targets = sum(int((target != IGNORED_TARGET).sum()) for target in targets)
+            sums = LossSums.nothing(num_targets, self.device)
         hidden_states = self.inputs.pop()
         for m, target in enumerate(targets):
             self._seed(step, m, self.partition.head)
@@ -275,10 +283,7 @@ class BlockRunner:
         with fake, torch.no_grad():
             self._install_empty(BlockIndex(0))
             ids = torch.zeros(num_examples, num_tokens, dtype=torch.long, device=self.device)
-            # As in `run_on_meta`: without a cache, masks would be made that real values do not need. Layers get none.
-            cache = DynamicCache()
-            hidden, calls = self._prologue(ids, past_key_values=cache)
-            calls = [call.without(cache) for call in calls]
+            hidden, calls = self._prologue(ids)
             self.remove(BlockIndex(0))
             self._install_empty(block)
             try:
@@ -327,27 +332,31 @@ class BlockRunner:
         num = self.partition.num_returned
         return hidden if num is None else (hidden, *([None] * (num - 1)))
 
-    def _prologue(self, ids: torch.Tensor, **further: Any) -> tuple[torch.Tensor, list[LayerCall]]:
+    def _prologue(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """The model's own forward up to its first layer, and what it would call each layer with.
 
         No attention mask: with causal attention, padding on the right never reaches an earlier token, and its targets
         are ignored.
+
+        The empty cache, which layers do not get, is there as in `run_on_meta`: without one, the masking code would wait
+        for the device to look at position values, and fake tensors have none.
         """
         calls: list[LayerCall] = []
+        cache = DynamicCache()
         entering: list[torch.Tensor] = []
 
         def record(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, by_keyword = hidden_of(index, args, kwargs)
             entering.append(hidden)
             kwargs = {k: v for k, v in kwargs.items() if not (by_keyword and k == "hidden_states")}
-            calls.append(LayerCall(args if by_keyword else args[1:], kwargs, by_keyword))
+            calls.append(LayerCall(args if by_keyword else args[1:], kwargs, by_keyword).without(cache))
             if index == self.num_layers - 1:
                 raise _PrologueDone
             return self._as_layer_output(hidden)
 
         self._mode_on_call = record
         with contextlib.suppress(_PrologueDone):
-            self.model(input_ids=ids, use_cache=False, **further)
+            self.model(input_ids=ids, use_cache=False, past_key_values=cache)
         assert all(hidden is entering[0] for hidden in entering)
         return entering[0], calls
 
@@ -397,8 +406,8 @@ class BlockRunner:
                 loss_sum = F.cross_entropy(logits, piece, ignore_index=IGNORED_TARGET, reduction="sum")
                 if loss_scale is not None:
                     torch.autograd.backward(loss_sum / sums.num_targets * loss_scale)
-            sums.loss_sum += float(loss_sum.detach())
-            sums.num_correct += int((logits.detach().argmax(-1) == piece).sum())
+            sums.loss_sum += loss_sum.detach()
+            sums.num_correct += (logits.detach().argmax(-1) == piece).sum()
             if train:
                 assert entering.grad is not None
                 grad[:, start : start + size] = entering.grad

@@ -158,7 +158,7 @@ def _gradients_with(
     try:
         return block_gradients(partition, params, batch, targets, seed=0, step=1, activations=activations, store=store)
     finally:
-        store.close()
+        store.stop()
 
 
 def block_gradients(

@@ -61,8 +61,10 @@ def test_what_is_told_once_is_not_told_again() -> None:
     assert notes.tell() == [out(0, 1.0, 2.0, 10, step=0), out(0, 2.0, 3.0, 10, step=0)]
 
 
-def test_a_wait_is_the_operations_that_is_computed() -> None:
+def test_a_wait_is_the_operations_that_was_computed() -> None:
     notes = Notes()
     notes.spans.begin(Step(2), BlockIndex(5))
-    notes.spans.waited(1.0, 1.5)
+    owner = notes.spans.owner()
+    notes.spans.begin(Step(2), BlockIndex(4))
+    notes.spans.waited(owner, 1.0, 1.5)
     assert notes.tell() == [WorkSpan(COMPUTE, SpanKind.WAIT_ACTIVATIONS, 2, 5, WHOLE_BLOCK, 1.0, 1.5, 0)]

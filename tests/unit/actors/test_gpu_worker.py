@@ -118,7 +118,11 @@ class Bench:
         """A block's gradient, as it arrives in the arena; its slots are given back."""
         before = len(self.ssds.of(GradOffloaded))
         self.worker.post(OffloadGrad(job=self.spec.job, step=STEP, block=BlockIndex(block)))
-        offloaded = self.ssds.receive(GradOffloaded, before + 1)[-1]
+        return self.received_grad(block, before + 1)
+
+    def received_grad(self, block: int, count: int) -> torch.Tensor:
+        """The last of so many gradients that were offloaded."""
+        offloaded = self.ssds.receive(GradOffloaded, count)[-1]
         assert [chunk.key for chunk in offloaded.chunks] == self.layout.chunk_keys(BlockIndex(block))
         dtype = TORCH_DTYPE[grad_precision(self.spec)]
         parts = []
@@ -499,7 +503,7 @@ def test_states_on_the_device_are_updated_there(bench: Bench) -> None:
     assert chosen.actor == "gpu-0"
     hyper = bench.spec.hyperparameters
     for i, block in enumerate(resident):
-        flat = bench.worker._grads._complete[block]
+        flat = bench.worker._grads._complete[block].flat
         expected = expected_update(bench, block, flat.clone())
         update = UpdateBlock(
             job=job,

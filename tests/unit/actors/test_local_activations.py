@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from windlass.engine.activations import NOTHING_SWAPPED, SwapCounts
 from windlass.engine.activations_host import ActivationMemoryError
 from windlass.engine.activations_need import ActivationNeedUnknownError
 from windlass.engine.dataset import PreparedDataset
-from windlass.engine.device import Device
 from windlass.engine.partition import UnsupportedArchitectureError
+from windlass.engine.streams import CpuStreams, Stream, ThreadStream
 from windlass.planner.activations import ActivationChoice, BlockActivations
 from windlass.planner.plan import Placement
 from windlass.storage.arena import SlotPool
@@ -182,28 +182,40 @@ def test_a_stop_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, watched: 
     assert watched.counts.out_nbytes > 0
 
 
+class FailingStream(ThreadStream):
+    """Its link goes down after a while."""
+
+    num_copies = 0
+
+    def run(self, work: Callable[[], object]) -> None:
+        def copy() -> None:
+            self.num_copies += 1
+            if self.num_copies > 40:
+                raise RuntimeError("the link is down")
+            work()
+
+        super().run(copy)
+
+
 @pytest.mark.usefixtures("unchecked_activations")
-@pytest.mark.parametrize("way", ["copy_out", "copy_in"])
+@pytest.mark.parametrize("way", ["out", "in"])
 def test_a_copy_that_fails_ends_the_attempt_and_leaves_nothing(
     tmp_path: Path, watched: Watched, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, copies = getattr(Device, way), 0
+    open_stream, opened = CpuStreams.open, []
 
-    def fail_late(self: Device, target: torch.Tensor, source: torch.Tensor) -> None:
-        nonlocal copies
-        if source.dtype is torch.uint8:  # no params, no gradients
-            copies += 1
-            if copies > 40:
-                raise RuntimeError("the link is down")
-        copy(self, target, source)
+    def open_failing(self: CpuStreams) -> Stream:
+        opened.append("in" if opened else "out")
+        return FailingStream(self._deadline_s, self._start_threads) if opened[-1] == way else open_stream(self)
 
-    monkeypatch.setattr(Device, way, fail_late)
+    monkeypatch.setattr(CpuStreams, "open", open_failing)
     spec = job(tmp_path / "job", placement=placed(SWAP))
     outcome = run(spec)
+    assert opened == ["out", "in"]
     assert outcome["status"] == "interrupted"  # another attempt may have a better one
     assert "gpu-0: RuntimeError: the link is down" in outcome["error"]["message"]
     assert watched.counts.out_nbytes > 0
-    monkeypatch.setattr(Device, way, copy)
+    monkeypatch.setattr(CpuStreams, "open", open_stream)
     assert run(dataclasses.replace(spec, attempt=Attempt(2)))["status"] == "succeeded"
     assert leftovers_of(spec) == []
 

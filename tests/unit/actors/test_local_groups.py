@@ -28,6 +28,7 @@ from windlass.actors.partial_grads import PartialGrads
 from windlass.engine.activations_host import ActivationMemoryError
 from windlass.engine.block_runner import BlockRunner
 from windlass.engine.dataset import PreparedDataset
+from windlass.engine.streams import Event
 from windlass.planner import plan
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
@@ -280,12 +281,12 @@ def test_swapped_activations_need_room_for_one_group(tmp_path: Path, monkeypatch
 def test_a_copy_that_fails_ends_the_attempt(tmp_path: Path, is_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, num_copies = PartialGrads._copy, 0
 
-    def fail_third(self: PartialGrads, *args: Any, **options: Any) -> None:
+    def fail_third(self: PartialGrads, *args: Any, **options: Any) -> Event:
         nonlocal num_copies
         num_copies += options["is_out"] == is_out
         if num_copies == 3:
             raise RuntimeError("the link is down")
-        copy(self, *args, **options)
+        return copy(self, *args, **options)
 
     monkeypatch.setattr(PartialGrads, "_copy", fail_third)
     spec = grouped(job(tmp_path / "job"), 2)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -20,9 +21,11 @@ from benchmarks.contenders import ContenderRun
 from benchmarks.gpu_cases import CAPS, SHAPES, SpeedCase, States, cases, tiny_cases
 from benchmarks.report import Report
 from benchmarks.workload import model_config
+from windlass.actors.context import SCHEDULER
+from windlass.actors.messages import LossComputed, Phase
 from windlass.engine.partition import build_meta_model
 from windlass.planner.activations import ActivationChoice
-from windlass.storage.ids import Kernel, Precision
+from windlass.storage.ids import JobId, Kernel, Precision, Step
 from windlass.storage.room import NotEnoughRoom
 
 FAR_S = 1e9
@@ -96,6 +99,7 @@ def test_parity_meets_every_pair_of_settings() -> None:
         "micro-batches": lambda case: case.num_microbatches,
         "tied": lambda case: case.is_tied,
         "precision": lambda case: case.precision,
+        "operations at once": lambda case: case.num_ahead,
     }
     for value in settings.values():
         pairs = {(case.activations, case.swaps_to_ssd, value(case)) for case in found if case.kernel is Kernel.FUSED}
@@ -260,3 +264,33 @@ def test_numbers_of_a_run() -> None:
     assert run.overlap_efficiency == 0.75
     assert list(run.mean_s("stall_s").items()) == [("between", 3.0), ("update", 0.75)]
     assert dataclasses.replace(run, step_s=()).tokens_per_s is None
+
+
+# --- waits of the host ------------------------------------------------------------------------------------------------
+
+# As torch says it.
+SYNCHRONIZED = "called a synchronizing CUDA operation"
+
+
+def loss(step: int, phase: Phase) -> LossComputed:
+    return LossComputed(
+        job=JobId("job"), step=Step(step), phase=phase, loss_sum=1.0, num_targets=1, num_correct=0, group=0
+    )
+
+
+def test_waits_of_the_host_are_counted_after_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with gpu_parity.host_waits("cuda") as waits:
+        for message in (loss(1, Phase.HEAD), loss(2, Phase.EVALUATE_HEAD)):
+            waits.look(SCHEDULER, message)
+        assert modes == []
+        waits.look(SCHEDULER, loss(2, Phase.HEAD))
+        assert modes == ["warn"]
+        for text in (SYNCHRONIZED, "something else", SYNCHRONIZED):
+            warnings.warn(text, stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert waits.number == 2
+    run = gpu_parity.ParityRun(case=gpu_parity.cases(compiles=False)[0], difference=0.0, num_waits=waits.number)
+    assert run.is_wrong
+    assert "| WAITS" in "\n".join(gpu_parity.tables([run]))

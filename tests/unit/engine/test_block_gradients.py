@@ -200,8 +200,8 @@ def test_a_head_in_slices_gives_the_loss_and_gradients_of_one_slice(name: str, m
     sums = lender.runner.head(STEP, targets)
     lender.runner.remove(head)
     assert slices == [64, 64, 32, 64, 26]
-    assert sums.loss_sum == pytest.approx(expected.loss_sum, rel=1e-6)
-    assert (sums.num_targets, sums.num_correct) == (expected.num_targets, expected.num_correct)
+    assert float(sums.loss_sum) == pytest.approx(expected.loss_sum, rel=1e-6)
+    assert (sums.num_targets, int(sums.num_correct)) == (expected.num_targets, expected.num_correct)
     for block in reversed(lender.layout.blocks[:-1]):
         lender.lend(block.index, with_grads=True)
         lender.runner.backward(block.index, STEP, batch)
@@ -225,8 +225,8 @@ def test_evaluation_gives_the_loss_and_keeps_nothing() -> None:
     assert len(lender.runner.inputs) == 1
     lender.lend(lender.partition.head, with_grads=False)
     sums = lender.runner.head(STEP, targets, train=False)
-    assert (sums.loss_sum, sums.num_targets) == (pytest.approx(expected.loss_sum, rel=1e-6), expected.num_targets)
-    assert sums.num_correct == expected.num_correct
+    assert float(sums.loss_sum) == pytest.approx(expected.loss_sum, rel=1e-6)
+    assert (sums.num_targets, int(sums.num_correct)) == (expected.num_targets, expected.num_correct)
     assert lender.runner.grads == []
 
 

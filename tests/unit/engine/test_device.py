@@ -62,6 +62,25 @@ def test_a_copy_in_keeps_every_bit() -> None:
     assert torch.equal(target.view(torch.int16), bits.view(torch.int16))
 
 
+def test_numbers_come_to_the_host(device: Device) -> None:
+    found: list[torch.Tensor] = []
+    values = [torch.tensor(value, device=device.device) for value in (1.5, 3, True)]
+    values.append(torch.tensor(1 / 3, dtype=torch.float64, device=device.device))
+    device.compute.run(lambda: found.append(device.download(values)))
+    device.synchronize()
+    assert found[0].dtype is torch.float64
+    assert found[0].tolist() == [1.5, 3.0, 1.0, 1 / 3]
+
+
+def test_what_is_uploaded_is_the_same(device: Device) -> None:
+    host = torch.arange(100)
+    found: list[torch.Tensor] = []
+    device.compute.run(lambda: found.append(device.upload(host)))
+    device.synchronize()
+    assert found[0].device.type == device.device.type
+    assert torch.equal(found[0].cpu(), host)
+
+
 def test_threads_never_share_a_buffer() -> None:
     device = Device(torch.device("cpu"))
     in_use: set[int] = set()
