@@ -19,6 +19,7 @@ import torch
 from windlass.actors.activation_room import layer_activations, require_activation_room
 from windlass.actors.activation_tiers import ActivationTiers
 from windlass.actors.chunk_io import ChunkIoClient
+from windlass.actors.computation import Computation
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluation_batch_size, grad_precision
 from windlass.actors.device_states import DeviceStates
 from windlass.actors.given_operation import GivenOperation
@@ -36,6 +37,7 @@ from windlass.actors.messages import (
     GradSlotsReturned,
     KernelChosen,
     Message,
+    ModelKernelsChosen,
     OffloadGrad,
     ParamsReturned,
     Phase,
@@ -45,9 +47,10 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.param_feed import Fetch, ParamFeed
+from windlass.actors.settled_kernels import settle_kernels
 from windlass.actors.spans import SpanLog
 from windlass.engine.activations_need import ActivationNeedUnknownError
-from windlass.engine.block_runner import BlockRunner, LossSums
+from windlass.engine.block_runner import BlockRunner
 from windlass.engine.dataset import MicroBatch, PreparedDataset
 from windlass.engine.device import Device
 from windlass.engine.formats import TORCH_DTYPE
@@ -94,10 +97,6 @@ class GpuWorker:
         # In host memory: of the operations that are given, all groups of their step, or the group of an evaluation.
         self._batch: list[MicroBatch] = []
         self._num_targets = 0  # of all its micro-batches
-        # What the compute stream has: the group that it computes, on the device, and sums over the groups so far.
-        self._ids: list[torch.Tensor] = []
-        self._targets: list[torch.Tensor] = []
-        self._sums: LossSums | None = None
         self._evaluation: list[list[MicroBatch]] = []
         self._stopping = False
 
@@ -108,6 +107,9 @@ class GpuWorker:
         self._arena = Arena.open(self.context.arena_path)
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         self.device.pin(self._memory)
+        if kernels := settle_kernels(self.context, self.partition, self.device.device, self._announce):
+            chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
+            self.send(SCHEDULER, chosen)
         self._activations: ActivationTiers | None = None
         if self.context.plan.activations.num_slots:
             self._activations = ActivationTiers(
@@ -120,6 +122,8 @@ class GpuWorker:
             activations=layer_activations(self.context),
             store=self._activations,
         )
+        group_size = self.context.plan.group_size
+        self._computation = Computation(self.runner, self.device, group_size, self._activations)
         self._grads = GradOffload(
             self.context,
             self.device,
@@ -140,9 +144,8 @@ class GpuWorker:
             report=lambda message: self.send(SCHEDULER, message),
             spans=self._spans,
         )
-        if self._states.kernel is not None:
-            chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._states.kernel)
-            self.send(SCHEDULER, chosen)
+        if (kernel := self._states.kernel) is not None:
+            self.send(SCHEDULER, KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=kernel))
         self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params, self._spans)
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
@@ -217,8 +220,10 @@ class GpuWorker:
         try:
             require_activation_room(self.context, self.runner, shapes[: self.context.plan.group_size])
         except ActivationNeedUnknownError as error:
-            text = f"{error}. If they find too little room, the job ends in its first step"
-            self.send(SCHEDULER, Announcement(job=self.spec.job, step=Step(0), text=text))
+            self._announce(f"{error}. If they find too little room, the job ends in its first step")
+
+    def _announce(self, text: str) -> None:
+        self.send(SCHEDULER, Announcement(job=self.spec.job, step=Step(0), text=text))
 
     # --- compute ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +246,7 @@ class GpuWorker:
         flats = {fetch.request.block: fetch.buffer for fetch in fetches}
         grads = self._grad_buffers(operation) if operation.goes_backward else {}
         operation.begun = compute.record()
-        compute.run(functools.partial(self._compute, operation, self._batch, flats, grads))
+        compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads))
         operation.computed = compute.record()
         for fetch in fetches:
             self._feed.release(fetch)
@@ -311,48 +316,6 @@ class GpuWorker:
     def _may_be_sliced(self) -> bool:
         longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length
         return longest > self.runner.num_tokens_of_head_slice
-
-    # --- compute: work for its stream -------------------------------------------------------------------------------
-
-    def _compute(
-        self,
-        operation: GivenOperation,
-        batch: list[MicroBatch],
-        flats: dict[BlockIndex, torch.Tensor],
-        grads: dict[BlockIndex, GradBuffer],
-    ) -> None:
-        message, runner, numbers = operation.message, self.runner, operation.numbers
-        step, block = message.step, message.block
-        if self._activations is not None:
-            self._activations.begin(step, message.op, block)
-        runner.install(block, flats, grads)
-        if block == 0 and message.phase is not Phase.BACKWARD:
-            self._begin_group(message, batch, operation.num_targets)
-        match message.phase:
-            case Phase.FORWARD | Phase.EVALUATE:
-                runner.forward(block, step, self._ids, keep=message.phase is Phase.FORWARD)
-                if outputs := [squared_norm(hidden.flatten()) for hidden in runner.inputs[-1]]:
-                    numbers["output_sq_sum"] = torch.stack(outputs).sum()
-            case Phase.BACKWARD:
-                runner.backward(block, step, self._ids)
-            case Phase.HEAD | Phase.EVALUATE_HEAD:
-                is_training, sums = message.phase is Phase.HEAD, self._sums
-                sums = runner.head(step, self._targets, train=is_training, loss_scale=message.loss_scale, sums=sums)
-                numbers.update(loss_sum=sums.loss_sum, num_correct=sums.num_correct)
-        runner.remove(block)
-
-    def _begin_group(self, message: ComputeBlock, batch: list[MicroBatch], num_targets: int) -> None:
-        """Where an epoch ends with a small step, its last groups may be empty."""
-        group_size, first = self.context.plan.group_size, 0
-        if message.phase is Phase.FORWARD:
-            first = message.group * group_size
-            batch = batch[first : first + group_size]
-        if first == 0:
-            self._sums = LossSums.nothing(num_targets, self.device.device)
-        self.runner.first_microbatch = first
-        self.partition.model.train(message.phase is Phase.FORWARD)
-        self._ids = [self.device.upload(microbatch.input_ids) for microbatch in batch]
-        self._targets = [self.device.upload(microbatch.targets) for microbatch in batch]
 
 
 def evaluation_groups(spec: JobSpec) -> list[list[MicroBatch]]:

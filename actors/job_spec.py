@@ -6,7 +6,7 @@ from enum import StrEnum
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
-from windlass.storage.ids import Attempt, Formats, JobId, Kernel, Precision, StatePrecision
+from windlass.storage.ids import Attempt, Formats, JobId, Kernel, ModelKernel, Precision, StatePrecision
 
 
 class Schedule(StrEnum):
@@ -63,6 +63,7 @@ class Hyperparameters:
     accumulation_precision: Precision = Precision.FP32  # of sums over micro-batches: fp32, or that of the model
     update_order: UpdateOrder | None = None  # None: ACTIVE where that is exact, else KEPT
     kernel: Kernel | None = None  # None: compiled where there is a compiler
+    model_kernels: tuple[ModelKernel, ...] | None = None  # beside torch's own; None: what the device can have
     max_bad_steps: int = 10  # steps in a row whose loss or gradient is not finite; one more ends the job
 
     @property

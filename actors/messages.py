@@ -18,6 +18,7 @@ from windlass.storage.ids import (
     CorrelationId,
     JobId,
     Kernel,
+    ModelKernel,
     Span,
     StateKind,
     Step,
@@ -330,6 +331,14 @@ class KernelChosen(Message):
 
     actor: ActorName
     kernel: Kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKernelsChosen(Message):
+    """What an actor computes the model with, beside torch's own kernels."""
+
+    actor: ActorName
+    kernels: tuple[ModelKernel, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from windlass.actors.messages import (
     LossComputed,
     Message,
     ModelExported,
+    ModelKernelsChosen,
     ModelLoaded,
     Phase,
     SpanKind,
@@ -102,6 +103,7 @@ class Progress:
         self._compute_s: dict[int, float] = {}  # of each step, evaluation included
         self._swapped: dict[int, dict[SpanKind, int]] = {}  # of each step: bytes of activations, by their way
         self._kernels: set[str] = set()  # that this job's attempts were given
+        self._model_kernels: list[str] = []  # the same in all attempts
         self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
         self._evaluations: dict[int, _Losses] = {}
         self._last_metrics: dict[str, Any] = {}
@@ -131,6 +133,7 @@ class Progress:
             return
         self._num_tokens = self.trained_tokens = resumed["trained_tokens"]
         self._kernels = set(resumed["kernels"])
+        self._model_kernels = resumed.get("model_kernels", [])
         self._journal.append("message", f"Resuming after step {self._told}")
         if resumed["metrics"]:
             data: dict[str, Any] = {"step": self._told, "total_steps": self._shape.total_steps, **resumed["metrics"]}
@@ -148,7 +151,12 @@ class Progress:
         if end is not None:
             data = self._metrics[step] = self._take_stock(step, end)
             kept = {name: data[name] for name in ("train_loss", "train_mean_token_accuracy", "grad_norm")}
-        return {"kernels": sorted(self._kernels), "trained_tokens": self._num_tokens, "metrics": kept}
+        return {
+            "kernels": sorted(self._kernels),
+            "model_kernels": self._model_kernels,
+            "trained_tokens": self._num_tokens,
+            "metrics": kept,
+        }
 
     def note(self, event: Message) -> None:
         """Something has happened."""
@@ -167,6 +175,9 @@ class Progress:
                 self._note_swapped(event)
             case KernelChosen():
                 self._on_kernel_chosen(event)
+            case ModelKernelsChosen():
+                self._model_kernels = [str(kernel) for kernel in event.kernels]
+                self._journal.append("message", f"{event.actor} computes with {' and '.join(event.kernels)}")
             case LossComputed():
                 self._on_loss(event)
             case BlockComputed():

@@ -23,6 +23,7 @@ from windlass.actors.messages import (
     LoadProgressed,
     LossComputed,
     Message,
+    ModelKernelsChosen,
     SpansTold,
 )
 from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
@@ -214,7 +215,7 @@ class Scheduler:
                 self._fail(event)
             case Announcement():
                 self._journal.append("message", event.text)
-            case LossComputed() | KernelChosen() | SpansTold():
+            case LossComputed() | KernelChosen() | ModelKernelsChosen() | SpansTold():
                 self._progress.note(event)
             case LoadProgressed():
                 self.pipeline.waits.heard_from(event.actor, time.monotonic())

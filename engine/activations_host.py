@@ -97,9 +97,10 @@ class HostActivations:
             begun = self._outward.record()
             for host, device in _pieces(self._memory, spans, tensor):
                 self._outward.run(functools.partial(copy, host, device))
-            # What is called back holds the tensor: its memory is not used again before it was read.
             copied = self._outward.record()
+            # What is called back holds the tensor: its memory is not used again before it was read.
             self._outward.then(functools.partial(self._has_left, tensor, owner, begun, copied))
+            # A second event, so that on a CPU whoever waits for it finds the callback done.
             self._held[handle] = _Held(owner, self._outward.record())
         return handle
 

@@ -14,11 +14,14 @@ from windlass.engine.activations import ActivationStore
 from windlass.engine.activations_host import HostActivations
 from windlass.engine.block_runner import IGNORED_TARGET, BlockRunner, random_key
 from windlass.engine.device import Device
+from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
+from windlass.engine.kernel_cache import KernelUnavailable
+from windlass.engine.model_kernels import apply_kernels
 from windlass.engine.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
 from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations, in_words
 from windlass.storage.arena import ALIGNMENT_NBYTES, SlotPool
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.ids import BlockIndex, ModelKernel, Precision
 
 # What the tiny model is cut down to; attributes that a config does not have are left alone.
 _TINY_SIZES = {
@@ -48,6 +51,9 @@ _NUM_MICROBATCHES = 2  # of layers with Python autograd functions nothing is hel
 _SHAPE = (2, 16)  # examples, tokens
 _STORE_NBYTES = 64 * 2**20  # far more than a tiny model swaps; memory that is not touched costs nothing
 _DEADLINE_S = 60.0
+# Of gradients with other kernels than torch's: relative to their norms; and the least norm, relative to the largest.
+_KERNEL_TOLERANCES = {Precision.FP32: 1e-3, Precision.BF16: 0.1, Precision.FP16: 0.03}
+_LEAST_NORM = 0.05
 # One thread, one order of summation: most architectures agree to the last bit; matrix products of other shapes may not.
 _TOLERANCE = 1e-5
 
@@ -110,6 +116,50 @@ def check_architecture(config: Any, choices: Collection[BlockActivations] = (REC
         torch.set_num_threads(num_threads)
 
 
+def check_kernels(
+    config: Any,
+    kernels: Collection[ModelKernel],
+    precision: Precision,
+    device: torch.device,
+    choices: Collection[BlockActivations] = (RECOMPUTE_ALL,),
+) -> None:
+    """Raises KernelUnavailable where a tiny model has other gradients with these kernels than with torch's own.
+
+    But for rounding; on the device that they are for, and with each of `choices` in turn for all layers.
+    """
+    names = " and ".join(kernels)
+    try:
+        tiny = tiny_config(config)
+        torch.manual_seed(0)
+        dtype = TORCH_DTYPE[precision]
+        model = AutoModelForCausalLM.from_config(tiny, dtype=dtype, trust_remote_code=False).to(device).train()
+        batch = [torch.randint(1, tiny.vocab_size, _SHAPE).to(device) for _ in range(_NUM_MICROBATCHES)]
+        targets = [ids.roll(-1, 1) for ids in batch]
+        expected = _plain_gradients(model, batch, targets)
+        for choice in choices:
+            partition = Partition(build_meta_model(tiny, precision))
+            apply_kernels(partition.model, kernels)
+            found = _gradients_with(choice, partition, dict(model.named_parameters()), batch, targets)
+            if (differing := _first_far_off(expected, found, _KERNEL_TOLERANCES[precision])) is not None:
+                raise KernelUnavailable(f"with {names} a tiny model has other gradients, first at {differing}")
+    except KernelUnavailable:
+        raise
+    except Exception as error:
+        raise KernelUnavailable(f"a tiny model with {names} failed with {type(error).__name__}: {error}") from error
+
+
+def _first_far_off(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
+) -> str | None:
+    """The name of a parameter whose gradients differ by more than that, relative to their norm, or are no numbers."""
+    norms = {name: float(grad.float().norm()) for name, grad in expected.items()}
+    least = _LEAST_NORM * max(norms.values())  # what is far smaller consists of rounding errors
+    for name, grad in expected.items():
+        if not float((found[name].float() - grad.float()).norm()) <= tolerance * max(norms[name], least):
+            return name
+    return None
+
+
 def _first_differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
     """The name of a parameter whose gradients differ by more than rounding."""
     for param, grad in expected.items():
@@ -152,7 +202,7 @@ def _gradients_with(
     memory = torch.empty(_STORE_NBYTES if choice.swaps else 0, dtype=torch.uint8)
     slots = SlotPool(0, ALIGNMENT_NBYTES, memory.nbytes // ALIGNMENT_NBYTES, name="activation slots")
     store = HostActivations(
-        Device(torch.device("cpu")), memory, slots, max_leaving_nbytes=_STORE_NBYTES, deadline_s=_DEADLINE_S
+        Device(batch[0].device), memory, slots, max_leaving_nbytes=_STORE_NBYTES, deadline_s=_DEADLINE_S
     )
     activations = {BlockIndex(b): choice for b in range(1, len(partition.layers) + 1)}
     try:

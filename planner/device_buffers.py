@@ -12,7 +12,8 @@ def param_buffers(
     """Buffers by their number of elements: as many as `num_ahead` operations of a step that follow each other need.
 
     `shared`: per block, the blocks whose params its operation reads. `resident` blocks have their params on the device.
-    Where one step or evaluation ends and the next begins, more may be wanted; they are waited for.
+    Where a step, one of its groups of micro-batches or an evaluation ends and the next begins, the first params are
+    wanted once more; they wait for a buffer.
     """
     forward = list(range(len(block_numels)))
     operations = forward + forward[-2::-1]

@@ -110,6 +110,7 @@ class WindlassSettings(_Strict):
     accumulation_precision: Annotated[Precision, _WORD] = _DEFAULTS["accumulation_precision"]
     gradient_updates: Annotated[UpdateOrder | Literal["auto"], BeforeValidator(_auto_or_order)] = "auto"
     max_bad_steps: int = Field(default=_DEFAULTS["max_bad_steps"], ge=0, le=1000)
+    model_kernels: Literal["auto", "torch"] = "auto"
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     priority: int = Field(default=0, ge=-1000, le=1000)  # smaller runs first
     checkpoint_every: int | None = Field(default=None, ge=1)  # steps; null: only the final model
@@ -249,6 +250,7 @@ def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
         accumulation_precision=extras.accumulation_precision,
         update_order=asked_order,
         max_bad_steps=extras.max_bad_steps,
+        model_kernels=None if extras.model_kernels == "auto" else (),
     )
     return replace(hyper, update_order=hyper.order_of_updates)
 

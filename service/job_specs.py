@@ -14,7 +14,7 @@ from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
 from windlass.service.preparation import CHECK_MODEL, PREPARE_DATA, PreparationOrder
 from windlass.service.settings import CORES_TO_DIVIDE, Settings
-from windlass.storage.ids import Attempt, JobId, Kernel, Precision, StatePrecision
+from windlass.storage.ids import Attempt, JobId, Kernel, ModelKernel, Precision, StatePrecision
 from windlass.storage.sql.models import Job
 
 ARENA_DIR = Path("/dev/shm")
@@ -177,7 +177,9 @@ def _model_dir(settings: Settings, model: str) -> Path:
 
 def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
     """Read what `resolve_job` made; jobs of older versions keep less, and have the defaults for the rest."""
-    words = {name: word(stored[name]) for name, word in _WORDS.items() if stored.get(name) is not None}
+    words: dict[str, Any] = {name: word(stored[name]) for name, word in _WORDS.items() if stored.get(name) is not None}
+    if stored.get("model_kernels") is not None:
+        words["model_kernels"] = tuple(map(ModelKernel, stored["model_kernels"]))
     return Hyperparameters(**{**stored, **words})
 
 

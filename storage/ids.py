@@ -69,6 +69,13 @@ class Kernel(StrEnum):
     FUSED = "fused"  # torch's own fused optimizer, slice by slice
 
 
+class ModelKernel(StrEnum):
+    """Kernels that compute parts of a model in place of torch's; their results differ in the last bits from torch's."""
+
+    FLASH_ATTENTION_2 = "flash_attention_2"  # as transformers names it
+    LIGER = "liger"
+
+
 @dataclass(frozen=True, slots=True)
 class Formats:
     """The number formats of a job. Raises ValueError for a pair that does not exist."""

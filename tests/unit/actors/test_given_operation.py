@@ -110,10 +110,12 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_sum(monkeypatch: pytest.Mo
     assert last == computed(Phase.BACKWARD, compute_s=1.0, is_finite=True)
 
 
-def test_a_group_that_is_not_the_last_tells_no_loss_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_not_the_last_tells_its_loss_and_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(Phase.HEAD, monkeypatch, is_last=False)
-    messages = stage.ends(1.0, 3.0, 4.0, loss_sum=math.nan, num_correct=0)
-    assert messages == [computed(Phase.HEAD, compute_s=2.0, is_finite=False)]
+    loss, last = stage.ends(1.0, 3.0, 4.0, loss_sum=math.nan, num_correct=0)
+    assert isinstance(loss, LossComputed)
+    assert math.isnan(loss.loss_sum)
+    assert last == computed(Phase.HEAD, compute_s=2.0, is_finite=False)
     stage = Stage(Phase.BACKWARD, monkeypatch, is_last=False)
     assert stage.ends(1.0, 3.0, 4.0) == [computed(Phase.BACKWARD, compute_s=2.0, is_finite=True)]
 

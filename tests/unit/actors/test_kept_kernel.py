@@ -8,7 +8,7 @@ import pytest
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors.context import JobContext, make_context
 from windlass.actors.kept_kernel import keeping_kernel
-from windlass.storage.ids import Attempt, Kernel, Rank, Step
+from windlass.storage.ids import Attempt, Kernel, ModelKernel, Rank, Step
 from windlass.storage.store_format import CommitRecord
 
 
@@ -16,7 +16,7 @@ def make_job(kernel: Kernel | None) -> JobContext:
     return make_context(make_spec(hyperparameters={"kernel": kernel}), make_layout(5000), "/dev/shm/arena")
 
 
-def commit_of(*kernels: Kernel) -> CommitRecord:
+def commit_of(*kernels: Kernel, **more: list[str]) -> CommitRecord:
     """As a scheduler writes it."""
     return CommitRecord(
         sequence=3,
@@ -26,7 +26,7 @@ def commit_of(*kernels: Kernel) -> CommitRecord:
         manifest=0,
         manifest_digest=0,
         pins=(),
-        trainer_state=json.dumps({"kernels": sorted(kernels), "trained_tokens": 7}),
+        trainer_state=json.dumps({"kernels": sorted(kernels), "trained_tokens": 7, **more}),
     )
 
 
@@ -44,10 +44,29 @@ def test_a_resumed_job_keeps_its_kernel(asked: Kernel | None, recorded: list[Ker
     before = make_job(asked)
     after = keeping_kernel(before, commit_of(*recorded))
     assert after.spec.hyperparameters.kernel == expected
-    hyper = replace(after.spec.hyperparameters, kernel=asked)
+    hyper = replace(after.spec.hyperparameters, kernel=asked, model_kernels=None)
     assert replace(after, spec=replace(after.spec, hyperparameters=hyper)) == before
 
 
 @pytest.mark.parametrize("asked", [None, Kernel.FUSED])
 def test_a_job_that_begins_has_what_its_settings_say(asked: Kernel | None) -> None:
     assert keeping_kernel(make_job(asked), None) == make_job(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded", "expected"),
+    [
+        (None, {"model_kernels": ["liger", "flash_attention_2"]}, (ModelKernel.LIGER, ModelKernel.FLASH_ATTENTION_2)),
+        (None, {"model_kernels": []}, ()),
+        (None, {}, ()),  # a commit of an older version
+        ((), {"model_kernels": ["liger"]}, ()),
+    ],
+)
+def test_a_resumed_job_keeps_its_models_kernels(
+    asked: tuple[ModelKernel, ...] | None, recorded: dict[str, list[str]], expected: tuple[ModelKernel, ...]
+) -> None:
+    before = make_context(make_spec(hyperparameters={"model_kernels": asked}), make_layout(5000), "/dev/shm/arena")
+    after = keeping_kernel(before, commit_of(Kernel.COMPILED, **recorded))
+    assert after.spec.hyperparameters.model_kernels == expected
+    hyper = replace(after.spec.hyperparameters, model_kernels=asked)
+    assert replace(after, spec=replace(after.spec, hyperparameters=hyper)) == before

@@ -15,7 +15,7 @@ import torch
 from tests.fake_cuda import FakeCuda
 from tests.late_streams import LateStreams
 from tests.training import exported_params, has_direct_io, losses_of, make_partition, make_spec, metrics_of
-from windlass.actors import gpu_worker
+from windlass.actors import computation, gpu_worker
 from windlass.actors.local import run_local
 from windlass.actors.messages import BlockComputed, GradOffloaded, LossComputed, Message, Phase
 from windlass.actors.policy.ordering import Ordering
@@ -117,7 +117,8 @@ class Late:
     def __enter__(self) -> "Late":
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(device_module, "open_streams", self.open)
-        self._patch.setattr(gpu_worker, "squared_norm", self.squared_norm)
+        for module in (gpu_worker, computation):
+            self._patch.setattr(module, "squared_norm", self.squared_norm)
         # Computes in the thread that calls it, on a device of its own.
         self._patch.setattr(gpu_worker, "check_architecture", lambda *_: None)
         return self

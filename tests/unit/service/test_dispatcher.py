@@ -14,7 +14,7 @@ from windlass.service import leftovers
 from windlass.service.job_specs import Machinery, build_job_spec
 from windlass.service.preparation import PreparationError
 from windlass.service.settings import Settings
-from windlass.storage.ids import Precision, StatePrecision
+from windlass.storage.ids import ModelKernel, Precision, StatePrecision
 from windlass.storage.room import NotEnoughRoom
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.statuses import JobStatus
@@ -70,15 +70,26 @@ def test_a_job_runs_with_the_words_it_asked_for(stage: Stage) -> None:
     assert stage.preparations[0].order.precision is Precision.FP16
 
 
+@pytest.mark.parametrize(("stored", "expected"), [(None, None), ([], ()), (["liger"], (ModelKernel.LIGER,))], ids=str)
+def test_a_models_kernels_are_kept_as_words(stage: Stage, stored: list[str] | None, expected: object) -> None:
+    job = stage.job(stage.queue())
+    assert job.hyperparameters is not None
+    assert job.hyperparameters["model_kernels"] is None
+    job.hyperparameters = {**job.hyperparameters, "model_kernels": stored}
+    hyper = build_job_spec(stage.settings, Machinery(num_cores=4, num_gpus=0), job).hyperparameters
+    assert hyper.model_kernels == expected
+
+
 def test_a_job_of_an_older_version_has_the_defaults(stage: Stage) -> None:
     job = stage.job(stage.queue())
-    later = ("optimizer", "state_precision", "accumulation_precision", "update_order", "max_bad_steps")
+    later = ("optimizer", "state_precision", "accumulation_precision", "update_order", "max_bad_steps", "model_kernels")
     assert job.hyperparameters is not None
     job.hyperparameters = {name: value for name, value in job.hyperparameters.items() if name not in later}
     hyper = build_job_spec(stage.settings, Machinery(num_cores=4, num_gpus=0), job).hyperparameters
     assert (hyper.optimizer, hyper.state_precision) == (Optimizer.ADAMW, StatePrecision.FP32)
     assert (hyper.accumulation_precision, hyper.max_bad_steps) == (Precision.FP32, 10)
     assert (hyper.update_order, hyper.order_of_updates) == (None, UpdateOrder.KEPT)
+    assert hyper.model_kernels is None
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_silence_means_the_documented_defaults() -> None:
     assert (resolved.optimizer, resolved.state_precision) == (Optimizer.ADAMW, StatePrecision.FP32)
     assert (resolved.accumulation_precision, resolved.max_bad_steps) == (Precision.FP32, 10)
     assert resolved.update_order is UpdateOrder.KEPT  # as the gradient is clipped
+    assert resolved.model_kernels is None  # what the device can have
     assert settings().initialization is Initialization.WEIGHTS
 
 
@@ -49,6 +50,10 @@ def test_our_defaults_are_those_of_older_jobs() -> None:
     older = {name: value for name, value in asdict(resolved).items() if name not in (*later, "update_order")}
     loaded = Hyperparameters(**older)
     assert replace(loaded, update_order=loaded.order_of_updates) == resolved
+
+
+def test_a_model_can_be_kept_to_torchs_own_kernels() -> None:
+    assert resolve(settings({"model_kernels": "torch"}), num_examples=10).model_kernels == ()
 
 
 @pytest.mark.parametrize(("num_examples", "batch_size"), [(3, 3), (8, 8), (4000, 8), (10_000, 20), (10**6, 64)])
