@@ -136,10 +136,12 @@ class LateStreams:
         *,
         order: Sequence[str] | int,
         forgets: Callable[[str, str], bool] = lambda waits, on: False,
+        quiet_s: float = _QUIET_S,
     ) -> None:
         """`order`: names of streams ("compute", "h2d", "d2h"), the first to go on first; or a seed to draw by.
 
-        `forgets` tells which waits of a stream on another are left out, to see that they matter.
+        `forgets` tells which waits of a stream on another are left out, to see that they matter. `quiet_s`: how long
+        nobody has given any work before some is done.
         """
         self.changed = threading.Condition()
         self.start_threads = start_threads
@@ -150,6 +152,7 @@ class LateStreams:
         self.is_over = False
         self.forgets = forgets
         self._order = order
+        self._quiet_s = quiet_s
         self._random = random.Random(order if isinstance(order, int) else 0)
         self._working: list[LateStream] = []
         self._thread: threading.Thread | None = None
@@ -225,8 +228,8 @@ class LateStreams:
             quiet_s = time.monotonic() - self.given_s
             if self.is_over and busy is not None:
                 raise InterruptedError("the streams were closed")
-            if not ready or quiet_s < _QUIET_S or self.is_held_up:
-                self.changed.wait(_QUIET_S if ready else 0.05)
+            if not ready or quiet_s < self._quiet_s or self.is_held_up:
+                self.changed.wait(self._quiet_s if ready else 0.05)
                 return
             stream = self._choose(ready)
             task = stream.next_task()

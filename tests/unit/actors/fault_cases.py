@@ -38,6 +38,7 @@ from windlass.actors.messages import (
     LossComputed,
     Message,
     ModelExported,
+    ModelKernelsChosen,
     ModelLoaded,
     OffloadGrad,
     ParamsLent,
@@ -128,7 +129,11 @@ ROWS = (
 )
 # Told before training begins; the report of a fault itself; a kind of request. Faults of activations on the SSDs have
 # tests of their own (test_ssd_activations.py, test_ssd_server_activations.py), not yet with whole jobs.
-WITHOUT_CASES = {Announcement, ActorFailed, SsdRequest, ReadActivations, WriteActivations, ActivationIoDone}
+WITHOUT_CASES = {Announcement, ModelKernelsChosen, ActorFailed, SsdRequest} | {
+    ReadActivations,
+    WriteActivations,
+    ActivationIoDone,
+}
 
 
 def all_messages() -> set[type[Message]]:

@@ -166,9 +166,14 @@ def test_streams_that_run_behind_change_no_number(
 def test_a_wait_that_is_forgotten_shows(
     tmp_path: Path, expected: Callable[[str], Result], job: str, forgotten: tuple[str, str], order: Any
 ) -> None:
-    with Late(order=order, forgets=lambda *pair: pair == forgotten):
-        found = run(tmp_path / "job", job)
-    assert found is None or found != expected(job)
+    """On a busy machine only a device that runs far behind."""
+
+    def shows(quiet_s: float) -> bool:
+        with Late(order=order, forgets=lambda *pair: pair == forgotten, quiet_s=quiet_s):
+            found = run(tmp_path / f"job-{quiet_s}", job)
+        return found is None or found != expected(job)
+
+    assert any(map(shows, (0.0005, 0.01, 0.1)))
 
 
 @pytest.mark.parametrize("job", ["kept", "mixed"])

@@ -14,6 +14,7 @@ from windlass.actors.messages import ComputeBlock, Message, Phase, SpansTold
 from windlass.actors.partial_grads import PartialGrads
 from windlass.actors.spans import SpanLog
 from windlass.engine.device import Device
+from windlass.engine.device_buffers import DeviceBuffers
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, BlockIndex, Step
@@ -36,7 +37,9 @@ class Bench:
         self.told: list[Message] = []
         self.spans = SpanLog(GPU, self.spec.job, lambda to, message: self.told.append(message))
         device = Device(torch.device("cpu"), poison_released=True)
-        self.partials = PartialGrads(context, device, memory, self.spans)
+        planned = {(numel, dtype): 3 for numel in NUMELS for dtype in (torch.float32, torch.bfloat16)}
+        flats = DeviceBuffers(device, planned, name="gradients", deadline_s=deadline_s)
+        self.partials = PartialGrads(context, device, flats, memory, self.spans)
         self.thread = threading.Thread(target=self.partials.run, daemon=True)
         self.thread.start()
 

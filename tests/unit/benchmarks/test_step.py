@@ -7,7 +7,18 @@ import pytest
 from benchmarks.contenders import ContenderRun
 from benchmarks.memory import growth_share
 from benchmarks.peers_deepspeed import deepspeed_config
-from benchmarks.step import _KEYS, SizeResults, full_plan, loss_difference, quick_plan, ratios_of
+from benchmarks.step import SizeResults, contenders, full_plan, loss_difference, quick_plan, ratios_of
+from benchmarks.windlass_runner import placement_of
+
+KEYS = (
+    "step_over_plain",
+    "step_over_limit",
+    "step_over_deepspeed_cpu",
+    "step_over_deepspeed_nvme",
+    "peak_over_deepspeed_nvme",
+    "control_share",
+    "loss_difference",
+)
 
 
 def results(**runs: list[ContenderRun]) -> SizeResults:
@@ -28,7 +39,7 @@ NVME = ContenderRun(step_s=(8.0,), losses=(9.0, 8.0), steps_peak_nbytes=200)
 def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.step.num_cores", lambda: 2)
     ratios = ratios_of(results(ssd=[OURS], plain=[PLAIN], deepspeed_nvme=[NVME]), "ssd")
-    assert set(ratios) == set(_KEYS)
+    assert set(ratios) == set(KEYS)
     assert ratios["step_over_plain"] == 2.0
     # 500 bytes at 100 bytes a second take longer than plain PyTorch's step.
     assert ratios["step_over_limit"] == 4.0 / 5.0
@@ -49,6 +60,15 @@ def test_a_missing_peer_gives_null_and_never_a_guess() -> None:
     absent = ContenderRun(missing="not installed")
     ratios = ratios_of(results(ssd=[OURS], plain=[absent], deepspeed_cpu=[absent], deepspeed_nvme=[absent]), "ssd")
     assert {key for key, value in ratios.items() if value is not None} == {"control_share"}
+
+
+def test_windlass_runs_with_its_states_on_ssds_and_in_host_memory() -> None:
+    ssd, plan, *_ = contenders(Path("ssd"))
+    assert (ssd.name, plan.name) == ("ssd", "plan")
+    *ssd_dirs, place, word = plan.arguments
+    assert (tuple(ssd_dirs), place) == (ssd.arguments, "--place")
+    assert placement_of([word], num_blocks=5).host_blocks == tuple(range(5))
+    assert plan.shm_pattern == ssd.shm_pattern
 
 
 def test_losses_are_compared_step_by_step() -> None:
