@@ -1,8 +1,10 @@
 """The threads of an actor: what goes wrong in one is told to the scheduler, as nobody else waits for it."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from windlass.actors.context import SCHEDULER
 from windlass.actors.messages import ActorFailed, Message, in_words
@@ -20,6 +22,11 @@ def works_at(message: Message) -> None:
     thread = threading.current_thread()
     if isinstance(thread, _GuardedThread):
         thread.at = message
+
+
+def shown_name(target: Callable[..., None]) -> str:
+    """Of a thread, to `top -H` and the like, which know 15 characters; Python's names are not the kernel's."""
+    return target.__qualname__.replace("._run", "")[:15]
 
 
 class GuardedThreads:
@@ -71,6 +78,8 @@ class GuardedThreads:
             )
 
     def _guard(self, target: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError):
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(shown_name(target))
         try:
             target()
         except Exception as error:  # noqa: BLE001 - an actor's thread has nobody else to tell

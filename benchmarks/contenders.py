@@ -49,7 +49,8 @@ class ContenderRun:
     steps_peak_nbytes: int = 0  # sum of PSS over processes, while steps run
     run_peak_nbytes: int = 0  # the same from start to end
     ssd_nbytes: tuple[int, int] | None = None  # read and written in a step
-    control_s: float | None = None  # processor seconds a step outside kernels and I/O
+    control_s: float | None = None  # processor seconds a step outside kernels, I/O and what moves bytes
+    moving_s: float | None = None  # processor seconds a step of threads that move bytes, less the system's I/O
 
 
 @dataclass(slots=True)
@@ -129,6 +130,7 @@ def run_contender(contender: Contender, workload: Workload, folder: Path) -> Con
         run_peak_nbytes=sampler.peak_nbytes(),
         ssd_nbytes=tuple(events.totals["ssd_nbytes"]) if "ssd_nbytes" in events.totals else None,
         control_s=events.totals.get("control_s"),
+        moving_s=events.totals.get("moving_s"),
     )
 
 

@@ -2,18 +2,23 @@
 
 Seen from outside, by thread. In a worker that computes, the hottest threads run the kernels, as many as it was given
 for them (the Python between two kernels on these counts as kernel, as in plain PyTorch). In an SSD server the time
-inside the system is I/O. All the rest is control: the scheduler, Ray's daemon, messages, copies between buffers.
+inside the system is I/O. Threads that move bytes are counted apart: those of SSD servers, whose time outside the system
+goes mostly into checksums, and those which copy between host memory and a device that is the CPU, where a GPU has
+engines of its own. All the rest is control: the scheduler, Ray's daemon, messages.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-ThreadSeconds = Mapping[tuple[int, int], tuple[float, float]]
+from benchmarks.pss import ThreadSeconds
 
 # As Ray names them; the second kind is that of `throttled_actors.py`.
 _WORKERS = (b"ray::ActorShell", b"ray::ThrottledShell")
+# Threads that move bytes, by the names that actors give the kernel (`actors/guarded_threads.py`).
+_MOVERS = ("SsdServer_trans", "ParamFeed_arriv", "GradOffload", "PartialGrads.ru")
 
 
 class Role(StrEnum):
@@ -24,22 +29,38 @@ class Role(StrEnum):
     CONTROL = "control"
 
 
-def control_seconds(before: ThreadSeconds, after: ThreadSeconds, roles: Mapping[int, Role], num_threads: int) -> float:
-    """Processor seconds between two looks at all threads that were neither kernels nor I/O."""
-    by_process: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for (pid, tid), (user, system) in after.items():
-        user_before, system_before = before.get((pid, tid), (0.0, 0.0))
-        by_process[pid].append((user - user_before, system - system_before))
-    total_s = 0.0
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Processor seconds beside kernels and the system's I/O."""
+
+    control_s: float
+    moving_s: float  # of threads that move bytes
+
+
+def overhead(
+    before: Mapping[tuple[int, int], ThreadSeconds],
+    after: Mapping[tuple[int, int], ThreadSeconds],
+    roles: Mapping[int, Role],
+    num_threads: int,
+) -> Overhead:
+    """What was spent between two looks at all threads. `num_threads`: of a worker's kernels."""
+    by_process: dict[int, list[ThreadSeconds]] = defaultdict(list)
+    nothing = ThreadSeconds(0.0, 0.0, "")
+    for (pid, tid), now in after.items():
+        past = before.get((pid, tid), nothing)
+        by_process[pid].append(ThreadSeconds(now.user_s - past.user_s, now.system_s - past.system_s, now.name))
+    control_s = moving_s = 0.0
     for pid, threads in by_process.items():
-        match roles.get(pid, Role.CONTROL):
-            case Role.COMPUTE:
-                total_s += sum(sorted((user + system for user, system in threads), reverse=True)[num_threads:])
-            case Role.SSD:
-                total_s += sum(user for user, _ in threads)
-            case Role.CONTROL:
-                total_s += sum(user + system for user, system in threads)
-    return total_s
+        role, counted = roles.get(pid, Role.CONTROL), threads
+        if role is Role.COMPUTE:
+            counted = sorted(threads, key=lambda each: each.user_s + each.system_s, reverse=True)[num_threads:]
+        for thread in counted:
+            seconds = thread.user_s + (0.0 if role is Role.SSD else thread.system_s)
+            if role is not Role.CONTROL and thread.name in _MOVERS:
+                moving_s += seconds
+            else:
+                control_s += seconds
+    return Overhead(control_s, moving_s)
 
 
 def role_of(pid: int, ssd_dirs: Sequence[Path]) -> Role:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _INTERVAL_S = 0.1
@@ -68,8 +69,16 @@ def resident_memory(shm_files: Iterable[Path]) -> Memory:
     return Memory(private_nbytes, sum(_allocated_nbytes(path) for path in shm_files))
 
 
-def thread_seconds(pids: Iterable[int]) -> dict[tuple[int, int], tuple[float, float]]:
-    """Processor seconds of every living thread, (user, system), by (pid, tid)."""
+class ThreadSeconds(NamedTuple):
+    """Processor seconds of a thread, and the kernel's name for it."""
+
+    user_s: float
+    system_s: float
+    name: str
+
+
+def thread_seconds(pids: Iterable[int]) -> dict[tuple[int, int], ThreadSeconds]:
+    """Of every living thread, by (pid, tid)."""
     seconds = {}
     for pid in pids:
         try:
@@ -77,10 +86,12 @@ def thread_seconds(pids: Iterable[int]) -> dict[tuple[int, int], tuple[float, fl
         except OSError:  # the process has ended
             continue
         for tid in tids:
-            fields = _stat_fields(Path(f"/proc/{pid}/task/{tid}/stat"))
-            if fields is not None:
+            stat = _stat(Path(f"/proc/{pid}/task/{tid}/stat"))
+            if stat is not None:
+                name, fields = stat
                 # utime and stime, the 14th and 15th field; the first two are cut off.
-                seconds[pid, tid] = (int(fields[11]) / _CLOCK_TICKS_PER_S, int(fields[12]) / _CLOCK_TICKS_PER_S)
+                user_s, system_s = (int(fields[i]) / _CLOCK_TICKS_PER_S for i in (11, 12))
+                seconds[pid, tid] = ThreadSeconds(user_s, system_s, name)
     return seconds
 
 
@@ -132,17 +143,19 @@ class MemorySampler:
 def _stats() -> Iterable[tuple[int, list[str]]]:
     """(pid, fields of its stat from the state on) of all processes."""
     for process in Path("/proc").iterdir():
-        if process.name.isdigit() and (fields := _stat_fields(process / "stat")) is not None:
-            yield int(process.name), fields
+        if process.name.isdigit() and (stat := _stat(process / "stat")) is not None:
+            yield int(process.name), stat[1]
 
 
-def _stat_fields(path: Path) -> list[str] | None:
+def _stat(path: Path) -> tuple[str, list[str]] | None:
+    """The name, and the fields from the third on."""
     try:
         text = path.read_text()
     except OSError:  # the process has ended
         return None
-    # The second field is the command in parentheses and may hold anything.
-    return text[text.rindex(")") + 2 :].split()
+    # The second field is the name in parentheses and may hold anything.
+    end = text.rindex(")")
+    return text[text.index("(") + 1 : end], text[end + 2 :].split()
 
 
 def _smaps_rollup(pid: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control_share import control_seconds, role_of
+from benchmarks.control_share import overhead, role_of
 from benchmarks.peer import emit
 from benchmarks.pss import process_tree, thread_seconds
 from benchmarks.throttle import Throttle
@@ -279,8 +279,9 @@ def follow(spec: JobSpec, workload: Workload, ssd_dirs: Sequence[Path], ray_pids
         (committed[last].data[name] - committed[first].data[name]) // workload.num_timed_steps
         for name in ("ssd_bytes_read", "ssd_bytes_written")
     ]
-    control_s = control_seconds(before, after, roles, workload.num_threads) / workload.num_timed_steps
-    emit("totals", values={"ssd_nbytes": moved, "control_s": control_s})
+    spent = overhead(before, after, roles, workload.num_threads)
+    control_s, moving_s = (seconds / workload.num_timed_steps for seconds in (spent.control_s, spent.moving_s))
+    emit("totals", values={"ssd_nbytes": moved, "control_s": control_s, "moving_s": moving_s})
 
 
 def records(spec: JobSpec) -> Iterator[JournalRecord]:

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,20 @@ def test_an_error_tells_who_failed_and_what_it_was_at() -> None:
     assert failed.error == "RuntimeError: no more memory (at offload grad of step 3, block 2)"
     assert failed.detail.startswith("Traceback")
     assert "raise error" in failed.detail
+
+
+def test_the_kernel_knows_a_threads_name() -> None:
+    bench = Bench()
+    found: list[str] = []
+
+    class Feed:
+        def _run_requests(self) -> None:
+            found.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip())
+
+    Feed._run_requests.__qualname__ = "Feed._run_requests"
+    bench.threads.start([Feed()._run_requests])
+    bench.threads.join(30.0)
+    assert found == ["Feed_requests"]
 
 
 def test_before_its_first_work_a_thread_is_at_nothing() -> None:

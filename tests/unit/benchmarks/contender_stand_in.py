@@ -25,7 +25,7 @@ def main(mode: str) -> None:
     if mode == "stop":
         return
     emit("done")
-    emit("totals", values={"ssd_nbytes": [30, 20], "control_s": 0.5})
+    emit("totals", values={"ssd_nbytes": [30, 20], "control_s": 0.5, "moving_s": 0.25})
 
 
 if __name__ == "__main__":

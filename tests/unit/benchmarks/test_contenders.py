@@ -30,7 +30,7 @@ def test_steps_losses_and_peaks_are_gathered(tmp_path: Path) -> None:
     assert run.losses == (9.0, 8.0)
     assert 80 * MIB < run.steps_peak_nbytes <= run.run_peak_nbytes < 200 * MIB
     assert run.ssd_nbytes == (30, 20)
-    assert run.control_s == 0.5
+    assert (run.control_s, run.moving_s) == (0.5, 0.25)
 
 
 def test_a_peer_that_is_not_installed_is_missing(tmp_path: Path) -> None:

@@ -7,29 +7,46 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.control_share import Role, control_seconds, role_of
+from benchmarks.control_share import _MOVERS, Overhead, Role, overhead, role_of
+from benchmarks.pss import ThreadSeconds
+from windlass.actors.grad_offload import GradOffload
+from windlass.actors.guarded_threads import shown_name
+from windlass.actors.param_feed import ParamFeed
+from windlass.actors.partial_grads import PartialGrads
+from windlass.actors.ssd_server import SsdServer
+
+
+def seconds(user_s: float, system_s: float, name: str = "ray::ActorShell") -> ThreadSeconds:
+    return ThreadSeconds(user_s, system_s, name)
 
 
 def test_each_role_is_counted_its_way() -> None:
     roles = {1: Role.COMPUTE, 2: Role.SSD, 3: Role.CONTROL}
-    before = {(1, 10): (1.0, 0.0), (2, 20): (0.0, 1.0)}
+    before = {(1, 10): seconds(1.0, 0.0), (2, 20): seconds(0.0, 1.0)}
     after = {
-        # The two hottest threads of a worker that computes are kernels; the third is not.
-        (1, 10): (9.0, 1.0),
-        (1, 11): (7.0, 0.0),
-        (1, 12): (0.25, 0.25),
+        # The two hottest threads of a worker that computes are kernels; of the others one copies.
+        (1, 10): seconds(9.0, 1.0),
+        (1, 11): seconds(7.0, 0.0),
+        (1, 12): seconds(0.25, 0.25),
+        (1, 13): seconds(2.0, 1.0, "ParamFeed_arriv"),
         # Of an SSD server the time inside the system is I/O.
-        (2, 20): (0.5, 6.0),
-        (3, 30): (0.125, 0.125),
+        (2, 20): seconds(0.5, 6.0),
+        (2, 21): seconds(4.0, 3.0, "SsdServer_trans"),
+        (3, 30): seconds(0.125, 0.125, "GradOffload"),
         # A process that nobody classified.
-        (4, 40): (1.0, 0.0),
+        (4, 40): seconds(1.0, 0.0),
     }
-    assert control_seconds(before, after, roles, num_threads=2) == 0.5 + 0.5 + 0.25 + 1.0
+    assert overhead(before, after, roles, num_threads=2) == Overhead(0.5 + 0.5 + 0.25 + 1.0, 3.0 + 4.0)
+
+
+def test_threads_that_move_bytes_have_these_names() -> None:
+    loops = (SsdServer._run_transfers, ParamFeed._run_arrivals, GradOffload._run, PartialGrads.run)
+    assert tuple(map(shown_name, loops)) == _MOVERS
 
 
 def test_what_was_used_before_does_not_count() -> None:
-    seconds = {(3, 30): (5.0, 5.0)}
-    assert control_seconds(seconds, seconds, {}, num_threads=1) == 0.0
+    spent = {(3, 30): seconds(5.0, 5.0)}
+    assert overhead(spent, spent, {}, num_threads=1) == Overhead(0.0, 0.0)
 
 
 def test_processes_that_are_no_workers_are_control(tmp_path: Path) -> None:

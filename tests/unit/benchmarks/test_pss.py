@@ -92,8 +92,9 @@ def test_thread_seconds_grow_with_work() -> None:
     while time.thread_time() < until_s:
         pass
     after = thread_seconds([pid])
-    worked_s = sum(sum(after[key]) - sum(before.get(key, (0.0, 0.0))) for key in after)
+    worked_s = sum(sum(after[key][:2]) - sum(before.get(key, (0.0, 0.0))[:2]) for key in after)
     assert worked_s >= 0.25
+    assert after[pid, pid].name == Path("/proc/self/comm").read_text().strip()
     assert thread_seconds([2**22 + 1]) == {}
 
 

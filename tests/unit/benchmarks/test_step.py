@@ -17,6 +17,7 @@ KEYS = (
     "step_over_deepspeed_nvme",
     "peak_over_deepspeed_nvme",
     "control_share",
+    "moving_share",
     "loss_difference",
 )
 
@@ -30,7 +31,7 @@ def results(**runs: list[ContenderRun]) -> SizeResults:
 
 
 OURS = ContenderRun(
-    step_s=(3.0, 4.0, 5.0), losses=(9.0, 8.0), steps_peak_nbytes=50, ssd_nbytes=(300, 200), control_s=0.4
+    step_s=(3.0, 4.0, 5.0), losses=(9.0, 8.0), steps_peak_nbytes=50, ssd_nbytes=(300, 200), control_s=0.4, moving_s=0.8
 )
 PLAIN = ContenderRun(step_s=(2.0, 2.0), losses=(9.0, 8.08), steps_peak_nbytes=70)
 NVME = ContenderRun(step_s=(8.0,), losses=(9.0, 8.0), steps_peak_nbytes=200)
@@ -46,6 +47,7 @@ def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ratios["step_over_deepspeed_nvme"] == 0.5
     assert ratios["peak_over_deepspeed_nvme"] == 0.25
     assert ratios["control_share"] == pytest.approx(0.4 / (4.0 * 2))
+    assert ratios["moving_share"] == pytest.approx(0.8 / (4.0 * 2))
     assert ratios["loss_difference"] == pytest.approx(0.08 / 8.08)
     assert ratios["step_over_deepspeed_cpu"] is None
 
@@ -59,7 +61,7 @@ def test_the_limit_is_plain_pytorch_where_the_ssds_are_faster() -> None:
 def test_a_missing_peer_gives_null_and_never_a_guess() -> None:
     absent = ContenderRun(missing="not installed")
     ratios = ratios_of(results(ssd=[OURS], plain=[absent], deepspeed_cpu=[absent], deepspeed_nvme=[absent]), "ssd")
-    assert {key for key, value in ratios.items() if value is not None} == {"control_share"}
+    assert {key for key, value in ratios.items() if value is not None} == {"control_share", "moving_share"}
 
 
 def test_windlass_runs_with_its_states_on_ssds_and_in_host_memory() -> None:
