@@ -6,7 +6,18 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-NAMES = ("active_gradient", "memory", "optimizer", "overflow", "scheduler", "ssd", "ssds", "step", "vertical")
+NAMES = (
+    "activations",
+    "active_gradient",
+    "memory",
+    "optimizer",
+    "overflow",
+    "scheduler",
+    "ssd",
+    "ssds",
+    "step",
+    "vertical",
+)
 REPORTS_DIR = Path(__file__).parent / "reports"
 
 
