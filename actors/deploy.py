@@ -30,6 +30,7 @@ from windlass.actors.context import (
     ssd_name,
 )
 from windlass.actors.cores import bind_optimizer
+from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JOURNAL_FILE, Journal
 from windlass.actors.kept_kernel import keeping_kernel
@@ -50,7 +51,6 @@ DEVICE_RESOURCE = "device"
 _START_DEADLINE_S = 120.0
 # Between the runner's signs of life.
 _PULSE_S = 1.0
-_NICE = 10
 # Of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -71,8 +71,7 @@ class ActorShell:
         # Threads that wait must not spin: the optimizer, the copies and the I/O run on the same cores.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         if yields_cores:
-            # Without a GPU the compute runs on the same cores, and what takes one from it stalls all its threads.
-            os.nice(_NICE)
+            os.nice(NICENESS_BESIDE_COMPUTE)
         self.name = name
         self.context = context
         self._mailbox = Mailbox(self._post)

@@ -24,7 +24,7 @@ from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluatio
 from windlass.actors.device_states import DeviceStates
 from windlass.actors.given_operation import GivenOperation
 from windlass.actors.grad_offload import GradOffload
-from windlass.actors.guarded_threads import GuardedThreads, works_at
+from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE, GuardedThreads, works_at
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
     ActivationIoDone,
@@ -150,9 +150,9 @@ class GpuWorker:
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
         self._check_activations()
-        self._threads.start(
-            (*self._feed.loops, self._run_compute, *self._grads.loops, self._states.run, self._io.watch)
-        )
+        others = (*self._feed.loops, *self._grads.loops, self._states.run, self._io.watch)
+        self._threads.start(others, niceness=0 if self.device.is_cuda else NICENESS_BESIDE_COMPUTE)
+        self._threads.start((self._run_compute,))
 
     def post(self, message: Message) -> None:
         """Takes a message and returns at once."""

@@ -1,6 +1,7 @@
 """The threads of an actor: what goes wrong in one is told to the scheduler, as nobody else waits for it."""
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -9,6 +10,9 @@ from pathlib import Path
 from windlass.actors.context import SCHEDULER
 from windlass.actors.messages import ActorFailed, Message, in_words
 from windlass.storage.ids import ActorName, JobId, Step
+
+# Without a GPU, of all that shares the cores with the compute: what takes one from it stalls all its threads.
+NICENESS_BESIDE_COMPUTE = 15
 
 
 class _GuardedThread(threading.Thread):
@@ -52,11 +56,11 @@ class GuardedThreads:
     def __contains__(self, thread: threading.Thread) -> bool:
         return thread in self._threads
 
-    def start(self, targets: Iterable[Callable[[], None]]) -> None:
-        """One thread for each."""
+    def start(self, targets: Iterable[Callable[[], None]], *, niceness: int = 0) -> None:
+        """One thread for each. `niceness`: above this process's; the system gives such threads the cores last."""
         for target in targets:
             name = f"{self._name} {target.__qualname__}"
-            thread = _GuardedThread(target=self._guard, args=(target,), name=name, daemon=True)
+            thread = _GuardedThread(target=self._guard, args=(target, niceness), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -77,9 +81,11 @@ class GuardedThreads:
                 "memory and its SSDs: end this process before the job goes on"
             )
 
-    def _guard(self, target: Callable[[], None]) -> None:
+    def _guard(self, target: Callable[[], None], niceness: int) -> None:
+        thread_id = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + niceness)
         with contextlib.suppress(OSError):
-            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(shown_name(target))
+            Path(f"/proc/self/task/{thread_id}/comm").write_text(shown_name(target))
         try:
             target()
         except Exception as error:  # noqa: BLE001 - an actor's thread has nobody else to tell

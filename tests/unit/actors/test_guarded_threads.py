@@ -1,5 +1,6 @@
 """The threads of an actor: who is told what when one of them fails, or hangs."""
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -68,6 +69,19 @@ def test_the_kernel_knows_a_threads_name() -> None:
     bench.threads.start([Feed()._run_requests])
     bench.threads.join(30.0)
     assert found == ["Feed_requests"]
+
+
+def test_threads_may_yield_to_others_of_their_process() -> None:
+    bench = Bench()
+    found: list[int] = []
+
+    def look() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    bench.threads.start([look], niceness=3)
+    bench.threads.join(30.0)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert found == [min(own + 3, 19)]
 
 
 def test_before_its_first_work_a_thread_is_at_nothing() -> None:
