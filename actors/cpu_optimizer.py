@@ -1,8 +1,8 @@
 """One optimizer of the pool: updates chunks, read from the SSD servers and written back to them.
 
 Reading, updating and writing back of successive chunks overlap: a feeder thread asks for states as slots come free, one
-thread updates what has arrived, and write-backs are reported by the SSD servers. Of the chunks that wait, those of the
-most urgent block go first, whichever block was begun before.
+thread updates what has arrived, and write-backs are reported by the SSD servers. Of the chunks that wait to begin,
+those of the most urgent block go first, whichever block was begun before; few begin long before they are updated.
 """
 
 import queue
@@ -44,6 +44,7 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.model_io import ModelIo
+from windlass.actors.read_ahead import ReadAhead
 from windlass.actors.spans import SpanLog
 from windlass.actors.urgent_queue import UrgentQueue
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
@@ -56,7 +57,7 @@ RESTORE_DEPTH = 4
 
 @dataclass(frozen=True, slots=True)
 class _FeedChunk:
-    """Ask for the states of the most urgent chunk that waits."""
+    """Begin with the most urgent chunk that waits."""
 
     because_of: UpdateBlock  # the urgent one may be another's
 
@@ -95,16 +96,18 @@ class CpuOptimizer:
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
         self._commands: queue.Queue[_Command | None] = queue.Queue()
-        order = self.spec.effective_ordering.queues
-        self._to_read: UrgentQueue[tuple[UpdateBlock, GradChunk]] = UrgentQueue(order)
-        self._arrived: UrgentQueue[_ChunkUpdate] = UrgentQueue(order)
+        self._to_begin: UrgentQueue[tuple[UpdateBlock, GradChunk]] = UrgentQueue(self.spec.effective_ordering.queues)
+        # As they came: what has a slot would keep it for as long as something is more urgent.
+        self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
+        self._read_ahead = ReadAhead()
         self._io = ChunkIoClient(name, context, send)
         self._spans = SpanLog(name, context.spec.job, send)
         self._num_blocks = _num_blocks_of(context, index)
         self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
         self._lock = threading.Condition()
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
-        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # of updates that are not done
+        self._asked: set[tuple[Step, BlockIndex]] = set()  # for loans, in updates that are not done
+        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # that came
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = GuardedThreads(
             name, context.spec.job, send, lambda: self._stopping, owed=self._io.oldest_in_words
@@ -152,10 +155,11 @@ class CpuOptimizer:
             self._lock.notify_all()
         self._io.stop()
         self._model_io.abort()
+        self._read_ahead.close()
         self._slots.close()
         self._restore_permits.release()
         self._commands.put(None)
-        self._arrived.close()
+        self._arrived.put(None)
         self._threads.join(self.spec.deadline_s)
         del self._memory
         self._arena.close()
@@ -282,20 +286,22 @@ class CpuOptimizer:
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def _begin(self, update: UpdateBlock) -> None:
-        self._borrow(update)
         self._count(update, len(update.chunks))
         for grad in update.chunks:
-            host_slot = self._host_slots.get(grad.key)
-            if host_slot is not None:
-                chunk = _ChunkUpdate(update, grad, host_slot, rests_here=True)
-                self._arrived.put(update.step, update.block, chunk)
-            else:
-                self._to_read.put(update.step, update.block, (update, grad))
-                self._commands.put(_FeedChunk(update))
+            self._to_begin.put(update.step, update.block, (update, grad))
+            self._commands.put(_FeedChunk(update))
 
-    def _borrow(self, update: UpdateBlock) -> None:
-        """Asks for slots to update params in, from which the next forward pass will take them."""
-        if self._is_borrowing(update):
+    def _borrow(self, update: UpdateBlock, chunk: ChunkKey) -> ParamLoan | None:
+        """A slot to update a chunk's params in, from which the next forward pass will take them.
+
+        Asked for with those of the whole block as its first chunk begins: lent earlier, they would be missing
+        elsewhere.
+        """
+        if not self._borrows:
+            return None
+        key = (update.step, update.block)
+        if key not in self._asked:
+            self._asked.add(key)
             request = BorrowParams(
                 job=self.spec.job,
                 step=update.step,
@@ -305,15 +311,6 @@ class CpuOptimizer:
                 keys=tuple(chunk.key for chunk in update.chunks),
             )
             self.send(GPU_WORKER, request)
-
-    def _is_borrowing(self, update: UpdateBlock) -> bool:
-        # Where states rest in memory, so do their params.
-        return self._borrows and update.chunks[0].key not in self._host_slots
-
-    def _await_loan(self, update: UpdateBlock, chunk: ChunkKey) -> ParamLoan | None:
-        if not self._is_borrowing(update):
-            return None
-        key = (update.step, update.block)
         with self._lock:
             if not self._lock.wait_for(lambda: self._stopping or key in self._loans, self.spec.deadline_s):
                 raise TimeoutError(
@@ -325,14 +322,22 @@ class CpuOptimizer:
             return self._loans[key].get(chunk)
 
     def _feed(self) -> None:
-        (slot,) = self._slots.acquire(1, self.spec.deadline_s)
+        self._read_ahead.begin(self.spec.deadline_s)
+        slots = self._slots.acquire(min(1, self._slots.num_slots), self.spec.deadline_s)
         # Only now: what is more urgent may have come meanwhile.
-        waiting = self._to_read.get()
-        assert waiting is not None, "as many are asked for as wait"
-        update, grad = waiting
+        update, grad = self._to_begin.get()
         works_at(update)
-        loan = self._await_loan(update, grad.key)
-        self._read_states(_ChunkUpdate(update, grad, slot, rests_here=False, loan=loan))
+        if (rest := self._host_slots.get(grad.key)) is not None:
+            self._slots.release(slots)
+            self._arrive(_ChunkUpdate(update, grad, rest, rests_here=True))
+        else:
+            (slot,) = slots
+            loan = self._borrow(update, grad.key)
+            self._read_states(_ChunkUpdate(update, grad, slot, rests_here=False, loan=loan))
+
+    def _arrive(self, chunk: _ChunkUpdate) -> None:
+        self._read_ahead.arrived()
+        self._arrived.put(chunk)
 
     def _read_states(self, chunk: _ChunkUpdate) -> None:
         update, key, loan = chunk.update, chunk.grad.key, chunk.loan
@@ -344,7 +349,7 @@ class CpuOptimizer:
                 chunk.num_missing -= 1
                 is_whole = chunk.num_missing == 0
             if is_whole:
-                self._arrived.put(update.step, key.block, chunk)
+                self._arrive(chunk)
 
         kinds = self._formats.kinds_to_update
         if loan is not None and loan.is_filled:
@@ -358,8 +363,10 @@ class CpuOptimizer:
         torch.set_num_threads(self.spec.optimizer_threads)
         while (chunk := self._arrived.get()) is not None:
             works_at(chunk.update)
+            self._read_ahead.updating()
             start_s, key = time.monotonic(), chunk.grad.key
             self._update(chunk)
+            self._read_ahead.updated()
             self._spans.note(
                 self.name, SpanKind.UPDATE, chunk.update.step, key.block, key.chunk, start_s, time.monotonic()
             )
@@ -402,6 +409,7 @@ class CpuOptimizer:
     def _done(self, update: UpdateBlock) -> None:
         if self._is_last(update):
             with self._lock:
+                self._asked.discard((update.step, update.block))
                 self._loans.pop((update.step, update.block), None)
             self._tell_spans(update.step)
             updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)

@@ -14,7 +14,7 @@ class UrgentQueue(Generic[_Item]):
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order
-        self._waiting: queue.PriorityQueue[tuple[tuple[int, int], int, _Item | None]] = queue.PriorityQueue()
+        self._waiting: queue.PriorityQueue[tuple[tuple[int, int], int, _Item]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # differ, so items are never compared
 
     def put(self, step: int, block: int, item: _Item) -> None:
@@ -22,10 +22,6 @@ class UrgentQueue(Generic[_Item]):
         urgency = (step, block) if self._order is QueueOrder.PRIORITY else (0, 0)
         self._waiting.put((urgency, next(self._numbers), item))
 
-    def get(self) -> _Item | None:
-        """The most urgent, once there is one; None once the queue is closed."""
-        return self._waiting.get()[2]
-
-    def close(self) -> None:
-        """What waits is not wanted any more."""
-        self._waiting.put(((-1, -1), next(self._numbers), None))
+    def get(self) -> _Item:
+        """The most urgent; there must be one."""
+        return self._waiting.get_nowait()[2]

@@ -140,7 +140,7 @@ class Bench:
         nbytes = (moved[-1] - moved[0]) // (len(moved) - 1)
         num_tokens = self._workload.batch_size * self._workload.sequence_length
         reference = Reference(compute_s=compute_s, ssd_nbytes=nbytes, layout=layout, num_tokens=num_tokens)
-        return reference, result_of(metrics)
+        return reference, result_of(metrics, Throttle())
 
     def measure(self, case: Case, reference: Reference) -> Result:
         """Trains in one way. Steps that do not overlap do not differ: one of them is timed."""
@@ -149,7 +149,8 @@ class Bench:
         ordering = Ordering(queues=case.queues, overlaps_steps=case.overlaps_steps)
         num_steps = spec.total_steps if case.overlaps_steps else self._workload.num_warmup_steps + 1
         spec = replace(spec, hyperparameters=hyper, ordering=ordering, total_steps=num_steps)
-        return result_of(self._train(spec, reference.throttle(case.bottleneck)))
+        throttle = reference.throttle(case.bottleneck)
+        return result_of(self._train(spec, throttle), throttle)
 
     def _spec(self) -> JobSpec:
         spec = job_spec(self._workload, self._folder, self._folder / "job", [self._folder / "ssd"])
@@ -181,12 +182,21 @@ class Bench:
             shutil.rmtree(spec.job_dir)
 
 
-def result_of(metrics: Sequence[Mapping[str, Any]]) -> Result:
-    """What the timelines of some steps tell."""
+def result_of(metrics: Sequence[Mapping[str, Any]], throttle: Throttle) -> Result:
+    """What the timelines of some steps tell.
+
+    Transfers are told of when their whole request is done, so of an SSD only the bytes tell how long it was busy.
+    """
     timelines = [data["timeline"] for data in metrics]
-    resources = timelines[0]["busy_s"]
+    busy_s = {
+        name: statistics.fmean(timeline["busy_s"][name] for timeline in timelines) for name in timelines[0]["busy_s"]
+    }
+    if throttle.ssd_bytes_per_s is not None:
+        for name in (each for each in busy_s if each.startswith("ssd-")):
+            nbytes = statistics.fmean(timeline["moved_bytes"][name] for timeline in timelines)
+            busy_s[name] = nbytes / throttle.ssd_bytes_per_s
     return Result(
         step_s=tuple(timeline["period_s"] for timeline in timelines),
-        busy_s={name: statistics.fmean(timeline["busy_s"][name] for timeline in timelines) for name in resources},
+        busy_s=busy_s,
         cycle_s=statistics.median(timeline["dependency_bound_s"] for timeline in timelines),
     )

@@ -19,14 +19,15 @@ class Ordering:
     Beside its own step's backward pass a block is updated where the job's update order says so; beside the next step,
     where `overlaps_steps` does. The limits are of what may be outstanding at each resource: enough to keep it busy, few
     for a late urgent block to overtake. What has been given to a resource cannot be overtaken any more, except at the
-    optimizers, where chunks of the most urgent block go first.
+    optimizers, where chunks of the most urgent block go first: a block there whose turn does not come holds up nothing,
+    and must not keep an urgent one from getting there.
     """
 
     queues: QueueOrder = QueueOrder.PRIORITY
     overlaps_steps: bool = True  # False: nothing of a step begins before all blocks of the step before are updated
     max_prefetched: int = 2  # operations whose params have been asked for and which are not done: device buffers
     max_offloading: int = 2  # blocks
-    max_updating: int = 2  # blocks at the optimizers, and as many on the device
+    max_updating: int = 1024  # blocks at the optimizers, and as many on the device
     max_flushing: int = 2  # blocks
 
     def __post_init__(self) -> None:

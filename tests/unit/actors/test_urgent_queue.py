@@ -1,7 +1,6 @@
 """The order in which chunks that wait in a worker are taken."""
 
 import itertools
-import threading
 
 import pytest
 
@@ -11,7 +10,7 @@ from windlass.actors.urgent_queue import UrgentQueue
 ITEMS = [(2, 0, "a"), (1, 3, "b"), (1, 1, "c"), (1, 1, "d")]
 
 
-def drained(order: QueueOrder, items: list[tuple[int, int, str]]) -> list[str | None]:
+def drained(order: QueueOrder, items: list[tuple[int, int, str]]) -> list[str]:
     queue: UrgentQueue[str] = UrgentQueue(order)
     for item in items:
         queue.put(*item)
@@ -26,29 +25,3 @@ def test_the_most_urgent_block_is_first_and_its_own_items_come_in_order(arrivals
 
 def test_in_order_of_arrival_nothing_is_overtaken() -> None:
     assert drained(QueueOrder.FIFO, ITEMS) == ["a", "b", "c", "d"]
-
-
-def test_who_waits_gets_what_comes_and_nothing_once_it_is_closed() -> None:
-    queue: UrgentQueue[str] = UrgentQueue(QueueOrder.PRIORITY)
-    found: list[str | None] = []
-
-    def wait() -> None:
-        while (item := queue.get()) is not None:
-            found.append(item)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    queue.put(0, 0, "a")
-    while not found:
-        thread.join(0.001)
-    queue.close()
-    thread.join(30.0)
-    assert found == ["a"]
-    assert not thread.is_alive()
-
-
-def test_what_waits_when_it_is_closed_is_left() -> None:
-    queue: UrgentQueue[str] = UrgentQueue(QueueOrder.FIFO)
-    queue.put(0, 0, "a")
-    queue.close()
-    assert queue.get() is None

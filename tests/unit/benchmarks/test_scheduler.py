@@ -63,12 +63,19 @@ def test_the_bound_is_the_longer_of_chain_and_cycle() -> None:
 
 def test_a_result_is_of_the_timelines_of_the_timed_steps() -> None:
     def metrics(period_s: float, busy_s: float, bound_s: float) -> dict[str, Any]:
-        timeline = {"period_s": period_s, "busy_s": {"ssd-0": busy_s, "gpu-0/compute": 1.0}}
+        timeline = {
+            "period_s": period_s,
+            "busy_s": {"ssd-0": busy_s, "gpu-0/compute": 1.0},
+            "moved_bytes": {"ssd-0": 90},
+        }
         return {"timeline": {**timeline, "dependency_bound_s": bound_s}}
 
-    found = result_of([metrics(2.0, 1.5, 3.0), metrics(3.0, 2.5, 1.0), metrics(4.0, 2.0, 1.5)])
+    steps = [metrics(2.0, 1.5, 3.0), metrics(3.0, 2.5, 1.0), metrics(4.0, 2.0, 1.5)]
+    found = result_of(steps, Throttle())
     assert found == Result(step_s=(2.0, 3.0, 4.0), busy_s={"ssd-0": 2.0, "gpu-0/compute": 1.0}, cycle_s=1.5)
     assert (found.mean_step_s, found.busiest, found.efficiency) == (3.0, "ssd-0", 2.0 / 3.0)
+    # A throttled SSD was busy for its bytes.
+    assert result_of(steps, Throttle(ssd_bytes_per_s=40.0)).busy_s == {"ssd-0": 90 / 40.0, "gpu-0/compute": 1.0}
 
 
 def test_ratios_are_of_means_and_worst_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,7 @@ def test_gradients_of_device_blocks_stay_where_they_are() -> None:
 
 
 def test_updates_on_the_device_and_at_the_optimizers_take_no_place_from_each_other() -> None:
-    world = begun(keeps_grads=True, chunks_per_block=(1,) * 6, device_blocks=frozenset({0, 1, 2}))
+    world = begun(keeps_grads=True, chunks_per_block=(1,) * 6, device_blocks=frozenset({0, 1, 2}), max_updating=2)
     deliver_all_but(world, "update")
     assert sorted(block for _, block in world.updating) == [0, 1, 4, 5]
     deliver_all_but(world)
