@@ -84,6 +84,10 @@ class ActivationTiers:
         assert self._ssds is not None
         self._ssds.take(done)
 
+    def owed_in_words(self) -> str:
+        """What each SSD server has owed for longest; empty where none owes anything."""
+        return "" if self._ssds is None else self._ssds.owed_in_words()
+
     def put(self, tensor: torch.Tensor) -> SwapHandle:
         """See ActivationStore.
 

@@ -36,6 +36,12 @@ class _Open:
     missing: set[ChunkKey]
 
 
+def _debt_in_words(entry: _Open) -> str:
+    verb, key = "read" if isinstance(entry.request, ReadChunks) else "write", min(entry.missing)
+    what = f"a {verb} of block {key.block}, chunk {key.chunk}, step {entry.request.step}"
+    return f"{entry.to} has owed {what} for {time.monotonic() - entry.since_s:.1f} s: check its SSD"
+
+
 class ChunkIoClient:
     """The requests of one actor that are on their way. Safe from many threads."""
 
@@ -82,21 +88,16 @@ class ChunkIoClient:
         """Ends `watch`."""
         self._stopping.set()
 
-    def oldest_in_words(self) -> str:
-        """Which SSD server has owed a chunk for longest, and which; empty where none owes one."""
-        oldest = self._oldest()
-        if oldest is None:
-            return ""
+    def owed_in_words(self) -> str:
+        """What each SSD server has owed for longest, the longest first; empty where none owes a chunk.
+
+        Of all of them, as one may hang and another, asked a moment before, only be slow.
+        """
+        oldest: dict[ActorName, str] = {}
         with self._lock:
-            key = min(oldest.missing, default=None)
-        if key is None:
-            return ""  # it has just come
-        verb = "read" if isinstance(oldest.request, ReadChunks) else "write"
-        owing_s = time.monotonic() - oldest.since_s
-        return (
-            f"{oldest.to} has owed a {verb} of block {key.block}, chunk {key.chunk}, step {oldest.request.step} for "
-            f"{owing_s:.1f} s: check its SSD"
-        )
+            for entry in self._open.values():
+                oldest.setdefault(entry.to, _debt_in_words(entry))
+        return "; ".join(oldest.values())
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

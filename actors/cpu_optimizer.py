@@ -110,7 +110,7 @@ class CpuOptimizer:
         self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # that came
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = GuardedThreads(
-            name, context.spec.job, send, lambda: self._stopping, owed=self._io.oldest_in_words
+            name, context.spec.job, send, lambda: self._stopping, owed=self._io.owed_in_words
         )
         self._stopping = False
 

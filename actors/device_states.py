@@ -10,7 +10,7 @@ import torch
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.chunk_update import ChunkUpdater
 from windlass.actors.context import JobContext
-from windlass.actors.guarded_threads import works_at
+from windlass.actors.guarded_threads import working_at, works_at
 from windlass.actors.messages import (
     Announcement,
     BlockFlushed,
@@ -125,7 +125,7 @@ class DeviceStates:
         compute.run(functools.partial(self._updater.update, update, 0, grad, self._states[update.block]))
         updated = compute.record()
         self._give_back_grad(grad)
-        compute.then(functools.partial(self._updated, update, begun, updated))
+        compute.then(working_at(update, functools.partial(self._updated, update, begun, updated)))
 
     def _updated(self, update: UpdateBlock, begun: Event, updated: Event) -> None:
         job, step, block = update.job, update.step, update.block
@@ -144,7 +144,8 @@ class DeviceStates:
             begun = d2h.record()
             for kind, here in self._parts(key).items():
                 d2h.run(functools.partial(copy, self._view(slot, key, kind), here))
-            d2h.then(functools.partial(self._write, message, key, slot, begun, d2h.record()))
+            write = functools.partial(self._write, message, key, slot, begun, d2h.record())
+            d2h.then(working_at(message, write))
         self._slots.drain(self._context.spec.deadline_s)
         job, step, block = message.job, message.step, message.block
         self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))

@@ -24,7 +24,7 @@ from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluatio
 from windlass.actors.device_states import DeviceStates
 from windlass.actors.given_operation import GivenOperation
 from windlass.actors.grad_offload import GradOffload
-from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE, GuardedThreads, works_at
+from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE, GuardedThreads, working_at, works_at
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
     ActivationIoDone,
@@ -83,8 +83,15 @@ class GpuWorker:
         self.partition = partition
         self.send = send
         self._io = ChunkIoClient(self.name, context, send)
+        self._activations: ActivationTiers | None = None
+        self._given: list[ComputeBlock] = []  # operations that the device is not through with
         self._threads = GuardedThreads(
-            self.name, context.spec.job, send, lambda: self._stopping, owed=self._io.oldest_in_words
+            self.name,
+            context.spec.job,
+            send,
+            lambda: self._stopping,
+            owed=self._owed_in_words,
+            under_way=lambda: next(iter(self._given[:1]), None),
         )
         self.device = Device(
             torch.device(device),
@@ -110,7 +117,6 @@ class GpuWorker:
         if kernels := settle_kernels(self.context, self.partition, self.device.device, self._announce):
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
-        self._activations: ActivationTiers | None = None
         if self.context.plan.activations.num_slots:
             self._activations = ActivationTiers(
                 self.context, self.device, self._memory, self.send, self.name, self._spans
@@ -222,6 +228,11 @@ class GpuWorker:
         except ActivationNeedUnknownError as error:
             self._announce(f"{error}. If they find too little room, the job ends in its first step")
 
+    def _owed_in_words(self) -> str:
+        """By the SSD servers."""
+        activations = "" if self._activations is None else self._activations.owed_in_words()
+        return "; ".join(filter(None, (self._io.owed_in_words(), activations)))
+
     def _announce(self, text: str) -> None:
         self.send(SCHEDULER, Announcement(job=self.spec.job, step=Step(0), text=text))
 
@@ -245,6 +256,7 @@ class GpuWorker:
         fetches = [self._wait_for_params(operation, block) for block in message.blocks]
         flats = {fetch.request.block: fetch.buffer for fetch in fetches}
         grads = self._grad_buffers(operation) if operation.goes_backward else {}
+        self._given.append(message)
         operation.begun = compute.record()
         compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads))
         operation.computed = compute.record()
@@ -256,11 +268,12 @@ class GpuWorker:
             self._grads.set_aside(message)
         compute.run(operation.download)
         operation.ended = compute.record()
-        compute.then(functools.partial(self._has_ended, operation))
+        compute.then(working_at(message, functools.partial(self._has_ended, operation)))
 
     def _has_ended(self, operation: GivenOperation) -> None:
         """The device is through with it."""
         message = operation.message
+        self._given.pop(0)
         operation.note(self._spans)
         if operation.goes_backward and operation.is_last and message.block == 0:
             if self._activations is not None:

@@ -16,7 +16,7 @@ import torch
 
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.context import JobContext, grad_precision
-from windlass.actors.guarded_threads import works_at
+from windlass.actors.guarded_threads import working_at, works_at
 from windlass.actors.messages import ComputeBlock, GradChunk, GradDropped, GradOffloaded, Message, OffloadGrad, SpanKind
 from windlass.actors.partial_grads import PartialGrads, Use
 from windlass.actors.spans import FROM_DEVICE, SpanLog
@@ -225,7 +225,7 @@ class GradOffload:
             else:
                 works_at(request)
                 spans = self._copy_out(request, self._take(request.block))
-                self._device.d2h.then(functools.partial(self._copied, request, spans))
+                self._device.d2h.then(working_at(request, functools.partial(self._copied, request, spans)))
 
     def _leave(self, partial: _Partial) -> None:
         self._device.d2h.wait(partial.event)
@@ -283,7 +283,8 @@ class GradOffload:
             target = self._memory[span.offset : span.offset + source.nbytes].view(source.dtype)
             begun = d2h.record()
             d2h.run(functools.partial(copy, target, source))
-            d2h.then(functools.partial(self._note, request, key, begun, d2h.record(), source.nbytes))
+            note = functools.partial(self._note, request, key, begun, d2h.record(), source.nbytes)
+            d2h.then(working_at(request, note))
         self._let_go(grad.flat, block)
         return spans
 

@@ -33,6 +33,20 @@ def shown_name(target: Callable[..., None]) -> str:
     return target.__qualname__.replace("._run", "")[:15]
 
 
+def working_at(message: Message, callback: Callable[[], None]) -> Callable[[], None]:
+    """The callback, for whichever thread calls it: what fails in it is told as a failure at this message."""
+
+    def call() -> None:
+        thread = threading.current_thread()
+        before = thread.at if isinstance(thread, _GuardedThread) else None
+        works_at(message)
+        callback()
+        if isinstance(thread, _GuardedThread):
+            thread.at = before
+
+    return call
+
+
 class GuardedThreads:
     """Threads that run until their actor is stopped. An error while it is being stopped is not told."""
 
@@ -44,13 +58,18 @@ class GuardedThreads:
         is_stopping: Callable[[], bool],
         *,
         owed: Callable[[], str] = lambda: "",
+        under_way: Callable[[], Message | None] = lambda: None,
     ) -> None:
-        """`owed`: what others owe the actor, in words; where something came too late, it tells whose fault that is."""
+        """`owed`: what others owe the actor, in words; where something came too late, it tells whose fault that is.
+
+        `under_way`: what the actor as a whole works at, for the text of an error in a thread that was told nothing.
+        """
         self._name = name
         self._idle = Message(job=job, step=Step(0))
         self._send = send
         self._is_stopping = is_stopping
         self._owed = owed
+        self._under_way = under_way
         self._threads: list[_GuardedThread] = []
 
     def __contains__(self, thread: threading.Thread) -> bool:
@@ -95,4 +114,5 @@ class GuardedThreads:
             assert isinstance(thread, _GuardedThread)
             if isinstance(error, TimeoutError) and (owed := self._owed()):
                 error.add_note(owed)
-            self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=thread.at or self._idle))
+            about = thread.at or self._under_way() or self._idle
+            self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=about))

@@ -15,7 +15,7 @@ import torch
 
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
 from windlass.actors.context import JobContext
-from windlass.actors.guarded_threads import works_at
+from windlass.actors.guarded_threads import working_at, works_at
 from windlass.actors.messages import (
     BorrowParams,
     ComputeBlock,
@@ -239,7 +239,7 @@ class ParamFeed:
             begun = h2d.record()
             h2d.run(functools.partial(copy, fetch.buffer[start:stop], source))
             copied = h2d.record()
-            h2d.then(functools.partial(self._copied, arrival, begun, copied, nbytes))
+            h2d.then(working_at(fetch.request, functools.partial(self._copied, arrival, begun, copied, nbytes)))
             fetch.num_missing -= 1
             if fetch.num_missing == 0:
                 fetch.copied = copied

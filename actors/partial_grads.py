@@ -13,7 +13,7 @@ from collections import deque
 import torch
 
 from windlass.actors.context import JobContext
-from windlass.actors.guarded_threads import works_at
+from windlass.actors.guarded_threads import working_at, works_at
 from windlass.actors.messages import ComputeBlock, Phase, SpanKind
 from windlass.actors.spans import FROM_DEVICE, TO_DEVICE, SpanLog
 from windlass.engine.device import Device, copy
@@ -83,7 +83,7 @@ class PartialGrads:
     def leave(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
         """Has the D2H stream copy a sum to its slots."""
         self._copy(operation, use, grad.flat, is_out=True)
-        self._device.d2h.then(functools.partial(self._has_left, use, grad))
+        self._device.d2h.then(working_at(operation, functools.partial(self._has_left, use, grad)))
 
     def run(self) -> None:
         """What its thread runs: brings sums back."""
@@ -134,7 +134,7 @@ class PartialGrads:
             begun = stream.record()
             stream.run(functools.partial(copy, there, here) if is_out else functools.partial(copy, here, there))
             note = functools.partial(self._note, operation, key, begun, stream.record(), here.nbytes, is_out=is_out)
-            stream.then(note)
+            stream.then(working_at(operation, note))
         return stream.record()
 
     def _note(

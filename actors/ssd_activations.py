@@ -77,7 +77,7 @@ class SsdActivations:
         self._now = Moment()
         self._turns = Turns()
         self._correlations = itertools.count()
-        self._asked: dict[CorrelationId, Part] = {}  # of the SSD servers
+        self._asked: dict[CorrelationId, tuple[float, Part]] = {}  # of the SSD servers, since when, in that order
         self._num_settling = 0  # parts of dropped tensors that still hold something
         self._leaving_nbytes = 0
         self._out_nbytes = 0
@@ -155,7 +155,7 @@ class SsdActivations:
     def take(self, done: ActivationIoDone) -> None:
         """An SSD server's answer."""
         with self._changed:
-            part = self._asked.pop(done.correlation)
+            _, part = self._asked.pop(done.correlation)
             if part.swap.is_dropped or self._stopping:
                 self._free(part)
             elif part.at is At.RETURNING:
@@ -166,6 +166,18 @@ class SsdActivations:
                 self._turns.wait(part)
             requests = self._hand_out_buffers()
         self._ask(requests)
+
+    def owed_in_words(self) -> str:
+        """What each SSD server has owed for longest, the longest first; empty where none owes anything."""
+        oldest: dict[ActorName, str] = {}
+        with self._changed:
+            for since_s, part in self._asked.values():
+                verb, left_in = "read" if part.at is At.RETURNING else "write", part.swap.left_in
+                what = f"a {verb} of activations of block {left_in.block}, step {left_in.step}"
+                owing_s = time.monotonic() - since_s
+                ssd = ssd_name(part.ssd)
+                oldest.setdefault(ssd, f"{ssd} has owed {what} for {owing_s:.1f} s: check its SSD")
+        return "; ".join(oldest.values())
 
     @property
     def counts(self) -> SwapCounts:
@@ -207,7 +219,7 @@ class SsdActivations:
             lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= self._max_leaving_nbytes,
             lambda: (
                 f"{self._leaving_nbytes} bytes of activations did not leave the device for the SSDs within "
-                f"{self._spec.deadline_s:g} s; see the logs of the SSD servers, and check the disks"
+                f"{self._spec.deadline_s:g} s; the copies or the SSDs are stuck"
             ),
         )
 
@@ -216,8 +228,8 @@ class SsdActivations:
         self._wait_until(
             lambda: self._slots.num_free >= count or not self._num_settling,
             lambda: (
-                f"activations that nobody needs were not off the SSDs within {self._spec.deadline_s:g} s; see the logs "
-                "of the SSD servers, and check the disks"
+                f"activations that nobody needs were not off the SSDs within {self._spec.deadline_s:g} s; the copies "
+                "or the SSDs are stuck"
             ),
         )
         if self._slots.num_free < count:
@@ -277,7 +289,7 @@ class SsdActivations:
         moment = swap.wanted_in if is_read else swap.left_in
         kind: type[ReadActivations] | type[WriteActivations] = ReadActivations if is_read else WriteActivations
         correlation = CorrelationId(next(self._correlations))
-        self._asked[correlation] = part
+        self._asked[correlation] = time.monotonic(), part
         return ssd_name(part.ssd), kind(
             job=self._spec.job,
             step=moment.step,

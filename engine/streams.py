@@ -128,7 +128,10 @@ class _Mark:
 
     def wait(self, deadline_s: float) -> None:
         if not self._came.wait(deadline_s):
-            raise TimeoutError(f"what a stream was given was not done within {deadline_s:g} s")
+            raise TimeoutError(
+                f"what a stream of the device was given was not done within {deadline_s:g} s; a copy is stuck, or the "
+                "deadline is too short for this machine"
+            )
         if self._failure is not None:
             raise self._failure
 

@@ -1,6 +1,6 @@
 """torch.cuda's streams and events on a CPU, with a clock of their own: work is done as it is given.
 
-What comes to pass is noted in `calls`; `synchronize` can be held up.
+What comes to pass is noted in `calls`; `synchronize` can be held up, or fail.
 """
 
 import threading
@@ -26,6 +26,7 @@ class FakeCuda:
         self.synchronized: list[str] = []  # threads that waited for an event
         self.may_synchronize = threading.Event()
         self.may_synchronize.set()
+        self.failure: Exception | None = None  # of a kernel: from then on every wait for an event raises it
         self.now_s = lambda: time.monotonic() + _CLOCK_OFFSET_S
         self._current = threading.local()
         self._num_streams = 0
@@ -89,6 +90,8 @@ class FakeCudaEvent:
     def synchronize(self) -> None:
         self._cuda.synchronized.append(threading.current_thread().name)
         assert self._cuda.may_synchronize.wait(30)
+        if self._cuda.failure is not None:
+            raise self._cuda.failure
 
     def elapsed_time(self, later: "FakeCudaEvent") -> float:
         return (later.time_s - self.time_s) * 1e3

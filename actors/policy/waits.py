@@ -74,13 +74,17 @@ class Waits:
         return max(self.outstanding.values(), key=lambda wait: self._silent_s(wait, now_s), default=None)
 
     def check(self, now_s: float) -> None:
-        """Raises DeadlineMissedError when an actor that owes something has been silent for too long."""
-        wait = self.most_silent(now_s)
-        if wait is not None and self._silent_s(wait, now_s) > self._deadline_s:
-            raise DeadlineMissedError(
-                f"{wait.actor} did not finish {wait.what} within {self._deadline_s:g} s; "
-                f"see its log, and the health of the device it uses"
-            )
+        """Raises DeadlineMissedError when actors that owe something have been silent for too long.
+
+        It names them all, as one of them may hang and the others only be slow; of what each owes, the oldest.
+        """
+        late: dict[ActorName, Wait] = {}
+        for wait in sorted(self.outstanding.values(), key=lambda wait: self._silent_s(wait, now_s), reverse=True):
+            if self._silent_s(wait, now_s) > self._deadline_s:
+                late.setdefault(wait.actor, wait)
+        if late:
+            told = (f"{each.actor} did not finish {each.what} within {self._deadline_s:g} s" for each in late.values())
+            raise DeadlineMissedError(f"{'; '.join(told)}; see its log, and the health of the device it uses")
 
     def _silent_s(self, wait: Wait, now_s: float) -> float:
         return now_s - max(wait.since_s, self._last_heard_s.get(wait.actor, 0.0))

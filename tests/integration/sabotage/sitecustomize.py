@@ -15,31 +15,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FAULT_FILE = "fault.json"  # in the job's folder; `tests/integration/faults.py` writes it
+FAULT_FILE = "fault.json"  # in the job's folder; `test_ray_hangs.py` writes it
 
 
 def _change_actors(deploy: ModuleType) -> None:
     """Each process of a job leaves its pid; the runner signals to one of them when it gets the message it is to."""
-    begin, join, post = deploy.begin_attempt, deploy.join_attempt, deploy.Runner._post
+    begin, build, post = deploy.begin_attempt, deploy._build, deploy.Runner._post
 
     def runner_begins(job_dir: Path, attempt: int) -> int:
         _leave_pid(job_dir, "runner")
         return int(begin(job_dir, attempt))
 
-    def worker_joins(self: Any) -> None:
-        _leave_pid(Path(self.context.spec.job_dir), self.name)
-        self._attempt_lock = join(Path(self.context.spec.job_dir), self.context.spec.attempt)
+    def worker_builds(name: str, context: Any, send: Any) -> Any:
+        _leave_pid(Path(context.spec.job_dir), name)
+        return build(name, context, send)
 
     def runner_gets(self: Any, messages: Sequence[Any]) -> None:
         file = Path(self.spec.job_dir, FAULT_FILE)
         if file.exists() and any(_is_meant(json.loads(file.read_text()), message) for message in messages):
             fault = json.loads(file.read_text())
-            file.unlink()
-            os.kill(int(Path(self.spec.job_dir, f"{fault['victim']}.pid").read_text()), fault["signal"])
+            pid = int(Path(self.spec.job_dir, f"{fault['victim']}.pid").read_text())
+            file.unlink()  # the test looks for it: from here on the signal is sure to be sent
+            os.kill(pid, fault["signal"])
         post(self, messages)
 
     deploy.begin_attempt = runner_begins
-    deploy.ActorShell.join_attempt = worker_joins
+    # A function of the module: the methods of the class that Ray was given are copies by now.
+    deploy._build = worker_builds
     deploy.Runner._post = runner_gets
 
 

@@ -1,8 +1,8 @@
 """Which faults there are: every message that actors take in the middle of an attempt, in every mode that has it."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 
 from tests.training import make_spec
 from tests.unit.actors.faults import FaultKind
-from windlass.actors import messages
+from windlass.actors import gpu_worker, messages
 from windlass.actors.context import GPU_WORKER, SCHEDULER, optimizer_name, ssd_name
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.messages import (
@@ -56,6 +56,8 @@ from windlass.actors.messages import (
     WriteChunks,
 )
 from windlass.engine.block_runner import BlockRunner
+from windlass.planner import plan
+from windlass.planner.activations import RECOMPUTE_ALL, ActivationChoice
 from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, Precision
 
@@ -63,8 +65,10 @@ from windlass.storage.ids import ActorName, Precision
 NUM_STEPS = 4
 SKIPPED_STEP = 3
 
-# The model has five blocks.
+# The model has five blocks, of which three are layers.
 _EVERY_BLOCK = (0, 1, 2, 3, 4)
+_SWAPPING = (*ActivationChoice.SWAP.of_layers(1), RECOMPUTE_ALL, *ActivationChoice.RECOMPUTE_SWAP_INPUT.of_layers(1))
+_SLOT_NBYTES = 8192  # for activations: as small as the model is
 MODES: dict[str, dict[str, Any]] = {
     "active": {},
     "kept": {"clip_norm": 0.5, "num_microbatches": 2},
@@ -72,8 +76,13 @@ MODES: dict[str, dict[str, Any]] = {
     "host": {"placement": Placement(host_blocks=_EVERY_BLOCK, commit_every=2)},
     "mixed": {"placement": Placement(host_blocks=(1,), device_blocks=(0, 3), commit_every=2)},
     "skipping": {"clip_norm": 0.5},
+    "swapped": {
+        "placement": Placement(
+            activations=_SWAPPING, host_activation_nbytes=4 * _SLOT_NBYTES, ssd_activation_nbytes=128 * _SLOT_NBYTES
+        )
+    },
 }
-_FROM_SSDS = ("active", "kept", "spilled", "mixed", "skipping")  # where an optimizer reads states
+_FROM_SSDS = ("active", "kept", "spilled", "mixed", "skipping", "swapped")  # where an optimizer reads states
 _RESTING = ("host", "mixed")
 
 OPTIMIZER = optimizer_name(0)
@@ -95,6 +104,8 @@ ROWS = (
     Row(message=ReadChunks, to=SSDS, in_thread=True),
     Row(message=WriteChunks, to=SSDS, in_thread=True),
     Row(message=CommitStore, to=SSDS, in_thread=True),
+    Row(message=WriteActivations, to=SSDS, modes=("swapped",), in_thread=True),
+    Row(message=ReadActivations, to=SSDS, modes=("swapped",), in_thread=True),
     Row(message=PrefetchParams, to=(GPU_WORKER,), in_thread=True),
     Row(message=ComputeBlock, to=(GPU_WORKER,), in_thread=True),
     Row(message=OffloadGrad, to=(GPU_WORKER,), in_thread=True),
@@ -102,6 +113,7 @@ ROWS = (
     Row(message=FlushBlock, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
     Row(message=RestoreStates, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
     Row(message=ChunkIoDone, to=(GPU_WORKER,), modes=_FROM_SSDS),
+    Row(message=ActivationIoDone, to=(GPU_WORKER,), modes=("swapped",)),
     Row(message=BorrowParams, to=(GPU_WORKER,), modes=_FROM_SSDS),
     Row(message=ParamsReturned, to=(GPU_WORKER,), modes=_FROM_SSDS, is_awaited=False),
     Row(message=GradSlotsReturned, to=(GPU_WORKER,), is_awaited=False),
@@ -127,13 +139,8 @@ ROWS = (
     Row(message=LoadProgressed, to=(SCHEDULER,), is_awaited=False),
     Row(message=SpansTold, to=(SCHEDULER,), is_awaited=False),
 )
-# Told before training begins; the report of a fault itself; a kind of request. Faults of activations on the SSDs have
-# tests of their own (test_ssd_activations.py, test_ssd_server_activations.py), not yet with whole jobs.
-WITHOUT_CASES = {Announcement, ModelKernelsChosen, ActorFailed, SsdRequest} | {
-    ReadActivations,
-    WriteActivations,
-    ActivationIoDone,
-}
+# Told before training begins; the report of a fault itself; a kind of request.
+WITHOUT_CASES = {Announcement, ModelKernelsChosen, ActorFailed, SsdRequest}
 
 
 def all_messages() -> set[type[Message]]:
@@ -210,18 +217,20 @@ def spec_of(root: Path, mode: str, deadline_s: float) -> JobSpec:
     )
 
 
-def made_to_skip(mode: str) -> Any:
-    """A context in which the gradients of a step are infinite, where the mode asks for that."""
-    return _infinite_gradients() if mode == "skipping" else nullcontext()
-
-
 @contextmanager
-def _infinite_gradients() -> Iterator[None]:
-    head = BlockRunner.head
+def conditions_of(mode: str) -> Iterator[None]:
+    """What a mode takes beside its job: gradients of a step that are infinite; slots that suit the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mode == "skipping":
+            patch.setattr(BlockRunner, "head", _overflowing(BlockRunner.head))
+        if mode == "swapped":
+            patch.setattr(plan, "ACTIVATION_SLOT_NBYTES", _SLOT_NBYTES)
+            patch.setattr(gpu_worker, "check_architecture", lambda *_: None)  # takes long
+        yield
 
+
+def _overflowing(head: Callable[..., Any]) -> Callable[..., Any]:
     def overflows(self: BlockRunner, step: int, *arguments: Any, loss_scale: float = 1.0, **options: Any) -> Any:
         return head(self, step, *arguments, loss_scale=math.inf if step == SKIPPED_STEP else loss_scale, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockRunner, "head", overflows)
-        yield
+    return overflows

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from windlass.actors.context import GPU_WORKER, SCHEDULER
-from windlass.actors.guarded_threads import GuardedThreads, works_at
+from windlass.actors.guarded_threads import GuardedThreads, working_at, works_at
 from windlass.actors.messages import ActorFailed, FailureKind, LoadModel, Message, OffloadGrad
 from windlass.storage.arena import SlotTimeout
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
@@ -17,10 +17,11 @@ from windlass.storage.store_errors import StoreCorrupt
 
 JOB = JobId("ftjob-1")
 OFFLOAD = OffloadGrad(job=JOB, step=Step(3), block=BlockIndex(2))
+LOAD = LoadModel(job=JOB, step=Step(0))
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, under_way: Message | None = None) -> None:
         self.told: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
         self.stopping = False
         self.threads = GuardedThreads(
@@ -29,6 +30,7 @@ class Bench:
             lambda to, message: self.told.put((to, message)),
             lambda: self.stopping,
             owed=lambda: "ssd-1 owes a read",
+            under_way=lambda: under_way,
         )
 
     def failure_of(self, target: Callable[[], None]) -> ActorFailed:
@@ -86,6 +88,28 @@ def test_threads_may_yield_to_others_of_their_process() -> None:
 
 def test_before_its_first_work_a_thread_is_at_nothing() -> None:
     assert Bench().failure_of(raising(RuntimeError("no device"))).error == "RuntimeError: no device"
+
+
+def test_what_a_thread_was_told_nothing_of_is_what_its_actor_works_at() -> None:
+    failed = Bench(under_way=OFFLOAD).failure_of(raising(RuntimeError("CUDA error")))
+    assert (failed.error, failed.step) == ("RuntimeError: CUDA error (at offload grad of step 3, block 2)", 3)
+    assert "(at load model of step 0)" in Bench(under_way=OFFLOAD).failure_of(raising(RuntimeError(), LOAD)).error
+
+
+@pytest.mark.parametrize("before", [None, LOAD])
+def test_a_callback_is_at_its_message_and_its_thread_is_not_afterwards(before: Message | None) -> None:
+    def calls(*errors: Exception) -> Callable[[], None]:
+        def run() -> None:
+            if before is not None:
+                works_at(before)
+            working_at(OFFLOAD, raising(errors[0]) if errors else lambda: None)()
+            raise RuntimeError("later")
+
+        return run
+
+    assert "broken (at offload grad of step 3, block 2)" in Bench().failure_of(calls(RuntimeError("broken"))).error
+    later = Bench().failure_of(calls()).error
+    assert later == "RuntimeError: later" + ("" if before is None else " (at load model of step 0)")
 
 
 def test_what_came_too_late_is_told_with_who_owes_it() -> None:

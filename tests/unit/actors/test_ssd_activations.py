@@ -398,6 +398,28 @@ class TestFailures:
         with pytest.raises(ActivationTimeoutError, match=text):
             stage.store.wait_for(swap)
 
+    def test_what_each_ssd_server_has_owed_for_longest_is_known(
+        self, make: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now_s = 50.0
+        monkeypatch.setattr(ssd_activations.time, "monotonic", lambda: now_s)
+        stage = make(weights=(1, 1), num_staged=6)
+        assert stage.store.owed_in_words() == ""
+        stage.prefetch(stage.rest(4))
+        assert isinstance(stage.next(), ReadActivations)
+        now_s = 51.0
+        stage.put(5, 2 * SLOT_NBYTES)
+        with stage.changed:
+            assert stage.changed.wait_for(lambda: len(stage.asked) == 3, WAIT_S)
+        now_s = 52.0
+        assert stage.store.owed_in_words() == (
+            "ssd-0 has owed a read of activations of block 4, step 3 for 2.0 s: check its SSD; "
+            "ssd-1 has owed a write of activations of block 5, step 3 for 1.0 s: check its SSD"
+        )
+        for _ in range(3):
+            stage.answer()
+        assert stage.store.owed_in_words() == ""
+
     def test_what_does_not_leave_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, max_leaving_nbytes=0)
         stage.put(1, 2 * SLOT_NBYTES)

@@ -424,6 +424,18 @@ def test_a_missed_deadline_names_step_block_and_actor(kept: str, actor: str, wha
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_all_who_missed_a_deadline_are_named() -> None:
+    """Which of two SSD servers was asked first does not tell which of them hangs."""
+    world = World(make_shape(num_ssds=2, deadline_s=30.0))
+    world.start(now_s=100.0)
+    while choices := [c for c in world.choices() if not c.answers.startswith("commit 0")]:
+        world.deliver(choices[0], 100.0)
+    with pytest.raises(DeadlineMissedError) as caught:
+        world.pipeline.waits.check(130.1)
+    late = [f"ssd-{i} did not finish the commit of step 0 within 30 s" for i in (0, 1)]
+    assert str(caught.value).startswith("; ".join(late))
+
+
 def test_progress_puts_a_deadline_off() -> None:
     world = World(make_shape(deadline_s=30.0))
     world.start(now_s=0.0)
