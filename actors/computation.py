@@ -16,6 +16,7 @@ from windlass.engine.dataset import MicroBatch
 from windlass.engine.device import Device
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.grad_norm import squared_norm
+from windlass.engine.param_pieces import StreamedParams
 from windlass.storage.ids import BlockIndex
 
 
@@ -39,7 +40,7 @@ class Computation:
         self,
         operation: GivenOperation,
         batch: Sequence[MicroBatch],
-        flats: Mapping[BlockIndex, torch.Tensor],
+        flats: Mapping[BlockIndex, torch.Tensor | StreamedParams],
         grads: Mapping[BlockIndex, GradBuffer],
     ) -> None:
         """`batch`: all groups of a step, or the group of an evaluation; in host memory."""

@@ -212,19 +212,22 @@ class GpuWorker:
         self._arena.close()
 
     def _check_activations(self) -> None:
-        """Whether the model is computed rightly with the plan's choices, and whether there is room for what they swap.
+        """Whether the model is computed rightly as the plan says, and whether there is room for what it swaps.
 
         Raises:
             UnsupportedArchitectureError: a tiny model of its class is not.
             ActivationMemoryError: there is not.
         """
-        choices = set(self.context.plan.layer_activations) - {RECOMPUTE_ALL}
+        config, plan = self.partition.model.config, self.context.plan
+        if plan.streamed_blocks:
+            check_architecture(config, set(plan.layer_activations) or {RECOMPUTE_ALL}, True)
+        choices = set(plan.layer_activations) - {RECOMPUTE_ALL}
         if not choices:
             return  # a job's preparation has checked the default
-        check_architecture(self.partition.model.config, choices)
+        check_architecture(config, choices)
         shapes = self.dataset.largest_shapes(self.hyper.batch_size, self.hyper.num_microbatches)
         try:
-            require_activation_room(self.context, self.runner, shapes[: self.context.plan.group_size])
+            require_activation_room(self.context, self.runner, shapes[: plan.group_size])
         except ActivationNeedUnknownError as error:
             self._announce(f"{error}. If they find too little room, the job ends in its first step")
 
@@ -254,7 +257,7 @@ class GpuWorker:
         """Gives the compute stream an operation; waits until the device was given its params' copies, not for them."""
         message, compute = operation.message, self.device.compute
         fetches = [self._wait_for_params(operation, block) for block in message.blocks]
-        flats = {fetch.request.block: fetch.buffer for fetch in fetches}
+        flats = {fetch.request.block: fetch.params for fetch in fetches}
         grads = self._grad_buffers(operation) if operation.goes_backward else {}
         self._given.append(message)
         operation.begun = compute.record()

@@ -2,7 +2,8 @@
 
 Two threads: one asks for what is not at hand, one has the device copy what is. A block's params are one flat buffer,
 held from its request until its operation has been given to the device. The buffers are made at set-up, two of each size
-that follows itself; what reuses one waits for what used it on the device, not in these threads.
+that follows itself; what reuses one waits for what used it on the device, not in these threads. Of a streamed block
+only norms and biases come so; the operation copies its matrices in pieces, and holds their chunks in host memory.
 """
 
 import functools
@@ -25,12 +26,15 @@ from windlass.actors.messages import (
     SpanKind,
 )
 from windlass.actors.param_cache import ParamCache
+from windlass.actors.param_pieces import HostChunks, piece_bounds
 from windlass.actors.spans import TO_DEVICE, SpanLog
 from windlass.engine.device import Device, copy
 from windlass.engine.device_buffers import DeviceBuffers
 from windlass.engine.formats import TORCH_DTYPE
+from windlass.engine.param_pieces import PieceBuffers, StreamedParams
 from windlass.engine.streams import Event
 from windlass.planner.device_buffers import param_buffers
+from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, largest_piece
 from windlass.planner.plan import FETCH_DEPTH
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
@@ -38,12 +42,15 @@ from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Params of one block on their way to a device buffer."""
+    """Params of one block on their way to a device buffer; of a streamed one, to host memory."""
 
     request: PrefetchParams
     buffer: torch.Tensor
+    params: torch.Tensor | StreamedParams  # what an operation is lent: the buffer, or that and what comes later
     num_missing: int  # chunks
     is_lent: bool = False  # the buffer is where these params rest
+    chunks: HostChunks | None = None  # of a streamed block: where pieces come from
+    arrivals: list["_Arrival"] = field(default_factory=list)  # of a streamed block: in use until it is computed
     ready: threading.Event = field(default_factory=threading.Event)  # the device was given all copies
     copied: Event | None = None  # then, and when they are done; None where none were needed
 
@@ -89,8 +96,9 @@ class ParamFeed:
         )
         # So many chunks at a time that the next ones are on their way while these are copied.
         self._batch = max(1, min(FETCH_DEPTH, pool.num_slots) // 2)
+        self._bounds = piece_bounds(context)
         num_buffers = param_buffers(
-            [block.numel for block in context.layout.blocks],
+            [block.numel - self._first(block.index) for block in context.layout.blocks],
             context.layout.shared,
             resident=context.plan.device_blocks,
             num_ahead=context.spec.effective_ordering.max_prefetched,
@@ -101,6 +109,10 @@ class ParamFeed:
             name="params",
             deadline_s=context.spec.deadline_s,
         )
+        self._pieces: PieceBuffers | None = None
+        if self._bounds:
+            numel = largest_piece(list(self._bounds.values()))
+            self._pieces = PieceBuffers(device, numel, self._dtype, NUM_PIECE_BUFFERS)
         self._requests: queue.Queue[PrefetchParams | None] = queue.Queue()
         self._arrived: queue.Queue[_Arrival | None] = queue.Queue()
         self._changed = threading.Condition()
@@ -121,6 +133,8 @@ class ParamFeed:
             self._changed.notify_all()
         self._slots.close()
         self._buffers.close()
+        if self._pieces is not None:
+            self._pieces.close()
         self._requests.put(None)
         self._arrived.put(None)
 
@@ -164,6 +178,8 @@ class ParamFeed:
         """The compute stream was given the operation."""
         if not fetch.is_lent:
             self._buffers.give(fetch.buffer, self._device.compute)
+        if fetch.arrivals:
+            self._device.compute.then(functools.partial(self._give_back, fetch.arrivals))
 
     def lend(self, message: BorrowParams) -> ParamsLent:
         """Slots for an optimizer, as far as there are some."""
@@ -181,6 +197,10 @@ class ParamFeed:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _first(self, block: BlockIndex) -> int:
+        """The first of a block's elements that have a buffer for themselves; those before it come in pieces."""
+        return self._bounds[block][-1] if block in self._bounds else 0
+
     def _run_requests(self) -> None:
         layout = self._context.layout
         while (request := self._requests.get()) is not None:
@@ -188,11 +208,15 @@ class ParamFeed:
             keys = layout.chunk_keys(request.block)
             resident = self._resident(request.block)
             if resident is not None:
-                fetch = Fetch(request, resident, 0, is_lent=True)
+                fetch = Fetch(request, resident, resident, 0, is_lent=True)
                 fetch.ready.set()
             else:
-                buffer = self._buffers.take(layout.blocks[request.block].numel, self._dtype, self._device.h2d)
-                fetch = Fetch(request, buffer, len(keys))
+                numel = layout.blocks[request.block].numel - self._first(request.block)
+                buffer = self._buffers.take(numel, self._dtype, self._device.h2d)
+                fetch = Fetch(request, buffer, buffer, len(keys))
+                if self._pieces is not None and request.block in self._bounds:
+                    fetch.chunks = HostChunks(layout.chunk_numel, request, self._spans)
+                    fetch.params = StreamedParams(self._pieces, fetch.chunks, self._bounds[request.block], buffer)
             with self._changed:
                 self._fetches[(request.op, request.block)] = fetch
                 self._changed.notify_all()
@@ -237,6 +261,12 @@ class ParamFeed:
             nbytes = (stop - start) * self._dtype.itemsize
             source = self._memory[span.offset : span.offset + nbytes].view(self._dtype)
             begun = h2d.record()
+            if fetch.chunks is not None:
+                fetch.chunks.add(arrival.key.chunk, source)
+                fetch.arrivals.append(arrival)
+                first = self._first(arrival.key.block)
+                start, source = max(start, first) - first, source[max(0, first - start) :]
+                stop, nbytes = start + source.numel(), source.nbytes
             h2d.run(functools.partial(copy, fetch.buffer[start:stop], source))
             copied = h2d.record()
             h2d.then(working_at(fetch.request, functools.partial(self._copied, arrival, begun, copied, nbytes)))
@@ -249,6 +279,13 @@ class ParamFeed:
         key, request = arrival.key, arrival.fetch.request
         kind, start_s, end_s = SpanKind.COPY_PARAMS_IN, begun.time_s(), copied.time_s()
         self._spans.note(TO_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
-        if arrival.is_slot:
-            is_last_group = request.group == self._context.plan.num_groups - 1
-            self._cache.put(key, request.step, arrival.span, request.phase, is_last_group=is_last_group)
+        if arrival.fetch.chunks is None:
+            self._give_back([arrival])
+
+    def _give_back(self, arrivals: list[_Arrival]) -> None:
+        """Nothing is copied from there any more."""
+        for arrival in arrivals:
+            key, request = arrival.key, arrival.fetch.request
+            if arrival.is_slot:
+                is_last_group = request.group == self._context.plan.num_groups - 1
+                self._cache.put(key, request.step, arrival.span, request.phase, is_last_group=is_last_group)

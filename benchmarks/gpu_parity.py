@@ -52,6 +52,7 @@ class ParityCase:
     is_tied: bool
     kernel: Kernel | None  # None: compiled where there is a compiler
     num_ahead: int  # operations given at once
+    is_streamed: bool = False  # layers come to the device in pieces
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -59,7 +60,8 @@ class ParityCase:
         activations = f"{self.activations}, to SSD" if self.swaps_to_ssd else str(self.activations)
         kernel, num_ahead = str(self.kernel or "compiled if possible"), str(self.num_ahead)
         numbers = (str(self.num_microbatches), str(self.is_tied), kernel, num_ahead)
-        return (str(self.precision), activations, self.place, *numbers)
+        place = f"{self.place}, in pieces" if self.is_streamed else self.place
+        return (str(self.precision), activations, place, *numbers)
 
     def placed(self, spec: JobSpec, num_blocks: int, device: str) -> JobSpec:
         """The job with its things where the case says."""
@@ -67,6 +69,7 @@ class ParityCase:
         placement = Placement(
             host_blocks=blocks if self.place == "host" else (),
             device_blocks=blocks if self.place == "device" else (),
+            streamed_blocks=blocks[1:-1] if self.is_streamed else (),
             activations=self.activations.of_layers(num_blocks - 2),
         )
         nbytes = room_for_activations(spec, placement, device)
@@ -103,7 +106,8 @@ class ParityRun:
 def cases(*, compiles: bool) -> list[ParityCase]:
     """Every precision with all that may become of activations; the rest changes from case to case.
 
-    Last, with `compiles`, kernels compiled for the device, which take a while to make.
+    Then all that may become of activations for layers in pieces. Last, with `compiles`, kernels compiled for the
+    device, which take a while to make.
     """
     found = []
     for i, (precision, (activations, swaps_to_ssd)) in enumerate(product(LIMITS, ACTIVATIONS)):
@@ -119,12 +123,14 @@ def cases(*, compiles: bool) -> list[ParityCase]:
             num_ahead=(2, 5)[i // len(ACTIVATIONS) % 2],
         )
         found.append(case)
+    streamed = [dataclasses.replace(case, is_streamed=True) for case in found if case.place == "SSD"]
+    compiled = []
     if compiles:
         changes: dict[str, Any] = {"place": "device", "kernel": None, "num_microbatches": 1}
-        found += [
+        compiled = [
             dataclasses.replace(case, **changes) for case in found if case.activations is ActivationChoice.RECOMPUTE
         ]
-    return found
+    return [*found, *streamed, *compiled]
 
 
 def measure(

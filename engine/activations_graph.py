@@ -6,6 +6,7 @@ rest is kept or goes to the store.
 """
 
 import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from windlass.engine.activations_replay import Layer, Names, storage_ref
 from windlass.engine.activations_swap import SwappedView, UnitSwaps
-from windlass.planner.activations import BlockActivations, Place
+from windlass.engine.streamed_layer import StreamedLayer
+from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations, Place
 from windlass.storage.ids import BlockIndex
 
 
@@ -38,10 +40,11 @@ class ParamView:
 
 
 class LentParams:
-    """The flat params that are installed now."""
+    """The flat params that are installed now, and a layer's that come in pieces."""
 
     def __init__(self) -> None:
         self.flats: dict[BlockIndex, torch.Tensor] = {}
+        self.streamed: StreamedLayer | None = None
 
     def find(self, tensor: torch.Tensor) -> ParamView | None:
         """The place of a tensor that lies in one of them."""
@@ -50,6 +53,9 @@ class LentParams:
             if tensor.device == flat.device and start <= address < start + flat.nbytes:
                 offset = (address - start) // tensor.itemsize
                 return ParamView(block, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        if self.streamed is not None and (place := self.streamed.place_of(tensor)) is not None:
+            offset = place // tensor.itemsize
+            return ParamView(self.streamed.block, tensor.dtype, tensor.shape, tensor.stride(), offset)
         return None
 
     def view(self, place: ParamView) -> torch.Tensor:
@@ -58,13 +64,28 @@ class LentParams:
         Raises:
             ParamsNotLentError: those of its block are not.
         """
-        if place.block not in self.flats:
+        if self.streamed is not None and place.block == self.streamed.block:
+            flat, start = self.streamed.flat_at(place.offset * place.dtype.itemsize)
+        elif place.block in self.flats:
+            flat, start = self.flats[place.block], 0
+        else:
             raise ParamsNotLentError(
                 f"backward reads params of block {place.block}, and only those of {sorted(self.flats)} are installed; "
                 "install them before the backward pass"
             )
-        flat = self.flats[place.block].view(place.dtype)
-        return flat.as_strided(place.shape, place.stride, int(flat.storage_offset()) + place.offset)
+        flat = flat.view(place.dtype)
+        first = int(flat.storage_offset()) + place.offset - start // place.dtype.itemsize
+        return flat.as_strided(place.shape, place.stride, first)
+
+    def noted_by_place(self, entering: torch.Tensor) -> AbstractContextManager[object]:
+        """For a graph of which backward goes through all at once: what it saves of params in pieces is noted by place.
+
+        They are there only while their modules run. Nothing is done about whole params, which stay until `remove`.
+        """
+        if self.streamed is None:
+            return contextlib.nullcontext()
+        hooks = _Hooks(entering, RECOMPUTE_ALL, UnitSwaps(None), self, None)
+        return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,11 +64,12 @@ class Unit:
         assert entering is not None
         entering = entering.detach().requires_grad_()
         self._entering = None
-        if self._replay is None:
-            with torch.enable_grad():
-                output = layer(entering)
-        else:
-            output = self._replay.run(layer, entering)
+        with self._params.noted_by_place(entering):
+            if self._replay is None:
+                with torch.enable_grad():
+                    output = layer(entering)
+            else:
+                output = self._replay.run(layer, entering)
         torch.autograd.backward(output, grad)
         assert entering.grad is not None
         return entering.grad

@@ -27,6 +27,7 @@ from windlass.engine.activations_profile import OperatorCost, list_operators
 from windlass.engine.activations_replay import Layer
 from windlass.engine.activations_unit import Unit
 from windlass.engine.grad_buffer import GradBuffer
+from windlass.engine.param_pieces import StreamedParams
 from windlass.engine.partition import (
     ParamSite,
     Partition,
@@ -36,6 +37,7 @@ from windlass.engine.partition import (
     run_on_meta,
     swap_buffers_to_meta,
 )
+from windlass.engine.streamed_layer import StreamedLayer
 from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
 from windlass.storage.ids import BlockIndex
 
@@ -81,6 +83,11 @@ def random_key(seed: int, step: int, microbatch: int, block: int) -> int:
     """The seed of everything random in one block of one micro-batch."""
     digest = hashlib.blake2b(f"{seed}/{step}/{microbatch}/{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _is_in_pieces(site: ParamSite, flats: Mapping[BlockIndex, torch.Tensor | StreamedParams]) -> bool:
+    flat = flats[site.block]
+    return isinstance(flat, StreamedParams) and site.param.offset < flat.bounds[-1]
 
 
 class BlockRunner:
@@ -145,23 +152,48 @@ class BlockRunner:
     # --- params -----------------------------------------------------------------------------------------------------
 
     def install(
-        self, block: BlockIndex, flats: Mapping[BlockIndex, torch.Tensor], grads: Mapping[BlockIndex, GradBuffer]
+        self,
+        block: BlockIndex,
+        flats: Mapping[BlockIndex, torch.Tensor | StreamedParams],
+        grads: Mapping[BlockIndex, GradBuffer],
     ) -> None:
-        """Puts views of flat params into the places that `block`'s operation reads; gradients go to `grads`."""
-        self._params.flats = dict(flats)
+        """Puts views of flat params into the places that `block`'s operation reads; gradients go to `grads`.
+
+        Of a layer whose params are streamed, matrices are there only while the module that holds them runs.
+        """
+        self._params.flats = {b: flat for b, flat in flats.items() if isinstance(flat, torch.Tensor)}
         self._sinks = grads
+        streamed = flats.get(block)
+        if isinstance(streamed, StreamedParams):
+            pieces = [site for site in self.partition.sites[block] if _is_in_pieces(site, flats)]
+            self._params.streamed = StreamedLayer(block, streamed, pieces, goes_backward=bool(grads))
         for site in self.partition.sites[block]:
-            view = flats[site.block][site.param.offset : site.param.offset + site.param.numel]
-            param = nn.Parameter(view.view(site.param.shape), requires_grad=False)
-            if grads:
-                self._require_grad(site, param)
-            site.module._parameters[site.attribute] = param
+            if _is_in_pieces(site, flats):
+                continue
+            flat, start = flats[site.block], site.param.offset
+            if isinstance(flat, StreamedParams):
+                start -= flat.bounds[-1]
+                flat = flat.rest
+            view = flat[start : start + site.param.numel].view(site.param.shape)
+            site.module._parameters[site.attribute] = nn.Parameter(view, requires_grad=False)
+        if grads:
+            self._require_grads(block)
 
     def remove(self, block: BlockIndex) -> None:
         """Takes the views out again: the buffers may be reused."""
-        self._params.flats, self._sinks = {}, {}
+        if self._params.streamed is not None:
+            self._params.streamed.end()
+        self._params.flats, self._params.streamed, self._sinks = {}, None, {}
         for site in self.partition.sites[block]:
             site.module._parameters[site.attribute] = site.placeholder
+
+    def _require_grads(self, block: BlockIndex) -> None:
+        for site in self.partition.sites[block]:
+            param = site.module.get_parameter(site.attribute)
+            if param is not site.placeholder:
+                self._require_grad(site, param)
+        if self._params.streamed is not None:
+            self._params.streamed.on_param = self._require_grad
 
     def _require_grad(self, site: ParamSite, param: nn.Parameter) -> None:
         param.requires_grad_(True)
@@ -188,12 +220,11 @@ class BlockRunner:
             self.inputs = [[]]
         policy = self._activations.get(block, RECOMPUTE_ALL) if keep else RECOMPUTE_ALL
         if policy.needs_grad:
-            for site in self.partition.sites[block]:
-                self._require_grad(site, site.module.get_parameter(site.attribute))
+            self._require_grads(block)
         outputs = []
         with torch.no_grad():
             for m, ids in enumerate(batch):
-                self._seed(step, m, block)
+                self._begin_microbatch(step, m, block, is_last=m + 1 == len(batch))
                 if block == 0:
                     hidden, calls = self._prologue(ids)
                     self.calls.append(calls)
@@ -239,7 +270,7 @@ class BlockRunner:
         """Goes backward through a block for every micro-batch, and first computes again what is not held of it."""
         inputs = self.inputs.pop() if block > 0 else []
         for m, ids in enumerate(batch):
-            self._seed(step, m, block)
+            self._begin_microbatch(step, m, block, is_last=m + 1 == len(batch))
             if block == 0:
                 hidden, _ = self._prologue(ids)
                 torch.autograd.backward(hidden, self.grads[m])
@@ -252,7 +283,8 @@ class BlockRunner:
                 continue
             entering = inputs[m].detach().requires_grad_(True)
             inputs[m] = torch.empty(0)
-            output = self._layer(block, entering, self.calls[m])
+            with self._params.noted_by_place(entering):
+                output = self._layer(block, entering, self.calls[m])
             torch.autograd.backward(output, self.grads[m])
             assert entering.grad is not None
             self.grads[m] = entering.grad
@@ -321,6 +353,11 @@ class BlockRunner:
 
     def _layer_of(self, block: BlockIndex, microbatch: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda hidden: self._layer(block, hidden, self.calls[microbatch])
+
+    def _begin_microbatch(self, step: int, microbatch: int, block: int, *, is_last: bool) -> None:
+        self._seed(step, microbatch, block)
+        if self._params.streamed is not None:
+            self._params.streamed.begin_microbatch(is_last=is_last)
 
     def _seed(self, step: int, microbatch: int, block: int) -> None:
         torch.manual_seed(random_key(self.seed, step, self.first_microbatch + microbatch, block))

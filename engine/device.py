@@ -50,7 +50,7 @@ class Device:
         """
         self.device = device
         self.is_cuda = device.type == "cuda"
-        self._poison = poison_released
+        self.poisons_released = poison_released
         self._deadline_s = deadline_s
         self._streams = open_streams(device, deadline_s, start_threads)
         self.compute, self.h2d, self.d2h = self._streams.compute, self._streams.h2d, self._streams.d2h
@@ -81,7 +81,7 @@ class Device:
 
     def poison(self, buffer: torch.Tensor, stream: Stream) -> None:
         """Fills a buffer that is being released, if that was asked for, after what the stream was given before."""
-        if self._poison:
+        if self.poisons_released:
             stream.run(lambda: buffer.fill_(float("nan")))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Device:
 
     def give(self, buffer: torch.Tensor) -> None:
         """Takes a buffer back that no work reads or writes any more; it may be handed out again at once."""
-        if self._poison:
+        if self.poisons_released:
             self.poison(buffer, self.compute)
             self.synchronize()
         with self._lock:

@@ -3,6 +3,7 @@
 No torch here: the scheduler and the planner's callers read layouts too.
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -38,6 +39,13 @@ class BlockLayout:
     def decay_numel(self) -> int:
         """Elements with weight decay; they come first."""
         return sum(param.numel for param in self.params if param.decay)
+
+    @property
+    def decay_numels_by_module(self) -> list[list[int]]:
+        """Elements of each parameter with weight decay, in order, by the module that holds it."""
+        decaying = (param for param in self.params if param.decay)
+        modules = itertools.groupby(decaying, key=lambda param: param.name.rpartition(".")[0])
+        return [[param.numel for param in params] for _, params in modules]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.kernel_cache import KernelUnavailable
 from windlass.engine.model_kernels import apply_kernels
 from windlass.engine.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
+from windlass.engine.streamed_flats import StreamedFlats
 from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations, in_words
 from windlass.storage.arena import ALIGNMENT_NBYTES, SlotPool
 from windlass.storage.ids import BlockIndex, ModelKernel, Precision
@@ -77,11 +78,14 @@ def tiny_config(config: Any) -> Any:
     return tiny
 
 
-def check_architecture(config: Any, choices: Collection[BlockActivations] = (RECOMPUTE_ALL,)) -> None:
+def check_architecture(
+    config: Any, choices: Collection[BlockActivations] = (RECOMPUTE_ALL,), is_streamed: bool = False
+) -> None:
     """Raises UnsupportedArchitectureError where block by block and plain autograd disagree.
 
     `choices`: each in turn holds for all layers. A Python autograd function that keeps a tensor by itself, not with
-    `save_for_backward`, may be right with one and wrong with another.
+    `save_for_backward`, may be right with one and wrong with another. `is_streamed`: the layers' params come in pieces,
+    and what is let go of is filled with NaN.
     """
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     with_choice = ""
@@ -97,9 +101,12 @@ def check_architecture(config: Any, choices: Collection[BlockActivations] = (REC
             each[:, -1] = IGNORED_TARGET
         expected = _plain_gradients(model, batch, targets)
         for choice in choices:
-            with_choice = "" if choice == RECOMPUTE_ALL else f" with activations {in_words(choice)}"
+            ways = [] if choice == RECOMPUTE_ALL else [f"activations {in_words(choice)}"]
+            ways += ["streamed_blocks"] if is_streamed else []
+            with_choice = f" with {' and '.join(ways)}" if ways else ""
             partition = Partition(build_meta_model(tiny, Precision.FP32))
-            found = _gradients_with(choice, partition, dict(model.named_parameters()), batch, targets)
+            params = dict(model.named_parameters())
+            found = _gradients_with(choice, partition, params, batch, targets, is_streamed=is_streamed)
             if (differing := _first_differing(expected, found)) is not None:
                 raise UnsupportedArchitectureError(
                     f"{name} is not supported{with_choice}: block by block it computes other gradients than as a "
@@ -197,6 +204,8 @@ def _gradients_with(
     params: Mapping[str, nn.Parameter],
     batch: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
+    *,
+    is_streamed: bool = False,
 ) -> dict[str, torch.Tensor]:
     """With one choice for all layers, through a store as jobs have it."""
     memory = torch.empty(_STORE_NBYTES if choice.swaps else 0, dtype=torch.uint8)
@@ -204,11 +213,19 @@ def _gradients_with(
     store = HostActivations(
         Device(batch[0].device), memory, slots, max_leaving_nbytes=_STORE_NBYTES, deadline_s=_DEADLINE_S
     )
-    activations = {BlockIndex(b): choice for b in range(1, len(partition.layers) + 1)}
+    layers = [BlockIndex(b) for b in range(1, len(partition.layers) + 1)]
+    streams = None
+    if is_streamed:
+        streams = StreamedFlats(partition, layers, Device(batch[0].device, poison_released=True))
+    activations = dict.fromkeys(layers, choice)
     try:
-        return block_gradients(partition, params, batch, targets, seed=0, step=1, activations=activations, store=store)
+        return block_gradients(
+            partition, params, batch, targets, seed=0, step=1, activations=activations, store=store, streams=streams
+        )
     finally:
         store.stop()
+        if streams is not None:
+            streams.close()
 
 
 def block_gradients(
@@ -221,6 +238,7 @@ def block_gradients(
     step: int,
     activations: Mapping[BlockIndex, BlockActivations] | None = None,
     store: ActivationStore | None = None,
+    streams: StreamedFlats | None = None,
 ) -> dict[str, torch.Tensor]:
     """Gradients of one step, computed block by block from whole parameters. For models that fit in memory."""
     layout = partition.layout
@@ -235,7 +253,8 @@ def block_gradients(
         for index in layout.shared[block]:
             parts = [params[param.name].detach().reshape(-1) for param in layout.blocks[index].params]
             flats[index] = torch.cat(parts) if parts else torch.empty(0)
-        runner.install(block, flats, {index: grads[index] for index in flats} if with_grads else {})
+        lent = flats if streams is None else streams.of(flats)
+        runner.install(block, lent, {index: grads[index] for index in flats} if with_grads else {})
         return flats
 
     def release(block: BlockIndex, flats: dict[BlockIndex, torch.Tensor]) -> None:

@@ -73,6 +73,7 @@ class Placement:
 
     host_blocks: tuple[int, ...] = ()  # whose model states rest in host memory
     device_blocks: tuple[int, ...] = ()  # whose model states rest on the device
+    streamed_blocks: tuple[int, ...] = ()  # layers whose params come to the device in pieces: two whole ones do not fit
     num_host_grad_blocks: int | None = None  # kept gradients: the first so many blocks' in host memory, else on SSDs
     num_cached_params: int | None = None  # chunks of params that stay in host memory from one use to the next
     commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY where states rest in memory
@@ -110,6 +111,8 @@ class Plan:
     num_cached_params: int  # of the slots of `params`
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
+    streamed_blocks: tuple[int, ...]  # whose params come to the device in pieces; until they are used they stay in host
+    # memory, in slots of `params`, or where they rest
     spilled_blocks: tuple[int, ...]  # whose kept gradients go to the SSDs
     commit_every: int  # steps
     group_size: int  # micro-batches that go through the blocks together
@@ -179,6 +182,7 @@ class _Choice:
     depth: int  # chunks at an optimizer
     num_cached: int  # chunks of params
     num_host_grad_blocks: int | None  # None: gradients are not kept
+    num_held_blocks: int = 2  # streamed ones whose params are in host memory at once
     num_passing_blocks: int = MIN_PASSING_BLOCKS  # typical ones, whose gradients that are not kept have room
 
 
@@ -202,6 +206,14 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
         raise PlanError(
             f"host_blocks {placement.host_blocks} and device_blocks {placement.device_blocks} must name different "
             f"blocks of 0 to {len(model.blocks) - 1}"
+        )
+    streamed = set(placement.streamed_blocks)
+    layers = set(model.blocks[1:-1]).difference(placement.device_blocks, model.shared_blocks)
+    if len(streamed) < len(placement.streamed_blocks) or not streamed <= layers:
+        raise PlanError(
+            f"streamed_blocks {placement.streamed_blocks} must name layers, each once: not the embedding (0), the head "
+            f"({len(model.blocks) - 1}), blocks that rest on the device, nor those whose params others use as well; "
+            f"leave out {sorted(streamed - layers) or 'what is named twice'}"
         )
     num_kept = placement.num_host_grad_blocks
     if num_kept is not None and num_kept < len(model.blocks) and not _may_spill(placement, keep_grads=keep_grads):
@@ -239,6 +251,9 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     for depth in depths:
         choice = replace(choice, depth=depth)
         yield choice
+    if placement.streamed_blocks:
+        choice = replace(choice, num_held_blocks=1)
+        yield choice
     if placement.num_host_grad_blocks is None and _may_spill(placement, keep_grads=keep_grads):
         for kept in range(num_blocks - 1, -1, -1):
             yield replace(choice, num_host_grad_blocks=kept)
@@ -271,6 +286,16 @@ def _num_grads(model: ModelSize, placement: Placement, choice: _Choice) -> int:
     return max(1, num_kept + num_passing)
 
 
+def _num_held(model: ModelSize, placement: Placement, choice: _Choice) -> int:
+    """Slots for params that are copied from host memory again and again while their block is computed.
+
+    Who asks for a block's chunks does so in the operations' order, so a block that has none to itself waits for those
+    before it and for nothing else.
+    """
+    streamed = (model.num_chunks(block) for block in placement.streamed_blocks if block not in placement.host_blocks)
+    return sum(sorted(streamed)[-choice.num_held_blocks :])
+
+
 def _num_partial_grads(model: ModelSize, placement: Placement) -> int:
     """Slots for the sums of one group: of what rests on the device they stay there."""
     uses = (*model.blocks, *model.shared_blocks)
@@ -289,7 +314,7 @@ def _lay_out(
     num_kept = choice.num_host_grad_blocks
     spilled = () if num_kept is None else tuple(model.blocks[num_kept:])
     in_memory = placement.host_blocks or placement.device_blocks
-    num_params = min(FETCH_DEPTH, total) + choice.num_cached
+    num_params = min(FETCH_DEPTH, total) + _num_held(model, placement, choice) + choice.num_cached
     params = Pool(offset=0, slot_nbytes=chunk * model.param_itemsize, num_slots=num_params)
     grads = Pool(
         offset=params.nbytes,
@@ -335,6 +360,7 @@ def _lay_out(
         num_cached_params=choice.num_cached,
         host_blocks=tuple(sorted(placement.host_blocks)),
         device_blocks=tuple(sorted(placement.device_blocks)),
+        streamed_blocks=tuple(sorted(placement.streamed_blocks)),
         spilled_blocks=spilled,
         commit_every=placement.commit_every or (COMMIT_EVERY if in_memory else 1),
         group_size=group_size,

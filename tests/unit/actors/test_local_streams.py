@@ -50,6 +50,20 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_microbatches": 3,
         "placement": Placement(group_size=2, num_cached_params=2, device_blocks=(3,)),
     },
+    "streamed": {
+        "num_microbatches": 2,
+        "dropout": 0.1,
+        "placement": Placement(
+            streamed_blocks=(1, 2, 3),
+            num_cached_params=2,
+            activations=(
+                *ActivationChoice.RECOMPUTE.of_layers(1),
+                *ActivationChoice.KEEP.of_layers(1),
+                *ActivationChoice.SWAP.of_layers(1),
+            ),
+            host_activation_nbytes=4 << 20,
+        ),
+    },
     "swapped": {
         "num_microbatches": 2,
         "dropout": 0.1,
@@ -176,7 +190,7 @@ def test_a_wait_that_is_forgotten_shows(
     assert any(map(shows, (0.0005, 0.01, 0.1)))
 
 
-@pytest.mark.parametrize("job", ["kept", "mixed"])
+@pytest.mark.parametrize("job", ["kept", "mixed", "streamed"])
 def test_no_thread_waits_for_the_device_and_nothing_is_allocated_for_params_or_gradients(
     tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

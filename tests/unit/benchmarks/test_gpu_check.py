@@ -107,6 +107,8 @@ def test_parity_meets_every_pair_of_settings() -> None:
         assert pairs == {(*way, each) for way, each in product(gpu_parity.ACTIVATIONS, values)}
     assert {case.precision for case in found if case.kernel is None and case.place == "device"} == set(Precision)
     assert {activations for activations, _ in gpu_parity.ACTIVATIONS} == set(ActivationChoice)
+    streamed = [(case.activations, case.swaps_to_ssd) for case in found if case.is_streamed]
+    assert sorted(streamed) == sorted(gpu_parity.ACTIVATIONS)
 
 
 def test_shapes_are_those_of_qwen() -> None:

@@ -7,8 +7,10 @@ import torch
 
 from windlass.engine.activations import ActivationStore, SwapCounts, SwapHandle
 from windlass.engine.block_runner import BlockRunner
+from windlass.engine.device import Device
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import Partition, build_meta_model
+from windlass.engine.streamed_flats import StreamedFlats
 from windlass.planner.activations import BlockActivations
 from windlass.storage.ids import BlockIndex, Precision
 
@@ -72,20 +74,25 @@ class Run:
         activations: Mapping[BlockIndex, BlockActivations] | None = None,
         store: ActivationStore | None = None,
         precision: Precision = Precision.FP32,
+        streams_on: Device | None = None,
     ) -> None:
+        """`streams_on`: a device on which the layers' params come in pieces."""
         self.partition = Partition(build_meta_model(model.config, precision))
         self.params = dict(model.named_parameters())
         self.layout = self.partition.layout
         self.runner = BlockRunner(self.partition, torch.device("cpu"), SEED, activations=activations, store=store)
         self.grads = {block.index: GradBuffer(torch.full((block.numel,), torch.nan)) for block in self.layout.blocks}
         self._lent: dict[BlockIndex, torch.Tensor] = {}
+        layers = [block.index for block in self.layout.blocks[1:-1]]
+        self.streams = None if streams_on is None else StreamedFlats(self.partition, layers, streams_on)
 
     def lend(self, block: BlockIndex, *, with_grads: bool) -> None:
         self._lent = {}
         for b in self.layout.shared[block]:
             parts = [self.params[param.name].detach().reshape(-1) for param in self.layout.blocks[b].params]
             self._lent[b] = torch.cat(parts) if parts else torch.empty(0)
-        self.runner.install(block, self._lent, {b: self.grads[b] for b in self._lent} if with_grads else {})
+        lent = self._lent if self.streams is None else self.streams.of(self._lent)
+        self.runner.install(block, lent, {b: self.grads[b] for b in self._lent} if with_grads else {})
 
     def take_back(self, block: BlockIndex) -> None:
         self.runner.remove(block)

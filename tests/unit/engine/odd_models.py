@@ -266,6 +266,86 @@ class KernelModel(HoardingModel):
     function = _KernelLinear
 
 
+class _BorrowingLayer(Qwen2DecoderLayer):
+    """Reads a param of a module that does not run."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = super().forward(hidden_states, **kwargs)
+        return output @ self.self_attn.o_proj.weight
+
+
+class _Handing(nn.Linear):
+    """Hands its weight out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight
+
+
+class _TakingLayer(Qwen2DecoderLayer):
+    """Computes with the weight that a module of it hands out."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.handing = _Handing(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = super().forward(hidden_states, **kwargs)
+        return output @ self.handing(output)
+
+
+class _Nested(nn.Module):
+    """Computes with its weight before and after what is inside."""
+
+    def __init__(self, config: Any, depth: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(config.intermediate_size, config.hidden_size) * 0.1)
+        self.inside = _Nested(config, depth - 1) if depth > 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(x @ self.weight.t() @ self.weight)
+
+
+class _NestedLayer(Qwen2DecoderLayer):
+    """Needs the params of three modules at once."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.mlp = _Nested(config, 3)
+
+
+class _TwiceLayer(Qwen2DecoderLayer):
+    """Calls its modules twice."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return super().forward(super().forward(hidden_states, **kwargs), **kwargs)
+
+
+class OwnLayersModel(PlainModel):
+    """Has layers of another class."""
+
+    layer: type[Qwen2DecoderLayer]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(self.layer(config, i) for i in range(config.num_hidden_layers))
+
+
+class BorrowingModel(OwnLayersModel):
+    layer = _BorrowingLayer
+
+
+class TakingModel(OwnLayersModel):
+    layer = _TakingLayer
+
+
+class TwiceModel(OwnLayersModel):
+    layer = _TwiceLayer
+
+
+class NestedModel(OwnLayersModel):
+    layer = _NestedLayer
+
+
 def odd_config(body: type[PlainModel], **options: Any) -> Any:
     """A config from which AutoModelForCausalLM builds a causal LM around `body`."""
     name = body.__name__.removesuffix("Model")

@@ -152,3 +152,27 @@ def test_a_gradient_that_is_nan_on_one_side_only_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(self_check, "block_gradients", spoiled)
     with pytest.raises(UnsupportedArchitectureError, match=r"first at model\.layers\.1\.mlp\.up_proj\.weight"):
         check_architecture(LlamaConfig())
+
+
+@pytest.mark.parametrize("choice", ActivationChoice)
+def test_every_choice_passes_with_params_in_pieces(choice: ActivationChoice) -> None:
+    for config in (LlamaConfig(), odd_config(odd_models.SavingModel), odd_config(odd_models.KernelModel)):
+        check_architecture(config, choice.of_layers(1), True)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        # In a graph of which backward goes through all at once, whole params are still what they were.
+        (odd_models.HoardingModel, "HoardingConfig is not supported with streamed_blocks: .* other gradients"),
+        (odd_models.TakingModel, "TakingConfig is not supported with streamed_blocks: .* other gradients"),
+        (odd_models.BorrowingModel, "BorrowingConfig cannot be checked with streamed_blocks: .*meta"),
+        (odd_models.NestedModel, "cannot be checked with streamed_blocks: .* needs more than 2 pieces at once"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_layers_that_need_params_at_other_times_are_refused(body: Any, reason: str) -> None:
+    config = odd_config(body)
+    check_architecture(config)
+    with pytest.raises(UnsupportedArchitectureError, match=reason):
+        check_architecture(config, is_streamed=True)

@@ -351,3 +351,46 @@ def test_swapped_activations_have_slots_of_their_own() -> None:
 def test_activations_that_cannot_be(placement: Placement, error: str) -> None:
     with pytest.raises(PlanError, match=error):
         plan(placement=placement)
+
+
+def test_streamed_layers_stay_in_host_memory_while_they_are_computed() -> None:
+    """Two of them, where there is room; one, and what prefetches the next, must be."""
+
+    def with_layers(*layers: int, budget: int | None = None, **options: Any) -> Plan:
+        placement = Placement(streamed_blocks=layers, num_cached_params=0, **options)
+        return plan(placement=placement, host_memory_nbytes=budget)
+
+    assert with_layers().params.num_slots == FETCH_DEPTH
+    assert with_layers(2).params.num_slots == FETCH_DEPTH + 3
+    enough = with_layers(4, 1, 2)
+    assert enough.params.num_slots == FETCH_DEPTH + 2 * 3
+    assert enough.streamed_blocks == (1, 2, 4)
+    assert with_layers(4, 1, 2, host_blocks=(1, 4)).params.num_slots == FETCH_DEPTH + 3  # the others are there anyway
+
+    smallest = with_layers(4, 1, 2, budget=3 * GIB)
+    while True:
+        try:
+            smallest = with_layers(4, 1, 2, budget=smallest.arena_nbytes - 1)
+        except PlanError:
+            break
+    assert smallest.params.num_slots == FETCH_DEPTH + 3
+
+
+@pytest.mark.parametrize(
+    ("blocks", "shared", "wrong"),
+    [
+        ((0, 1), (), r"\[0\]"),
+        ((5,), (), r"\[5\]"),
+        ((2, 6), (), r"\[6\]"),
+        ((1, 3), (), r"\[3\]"),
+        ((2, 4), (2,), r"\[2\]"),
+        ((2, 2), (), "what is named twice"),
+    ],
+    ids=str,
+)
+def test_only_layers_of_their_own_that_rest_elsewhere_are_streamed(
+    blocks: tuple[int, ...], shared: tuple[int, ...], wrong: str
+) -> None:
+    placement = Placement(streamed_blocks=blocks, device_blocks=(3,))
+    with pytest.raises(PlanError, match=rf"streamed_blocks .* must name layers, each once: .* leave out {wrong}"):
+        plan(replace(SIZE, shared_blocks=shared), placement=placement)
