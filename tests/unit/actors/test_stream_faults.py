@@ -86,10 +86,21 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses_of(spec)
 
 
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Threads that tests of hanging have left before."""
+    _others.update(threading.enumerate())
+    yield
+    _others.clear()
+
+
+_others: set[threading.Thread] = set()
+
+
 def goes_on(spec: JobSpec, losses: list[float]) -> None:
     """In another attempt, once what hung has ended."""
     for thread in threading.enumerate():
-        if thread.name.startswith("gpu-0 "):
+        if thread.name.startswith("gpu-0 ") and thread not in _others:
             thread.join(WAIT_S)
             assert not thread.is_alive()
     again = dataclasses.replace(spec, attempt=Attempt(2), deadline_s=60.0)
