@@ -12,7 +12,7 @@ from windlass.actors.messages import ActorFailed, Message, in_words
 from windlass.storage.ids import ActorName, JobId, Step
 
 # Without a GPU, of all that shares the cores with the compute: what takes one from it stalls all its threads.
-NICENESS_BESIDE_COMPUTE = 15
+NICENESS_BESIDE_COMPUTE = 10
 
 
 class _GuardedThread(threading.Thread):

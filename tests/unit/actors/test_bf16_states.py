@@ -29,7 +29,8 @@ def assert_same(first: JobSpec, second: JobSpec) -> None:
     assert [name for name in params if not torch.equal(params[name], others[name])] == []
 
 
-@pytest.mark.parametrize("kernel", Kernel)
+# The compiler takes its time.
+@pytest.mark.parametrize("kernel", [Kernel.FUSED, pytest.param(Kernel.COMPILED, marks=pytest.mark.long)])
 def test_a_seed_gives_the_same_model_twice(tmp_path: Path, kernel: Kernel, request: pytest.FixtureRequest) -> None:
     changes: dict[str, Any] = {"precision": Precision.BF16, "total_steps": 10, "evaluate_every": None}
     if kernel is Kernel.COMPILED:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("small_activation_slots", "unchecked_activa
 
 STEP = 2
 WAIT_S = 30.0
-DEADLINE_S = 2.0
+DEADLINE_S = 3.0
 SWAPPING = Placement(activations=ActivationChoice.SWAP.of_layers(3), host_activation_nbytes=4 << 20)
 
 
@@ -135,7 +135,9 @@ def test_a_gpu_that_never_comes_to_an_event_is_told_of_and_closing_it_ends(
     ):
         run(spec)
     gpu.may_synchronize.set()
+    # Who waits for it first is told first: the scheduler, or what needs a slot that only such an event gives back.
     late = rf"gpu-0 did not finish the \w+ of block \d in step {STEP} within {DEADLINE_S:g} s"
+    late += r"|gpu-0: SlotTimeout: pool param slots: .*\(at prefetch params, backward, of step \d, block \d\)"
     assert re.search(late, error_of(spec))
     goes_on(spec, losses)
 
