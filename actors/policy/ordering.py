@@ -12,6 +12,10 @@ class QueueOrder(StrEnum):
     FIFO = "fifo"  # what has waited longest: for comparison
 
 
+# Of an ordering.
+LIMITS = ("max_prefetched", "max_offloading", "max_updating", "max_updating_on_device", "max_flushing")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordering:
     """The scheduler's settings for a job.
@@ -27,11 +31,12 @@ class Ordering:
     overlaps_steps: bool = True  # False: nothing of a step begins before all blocks of the step before are updated
     max_prefetched: int = 2  # operations whose params have been asked for and which are not done: device buffers
     max_offloading: int = 2  # blocks
-    max_updating: int = 1024  # blocks at the optimizers, and as many on the device
+    max_updating: int = 1024  # blocks at the optimizers
+    max_updating_on_device: int = 2  # blocks that rest there: it updates them as they come
     max_flushing: int = 2  # blocks
 
     def __post_init__(self) -> None:
-        for name in ("max_prefetched", "max_offloading", "max_updating", "max_flushing"):
+        for name in LIMITS:
             if (number := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {number}; at least 1 must be outstanding, or nothing is ever done")
 

@@ -394,7 +394,9 @@ class Pipeline:
         granted: list[Instruction] = []
         queue = self._to_update[is_device]
         num_updating = sum((block in self.shape.device_blocks) == is_device for _, block in self._updating)
-        while queue and num_updating < self.shape.ordering.max_updating and self.commits.may_update(queue.first[0]):
+        ordering = self.shape.ordering
+        limit = ordering.max_updating_on_device if is_device else ordering.max_updating
+        while queue and num_updating < limit and self.commits.may_update(queue.first[0]):
             step, block = queue.pop()
             num_updating += 1
             chunks = self._grads.pop((step, block))

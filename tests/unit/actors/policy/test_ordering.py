@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from windlass.actors.policy.ordering import BlockQueue, Ordering, QueueOrder
+from windlass.actors.policy.ordering import LIMITS, BlockQueue, Ordering, QueueOrder
 
 BLOCKS = [(1, 3), (1, 2), (2, 0), (1, 0)]
 
@@ -38,7 +38,7 @@ def test_what_comes_later_is_compared_with_what_still_waits() -> None:
     assert [fifo.pop(), fifo.pop()] == [(1, 3), (1, 2)]
 
 
-@pytest.mark.parametrize("name", ["max_prefetched", "max_offloading", "max_updating", "max_flushing"])
+@pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_resource_that_may_have_nothing_is_refused(name: str, number: int) -> None:
     options: dict[str, Any] = {name: number}

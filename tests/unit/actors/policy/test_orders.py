@@ -65,7 +65,8 @@ shapes = st.builds(
     checkpoint_every=st.integers(0, 4),
     max_prefetched=st.integers(1, 4),
     max_offloading=st.integers(1, 3),
-    max_updating=st.integers(1, 3),
+    max_updating=st.integers(1, 7),
+    max_updating_on_device=st.integers(1, 3),
     max_flushing=st.integers(1, 3),
 )
 # Some actors are slow: their events come only now and then while there are others.

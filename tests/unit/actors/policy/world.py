@@ -359,7 +359,8 @@ class World(Expected):
         assert len(self.offloading) <= limits.max_offloading
         assert len(self.flushing) <= limits.max_flushing
         on_device = sum(block in self.shape.device_blocks for _, block in self.updating)
-        assert max(on_device, len(self.updating) - on_device) <= limits.max_updating
+        assert on_device <= limits.max_updating_on_device
+        assert len(self.updating) - on_device <= limits.max_updating
         # Every wait has a deadline: what is outstanding here and what the policy waits for are the same.
         num_outstanding = sum(len(shares) for shares in self.updating.values()) + len(self.committing)
         num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
