@@ -5,6 +5,7 @@ thread updates what has arrived, and write-backs are reported by the SSD servers
 those of the most urgent block go first, whichever block was begun before; few begin long before they are updated.
 """
 
+import itertools
 import queue
 import threading
 import time
@@ -95,7 +96,9 @@ class CpuOptimizer:
         self._offsets = context.state_offsets()
         self._formats = context.formats
         self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
-        self._commands: queue.Queue[_Command | None] = queue.Queue()
+        # Chunks come last: each waits for its turn, and what is to be flushed would wait for all of them.
+        self._commands: queue.PriorityQueue[tuple[int, int, _Command | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()  # differ, so commands are never compared
         self._to_begin: UrgentQueue[tuple[UpdateBlock, GradChunk]] = UrgentQueue(self.spec.effective_ordering.queues)
         # As they came: what has a slot would keep it for as long as something is more urgent.
         self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
@@ -134,7 +137,7 @@ class CpuOptimizer:
             case UpdateBlock():
                 self._begin(message)
             case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
-                self._commands.put(message)
+                self._commands.put((0, next(self._numbers), message))
             case ChunkIoDone():
                 self._io.take(message)
             case ParamsLent():
@@ -158,7 +161,7 @@ class CpuOptimizer:
         self._read_ahead.close()
         self._slots.close()
         self._restore_permits.release()
-        self._commands.put(None)
+        self._commands.put((-1, next(self._numbers), None))
         self._arrived.put(None)
         self._threads.join(self.spec.deadline_s)
         del self._memory
@@ -206,7 +209,7 @@ class CpuOptimizer:
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def _run_commands(self) -> None:
-        while (message := self._commands.get()) is not None:
+        while (message := self._commands.get()[2]) is not None:
             works_at(message.because_of if isinstance(message, _FeedChunk) else message)
             match message:
                 case _FeedChunk():
@@ -289,7 +292,7 @@ class CpuOptimizer:
         self._count(update, len(update.chunks))
         for grad in update.chunks:
             self._to_begin.put(update.step, update.block, (update, grad))
-            self._commands.put(_FeedChunk(update))
+            self._commands.put((1, next(self._numbers), _FeedChunk(update)))
 
     def _borrow(self, update: UpdateBlock, chunk: ChunkKey) -> ParamLoan | None:
         """A slot to update a chunk's params in, from which the next forward pass will take them.

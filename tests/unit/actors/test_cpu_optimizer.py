@@ -508,6 +508,17 @@ def test_a_flush_is_told_when_everything_is_written(resident: Bench) -> None:
     resident.ssds.receive(BlockFlushed)
 
 
+def test_a_flush_waits_for_no_chunks(tmp_path: Path) -> None:
+    """Each of them waits for its turn."""
+    bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))  # its threads have not begun
+    bench.optimizer.post(bench.update())
+    message = FlushBlock(job=bench.context.spec.job, step=Step(2), block=BlockIndex(0))
+    bench.optimizer.post(message)
+    assert bench.optimizer._commands.get()[2] is message
+    bench.arena.close()
+    bench.arena.unlink()
+
+
 def test_states_that_do_not_arrive_are_an_error_and_do_not_hold_up_a_stop(tmp_path: Path) -> None:
     for deadline_s in (0.1, 3600.0):
         bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))
