@@ -109,8 +109,8 @@ class CpuOptimizer:
         self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
         self._lock = threading.Condition()
         self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
-        self._asked: set[tuple[Step, BlockIndex]] = set()  # for loans, in updates that are not done
-        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan]] = {}  # that came
+        # Asked for in updates that are not done; None: they have not come.
+        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamLoan] | None] = {}
         self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
         self._threads = GuardedThreads(
             name, context.spec.job, send, lambda: self._stopping, owed=self._io.owed_in_words
@@ -303,8 +303,8 @@ class CpuOptimizer:
         if not self._borrows:
             return None
         key = (update.step, update.block)
-        if key not in self._asked:
-            self._asked.add(key)
+        if key not in self._loans:
+            self._loans[key] = None
             request = BorrowParams(
                 job=self.spec.job,
                 step=update.step,
@@ -315,14 +315,15 @@ class CpuOptimizer:
             )
             self.send(GPU_WORKER, request)
         with self._lock:
-            if not self._lock.wait_for(lambda: self._stopping or key in self._loans, self.spec.deadline_s):
+            self._lock.wait_for(lambda: self._stopping or self._loans[key] is not None, self.spec.deadline_s)
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+            if (loans := self._loans[key]) is None:
                 raise TimeoutError(
                     f"{GPU_WORKER} did not say within {self.spec.deadline_s:g} s whether it lends slots for the params "
                     f"of block {update.block} in step {update.step}"
                 )
-            if self._stopping:
-                raise InterruptedError("the job was stopped")
-            return self._loans[key].get(chunk)
+            return loans.get(chunk)
 
     def _feed(self) -> None:
         self._read_ahead.begin(self.spec.deadline_s)
@@ -412,7 +413,6 @@ class CpuOptimizer:
     def _done(self, update: UpdateBlock) -> None:
         if self._is_last(update):
             with self._lock:
-                self._asked.discard((update.step, update.block))
                 self._loans.pop((update.step, update.block), None)
             self._tell_spans(update.step)
             updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)

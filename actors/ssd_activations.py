@@ -18,7 +18,7 @@ from windlass.actors.guarded_threads import GuardedThreads
 from windlass.actors.messages import ActivationIoDone, Message, ReadActivations, SsdRequest, WriteActivations
 from windlass.actors.scratch_slots import ScratchSlots
 from windlass.actors.swap_parts import At, Moment, Part, SsdSwap, Turns
-from windlass.engine.activations import SwapCounts, SwapWatch
+from windlass.engine.activations import SwapCounter, SwapCounts, SwapWatch
 from windlass.engine.activations_host import ActivationMemoryError, ActivationTimeoutError
 from windlass.engine.device import Device
 from windlass.storage.arena import SlotPool
@@ -80,10 +80,7 @@ class SsdActivations:
         self._asked: dict[CorrelationId, tuple[float, Part]] = {}  # of the SSD servers, since when, in that order
         self._num_settling = 0  # parts of dropped tensors that still hold something
         self._leaving_nbytes = 0
-        self._out_nbytes = 0
-        self._in_nbytes = 0
-        self._held_nbytes = 0
-        self._peak_held_nbytes = 0
+        self._counter = SwapCounter()
         self._stopping = False
         self._threads = GuardedThreads(name, context.spec.job, send, lambda: self._stopping)
         self._threads.start((self._run_out, self._run_in))
@@ -112,8 +109,7 @@ class SsdActivations:
             swap.num_on_device = swap.num_missing = len(swap.parts)
             self._line_up(swap)
             self._leaving_nbytes += nbytes
-            self._held_nbytes += nbytes
-            self._peak_held_nbytes = max(self._peak_held_nbytes, self._held_nbytes)
+            self._counter.hold(nbytes)
             requests = self._hand_out_buffers()
         self._ask(requests)
         return swap
@@ -183,12 +179,7 @@ class SsdActivations:
     def counts(self) -> SwapCounts:
         """What was moved so far."""
         with self._changed:
-            return SwapCounts(
-                out_nbytes=self._out_nbytes,
-                in_nbytes=self._in_nbytes,
-                held_nbytes=self._held_nbytes,
-                peak_held_nbytes=self._peak_held_nbytes,
-            )
+            return self._counter.counts
 
     def stop(self) -> None:
         """Nothing is begun any more, and who waits is told so. What the SSDs were asked for is still taken."""
@@ -306,7 +297,7 @@ class SsdActivations:
     def _drop(self, swap: SsdSwap) -> None:
         """What is under way ends first; everything else is free at once."""
         if swap.num_missing:
-            self._held_nbytes -= swap.nbytes
+            self._counter.held_nbytes -= swap.nbytes
         else:
             swap.target = None  # the owner's alone
         for part in swap.parts:
@@ -354,7 +345,7 @@ class SsdActivations:
             with self._changed:
                 self._leave(part)
                 if error is None:
-                    self._out_nbytes += part.nbytes
+                    self._counter.out_nbytes += part.nbytes
                 if error is not None or swap.is_dropped or self._stopping:
                     swap.error = swap.error or error
                     self._free(part)
@@ -369,10 +360,10 @@ class SsdActivations:
             swap, error = part.swap, self._copy(part, self._copy_in)
             with self._changed:
                 if error is None:
-                    self._in_nbytes += part.nbytes
+                    self._counter.in_nbytes += part.nbytes
                     swap.num_missing -= 1
                     if swap.num_missing == 0 and not swap.is_dropped:
-                        self._held_nbytes -= swap.nbytes
+                        self._counter.held_nbytes -= swap.nbytes
                 swap.error = swap.error or error
                 self._free(part)
                 requests = self._hand_out_buffers()

@@ -7,7 +7,6 @@ that stay on the device, inputs are swapped to host memory, or beyond that to th
 Sources: Ratel, figures 8 and 9b; MemAscend, section V-B.
 """
 
-import argparse
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.activation_run import ActivationResult, ActivationRun, run_in_process
-from benchmarks.report import Report, ratio
+from benchmarks.report import Report, parse_options, ratio
 from windlass.planner.activations import ActivationChoice
 
 MIB = 2**20
@@ -180,10 +179,7 @@ def add_limits(
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.activations", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few layers, short contexts")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
-    options = parser.parse_args()
+    options = parse_options("activations", __doc__, quick="few layers, short contexts")
     form = form_of(quick=options.quick)
     configuration = {"form": "quick" if options.quick else "full", "model": _describe(form.curve)}
     report = Report("Activations: computed again, kept, or swapped", options.directory, configuration)

@@ -9,7 +9,6 @@ The SSD servers count the bytes.
 Source: Ratel, section IV-C and figure 3.
 """
 
-import argparse
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
 from benchmarks.machine import num_cores
-from benchmarks.report import Report, ratio, spread
+from benchmarks.report import Report, parse_options, ratio, spread
 from benchmarks.step import contenders, describe
 from benchmarks.workload import ModelShape, Workload
 from windlass.actors.job_spec import UpdateOrder
@@ -102,10 +101,7 @@ def bytes_per_param(run: ContenderRun, num_params: int) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.active_gradient", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model, one round")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
-    options = parser.parse_args()
+    options = parse_options("active_gradient", __doc__, quick="a small model, one round")
     workload = workload_of(quick=options.quick)
     num_rounds = 1 if options.quick else 2
     configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}

@@ -4,14 +4,13 @@ Trains two models of the same width and different depth through the real process
 the peak memory of everything that runs (PSS, arenas, Ray itself) with what the model states grew by.
 """
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 
 from benchmarks.contenders import Contender, rounds, run_contender
 from benchmarks.machine import num_cores
-from benchmarks.report import GIB, Report, spread
+from benchmarks.report import GIB, Report, parse_options, spread
 from benchmarks.step import contenders
 from benchmarks.workload import ModelShape, Workload
 
@@ -43,10 +42,7 @@ def growth_share(peaks: dict[int, list[int]], num_params: dict[int, int]) -> flo
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="narrow models, one round")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
-    options = parser.parse_args()
+    options = parse_options("memory", __doc__, quick="narrow models, one round")
     workloads = {depth: workload_of(depth, quick=options.quick) for depth in (8, 32)}
     num_rounds = 1 if options.quick else 3
     shape = workloads[8].shape

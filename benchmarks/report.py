@@ -1,5 +1,6 @@
 """How every benchmark reports: tables of medians and spreads, and one line of ratios at the end."""
 
+import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,16 @@ from typing import Any
 from benchmarks.machine import describe_machine
 
 GIB = 1 << 30
+
+
+def parse_options(
+    name: str, description: str | None, *, quick: str, directory: str = "on an SSD"
+) -> argparse.Namespace:
+    """The command line of a benchmark that needs a disk. `quick`: what its quick form is."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--directory", type=Path, default=Path(), help=f"{directory} (default: here)")
+    return parser.parse_args()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ of a third of the blocks have room while they wait for their updates.
 Source: AutoHete, section 3.3.
 """
 
-import argparse
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import num_cores
-from benchmarks.report import Report, spread
+from benchmarks.report import Report, parse_options, spread
 from benchmarks.scheduler_cases import Bench, Bottleneck, Case, Reference, Result
 from benchmarks.step import describe
 from benchmarks.workload import ModelShape, Workload
@@ -141,10 +140,7 @@ def _priority() -> str:
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one bottleneck, shorter steps")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
-    options = parser.parse_args()
+    options = parse_options("scheduler", __doc__, quick="one bottleneck, shorter steps")
     workload, compute_s = workload_of(quick=options.quick), compute_s_of(quick=options.quick)
     configuration = {
         "form": "quick" if options.quick else "full",

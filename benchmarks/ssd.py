@@ -6,7 +6,6 @@ several, found before. All are interleaved in rounds. Then the latency of one re
 the cost of the checksums, and one to four servers on one disk.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import num_cores
-from benchmarks.report import Report, ratio, spread
+from benchmarks.report import Report, parse_options, ratio, spread
 from benchmarks.ssd_contenders import ActorServer, LocalServer, Setup
 from benchmarks.ssd_peers import DeepSpeedAio, Fio, PeerMissingError
 from benchmarks.ssd_requests import Traffic, geometry_of
@@ -293,10 +292,7 @@ def prepared(server: LocalServer) -> LocalServer:
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ssd", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two sizes, one short round")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
-    options = parser.parse_args()
+    options = parse_options("ssd", __doc__, quick="two sizes, one short round")
     sizes = [2 * MIB, 16 * MIB] if options.quick else [2 * MIB, 16 * MIB, 128 * MIB, 1024 * MIB]
     num_rounds, seconds = (1, 0.3) if options.quick else (5, 1.0)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:

@@ -7,7 +7,6 @@ the compute's time, measured without a throttle, and the bytes of a step over wh
 Source: Ratel, section V-F.
 """
 
-import argparse
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any
 
 from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
 from benchmarks.machine import num_cores
-from benchmarks.report import Report, ratio, spread
+from benchmarks.report import Report, parse_options, ratio, spread
 from benchmarks.step import contenders, describe
 from benchmarks.workload import ModelShape, Workload
 from windlass.actors.journal import METRICS, read_journal
@@ -90,10 +89,7 @@ def moved(run: ContenderRun) -> int:
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ssds", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model, one round, up to two SSDs")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
-    options = parser.parse_args()
+    options = parse_options("ssds", __doc__, quick="a small model, one round, up to two SSDs")
     workload = workload_of(quick=options.quick)
     num_rounds = 1 if options.quick else 2
     configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}

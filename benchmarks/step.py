@@ -9,7 +9,6 @@ a step is the larger of plain PyTorch's step and the time that its SSD bytes tak
 between the runs.
 """
 
-import argparse
 import statistics
 import tempfile
 from collections import defaultdict
@@ -20,7 +19,7 @@ from typing import Any
 
 from benchmarks.contenders import Contender, ContenderFailedError, ContenderRun, rounds, run_contender
 from benchmarks.machine import num_cores
-from benchmarks.report import GIB, Report, ratio, spread
+from benchmarks.report import GIB, Report, parse_options, ratio, spread
 from benchmarks.ssd_mix import SETTINGS, MixFiles, mixed_bytes_per_s
 from benchmarks.workload import ModelShape, Workload
 
@@ -237,10 +236,7 @@ def quick_plan(num_threads: int) -> Plan:
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model, one round")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the SSD to measure (default: here)")
-    options = parser.parse_args()
+    options = parse_options("step", __doc__, quick="a small model, one round", directory="on the SSD to measure")
     plan = (quick_plan if options.quick else full_plan)(num_cores())
     configuration = {
         "form": "quick" if options.quick else "full",

@@ -8,7 +8,6 @@ two: of 16 micro-batches the hidden states of 4 are held at once. All orders tra
 The actors' own timelines count the bytes, the SSD servers all that they move.
 """
 
-import argparse
 import statistics
 import tempfile
 from collections import Counter
@@ -19,7 +18,7 @@ from typing import Any
 
 from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
 from benchmarks.machine import num_cores
-from benchmarks.report import Report, ratio, spread
+from benchmarks.report import Report, parse_options, ratio, spread
 from benchmarks.step import contenders, describe
 from benchmarks.workload import ModelShape, Workload
 from windlass.actors.messages import SpanKind
@@ -170,10 +169,7 @@ def ratios_of(results: Results, num_params: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, report, end with the line of ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vertical", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model, one round")
-    parser.add_argument("--directory", type=Path, default=Path(), help="on an SSD (default: here)")
-    options = parser.parse_args()
+    options = parse_options("vertical", __doc__, quick="a small model, one round")
     workload = workload_of(quick=options.quick)
     num_rounds = 1 if options.quick else 2
     configuration = {"form": "quick" if options.quick else "full", "rounds": num_rounds, "model": describe(workload)}

@@ -24,6 +24,31 @@ class SwapCounts:
     peak_held_nbytes: int
 
 
+@dataclass(slots=True)
+class SwapCounter:
+    """Counts for a store, under whatever lock the store has."""
+
+    out_nbytes: int = 0
+    in_nbytes: int = 0
+    held_nbytes: int = 0
+    peak_held_nbytes: int = 0
+
+    def hold(self, nbytes: int) -> None:
+        """So much was put."""
+        self.held_nbytes += nbytes
+        self.peak_held_nbytes = max(self.peak_held_nbytes, self.held_nbytes)
+
+    @property
+    def counts(self) -> SwapCounts:
+        """As they are now."""
+        return SwapCounts(
+            out_nbytes=self.out_nbytes,
+            in_nbytes=self.in_nbytes,
+            held_nbytes=self.held_nbytes,
+            peak_held_nbytes=self.peak_held_nbytes,
+        )
+
+
 class SwapWatch(Protocol):
     """Is told of a store's work, by whichever of its threads did it. Times are those of `time.monotonic`."""
 

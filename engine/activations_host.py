@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from windlass.engine.activations import SwapCounts, SwapHandle, SwapWatch, Unwatched
+from windlass.engine.activations import SwapCounter, SwapCounts, SwapHandle, SwapWatch, Unwatched
 from windlass.engine.device import Device, copy
 from windlass.engine.streams import Event
 from windlass.storage.arena import SlotPool
@@ -66,10 +66,7 @@ class HostActivations:
         self._num_puts = 0
         self._num_returning = 0  # handles whose slots come free when copies are over
         self._leaving_nbytes = 0
-        self._out_nbytes = 0
-        self._in_nbytes = 0
-        self._held_nbytes = 0
-        self._peak_held_nbytes = 0
+        self._counter = SwapCounter()
         self._outward = device.open_stream()
         self._inward = device.open_stream()
 
@@ -91,8 +88,7 @@ class HostActivations:
             self._num_puts += 1
             self._taken[handle] = spans
             self._leaving_nbytes += nbytes
-            self._held_nbytes += nbytes
-            self._peak_held_nbytes = max(self._peak_held_nbytes, self._held_nbytes)
+            self._counter.hold(nbytes)
             self._outward.wait(self._device.compute.record())
             begun = self._outward.record()
             for host, device in _pieces(self._memory, spans, tensor):
@@ -168,12 +164,7 @@ class HostActivations:
     def counts(self) -> SwapCounts:
         """See ActivationStore."""
         with self._changed:
-            return SwapCounts(
-                out_nbytes=self._out_nbytes,
-                in_nbytes=self._in_nbytes,
-                held_nbytes=self._held_nbytes,
-                peak_held_nbytes=self._peak_held_nbytes,
-            )
+            return self._counter.counts
 
     def stop(self) -> None:
         """Ends the streams, after what they were given, and the waits of others."""
@@ -229,21 +220,21 @@ class HostActivations:
         self._watch.moved(owner, begun.time_s(), copied.time_s(), tensor.nbytes, is_out=True)
         with self._changed:
             self._leaving_nbytes -= tensor.nbytes
-            self._out_nbytes += tensor.nbytes
+            self._counter.out_nbytes += tensor.nbytes
             self._changed.notify_all()
 
     def _is_back(self, handle: SwapHandle, target: torch.Tensor, owner: object, begun: Event, copied: Event) -> None:
         """Holding the target until now has kept its memory from being used again where it was dropped meanwhile."""
         self._watch.moved(owner, begun.time_s(), copied.time_s(), target.nbytes, is_out=False)
         with self._changed:
-            self._in_nbytes += target.nbytes
+            self._counter.in_nbytes += target.nbytes
         self._release(handle)
 
     def _release(self, handle: SwapHandle) -> None:
         """Nothing reads or writes its slots any more."""
         with self._changed:
             self._slots.release(self._taken.pop(handle))
-            self._held_nbytes -= handle.nbytes
+            self._counter.held_nbytes -= handle.nbytes
             self._num_returning -= 1
             self._changed.notify_all()
 
