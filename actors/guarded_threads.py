@@ -102,7 +102,8 @@ class GuardedThreads:
 
     def _guard(self, target: Callable[[], None], niceness: int) -> None:
         thread_id = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + niceness)
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + niceness)
         with contextlib.suppress(OSError):
             Path(f"/proc/self/task/{thread_id}/comm").write_text(shown_name(target))
         try:

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.activation_room import room_for_activations
 from benchmarks.machine import num_cores
 from benchmarks.report import GIB
 from benchmarks.workload import ModelShape, model_config
 from tests.training import make_spec
 from windlass.actors.job_spec import Initialization, JobSpec, System, behaving_as
-from windlass.engine.activations_need import activation_need_of_model
 from windlass.engine.data import FORMAT_VERSION, NO_TARGET
-from windlass.engine.dataset import PreparedDataset
 from windlass.planner.activations import ActivationChoice
-from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement
+from windlass.planner.plan import Placement
 from windlass.storage.ids import Formats, Kernel, Precision, StatePrecision
 
 SHAPES = {
@@ -181,14 +180,6 @@ class SpeedCase:
         }
         meta = {"version": FORMAT_VERSION, "sequence_length": length, "splits": {"train": counts}}
         (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def room_for_activations(spec: JobSpec, placement: Placement, device: str) -> int:
-    """Bytes that a job's activations may take at once where they are swapped as the placement says."""
-    hyper = spec.hyperparameters
-    shapes = PreparedDataset.open(spec.dataset_dir, "train").largest_shapes(hyper.batch_size, hyper.num_microbatches)
-    need = activation_need_of_model(spec.model_dir, hyper.precision, placement.activations, shapes, device=device)
-    return need.num_slots * ACTIVATION_SLOT_NBYTES
 
 
 def cases() -> list[SpeedCase]:

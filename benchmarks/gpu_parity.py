@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.activation_room import room_for_activations
 from benchmarks.contenders import without_paths
-from benchmarks.gpu_cases import room_for_activations
 from benchmarks.report import table
 from tests.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of, train_plainly
 from windlass.actors.job_spec import JobSpec

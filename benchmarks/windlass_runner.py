@@ -35,7 +35,7 @@ from windlass.actors.journal import JOURNAL_FILE, METRICS, OUTCOME, JournalReade
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.spans_file import FOLDER as SPANS_FOLDER
 from windlass.planner.activations import ActivationChoice
-from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement
+from windlass.planner.plan import Placement
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
 from windlass.storage.arena import remove_leftovers
@@ -113,18 +113,13 @@ def placement_of(choices: Sequence[str], num_blocks: int) -> Placement:
 
 def with_room(spec: JobSpec) -> JobSpec:
     """With as much host memory as the activations need, where they are swapped and nothing is said of room."""
-    placement, hyper = spec.placement, spec.hyperparameters
+    placement = spec.placement
     has_room = placement.host_activation_nbytes or placement.ssd_activation_nbytes
     if has_room or not any(choice.swaps for choice in placement.activations):
         return spec
-    from windlass.engine.activations_need import activation_need_of_model
-    from windlass.engine.dataset import PreparedDataset
+    from benchmarks.activation_room import room_for_activations
 
-    shapes = PreparedDataset.open(spec.dataset_dir, "train").largest_shapes(hyper.batch_size, hyper.num_microbatches)
-    need = activation_need_of_model(
-        spec.model_dir, hyper.precision, placement.activations, shapes[: placement.group_size]
-    )
-    nbytes = need.num_slots * ACTIVATION_SLOT_NBYTES
+    nbytes = room_for_activations(spec, placement)
     return replace(spec, placement=replace(placement, host_activation_nbytes=nbytes))
 
 
