@@ -1,7 +1,8 @@
 """How much processor time windlass spends on steering: everything that is neither a kernel nor I/O.
 
 Seen from outside, by thread. In a worker that computes, the hottest threads run the kernels, as many as it was given
-for them (the Python between two kernels on these counts as kernel, as in plain PyTorch). In an SSD server the time
+for them, and so do those that update what rests on the device (the Python between two kernels on these counts as
+kernel, as in plain PyTorch). In an SSD server the time
 inside the system is I/O. Threads that move bytes are counted apart: those of SSD servers, whose time outside the system
 goes mostly into checksums, and those which copy between host memory and a device that is the CPU, where a GPU has
 engines of its own. All the rest is control: the scheduler, Ray's daemon, messages.
@@ -17,7 +18,9 @@ from benchmarks.pss import ThreadSeconds
 
 # As Ray names them; the second kind is that of `throttled_actors.py`.
 _WORKERS = (b"ray::ActorShell", b"ray::ThrottledShell")
-# Threads that move bytes, by the names that actors give the kernel (`actors/guarded_threads.py`).
+# Threads that update states on the device, and
+_UPDATERS = ("DeviceStates.ru",)
+# threads that move bytes, by the names that actors give the kernel (`actors/guarded_threads.py`).
 _MOVERS = ("SsdServer_trans", "ParamFeed_arriv", "GradOffload", "PartialGrads.ru")
 
 
@@ -53,6 +56,7 @@ def overhead(
     for pid, threads in by_process.items():
         role, counted = roles.get(pid, Role.CONTROL), threads
         if role is Role.COMPUTE:
+            threads = [thread for thread in threads if thread.name not in _UPDATERS]
             counted = sorted(threads, key=lambda each: each.user_s + each.system_s, reverse=True)[num_threads:]
         for thread in counted:
             seconds = thread.user_s + (0.0 if role is Role.SSD else thread.system_s)

@@ -1,7 +1,8 @@
 """Step time and memory: windlass beside plain PyTorch, DeepSpeed and the limits. `python -m benchmarks.step [--quick]`
 
-Windlass trains with its states on the SSDs, and as a plan for this machine would have it, which has room for them: with
-all states in host memory. Those go to the SSDs with every tenth step; the median step is one without.
+Windlass trains with its states on the SSDs, with all of them in host memory, where optimizers update them, and with all
+of them in the memory of the device, which updates them itself. Without a GPU that is host memory too, so a plan for such a
+machine puts them there. States in memory go to the SSDs with every tenth step; the median step is one without.
 
 All contenders train the same model from the same weights on the same batches with the same number of threads, one after
 the other, for several rounds in alternating order; the first steps of every run are left out of the times. The limit of
@@ -28,7 +29,7 @@ _READ_SHARE = 16 / (16 + 14)
 _NUM_SSD_DIRS = 2  # as many as windlass uses by default
 _ARENAS = "windlass-benchmark-*.arena"
 _ALL_BLOCKS = 10**6  # or as many as there are
-_WINDLASS = ("ssd", "plan")
+_WINDLASS = ("ssd", "host", "plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,24 +74,23 @@ class SizeResults:
 
 
 def contenders(ssd_dir: Path) -> list[Contender]:
-    """Windlass first, with its states on the SSDs and then in host memory; then its peers."""
+    """Windlass first, with its states on each tier; then its peers."""
     ssd_dirs = tuple(str(ssd_dir / f"windlass-{index}") for index in range(_NUM_SSD_DIRS))
     deepspeed = "benchmarks.peers_deepspeed"
+
+    def windlass(name: str, where: str, *options: str) -> Contender:
+        return Contender(
+            name=name,
+            title=f"windlass, states {where}",
+            module="benchmarks.windlass_runner",
+            arguments=(*ssd_dirs, *options),
+            shm_pattern=_ARENAS,
+        )
+
     return [
-        Contender(
-            name="ssd",
-            title="windlass, states on SSD",
-            module="benchmarks.windlass_runner",
-            arguments=ssd_dirs,
-            shm_pattern=_ARENAS,
-        ),
-        Contender(
-            name="plan",
-            title="windlass, states in host memory",
-            module="benchmarks.windlass_runner",
-            arguments=(*ssd_dirs, "--place", f"host_blocks={_ALL_BLOCKS}"),
-            shm_pattern=_ARENAS,
-        ),
+        windlass("ssd", "on SSD"),
+        windlass("host", "in host memory", "--place", f"host_blocks={_ALL_BLOCKS}"),
+        windlass("plan", "on the device, as planned", "--place", f"device_blocks={_ALL_BLOCKS}"),
         Contender(name="plain", title="plain PyTorch, in memory", module="benchmarks.peers_plain"),
         Contender(
             name="deepspeed_cpu",

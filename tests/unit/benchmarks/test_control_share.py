@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.control_share import _MOVERS, Overhead, Role, overhead, role_of
+from benchmarks.control_share import _MOVERS, _UPDATERS, Overhead, Role, overhead, role_of
 from benchmarks.pss import ThreadSeconds
+from windlass.actors.device_states import DeviceStates
 from windlass.actors.grad_offload import GradOffload
 from windlass.actors.guarded_threads import shown_name
 from windlass.actors.param_feed import ParamFeed
@@ -29,6 +30,8 @@ def test_each_role_is_counted_its_way() -> None:
         (1, 11): seconds(7.0, 0.0),
         (1, 12): seconds(0.25, 0.25),
         (1, 13): seconds(2.0, 1.0, "ParamFeed_arriv"),
+        # The device's states are updated by kernels too, in threads of their own.
+        (1, 14): seconds(8.0, 1.0, "DeviceStates.ru"),
         # Of an SSD server the time inside the system is I/O.
         (2, 20): seconds(0.5, 6.0),
         (2, 21): seconds(4.0, 3.0, "SsdServer_trans"),
@@ -39,9 +42,10 @@ def test_each_role_is_counted_its_way() -> None:
     assert overhead(before, after, roles, num_threads=2) == Overhead(0.5 + 0.5 + 0.25 + 1.0, 3.0 + 4.0)
 
 
-def test_threads_that_move_bytes_have_these_names() -> None:
+def test_threads_that_move_bytes_or_update_have_these_names() -> None:
     loops = (SsdServer._run_transfers, ParamFeed._run_arrivals, GradOffload._run, PartialGrads.run)
     assert tuple(map(shown_name, loops)) == _MOVERS
+    assert (shown_name(DeviceStates.run),) == _UPDATERS
 
 
 def test_what_was_used_before_does_not_count() -> None:

@@ -64,13 +64,16 @@ def test_a_missing_peer_gives_null_and_never_a_guess() -> None:
     assert {key for key, value in ratios.items() if value is not None} == {"control_share", "moving_share"}
 
 
-def test_windlass_runs_with_its_states_on_ssds_and_in_host_memory() -> None:
-    ssd, plan, *_ = contenders(Path("ssd"))
-    assert (ssd.name, plan.name) == ("ssd", "plan")
-    *ssd_dirs, place, word = plan.arguments
-    assert (tuple(ssd_dirs), place) == (ssd.arguments, "--place")
-    assert placement_of([word], num_blocks=5).host_blocks == tuple(range(5))
-    assert plan.shm_pattern == ssd.shm_pattern
+@pytest.mark.parametrize(("name", "tier"), [("host", "host_blocks"), ("plan", "device_blocks")])
+def test_windlass_runs_with_its_states_on_every_tier(name: str, tier: str) -> None:
+    found = {contender.name: contender for contender in contenders(Path("ssd"))}
+    *ssd_dirs, place, word = found[name].arguments
+    assert (tuple(ssd_dirs), place) == (found["ssd"].arguments, "--place")
+    placement = placement_of([word], num_blocks=5)
+    blocks = {"host_blocks": placement.host_blocks, "device_blocks": placement.device_blocks}
+    assert blocks.pop(tier) == tuple(range(5))
+    assert set(blocks.values()) == {()}
+    assert found[name].shm_pattern == found["ssd"].shm_pattern
 
 
 def test_losses_are_compared_step_by_step() -> None:
