@@ -73,8 +73,10 @@ def bound_s(results: Mapping[Case, Result], case: Case, reference: Reference) ->
     return max(results[case].cycle_s, reference.chain_s(case.bottleneck, clips=case.clips))
 
 
-def add_table(report: Report, results: Mapping[Case, Result], reference: Reference) -> None:
-    """Every case, what it could reach and what its order is worth."""
+def add_table(
+    report: Report, results: Mapping[Case, Result], reference: Reference, simulated: Mapping[Case, float]
+) -> None:
+    """Every case, what it could reach, what its order is worth, and what the simulator made of it."""
     rows = []
     for case, result in results.items():
         bound = bound_s(results, case, reference)
@@ -92,13 +94,21 @@ def add_table(report: Report, results: Mapping[Case, Result], reference: Referen
                 f"{bound:.2f}" if case.overlaps_steps else "",
                 f"{result.mean_step_s / bound:.3f}" if case.overlaps_steps else "",
                 "" if case.queues is QueueOrder.FIFO else f"{priority_over_fifo(results, case):.3f}",
+                f"{simulated[case]:.2f}",
             )
         )
     columns = ("throttled", "clipping", "steps", "queues", "step, s", "mean", "compute busy, s", "throttled busy, s")
-    report.add_table((*columns, "overlap efficiency", "bound, s", "step over bound", "priority over FIFO"), rows)
+    report.add_table(
+        (*columns, "overlap efficiency", "bound, s", "step over bound", "priority over FIFO", "simulated, s"), rows
+    )
 
 
-def ratios_of(results: Mapping[Case, Result], reference: Reference) -> dict[str, Any]:
+def simulator_errors(results: Mapping[Case, Result], simulated: Mapping[Case, float]) -> list[float]:
+    """How far simulated steps are from measured ones, as shares of these."""
+    return [abs(simulated[case] / result.mean_step_s - 1) for case, result in results.items()]
+
+
+def ratios_of(results: Mapping[Case, Result], reference: Reference, simulated: Mapping[Case, float]) -> dict[str, Any]:
     """By clipping and bottleneck; then the best and the worst of all."""
     found: dict[str, Any] = {"unclipped": {}, "clipped": {}}
     gains: dict[bool, list[float]] = {True: [], False: []}  # by whether steps overlap
@@ -128,7 +138,7 @@ def ratios_of(results: Mapping[Case, Result], reference: Reference) -> dict[str,
         "priority_over_fifo_alone_min": min(gains[False]),
         "overlap_efficiency_min": min(efficiencies, default=None),
         "step_over_bound_max": max(over_bounds, default=None),
-        "simulator_error_max": None,
+        "simulator_error_max": max(simulator_errors(results, simulated)),
     }
 
 
@@ -153,21 +163,23 @@ def main() -> None:
         bench = Bench(Path(name).resolve(), workload)
         reference, free = bench.reference(compute_s)
         results = {case: bench.measure(case, reference) for case in cases(quick=options.quick)}
+        simulated = {case: bench.simulate(case, reference) for case in results}
     busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in free.busy_s.items())
     report.add(
         f"Without throttles a step takes {free.mean_step_s:.2f} s (busy: {busy}) and moves "
         f"{reference.ssd_nbytes / 1e6:.0f} MB to and from the SSD."
     )
-    add_table(report, results, reference)
+    add_table(report, results, reference, simulated)
     report.add(
         "Steps are median (smallest to largest); ratios are of means. Of steps that do not overlap one is timed, after",
         "another. The bound of overlapped steps is the longest cycle of a block, as the job's timeline tells it, or,",
         "where that is longer, the chain of all updates: from the first gradient (with clipping: from the last) to the",
         f"next step's head. `overlap_efficiency_min` is of those whose bound allows {_EFFICIENCY:g}, and",
         "`step_over_bound_max` of the others, both in order of priority. Where steps do not overlap (`alone`) no order",
-        "can be better: there the ratio shows how far runs differ by themselves. There is no simulator.",
+        "can be better: there the ratio shows how far runs differ by themselves. The simulator runs the same policy on",
+        "the throttles' rates and, for what is not throttled, on those measured without throttles.",
     )
-    report.finish(ratios_of(results, reference))
+    report.finish(ratios_of(results, reference, simulated))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""One job of `benchmarks.scheduler`: what is slow in it, in which order it runs, what bounds it, what it took."""
+"""One job of `benchmarks.scheduler`: what is slow in it, its order, what bounds it, what it took and should have."""
 
+import math
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,15 @@ from typing import Any
 from benchmarks.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
 from benchmarks.windlass_runner import job_spec
 from benchmarks.workload import MODEL_DIR, Workload
-from windlass.actors.context import SsdFacts
+from windlass.actors.context import SsdFacts, make_context
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JOURNAL_FILE, METRICS, read_journal
 from windlass.actors.local import run_local
+from windlass.actors.messages import Phase
 from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.actors.scheduler import job_shape
+from windlass.actors.simulation import Rates, Work, simulate
+from windlass.actors.spans import FROM_DEVICE, TO_DEVICE
 from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import CHUNK_GRANULE, Partition, build_meta_model, load_config
 from windlass.storage.ids import ActorName, Kernel, Precision
@@ -24,7 +29,7 @@ from windlass.storage.transfers import Backend, IoSettings
 _UPDATE_NBYTES = 12 + 14
 _CHUNKS_A_LAYER = 2
 # Two transfers at a time: one passes at the SSD's rate while the next is prepared.
-_IO = IoSettings(backend=Backend.THREADS, num_threads=2, depth=1, piece_nbytes=1 << 20)
+_SSDS = (SsdFacts(io=IoSettings(backend=Backend.THREADS, num_threads=2, depth=1, piece_nbytes=1 << 20), weight=1),)
 
 
 class CaseFailedError(Exception):
@@ -130,12 +135,14 @@ class Bench:
     def __init__(self, folder: Path, workload: Workload) -> None:
         self._folder = folder
         self._workload = workload
+        self._free: list[dict[str, Any]] = []  # timelines of the reference's steps
         workload.write(folder)
 
     def reference(self, compute_s: float) -> tuple[Reference, Result]:
         """What a step is, as it trains without throttles; and how long that takes."""
         layout = self._partition().layout
         metrics = self._train(self._spec(), Throttle())
+        self._free = [data["timeline"] for data in metrics]
         moved = [data["ssd_bytes_read"] + data["ssd_bytes_written"] for data in metrics]  # since the job began
         nbytes = (moved[-1] - moved[0]) // (len(moved) - 1)
         num_tokens = self._workload.batch_size * self._workload.sequence_length
@@ -144,13 +151,46 @@ class Bench:
 
     def measure(self, case: Case, reference: Reference) -> Result:
         """Trains in one way. Steps that do not overlap do not differ: one of them is timed."""
+        throttle = reference.throttle(case.bottleneck)
+        return result_of(self._train(self._spec_of(case), throttle), throttle)
+
+    def simulate(self, case: Case, reference: Reference) -> float:
+        """Seconds a step in the simulator, the mean of the timed ones. What is not throttled is as fast as it was in
+        the reference.
+        """
+        context = make_context(self._spec_of(case), reference.layout, "", _SSDS)
+        throttle = reference.throttle(case.bottleneck)
+        ssd_rate = throttle.ssd_bytes_per_s or self._free_rate("ssd-0")
+        update_s = statistics.fmean(timeline["busy_s"]["optimizer-0"] for timeline in self._free)
+        rates = Rates(
+            h2d_bytes=self._free_rate(TO_DEVICE),
+            d2h_bytes=self._free_rate(FROM_DEVICE),
+            ssd_read_bytes=(ssd_rate,),
+            ssd_write_bytes=(ssd_rate,),
+            optimizer_params=throttle.optimizer_params_per_s or reference.layout.numel / update_s,
+            device_params=math.inf,  # nothing rests there
+        )
+        assert throttle.compute_flop_per_s is not None
+        flop = {Phase.FORWARD: FORWARD_FLOP, Phase.BACKWARD: BACKWARD_FLOP, Phase.HEAD: HEAD_FLOP}
+        compute_s = {
+            (phase, block.index): flop[phase] * block.numel * reference.num_tokens / throttle.compute_flop_per_s
+            for phase in flop
+            for block in reference.layout.blocks
+        }
+        steps = simulate(context, job_shape(context, lambda _: "{}"), rates, Work(compute_s=compute_s))
+        return statistics.fmean(step.summary["period_s"] for step in steps[self._workload.num_warmup_steps :])
+
+    def _free_rate(self, resource: str) -> float:
+        """Bytes a second of a resource in the reference, while it was busy."""
+        moved = sum(timeline["moved_bytes"][resource] for timeline in self._free)
+        return float(moved / sum(timeline["busy_s"][resource] for timeline in self._free))
+
+    def _spec_of(self, case: Case) -> JobSpec:
         spec = self._spec()
         hyper = replace(spec.hyperparameters, clip_norm=1.0 if case.clips else None)
         ordering = Ordering(queues=case.queues, overlaps_steps=case.overlaps_steps)
         num_steps = spec.total_steps if case.overlaps_steps else self._workload.num_warmup_steps + 1
-        spec = replace(spec, hyperparameters=hyper, ordering=ordering, total_steps=num_steps)
-        throttle = reference.throttle(case.bottleneck)
-        return result_of(self._train(spec, throttle), throttle)
+        return replace(spec, hyperparameters=hyper, ordering=ordering, total_steps=num_steps)
 
     def _spec(self) -> JobSpec:
         spec = job_spec(self._workload, self._folder, self._folder / "job", [self._folder / "ssd"])
@@ -169,7 +209,7 @@ class Bench:
             Path(name).mkdir(exist_ok=True)
         try:
             with throttle.holding_back():
-                outcome = run_local(spec, partition=self._partition(), ssds=(SsdFacts(io=_IO, weight=1),))
+                outcome = run_local(spec, partition=self._partition(), ssds=_SSDS)
             if outcome["status"] != "succeeded":
                 raise CaseFailedError(f"the job ended as {outcome['status']}: {outcome['error']}")
             records = read_journal(Path(spec.job_dir) / JOURNAL_FILE)

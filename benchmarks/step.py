@@ -1,8 +1,8 @@
 """Step time and memory: windlass beside plain PyTorch, DeepSpeed and the limits. `python -m benchmarks.step [--quick]`
 
 Windlass trains with its states on the SSDs, with all of them in host memory, where optimizers update them, and with all
-of them in the memory of the device, which updates them itself. Without a GPU that is host memory too, so a plan for such a
-machine puts them there. States in memory go to the SSDs with every tenth step; the median step is one without.
+of them in the memory of the device, which updates them itself. Without a GPU that is host memory too, so a plan for
+such a machine puts them there. States in memory go to the SSDs with every tenth step; the median step is one without.
 
 All contenders train the same model from the same weights on the same batches with the same number of threads, one after
 the other, for several rounds in alternating order; the first steps of every run are left out of the times. The limit of

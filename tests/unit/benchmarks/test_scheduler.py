@@ -90,7 +90,8 @@ def test_ratios_are_of_means_and_worst_of_all(tmp_path: Path, capsys: pytest.Cap
     slow = Case(bottleneck=Bottleneck(resource="ssd", over_compute=1.0), clips=False)
     found[slow] = replace(found[slow], step_s=(6.25,))
     reference = replace(REFERENCE, compute_s=0.01)  # whose chain is shorter than the cycles
-    ratios = ratios_of(found, reference)
+    simulated = dict.fromkeys(found, 5.0)
+    ratios = ratios_of(found, reference, simulated)
     one = ratios["unclipped"]["optimizer-1"]
     assert one["priority_over_fifo"] == pytest.approx(7.0 / 5.5)
     assert one["overlapped_over_alone"] == 1.5
@@ -101,9 +102,9 @@ def test_ratios_are_of_means_and_worst_of_all(tmp_path: Path, capsys: pytest.Cap
     assert ratios["priority_over_fifo_alone_min"] == pytest.approx(8.0 / 8.25)
     assert ratios["overlap_efficiency_min"] == pytest.approx(5.0 / 6.25)
     assert ratios["step_over_bound_max"] == 1.0
-    assert ratios["simulator_error_max"] is None
+    assert ratios["simulator_error_max"] == pytest.approx(1 - 5.0 / 8.25)
     report = Report("", tmp_path, {})
-    add_table(report, found, reference)
+    add_table(report, found, reference, simulated)
     rows = [line for line in report.lines if line.startswith(("| optimizer", "| ssd"))]
     assert len(rows) == len(found)
     capsys.readouterr()
@@ -134,3 +135,5 @@ def test_jobs_are_trained_as_the_case_says(bench: Bench, clips: bool) -> None:
     assert 0.0 < found.busy_s["optimizer-0"] < 3 / 2 * 0.02001  # three steps' updates in two steps, at most
     alone = bench.measure(replace(case, overlaps_steps=False), reference)
     assert len(alone.step_s) == 1
+    # In the simulator too no step is shorter than its updates, nor, with clipping, than these and the backward pass.
+    assert bench.simulate(case, reference) >= 0.02 + (0.005 if clips else 0.0)

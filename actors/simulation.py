@@ -1,0 +1,574 @@
+"""A job as it would run on a machine that may not exist: discrete events, in no time and with no bytes.
+
+The scheduler's policy is the real one, and so are the plan's slots and the cache of params; what is simulated are the
+other actors, chunk by chunk, as far as they use resources: compute, the two ways to the device, each SSD, each
+optimizer. A resource does one thing at a time and takes as long as its rate says. What comes out are the spans that the
+real actors would tell, and from them the same timeline.
+"""
+
+import functools
+import heapq
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import simpy
+
+from windlass.actors.context import JobContext, grad_precision, ssd_name
+from windlass.actors.messages import (
+    BlockBackwardDone,
+    BlockComputed,
+    BlockFlushed,
+    BlockUpdated,
+    CommitStore,
+    ComputeBlock,
+    ExportModel,
+    FlushBlock,
+    GradChunk,
+    GradDropped,
+    GradOffloaded,
+    Message,
+    ModelExported,
+    OffloadGrad,
+    Phase,
+    PrefetchParams,
+    RestoreStates,
+    SpanKind,
+    StatesRestored,
+    StoreCommitted,
+    UpdateBlock,
+    WorkSpan,
+)
+from windlass.actors.param_cache import ParamCache
+from windlass.actors.policy.pipeline import Pipeline
+from windlass.actors.policy.shape import JobShape
+from windlass.actors.policy.trainer import Trainer
+from windlass.actors.policy.waits import Instruction
+from windlass.actors.spans import COMPUTE, FROM_DEVICE, NO_BLOCK, TO_DEVICE, WHOLE_BLOCK
+from windlass.actors.spans_file import StepSpans
+from windlass.actors.timeline import Timeline
+from windlass.planner.device_buffers import param_buffers
+from windlass.planner.plan import FETCH_DEPTH
+from windlass.storage.arena import SlotPool
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Precision, Span, Step
+
+# Gradients of so many blocks may lie on the device while the offload is behind, as in the GPU worker.
+_MAX_GRAD_BUFFERS = 2
+
+_Process = Generator[simpy.Event, Any, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Of each resource; bytes and params are per second."""
+
+    h2d_bytes: float
+    d2h_bytes: float
+    ssd_read_bytes: tuple[float, ...]  # of each SSD
+    ssd_write_bytes: tuple[float, ...]
+    optimizer_params: float  # of each optimizer
+    device_params: float  # updated on the device, for blocks that rest there
+    message_s: float = 0.0  # from one actor to another
+    commit_s: float = 0.0  # of an SSD, once everything is written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What operations take: seconds of compute for one group of micro-batches, by phase and block."""
+
+    compute_s: Mapping[tuple[Phase, int], float]
+
+
+class Stuck(RuntimeError):
+    """A simulated job that does not end: what it waits for never comes."""
+
+
+class _Resource:
+    """Does one thing after the other, the most urgent first."""
+
+    def __init__(self, simulation: "_Simulation", name: str) -> None:
+        self._simulation = simulation
+        self._name = name
+        self._turns = simpy.PriorityResource(simulation.env, capacity=1)
+
+    def work(
+        self,
+        duration_s: float,
+        kind: SpanKind,
+        step: int,
+        block: int,
+        chunk: int = WHOLE_BLOCK,
+        nbytes: int = 0,
+        priority: tuple[int, int] = (0, 0),
+    ) -> _Process:
+        with self._turns.request(priority=priority) as turn:  # type: ignore[arg-type]
+            yield turn
+            start_s = self._simulation.env.now
+            yield self._simulation.env.timeout(duration_s)
+        self._simulation.note(self._name, kind, step, block, chunk, start_s, nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """Params of one block on their way to the device."""
+
+    request: PrefetchParams
+    num_missing: int
+    numel: int | None  # of the buffer; None: where they rest
+    ready: simpy.Event
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """A chunk at an optimizer."""
+
+    update: UpdateBlock
+    grad: GradChunk
+    loan: Any = None
+
+
+@dataclass(slots=True)
+class _ReadAhead:
+    """As `read_ahead.ReadAhead`."""
+
+    num_ahead: int = 0
+    num_at_hand: int = 0
+
+
+class _Optimizer:
+    """One of the pool: as `cpu_optimizer.CpuOptimizer`."""
+
+    def __init__(self, simulation: "_Simulation", name: ActorName, num_slots: int) -> None:
+        self.sim = simulation
+        self.name = name
+        self._resource = _Resource(simulation, name)
+        self._slots = simpy.Container(simulation.env, capacity=num_slots, init=num_slots)
+        self._to_begin: list[tuple[tuple[int, int], int, _Chunk]] = []
+        self._numbers = itertools.count()
+        self._arrived = simpy.Store(simulation.env)
+        self._ahead = _ReadAhead()
+        self._changed = simulation.env.event()
+        self._num_left: dict[tuple[int, int], int] = {}
+        self._loans: dict[tuple[int, int], dict[ChunkKey, Any]] = {}
+        simulation.env.process(self._feed())
+        simulation.env.process(self._run_updates())
+
+    def update(self, message: UpdateBlock) -> None:
+        self._num_left[(message.step, message.block)] = len(message.chunks)
+        for grad in message.chunks:
+            urgency = self.sim.urgency(message.step, message.block)
+            heapq.heappush(self._to_begin, (urgency, next(self._numbers), _Chunk(message, grad)))
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, self.sim.env.event()
+        changed.succeed()
+
+    def _feed(self) -> _Process:
+        sim, ahead = self.sim, self._ahead
+        while True:
+            while not self._to_begin or (ahead.num_ahead and ahead.num_at_hand):
+                yield self._changed
+            ahead.num_ahead += 1
+            yield self._slots.get(1)
+            chunk = heapq.heappop(self._to_begin)[2]
+            if chunk.grad.key in sim.host_slots:
+                self._slots.put(1)
+                ahead.num_at_hand += 1
+                self._arrived.put(chunk)
+                continue
+            chunk.loan = self._borrow(chunk)
+            sim.env.process(self._read(chunk))
+
+    def _borrow(self, chunk: _Chunk) -> Any:
+        sim, update = self.sim, chunk.update
+        if not sim.context.plan.num_cached_params:
+            return None
+        key = (update.step, update.block)
+        if key not in self._loans:
+            loans = (sim.cache.lend(each.key, update.from_step) for each in update.chunks)
+            self._loans[key] = {loan.key: loan for loan in loans if loan is not None}
+        return self._loans[key].get(chunk.grad.key)
+
+    def _read(self, chunk: _Chunk) -> _Process:
+        sim, update, key = self.sim, chunk.update, chunk.grad.key
+        formats, numel = sim.context.formats, sim.context.chunk_numel(key)
+        kinds = set(formats.kinds_to_update)
+        if chunk.loan is not None and chunk.loan.is_filled:
+            kinds.discard(formats.param_kind)
+        reads = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
+        if chunk.grad.span is None:
+            reads.append((sim.grad_itemsize * numel, SpanKind.READ_GRAD))
+        moves = [
+            sim.env.process(sim.ssd_read(key, nbytes, kind, update.from_step, (update.step, key.block)))
+            for nbytes, kind in reads
+        ]
+        yield sim.env.all_of(moves)
+        self._ahead.num_at_hand += 1
+        self._arrived.put(chunk)
+
+    def _run_updates(self) -> _Process:
+        sim = self.sim
+        while True:
+            chunk = yield self._arrived.get()
+            self._ahead.num_ahead -= 1
+            self._notify()
+            update, key = chunk.update, chunk.grad.key
+            duration_s = sim.context.chunk_numel(key) / sim.rates.optimizer_params
+            yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
+            self._ahead.num_at_hand -= 1
+            self._notify()
+            if chunk.grad.span is not None:
+                sim.grad_slots.put(1)
+            if key in sim.host_slots:
+                self._done(update)
+            else:
+                sim.env.process(self._write_back(chunk))
+
+    def _write_back(self, chunk: _Chunk) -> _Process:
+        sim, update, key = self.sim, chunk.update, chunk.grad.key
+        nbytes = sum(sim.context.formats.itemsizes.values()) * sim.context.chunk_numel(key)
+        yield from sim.ssd_write(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
+        self._slots.put(1)
+        if chunk.loan is not None:
+            sim.cache.take_back(key, update.step, chunk.loan.span)
+        self._done(update)
+
+    def _done(self, update: UpdateBlock) -> None:
+        key = (update.step, update.block)
+        self._num_left[key] -= 1
+        if not self._num_left[key]:
+            del self._num_left[key]
+            self._loans.pop(key, None)
+            self.sim.tell(BlockUpdated(job=update.job, step=update.step, block=update.block, actor=self.name))
+
+
+class _Worker:
+    """The GPU worker: params in, compute, gradients out."""
+
+    def __init__(self, simulation: "_Simulation") -> None:
+        self.sim = simulation
+        env, context = simulation.env, simulation.context
+        self._requests, self._arrived = simpy.Store(env), simpy.Store(env)
+        self._to_compute, self._to_offload, self._to_update = simpy.Store(env), simpy.Store(env), simpy.Store(env)
+        self._fetches: dict[tuple[int, BlockIndex], _Fetch] = {}
+        self._created = env.event()
+        numbers = param_buffers(
+            [block.numel for block in context.layout.blocks],
+            context.layout.shared,
+            resident=context.plan.device_blocks,
+            num_ahead=context.spec.effective_ordering.max_prefetched,
+        )
+        self._buffers = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in numbers.items()}
+        self._permits = simpy.Container(env, capacity=_MAX_GRAD_BUFFERS, init=_MAX_GRAD_BUFFERS)
+        self._batch = max(1, min(FETCH_DEPTH, context.plan.params.num_slots) // 2)
+        for loop in (self._run_requests, self._run_arrivals, self._run_compute, self._run_offloads, self._run_updates):
+            env.process(loop())
+
+    def post(self, message: Message) -> None:
+        match message:
+            case PrefetchParams():
+                self._requests.put(message)
+            case ComputeBlock():
+                self._to_compute.put(message)
+            case OffloadGrad():
+                self._to_offload.put(message)
+            case UpdateBlock():
+                self._to_update.put(message)
+            case GradDropped():
+                self.sim.grad_slots.put(sum(chunk.span is not None for chunk in message.chunks))
+
+    def _run_requests(self) -> _Process:
+        sim = self.sim
+        while True:
+            request = yield self._requests.get()
+            keys = sim.context.layout.chunk_keys(request.block)
+            if request.block in sim.context.plan.device_blocks:
+                fetch = _Fetch(request, 0, None, sim.env.event())
+                fetch.ready.succeed()
+            else:
+                numel = sim.context.layout.blocks[request.block].numel
+                yield self._buffers[numel].get(1)
+                fetch = _Fetch(request, len(keys), numel, sim.env.event())
+            self._fetches[(request.op, request.block)] = fetch
+            created, self._created = self._created, sim.env.event()
+            created.succeed()
+            if fetch.numel is None:
+                continue
+            missing = []
+            for key in keys:
+                if key in sim.host_slots:
+                    self._arrived.put((fetch, key, None))
+                elif (kept := sim.cache.take(key, request.step)) is not None:
+                    self._arrived.put((fetch, key, kept))
+                else:
+                    missing.append(key)
+            for start in range(0, len(missing), self._batch):
+                some = missing[start : start + self._batch]
+                while not (spans := sim.param_slots.try_acquire(len(some))):
+                    yield sim.param_slots_changed
+                for key, span in zip(some, spans, strict=True):
+                    sim.env.process(self._read(fetch, key, span))
+
+    def _read(self, fetch: _Fetch, key: ChunkKey, span: Span) -> _Process:
+        sim, step = self.sim, fetch.request.step
+        nbytes = sim.param_itemsize * sim.context.chunk_numel(key)
+        yield from sim.ssd_read(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
+        self._arrived.put((fetch, key, span))
+
+    def _run_arrivals(self) -> _Process:
+        sim = self.sim
+        while True:
+            fetch, key, span = yield self._arrived.get()
+            nbytes = sim.param_itemsize * sim.context.chunk_numel(key)
+            request = fetch.request
+            duration_s = nbytes / sim.rates.h2d_bytes
+            yield from sim.h2d.work(duration_s, SpanKind.COPY_PARAMS_IN, request.step, key.block, key.chunk, nbytes)
+            if span is not None:
+                is_last_group = request.group == sim.context.plan.num_groups - 1
+                sim.cache.put(key, request.step, span, request.phase, is_last_group=is_last_group)
+                sim.slots_changed()
+            fetch.num_missing -= 1
+            if not fetch.num_missing:
+                fetch.ready.succeed()
+
+    def _run_compute(self) -> _Process:
+        sim = self.sim
+        while True:
+            start_s = sim.env.now
+            operation = yield self._to_compute.get()
+            sim.note(COMPUTE, SpanKind.WAIT_OPERATION, operation.step, operation.block, WHOLE_BLOCK, start_s)
+            fetches = []
+            for block in operation.blocks:
+                start_s = sim.env.now
+                while (operation.op, block) not in self._fetches:
+                    yield self._created
+                fetch = self._fetches.pop((operation.op, block))
+                yield fetch.ready
+                fetches.append(fetch)
+                sim.note(COMPUTE, SpanKind.WAIT_PARAMS, operation.step, block, WHOLE_BLOCK, start_s)
+            has_grad = operation.phase in (Phase.HEAD, Phase.BACKWARD)
+            is_last = operation.group == sim.context.plan.num_groups - 1
+            stays = operation.block in sim.context.plan.device_blocks
+            if has_grad and not stays:
+                start_s = sim.env.now
+                yield self._permits.get(1)
+                sim.note(COMPUTE, SpanKind.WAIT_GRAD_BUFFER, operation.step, operation.block, WHOLE_BLOCK, start_s)
+            duration_s = sim.work.compute_s[(operation.phase, operation.block)]
+            kind = SpanKind(operation.phase)
+            yield from sim.compute.work(duration_s, kind, operation.step, operation.block)
+            for fetch in fetches:
+                if fetch.numel is not None:
+                    self._buffers[fetch.numel].put(1)
+            if has_grad and not is_last and not stays:
+                self._permits.put(1)
+            if has_grad and is_last:
+                sim.tell(
+                    BlockBackwardDone(job=operation.job, step=operation.step, block=operation.block, grad_sq_sum=1.0)
+                )
+            sim.tell(
+                BlockComputed(
+                    job=operation.job,
+                    step=operation.step,
+                    op=operation.op,
+                    phase=operation.phase,
+                    block=operation.block,
+                    compute_s=duration_s,
+                    is_finite=True,
+                )
+            )
+
+    def _run_offloads(self) -> _Process:
+        sim = self.sim
+        while True:
+            request = yield self._to_offload.get()
+            keys = sim.context.layout.chunk_keys(request.block)
+            yield sim.grad_slots.get(len(keys))
+            for key in keys:
+                nbytes = sim.grad_itemsize * sim.context.chunk_numel(key)
+                duration_s = nbytes / sim.rates.d2h_bytes
+                yield from sim.d2h.work(duration_s, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk, nbytes)
+            self._permits.put(1)
+            if request.block in sim.context.plan.spilled_blocks:
+                sim.env.process(self._spill(request, keys))
+            else:
+                self._offloaded(request, tuple(GradChunk(key, Span(0, 0)) for key in keys))
+
+    def _spill(self, request: OffloadGrad, keys: Sequence[ChunkKey]) -> _Process:
+        sim = self.sim
+
+        def spill(key: ChunkKey) -> _Process:
+            nbytes = sim.grad_itemsize * sim.context.chunk_numel(key)
+            yield from sim.ssd_write(key, nbytes, SpanKind.WRITE_GRAD, request.step, (request.step, request.block))
+            sim.grad_slots.put(1)
+
+        yield sim.env.all_of([sim.env.process(spill(key)) for key in keys])
+        self._offloaded(request, tuple(GradChunk(key, None) for key in keys))
+
+    def _offloaded(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
+        self.sim.tell(GradOffloaded(job=request.job, step=request.step, block=request.block, chunks=chunks))
+
+    def _run_updates(self) -> _Process:
+        sim = self.sim
+        while True:
+            update = yield self._to_update.get()
+            duration_s = sim.context.layout.blocks[update.block].numel / sim.rates.device_params
+            yield from sim.compute.work(duration_s, SpanKind.UPDATE, update.step, update.block)
+            name = sim.pipeline.shape.gpu_worker
+            sim.tell(BlockUpdated(job=update.job, step=update.step, block=update.block, actor=name))
+
+
+class _Simulation:
+    """The world that the simulated actors share."""
+
+    def __init__(self, context: JobContext, shape: JobShape, rates: Rates, work: Work) -> None:
+        self.env = simpy.Environment()
+        self.context = context
+        self.rates = rates
+        self.work = work
+        self.spans: list[WorkSpan] = []
+        self.host_slots = context.host_slots()
+        formats, plan = context.formats, context.plan
+        self.param_itemsize = formats.itemsizes[formats.param_kind]
+        self.grad_itemsize = 4 if grad_precision(context.spec) is Precision.FP32 else 2
+        pool = plan.params
+        self.param_slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots)
+        self.param_slots_changed = self.env.event()
+        self.cache = ParamCache(
+            self.param_slots,
+            capacity=plan.num_cached_params,
+            head=len(context.layout.blocks) - 1,
+            reads_params=formats.param_kind in formats.kinds_to_update and not context.spec.hyperparameters.keeps_grads,
+        )
+        self.grad_slots = simpy.Container(self.env, capacity=plan.grads.num_slots, init=plan.grads.num_slots)
+        self.compute, self.h2d, self.d2h = (_Resource(self, name) for name in (COMPUTE, TO_DEVICE, FROM_DEVICE))
+        self._ssds = [_Resource(self, ssd_name(index)) for index in range(len(context.ssds))]
+        self._geometry = context.geometry(0) if context.ssds else None
+        self.pipeline = Pipeline(shape, Trainer(scales_loss=False), Step(0))
+        self._optimizers = {
+            name: _Optimizer(self, name, plan.states[index].num_slots) for index, name in enumerate(shape.optimizers)
+        }
+        self._worker = _Worker(self)
+
+    # --- between actors ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until the last step is committed. Raises `Stuck`."""
+        self._issue(self.pipeline.start(0.0))
+        self.env.run()
+        if not self.pipeline.finished:
+            waits = ", ".join(f"{wait}" for wait in itertools.islice(self.pipeline.waits.outstanding.values(), 5))
+            raise Stuck(f"the simulated job ends at step {self.pipeline.committed} and waits for: {waits or 'nothing'}")
+
+    def tell(self, event: Message) -> None:
+        """To the scheduler."""
+        self._later(lambda: self._issue(self.pipeline.handle(event, self.env.now)))
+
+    def _issue(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            self._later(functools.partial(self._deliver, instruction))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        self.env.timeout(self.rates.message_s).callbacks.append(lambda _: call())
+
+    def _deliver(self, instruction: Instruction) -> None:
+        message, to = instruction.message, instruction.to
+        match message:
+            case CommitStore():
+                self.env.process(self._commit(message, to))
+            case FlushBlock():
+                self.env.process(self._flush(message, to))
+            case RestoreStates():
+                self.tell(StatesRestored(job=message.job, step=message.step, actor=to))
+            case ExportModel():
+                self.tell(ModelExported(job=message.job, step=message.step, path=message.path))
+            case UpdateBlock() if to in self._optimizers:
+                self._optimizers[to].update(message)
+            case _:
+                self._worker.post(message)
+
+    # --- what actors use --------------------------------------------------------------------------------------------
+
+    def urgency(self, step: int, block: int) -> tuple[int, int]:
+        """Of what waits inside a worker, as `urgent_queue.UrgentQueue`."""
+        return (step, block) if self.pipeline.shape.ordering.queues == "priority" else (0, 0)
+
+    def note(
+        self, resource: str, kind: SpanKind, step: int, block: int, chunk: int, start_s: float, nbytes: int = 0
+    ) -> None:
+        """Something that began then is over."""
+        self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.env.now, nbytes))
+
+    def slots_changed(self) -> None:
+        """Slots for params may have come free."""
+        changed, self.param_slots_changed = self.param_slots_changed, self.env.event()
+        changed.succeed()
+
+    def ssd_read(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> _Process:
+        """A chunk's states come from its SSD."""
+        index = self._ssd_of(key)
+        duration_s = nbytes / self.rates.ssd_read_bytes[index]
+        yield from self._ssds[index].work(duration_s, kind, step, key.block, key.chunk, nbytes, priority)
+
+    def ssd_write(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> _Process:
+        """... and go there."""
+        index = self._ssd_of(key)
+        duration_s = nbytes / self.rates.ssd_write_bytes[index]
+        yield from self._ssds[index].work(duration_s, kind, step, key.block, key.chunk, nbytes, priority)
+
+    def _ssd_of(self, key: ChunkKey) -> int:
+        assert self._geometry is not None
+        return self._geometry.ssd_of(key)
+
+    def _commit(self, message: CommitStore, ssd: ActorName) -> _Process:
+        start_s = self.env.now
+        yield self.env.timeout(self.rates.commit_s)
+        self.note(ssd, SpanKind.COMMIT, message.step, NO_BLOCK, WHOLE_BLOCK, start_s)
+        self.tell(StoreCommitted(job=message.job, step=message.step, actor=ssd, bytes_read=0, bytes_written=0))
+
+    def _flush(self, message: FlushBlock, holder: ActorName) -> _Process:
+        context, shape = self.context, self.pipeline.shape
+        is_device = message.block in context.plan.device_blocks
+        keys = [
+            key for key in context.layout.chunk_keys(message.block) if is_device or shape.optimizer_of(key) == holder
+        ]
+        itemsize = sum(context.formats.itemsizes.values())
+
+        def write(key: ChunkKey) -> _Process:
+            nbytes = itemsize * context.chunk_numel(key)
+            if is_device:
+                duration_s = nbytes / self.rates.d2h_bytes
+                kind = SpanKind.COPY_STATES_OUT
+                yield from self.d2h.work(duration_s, kind, message.step, key.block, key.chunk, nbytes)
+            yield from self.ssd_write(
+                key, nbytes, SpanKind.WRITE_STATES, message.step, (message.step + 1, message.block)
+            )
+
+        yield self.env.all_of([self.env.process(write(key)) for key in keys])
+        self.tell(BlockFlushed(job=message.job, step=message.step, block=message.block, actor=holder))
+
+
+def simulate(context: JobContext, shape: JobShape, rates: Rates, work: Work) -> list[StepSpans]:
+    """The timelines of all steps of a job, as the real job would tell them.
+
+    Raises:
+        Stuck: the job does not end. That would be a defect of the policy, the plan or this simulation.
+    """
+    simulation = _Simulation(context, shape, rates, work)
+    simulation.run()
+    timeline = Timeline(shape.num_blocks, keeps_grads=shape.keeps_grads, overlaps_steps=shape.ordering.overlaps_steps)
+    timeline.begin(0.0)
+    spans, told = sorted(simulation.spans, key=attrgetter("end_s")), 0
+    found = []
+    # Actors tell of a step while the next one runs.
+    ends = [span.end_s for span in spans if span.kind is SpanKind.BACKWARD and span.block == 0]
+    ends = ends[shape.num_groups - 1 :: shape.num_groups]
+    for step in range(1, shape.total_steps + 1):
+        known = bisect_right(spans, ends[step], key=attrgetter("end_s")) if step < len(ends) else len(spans)
+        timeline.add(spans[told:known])
+        told = known
+        found.append(timeline.end_step(step))
+    return [each for each in found if each is not None]

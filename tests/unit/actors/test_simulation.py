@@ -1,0 +1,180 @@
+"""Simulated jobs end; resources do one thing at a time, nothing is early, and the arithmetic of steps is right."""
+
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.actors.specs import make_layout, make_spec
+from windlass.actors.context import make_context
+from windlass.actors.messages import Phase, SpanKind, WorkSpan
+from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.actors.scheduler import job_shape
+from windlass.actors.simulation import Rates, Work, simulate
+from windlass.actors.spans_file import StepSpans
+from windlass.planner.plan import Placement
+
+CHUNK = 4096
+FAST = 1e12
+
+
+def rates(**changes: Any) -> Rates:
+    given_rates: dict[str, Any] = {
+        "h2d_bytes": FAST,
+        "d2h_bytes": FAST,
+        "ssd_read_bytes": (FAST, FAST),
+        "ssd_write_bytes": (FAST, FAST),
+        "optimizer_params": FAST,
+        "device_params": FAST,
+    }
+    return Rates(**{**given_rates, **changes})
+
+
+def run(
+    *,
+    num_blocks: int = 6,
+    num_chunks: int = 2,
+    num_steps: int = 4,
+    compute_s: float = 1.0,
+    machine: Rates | None = None,
+    hyperparameters: dict[str, Any] | None = None,
+    **changes: Any,
+) -> list[StepSpans]:
+    """Each operation takes as long as the others; a head goes forward and backward."""
+    layout = make_layout(*[CHUNK * num_chunks] * num_blocks, chunk_numel=CHUNK)
+    spec = make_spec(hyperparameters=hyperparameters, total_steps=num_steps, num_cpu_optimizers=1, **changes)
+    context = make_context(spec, layout, "")
+    phases = (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
+    work = Work(compute_s={(phase, block): compute_s for phase in phases for block in range(num_blocks)})
+    return simulate(context, job_shape(context, lambda _: "{}"), machine or rates(), work)
+
+
+def test_where_all_else_is_fast_a_step_is_its_compute() -> None:
+    steps = run()
+    assert len(steps) == 4
+    for step in steps[1:]:
+        assert step.summary["period_s"] == pytest.approx(11.0, rel=1e-6)
+        assert step.summary["overlap_efficiency"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_where_the_ssds_are_slow_a_step_is_its_bytes() -> None:
+    slow = rates(ssd_read_bytes=(1e4, 1e4), ssd_write_bytes=(1e4, 1e4))
+    step = run(num_steps=8, machine=slow, compute_s=1e-3)[5]
+    nbytes = sum(step.summary["moved_bytes"][name] for name in ("ssd-0", "ssd-1"))
+    # Master and moments in, these and the params out; the params in once or twice.
+    assert 26 * 6 * 2 * CHUNK <= nbytes <= 30 * 6 * 2 * CHUNK
+    assert step.summary["period_s"] == pytest.approx(nbytes / 2e4, rel=0.1)
+    assert step.summary["busiest"].startswith("ssd-")
+
+
+def test_where_the_optimizer_is_slow_priority_beats_arrival() -> None:
+    # As long as the compute: the next forward pass can begin under the updates, if its blocks are updated first.
+    slow = rates(optimizer_params=24 * 2 * CHUNK / 47.0)
+
+    def period_s(queues: QueueOrder) -> float:
+        ordering = Ordering(queues=queues)
+        return float(run(num_blocks=24, machine=slow, ordering=ordering)[-1].summary["period_s"])
+
+    assert period_s(QueueOrder.PRIORITY) < period_s(QueueOrder.FIFO) * 0.9
+
+
+def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:
+    slow = rates(optimizer_params=2 * CHUNK)  # a second a block
+    hyper = {"clip_norm": 1.0}
+    alone = run(machine=slow, hyperparameters=hyper, ordering=Ordering(overlaps_steps=False))[-1]
+    assert alone.summary["period_s"] == pytest.approx(11.0 + 6.0, rel=1e-3)
+    beside = run(machine=slow, hyperparameters=hyper)[-1]
+    # Each block's forward operation follows its update; three chunks may begin before the last gradient has come, which
+    # is that of the first block.
+    assert 11.0 + 1.0 - 1e-3 <= beside.summary["period_s"] <= 11.0 + 1.0 + 1.5 + 1e-3
+
+
+def test_what_rests_on_the_device_moves_nowhere_but_to_be_kept() -> None:
+    everything = Placement(device_blocks=tuple(range(6)), commit_every=100)
+    step = run(placement=everything)[1]
+    assert step.summary["moved_bytes"] == {}
+    assert {name for name, busy_s in step.summary["busy_s"].items() if busy_s} == {"gpu-0/compute"}
+
+
+def test_groups_of_micro_batches_go_through_the_blocks_one_by_one() -> None:
+    steps = run(placement=Placement(group_size=1))
+    assert steps[-1].summary["period_s"] == pytest.approx(22.0, rel=1e-6)
+
+
+PLACEMENTS = st.builds(
+    Placement,
+    host_blocks=st.sets(st.integers(0, 2)).map(lambda blocks: tuple(sorted(blocks))),
+    device_blocks=st.sets(st.integers(3, 4)).map(lambda blocks: tuple(sorted(blocks))),
+    num_cached_params=st.one_of(st.none(), st.integers(0, 8)),
+    commit_every=st.one_of(st.none(), st.integers(1, 3)),
+    group_size=st.one_of(st.none(), st.integers(1, 2)),
+)
+SPILLED = st.builds(Placement, num_host_grad_blocks=st.integers(0, 4), num_cached_params=st.integers(0, 4))
+SECONDS = st.sampled_from([0.0, 0.3, 1.0, 5.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None:
+    spills = data.draw(st.booleans())
+    placement = data.draw(SPILLED if spills else PLACEMENTS)
+    clips = spills or data.draw(st.booleans())
+    ordering = data.draw(
+        st.builds(
+            Ordering,
+            queues=st.sampled_from(QueueOrder),
+            overlaps_steps=st.booleans(),
+            max_prefetched=st.integers(1, 4),
+            max_offloading=st.integers(1, 3),
+            max_updating=st.sampled_from([1, 2, 1024]),
+        )
+    )
+    chunk_s = CHUNK / 10
+    machine = rates(
+        h2d_bytes=2 * CHUNK / (data.draw(SECONDS) + 1e-9),
+        d2h_bytes=4 * CHUNK / (data.draw(SECONDS) + 1e-9),
+        ssd_read_bytes=(chunk_s, 2 * chunk_s),
+        ssd_write_bytes=(chunk_s, 3 * chunk_s),
+        optimizer_params=CHUNK / (data.draw(SECONDS) + 1e-9),
+        message_s=data.draw(st.sampled_from([0.0, 0.01])),
+        commit_s=data.draw(SECONDS),
+    )
+    steps = run(
+        num_blocks=5,
+        num_chunks=data.draw(st.integers(1, 3)),
+        num_steps=3,
+        machine=machine,
+        hyperparameters={"clip_norm": 1.0 if clips else None},
+        placement=placement,
+        ordering=ordering,
+    )
+    assert len(steps) == 3
+    spans = list(dict.fromkeys(span for step in steps for span in step.spans))
+    _one_at_a_time(spans)
+    _no_block_is_computed_before_its_update(spans, num_blocks=5)
+
+
+def _one_at_a_time(spans: list[WorkSpan]) -> None:
+    by_resource: dict[str, list[WorkSpan]] = defaultdict(list)
+    for span in spans:
+        if not span.kind.startswith("wait_") and span.kind is not SpanKind.COMMIT:
+            by_resource[span.resource].append(span)
+    for found in by_resource.values():
+        found.sort(key=lambda span: (span.start_s, span.end_s))
+        for first, second in itertools.pairwise(found):
+            assert second.start_s >= first.end_s - 1e-9, (first, second)
+
+
+def _no_block_is_computed_before_its_update(spans: list[WorkSpan], *, num_blocks: int) -> None:
+    updated: dict[tuple[int, int], float] = defaultdict(float)
+    for span in spans:
+        if span.kind is SpanKind.UPDATE:
+            key = (span.step, span.block)
+            updated[key] = max(updated[key], span.end_s)
+    forward = [span for span in spans if span.kind in (SpanKind.FORWARD, SpanKind.HEAD) and span.step > 1]
+    assert {span.block for span in forward} == set(range(num_blocks))
+    for span in forward:
+        assert span.start_s >= updated[(span.step - 1, span.block)] - 1e-9
