@@ -7,7 +7,9 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
+from windlass.planner.yaml_files import YamlFileError
 from windlass.service.client import RequestRefusedError, ServiceUnreachableError
+from windlass.service.doctor import DoctorError
 from windlass.service.home import AlreadyUpError, HomeError
 from windlass.service.lifecycle import ERROR_PREFIX, JobsRunningError, StartError
 from windlass.service.ray_cluster import RayStartError
@@ -25,6 +27,7 @@ class CommandError(Exception):
 _REPORTED = (
     AlreadyUpError,
     CommandError,
+    DoctorError,
     HomeError,
     JobsRunningError,
     PortInUseError,
@@ -33,6 +36,7 @@ _REPORTED = (
     ServiceUnreachableError,
     SettingsError,
     StartError,
+    YamlFileError,
 )
 
 

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from windlass.planner.hardware import save_hardware, unusual
 from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
+from windlass.service.doctor import HARDWARE_FILE, check_limits, measure_hardware
 from windlass.service.home import find_serving
 from windlass.service.lifecycle import running_jobs, shut_down, start_detached
 from windlass.service.machine import Drive, inspect_machine
@@ -82,8 +84,12 @@ def status(home: Home = None) -> None:
     print(f"jobs  {', '.join(f'{count} {name}' for name, count in sorted(counts.items())) or 'none'}")
 
 
-def doctor(home: Home = None) -> None:
-    """Show what this machine has for jobs."""
+def doctor(
+    home: Home = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Where the hardware profile goes (default: in the home).")] = None,
+) -> None:
+    """Show what this machine has for jobs, and measure what it does: device, link, memory, optimizer, SSDs."""
     settings = load_settings(home)
     directories = [path for path in settings.ssd_dirs if not is_device_path(path)]
     devices = tuple(path for path in settings.ssd_dirs if is_device_path(path))
@@ -100,7 +106,29 @@ def doctor(home: Home = None) -> None:
     ]
     if not machine.gpus:
         rows.append(("GPU", "none that may be used; jobs train on the CPU"))
-    print_columns(rows)
+    findings = check_limits(machine)
+    print_columns([*rows, *((finding.what, finding.found) for finding in findings)])
+    for finding in findings:
+        if finding.remedy:
+            print(f"! {finding.what}: {finding.remedy}")
+    if not quick:
+        _measure(settings, save or settings.home / HARDWARE_FILE)
+
+
+def _measure(settings: Settings, path: Path) -> None:
+    settings.make_dirs()
+    hardware = measure_hardware(settings, tell=lambda line: print(line, flush=True))
+    print_columns(
+        [
+            (f"{group}.{name}", value)
+            for group, part in hardware.model_dump(exclude_none=True).items()
+            for name, value in part.items()
+        ]
+    )
+    for warning in unusual(hardware):
+        print(f"! {warning}")
+    save_hardware(hardware, path)
+    print(f"saved as {path}")
 
 
 def _describe_drive(drive: Drive) -> str:

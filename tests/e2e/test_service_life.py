@@ -9,8 +9,11 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from tests.e2e.installation import Installation
+from windlass.planner.hardware import Hardware
+from windlass.planner.yaml_files import load
 from windlass.service.home import find_serving
 from windlass.service.processes import wait_until_gone
 
@@ -115,8 +118,20 @@ def test_wrong_settings_are_one_line(installation: Installation) -> None:
     assert "loopback" in installation.refused("up", "--detach")
 
 
-def test_doctor_tells_what_the_machine_has(installation: Installation) -> None:
+@pytest.mark.long
+def test_doctor_measures_and_saves_what_it_measured(installation: Installation) -> None:
     printed = installation.ok("doctor")
+    hardware = load(Hardware, installation.home / "hardware.yaml")
+    assert str(installation.home / "hardware.yaml") in printed
+    assert "gpus.tflops" in printed
+    assert hardware.ssds.count == 2
+    # Both directories of an installation lie on one disk: each has half of it.
+    assert hardware.ssds.combined_gb_per_s is not None
+    assert hardware.ssds.read_gb_per_s < hardware.ssds.combined_gb_per_s * 2
+
+
+def test_doctor_tells_what_the_machine_has(installation: Installation) -> None:
+    printed = installation.ok("doctor", "--quick")
     assert f"cores {len(os.sched_getaffinity(0))}" in " ".join(printed.split())
     assert "/dev/shm" in printed
     assert "GPU" in printed

@@ -1,0 +1,137 @@
+"""What this machine computes and moves a second: `python -m windlass.engine.measure_machine --precision bf16`.
+
+Prints one JSON object. Nobody else should be using the machine meanwhile. The device is the first GPU, or the CPU.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from windlass.engine.formats import TORCH_DTYPE
+from windlass.engine.optimizer_formulas import AdamSettings
+from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
+from windlass.storage.ids import Kernel, Precision, StatePrecision
+
+# Matrices as large as a layer's of some billion parameters; on a CPU as of some hundred million, or it takes minutes.
+_MATRIX_SIZE = {"cuda": 8192, "cpu": 2048}
+_COPY_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+_UPDATE_NUMEL = 32 << 20
+_NUM_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRates:
+    """All per second."""
+
+    device: str  # its name
+    device_nbytes: int | None  # its memory; None: that of the host
+    flops: float  # in large matrix products in the training precision
+    h2d_bytes: float
+    d2h_bytes: float
+    duplex_bytes: float  # both ways at once, together
+    memory_bytes: float  # read and written by a copy on all cores
+    adam_params: float  # updated in host memory, fp32 states and 16-bit gradients, on all cores
+
+
+def measure(precision: Precision, kernel_dir: Path | None, *, kernel: Kernel | None = None) -> MachineRates:
+    """Takes some ten seconds. `kernel_dir`, `kernel`: see `OptimizerKernel`."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    h2d, d2h, duplex = _link_bytes(device)
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return MachineRates(
+        device=properties.name if properties else "CPU",
+        device_nbytes=properties.total_memory if properties else None,
+        flops=_flops(device, precision),
+        h2d_bytes=h2d,
+        d2h_bytes=d2h,
+        duplex_bytes=duplex,
+        memory_bytes=_memory_bytes(),
+        adam_params=_adam_params(kernel_dir, kernel),
+    )
+
+
+def _flops(device: torch.device, precision: Precision) -> float:
+    size = _MATRIX_SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device, dtype=TORCH_DTYPE[precision]) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: torch.mm(left, right), device)
+
+
+def _link_bytes(device: torch.device) -> tuple[float, float, float]:
+    nbytes = _COPY_NBYTES[device.type]
+    pinned = device.type == "cuda"
+    hosts = [torch.ones(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    devices = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def both() -> None:
+        if not pinned:
+            devices[0].copy_(hosts[0])
+            hosts[1].copy_(devices[1])
+            return
+        with torch.cuda.stream(streams[0]):
+            devices[0].copy_(hosts[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            hosts[1].copy_(devices[1], non_blocking=True)
+
+    streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []  # type: ignore[no-untyped-call]
+    h2d = _seconds(lambda: devices[0].copy_(hosts[0], non_blocking=True), device)
+    d2h = _seconds(lambda: hosts[1].copy_(devices[1], non_blocking=True), device)
+    return nbytes / h2d, nbytes / d2h, 2 * nbytes / _seconds(both, device)
+
+
+def _memory_bytes() -> float:
+    nbytes = _COPY_NBYTES["cpu"]
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    return 2 * nbytes / _seconds(lambda: target.copy_(source), torch.device("cpu"))
+
+
+def _adam_params(kernel_dir: Path | None, kernel: Kernel | None) -> float:
+    settings = AdamSettings(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, decoupled=True)
+    optimizer = OptimizerKernel(
+        settings,
+        grad_dtype=torch.bfloat16,
+        param_dtype=torch.bfloat16,
+        state_precision=StatePrecision.FP32,
+        kernel=kernel,
+        cache_dir=kernel_dir,
+    )
+    masters = {name: torch.full((_UPDATE_NUMEL,), 0.5) for name in ("master", "exp_avg", "exp_avg_sq")}
+    low = {name: torch.full((_UPDATE_NUMEL,), 0.5, dtype=torch.bfloat16) for name in ("grad", "param")}
+    states = ChunkStates(**masters, **low)
+
+    def update() -> None:
+        optimizer.update(states, learning_rate=1e-4, step=10, grad_scale=1.0, decay_numel=_UPDATE_NUMEL, seed=1)
+
+    return _UPDATE_NUMEL / _seconds(update, torch.device("cpu"))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs after one that does not count."""
+    taken = []
+    for _ in range(1 + _NUM_REPEATS):
+        start_s = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start_s)
+    return statistics.median(taken[1:])
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m windlass.engine.measure_machine", description=__doc__)
+    parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.BF16)
+    parser.add_argument("--kernel-dir", type=Path)
+    options = parser.parse_args()
+    print(json.dumps(asdict(measure(options.precision, options.kernel_dir))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Profiles of models by shapes alone: no weights are read, nothing is computed or allocated."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, LlamaConfig
+
+from windlass.engine.block_runner import BlockRunner
+from windlass.engine.partition import Partition, build_meta_model, load_config
+from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
+from windlass.planner.shapes import ModelShape
+from windlass.storage.ids import BlockIndex, Precision
+
+
+def profile_folder(
+    model_dir: str | Path, precision: Precision, *, num_examples: int, num_tokens: int, device: str = "cpu"
+) -> ModelProfile:
+    """Of a Hugging Face model folder; see `profile_config`."""
+    return profile_config(
+        load_config(model_dir), precision, num_examples=num_examples, num_tokens=num_tokens, device=device
+    )
+
+
+def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
+    """A transformers config with these numbers, for sequences of up to `num_tokens` tokens."""
+    if shape.is_gpt:
+        return GPT2Config(
+            n_layer=shape.num_layers,
+            n_embd=shape.hidden_size,
+            n_head=shape.num_heads,
+            vocab_size=shape.vocab_size,
+            n_positions=num_tokens,
+        )
+    return LlamaConfig(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads or shape.num_heads,
+        intermediate_size=shape.intermediate_size or 4 * shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=num_tokens,
+    )
+
+
+def profile_config(
+    config: Any, precision: Precision, *, num_examples: int, num_tokens: int, device: str = "cpu"
+) -> ModelProfile:
+    """Of a transformers config, for micro-batches of `num_examples` x `num_tokens` tokens.
+
+    `device`: where it will be computed, as operators choose their kernels by that. Layers that hold params of the same
+    shapes are gone through once.
+    """
+    partition = Partition(build_meta_model(config, precision))
+    runner = BlockRunner(partition, torch.device(device), seed=0)
+    layout = partition.layout
+    num_all_tokens = num_examples * num_tokens
+    itemsize = next(partition.model.parameters()).element_size()
+    kinds: dict[object, LayerProfile] = {}
+
+    def layer(block: BlockIndex) -> LayerProfile:
+        prefix = len(layout.blocks[block].name)
+        kind = tuple((param.name[prefix:], param.shape) for param in layout.blocks[block].params)
+        if kind not in kinds:
+            costs = runner.operators(block, num_examples, num_tokens)
+            operators = tuple(
+                OperatorProfile(
+                    name=cost.name, nbytes=cost.output_nbytes, num_flops=cost.num_flops, is_saved=cost.is_saved
+                )
+                for cost in costs
+            )
+            kinds[kind] = LayerProfile(
+                numel=layout.blocks[block].numel,
+                num_flops=sum(cost.num_flops for cost in costs),
+                input_nbytes=num_all_tokens * config.get_text_config().hidden_size * itemsize,
+                operators=operators,
+            )
+        return kinds[kind]
+
+    layers = tuple(layer(BlockIndex(block)) for block in range(1, partition.head))
+    matrices = [site.param.numel for site in partition.sites[partition.head] if len(site.param.shape) == 2]
+    return ModelProfile(
+        name=partition.name,
+        num_examples=num_examples,
+        num_tokens=num_tokens,
+        embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0),
+        layers=layers,
+        head=BlockProfile(numel=layout.blocks[partition.head].numel, num_flops=2 * sum(matrices) * num_all_tokens),
+        shared_blocks=tuple(
+            sorted(shared for block, blocks in enumerate(layout.shared) for shared in blocks if shared != block)
+        ),
+        chunk_numel=layout.chunk_numel,
+    )

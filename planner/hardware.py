@@ -1,0 +1,114 @@
+"""A machine as the planner sees it: what each resource does a second, and what each tier holds.
+
+`windlass doctor` measures one; a person can write one, by hand, for a machine that they do not have yet. Rates are what
+a job gets (large matrix products, long transfers), not what a data sheet promises. GB is 10^9 bytes, GiB 2^30.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
+
+from windlass.planner.yaml_files import Part
+
+GIB = 2**30
+GB = 10**9
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Gpus(Part):
+    """All alike. `tflops`: 10^12 operations a second of one, in large matrix products in the training precision."""
+
+    count: Annotated[int, Field(ge=0)]
+    memory_gib: Rate
+    tflops: Rate
+    name: str | None = None
+
+
+class Host(Part):
+    """Of one box. `adam_params_per_s`: all its cores together, from gradients to new states in memory."""
+
+    memory_gib: Rate
+    memory_gb_per_s: Rate
+    adam_params_per_s: Rate
+
+
+class Pcie(Part):
+    """Of one GPU, each way while the other way is idle."""
+
+    h2d_gb_per_s: Rate
+    d2h_gb_per_s: Rate
+
+
+class Ssds(Part):
+    """Rates and capacity of one; `combined_gb_per_s` limits the reads and writes of all together."""
+
+    count: Count
+    read_gb_per_s: Rate
+    write_gb_per_s: Rate
+    capacity_gib: Rate
+    combined_gb_per_s: Rate | None = None
+
+
+class Hardware(Part):
+    """One box; several boxes are connected at `network_gb_per_s`, each way."""
+
+    gpus: Gpus
+    host: Host
+    pcie: Pcie
+    ssds: Ssds
+    network_gb_per_s: Rate | None = None
+
+
+# What machines have: outside of it a number is rather in the wrong unit. Never refused, as machines grow.
+_USUAL = {
+    "gpus.count": (0, 16),
+    "gpus.memory_gib": (1, 1024),
+    "gpus.tflops": (0.01, 10_000),
+    "host.memory_gib": (1, 32_768),
+    "host.memory_gb_per_s": (1, 10_000),
+    "host.adam_params_per_s": (1e7, 1e12),
+    "pcie.h2d_gb_per_s": (0.5, 1000),
+    "pcie.d2h_gb_per_s": (0.5, 1000),
+    "ssds.count": (1, 64),
+    "ssds.read_gb_per_s": (0.05, 100),
+    "ssds.write_gb_per_s": (0.05, 100),
+    "ssds.capacity_gib": (1, 1_000_000),
+    "ssds.combined_gb_per_s": (0.05, 2000),
+    "network_gb_per_s": (0.05, 1000),
+}
+_UNITS = {
+    "gib": "GiB are 2^30 bytes",
+    "gb_per_s": "GB are 10^9 bytes, not bits",
+    "tflops": "10^12 operations",
+    "params_per_s": "parameters",
+}
+
+
+def example_machines() -> dict[str, Path]:
+    """Profiles of published machines that ship with windlass, by name."""
+    return {path.stem: path for path in (Path(__file__).parent / "machines").glob("*.yaml")}
+
+
+def unusual(hardware: Hardware) -> list[str]:
+    """Warnings: what is far from any machine, with a guess at the unit."""
+    found = []
+    for key, (low, high) in _USUAL.items():
+        value: Any = hardware
+        for part in key.split("."):
+            value = None if value is None else getattr(value, part)
+        if value is None or low <= value <= high:
+            continue
+        unit = next((words for suffix, words in _UNITS.items() if key.endswith(suffix)), "a number of pieces")
+        found.append(
+            f"{key}: {value:g} is {'less' if value < low else 'more'} than any machine has; is the unit right? ({unit})"
+        )
+    return found
+
+
+def save_hardware(hardware: Hardware, path: Path) -> None:
+    """Write a profile as a file that can be loaded."""
+    path.write_text(yaml.safe_dump(hardware.model_dump(exclude_none=True), sort_keys=False))

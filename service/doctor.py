@@ -1,0 +1,164 @@
+"""What this machine is worth to jobs: its hardware profile, measured, and what stands in a job's way."""
+
+import json
+import resource
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.admission import calibration_of
+from windlass.planner.hardware import GB, GIB, Gpus, Hardware, Host, Pcie, Ssds
+from windlass.service.machine import Machine, find_gpus
+from windlass.service.settings import Settings
+from windlass.storage.calibration import Calibration
+from windlass.storage.raw_device import is_block_device, is_device_path
+from windlass.storage.room import memory_available_nbytes
+from windlass.storage.volume import Volume
+
+HARDWARE_FILE = "hardware.yaml"  # in the home
+
+_DEADLINE_S = 600.0
+_ENOUGH_DESCRIPTORS = 4096
+
+
+class DoctorError(RuntimeError):
+    """Something could not be measured; the text says what and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that jobs depend on. `remedy`: what to do where it is not as it should be."""
+
+    what: str
+    found: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdMeasurement:
+    """One SSD directory or drive. `disk` is the same for those that lie on one disk."""
+
+    path: Path
+    disk: int
+    free_nbytes: int
+    calibration: Calibration
+
+
+def measure_hardware(settings: Settings, tell: Callable[[str], None]) -> Hardware:
+    """The machine's profile. `tell` is handed a line for people before anything that takes long.
+
+    Raises:
+        DoctorError: the device or an SSD could not be measured.
+    """
+    tell("measuring what the device, its link, the memory and the optimizer do (some ten seconds)")
+    rates = _rates(settings)
+    ssds = []
+    for path in settings.ssd_dirs:
+        tell(f"measuring {path} (some seconds, and only once)")
+        ssds.append(_measure_ssd(path))
+    return hardware_of(rates, num_gpus=len(find_gpus()), memory_nbytes=memory_available_nbytes(), ssds=ssds)
+
+
+def hardware_of(
+    rates: dict[str, Any], *, num_gpus: int, memory_nbytes: int, ssds: Sequence[SsdMeasurement]
+) -> Hardware:
+    """A profile of what was measured. Directories on one disk share what it does; SSDs count as their slowest."""
+    sharing = Counter(ssd.disk for ssd in ssds)
+
+    def slowest(of: Callable[[SsdMeasurement], float]) -> float:
+        return min(of(ssd) / sharing[ssd.disk] for ssd in ssds)
+
+    mixed = {ssd.disk: ssd.calibration.mixed_bytes_per_s for ssd in ssds}
+    device_nbytes = rates["device_nbytes"] or memory_nbytes
+    return Hardware(
+        gpus=Gpus(
+            count=num_gpus,
+            memory_gib=_rounded(device_nbytes / GIB),
+            tflops=_rounded(rates["flops"] / 1e12),
+            name=rates["device"],
+        ),
+        host=Host(
+            memory_gib=_rounded(memory_nbytes / GIB),
+            memory_gb_per_s=_rounded(rates["memory_bytes"] / GB),
+            adam_params_per_s=_rounded(rates["adam_params"]),
+        ),
+        pcie=Pcie(h2d_gb_per_s=_rounded(rates["h2d_bytes"] / GB), d2h_gb_per_s=_rounded(rates["d2h_bytes"] / GB)),
+        ssds=Ssds(
+            count=len(ssds),
+            read_gb_per_s=_rounded(slowest(lambda ssd: ssd.calibration.read_bytes_per_s) / GB),
+            write_gb_per_s=_rounded(slowest(lambda ssd: ssd.calibration.write_bytes_per_s) / GB),
+            capacity_gib=_rounded(slowest(lambda ssd: ssd.free_nbytes) / GIB),
+            combined_gb_per_s=_rounded(sum(mixed.values()) / GB),
+        ),
+    )
+
+
+def check_limits(machine: Machine) -> list[Finding]:
+    """What the system allows, where it is known to stand in a job's way."""
+    return [_shared_memory(machine), _descriptors(), _memory_limit(machine)]
+
+
+def _rates(settings: Settings) -> dict[str, Any]:
+    kernels = str(settings.home / "kernels")
+    command = [sys.executable, "-m", "windlass.engine.measure_machine", "--kernel-dir", kernels]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise DoctorError(f"the device could not be measured within {_DEADLINE_S:g} s") from None
+    if result.returncode != 0:
+        lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+        raise DoctorError(f"the device could not be measured: {lines[-1]}")
+    rates: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return rates
+
+
+def _measure_ssd(path: Path) -> SsdMeasurement:
+    if not is_device_path(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        volume = Volume.open(path)
+        try:
+            calibration = calibration_of(volume)
+            free_nbytes = volume.free_nbytes()
+        finally:
+            volume.close()
+    except (OSError, RuntimeError) as error:
+        raise DoctorError(f"{path} could not be measured: {error}") from error
+    facts = path.stat()
+    disk = facts.st_rdev if is_block_device(path) else facts.st_dev
+    return SsdMeasurement(path=path, disk=disk, free_nbytes=free_nbytes, calibration=calibration)
+
+
+def _shared_memory(machine: Machine) -> Finding:
+    space = next(space for space in machine.spaces if space.path == Path("/dev/shm"))
+    found = f"{space.total_nbytes / GIB:.1f} GiB for arenas"
+    if space.total_nbytes >= machine.memory_nbytes // 4 * 3:
+        return Finding(what="shared memory", found=found)
+    remedy = "jobs may not use all memory: `mount -o remount,size=90% /dev/shm`, or a container's --shm-size"
+    return Finding(what="shared memory", found=found, remedy=remedy)
+
+
+def _descriptors() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    what, found = "open files", "any number" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft == resource.RLIM_INFINITY or soft >= min(_ENOUGH_DESCRIPTORS, hard):
+        return Finding(what=what, found=found)
+    return Finding(what=what, found=found, remedy=f"Ray needs some thousand: `ulimit -n {_ENOUGH_DESCRIPTORS}`")
+
+
+def _memory_limit(machine: Machine) -> Finding:
+    allowed = memory_available_nbytes()
+    what, found = "memory that jobs may take", f"{allowed / GIB:.1f} GiB"
+    if allowed >= machine.available_memory_nbytes // 10 * 9:
+        return Finding(what=what, found=found)
+    free = f"{machine.available_memory_nbytes / GIB:.1f} GiB"
+    return Finding(what=what, found=found, remedy=f"{free} are free; raise the control group's limit (docker --memory)")
+
+
+def _rounded(value: float) -> float:
+    """Four digits: more were not measured."""
+    return float(f"{value:.4g}")

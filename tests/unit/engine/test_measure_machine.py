@@ -1,0 +1,40 @@
+"""Measuring the machine: every rate is one of this machine's, from real work."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from windlass.engine import measure_machine
+from windlass.engine.measure_machine import measure
+from windlass.storage.ids import Kernel, Precision
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_machine, "_MATRIX_SIZE", {"cpu": 256})
+    monkeypatch.setattr(measure_machine, "_COPY_NBYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(measure_machine, "_UPDATE_NUMEL", 1 << 16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("precision", Precision)
+def test_all_rates_are_measured(precision: Precision) -> None:
+    rates = measure(precision, None, kernel=Kernel.FUSED)
+    assert (rates.device, rates.device_nbytes) == ("CPU", None)
+    numbers = {
+        name: rate for name, rate in dataclasses.asdict(rates).items() if name not in ("device", "device_nbytes")
+    }
+    assert len(numbers) == 6
+    # Slower than the slowest machine, or faster than light between two cores, would be a wrong unit.
+    assert all(1e6 < rate < 1e15 for rate in numbers.values()), numbers
+
+
+@pytest.mark.usefixtures("small")
+def test_it_prints_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["measure_machine", "--precision", "fp32"])
+    monkeypatch.setattr(measure_machine, "_adam_params", lambda *_: 1.0)
+    measure_machine.main()
+    assert json.loads(capsys.readouterr().out)["adam_params"] == 1.0

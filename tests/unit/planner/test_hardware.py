@@ -1,0 +1,114 @@
+"""Hardware profiles: what is read, what is refused, what is doubted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from windlass.planner.hardware import Hardware, example_machines, save_hardware, unusual
+from windlass.planner.yaml_files import YamlFileError, load, parse
+
+
+def profile() -> dict[str, Any]:
+    return {
+        "gpus": {"count": 1, "memory_gib": 24, "tflops": 150},
+        "host": {"memory_gib": 128, "memory_gb_per_s": 60, "adam_params_per_s": 2e9},
+        "pcie": {"h2d_gb_per_s": 24, "d2h_gb_per_s": 24},
+        "ssds": {"count": 2, "read_gb_per_s": 6, "write_gb_per_s": 4, "capacity_gib": 1800},
+    }
+
+
+def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
+    hardware = parse(Hardware, profile(), "here")
+    save_hardware(hardware, tmp_path / "machine.yaml")
+    assert load(Hardware, tmp_path / "machine.yaml") == hardware
+    assert hardware.ssds.combined_gb_per_s is None
+    assert hardware.network_gb_per_s is None
+
+
+@pytest.mark.parametrize("name", sorted(example_machines()))
+def test_the_examples_are_usual_machines(name: str) -> None:
+    hardware = load(Hardware, example_machines()[name])
+    assert unusual(hardware) == []
+    assert hardware.gpus.name
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("gpus.tflops", 0, "greater than 0"),
+        ("gpus.tflops", -3, "greater than 0"),
+        ("gpus.tflops", "fast", "valid number"),
+        ("gpus.tflops", float("nan"), "finite"),
+        ("gpus.tflops", float("inf"), "finite"),
+        ("gpus.count", -1, "greater than or equal to 0"),
+        ("gpus.count", 1.5, "integer"),
+        ("gpus", [], "dictionary"),
+        ("ssds.count", 0, "greater than or equal to 1"),
+        ("ssds.combined_gb_per_s", 0, "greater than 0"),
+        ("network_gb_per_s", -1, "greater than 0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_file_key_and_value(tmp_path: Path, key: str, value: Any, said: str) -> None:
+    found = profile()
+    *parts, last = key.split(".")
+    part = found
+    for each in parts:
+        part = part[each]
+    part[last] = value
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump(found))
+    with pytest.raises(YamlFileError) as caught:
+        load(Hardware, path)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{path}: {key}: {value!r}: ")
+    assert said in line
+
+
+def test_all_problems_are_told_at_once() -> None:
+    found = profile()
+    del found["pcie"]["d2h_gb_per_s"]
+    found["host"]["memory_gb"] = 3
+    found["gpus"]["tflops"] = 0
+    with pytest.raises(YamlFileError) as caught:
+        parse(Hardware, found, "machine.yaml")
+    assert sorted(str(caught.value).splitlines()) == [
+        "machine.yaml: gpus.tflops: 0: input should be greater than 0",
+        "machine.yaml: host.memory_gb: is not a key here",
+        "machine.yaml: pcie.d2h_gb_per_s: is missing",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "gpus: [", "\t", "gpus", "!!python/object/apply:os.system [ls]"])
+def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_text(text)
+    with pytest.raises(YamlFileError, match=r"machine\.yaml: "):
+        load(Hardware, path)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(YamlFileError, match="cannot be read"):
+        load(Hardware, tmp_path / "missing.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(YamlFileError, match="cannot be read"):
+        load(Hardware, tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("host.memory_gib", 128 * 2**30, "GiB are 2^30 bytes"),
+        ("ssds.read_gb_per_s", 6000, "GB are 10^9 bytes"),
+        ("pcie.h2d_gb_per_s", 0.02, "less than any machine has"),
+        ("host.adam_params_per_s", 2.0, "parameters"),
+    ],
+)
+def test_a_unit_that_is_probably_wrong_is_doubted_and_taken(key: str, value: float, said: str) -> None:
+    found = profile()
+    part, name = key.split(".")
+    found[part][name] = value
+    (warning,) = unusual(parse(Hardware, found, "machine.yaml"))
+    assert warning.startswith(f"{key}: {value:g} ")
+    assert said in warning

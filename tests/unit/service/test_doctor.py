@@ -1,0 +1,105 @@
+"""The doctor: what was measured becomes a profile, what stands in the way gets a remedy."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.service import doctor
+from windlass.service.doctor import DoctorError, SsdMeasurement, check_limits, hardware_of
+from windlass.service.machine import Machine, Space
+from windlass.service.settings import load_settings
+from windlass.storage.calibration import Calibration
+from windlass.storage.transfers import DEFAULT_IO
+
+GIB = 2**30
+
+RATES = {
+    "device": "CPU",
+    "device_nbytes": None,
+    "flops": 1.23456e12,
+    "h2d_bytes": 10e9,
+    "d2h_bytes": 11e9,
+    "duplex_bytes": 15e9,
+    "memory_bytes": 40e9,
+    "adam_params": 2e9,
+}
+
+
+def measurement(disk: int, *, read: float, free_gib: float) -> SsdMeasurement:
+    calibration = Calibration(
+        io=DEFAULT_IO,
+        read_bytes_per_s=read,
+        write_bytes_per_s=read / 2,
+        mixed_bytes_per_s=read * 3 / 4,
+        measured_at="2026-01-31",
+    )
+    return SsdMeasurement(path=Path(f"/ssd{disk}"), disk=disk, free_nbytes=int(free_gib * GIB), calibration=calibration)
+
+
+def machine(*, shm_gib: float = 12, memory_gib: float = 16, available_gib: float = 0) -> Machine:
+    return Machine(
+        num_cores=2,
+        memory_nbytes=int(memory_gib * GIB),
+        available_memory_nbytes=int(available_gib * GIB),
+        gpus=(),
+        spaces=(Space(path=Path("/dev/shm"), total_nbytes=int(shm_gib * GIB), free_nbytes=0),),
+        drives=(),
+    )
+
+
+def test_rates_become_a_profile() -> None:
+    ssds = [measurement(1, read=6e9, free_gib=100), measurement(2, read=4e9, free_gib=300)]
+    hardware = hardware_of(RATES, num_gpus=0, memory_nbytes=8 * GIB, ssds=ssds)
+    assert (hardware.gpus.count, hardware.gpus.memory_gib, hardware.gpus.tflops) == (0, 8.0, 1.235)
+    assert hardware.host.memory_gib == 8.0
+    assert hardware.ssds.model_dump() == {
+        "count": 2,
+        "read_gb_per_s": 4.0,
+        "write_gb_per_s": 2.0,
+        "capacity_gib": 100.0,
+        "combined_gb_per_s": 7.5,
+    }
+
+
+def test_directories_on_one_disk_share_it() -> None:
+    ssds = [measurement(1, read=6e9, free_gib=100)] * 2
+    found = hardware_of(RATES | {"device_nbytes": 24 * GIB}, num_gpus=1, memory_nbytes=8 * GIB, ssds=ssds)
+    assert (found.ssds.count, found.ssds.read_gb_per_s, found.ssds.capacity_gib) == (2, 3.0, 50.0)
+    assert found.ssds.combined_gb_per_s == 4.5
+    assert found.gpus.memory_gib == 24
+
+
+def remedies(of: Machine) -> dict[str, str | None]:
+    return {finding.what: finding.remedy for finding in check_limits(of)}
+
+
+def test_small_shared_memory_has_a_remedy() -> None:
+    assert remedies(machine(shm_gib=12))["shared memory"] is None
+    assert "remount" in str(remedies(machine(shm_gib=11))["shared memory"])
+
+
+def test_a_limit_of_the_control_group_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_available_nbytes", lambda: 4 * GIB)
+    assert remedies(machine(available_gib=4))["memory that jobs may take"] is None
+    assert "control group" in str(remedies(machine(available_gib=8))["memory that jobs may take"])
+
+
+def test_few_descriptors_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = (1024, 1 << 20)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    assert "ulimit -n" in str(remedies(machine())["open files"])
+    limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert remedies(machine())["open files"] is None
+
+
+def test_a_device_that_cannot_be_measured_is_told_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        return type("Result", (), {"returncode": 1, "stderr": "Traceback\nRuntimeError: no driver\n", "stdout": ""})
+
+    monkeypatch.setattr("subprocess.run", fail)
+    with pytest.raises(DoctorError, match="RuntimeError: no driver"):
+        doctor.measure_hardware(load_settings(tmp_path), tell=lambda _: None)
