@@ -11,7 +11,7 @@ import heapq
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -28,7 +28,6 @@ from windlass.actors.messages import (
     ExportModel,
     FlushBlock,
     GradChunk,
-    GradDropped,
     GradOffloaded,
     Message,
     ModelExported,
@@ -50,7 +49,7 @@ from windlass.actors.policy.waits import Instruction
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, NO_BLOCK, TO_DEVICE, WHOLE_BLOCK
 from windlass.actors.spans_file import StepSpans
 from windlass.actors.timeline import Timeline
-from windlass.planner.device_buffers import param_buffers
+from windlass.planner.device_buffers import grad_buffers, param_buffers
 from windlass.planner.plan import FETCH_DEPTH
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Precision, Span, Step
@@ -71,19 +70,23 @@ class Rates:
     ssd_write_bytes: tuple[float, ...]
     optimizer_params: float  # of each optimizer
     device_params: float  # updated on the device, for blocks that rest there
-    message_s: float = 0.0  # from one actor to another
+    message_s: float = 0.0  # to the scheduler or from it; those between workers take no time
     commit_s: float = 0.0  # of an SSD, once everything is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What operations take: seconds of compute for one group of micro-batches, by phase and block."""
+    """What operations take: seconds of compute for all micro-batches of a step, by phase and block."""
 
     compute_s: Mapping[tuple[Phase, int], float]
 
 
 class Stuck(RuntimeError):
     """A simulated job that does not end: what it waits for never comes."""
+
+
+class NotSimulated(ValueError):
+    """The job does something that is not simulated yet; a step would come out too short. The text names it."""
 
 
 class _Resource:
@@ -103,11 +106,16 @@ class _Resource:
         chunk: int = WHOLE_BLOCK,
         nbytes: int = 0,
         priority: tuple[int, int] = (0, 0),
+        num_pieces: int = 1,
     ) -> _Process:
-        with self._turns.request(priority=priority) as turn:  # type: ignore[arg-type]
-            yield turn
-            start_s = self._simulation.env.now
-            yield self._simulation.env.timeout(duration_s)
+        """`num_pieces`: after each of them something more urgent may go first."""
+        start_s = None
+        for _ in range(num_pieces):
+            with self._turns.request(priority=priority) as turn:  # type: ignore[arg-type]
+                yield turn
+                start_s = self._simulation.env.now if start_s is None else start_s
+                yield self._simulation.env.timeout(duration_s / num_pieces)
+        assert start_s is not None, "there is at least one piece"
         self._simulation.note(self._name, kind, step, block, chunk, start_s, nbytes)
 
 
@@ -253,7 +261,7 @@ class _Worker:
         self.sim = simulation
         env, context = simulation.env, simulation.context
         self._requests, self._arrived = simpy.Store(env), simpy.Store(env)
-        self._to_compute, self._to_offload, self._to_update = simpy.Store(env), simpy.Store(env), simpy.Store(env)
+        self._to_compute, self._to_offload, self._commands = simpy.Store(env), simpy.Store(env), simpy.Store(env)
         self._fetches: dict[tuple[int, BlockIndex], _Fetch] = {}
         self._created = env.event()
         numbers = param_buffers(
@@ -264,8 +272,13 @@ class _Worker:
         )
         self._buffers = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in numbers.items()}
         self._permits = simpy.Container(env, capacity=_MAX_GRAD_BUFFERS, init=_MAX_GRAD_BUFFERS)
+        numels: dict[int, int] = {block.index: block.numel for block in context.layout.blocks}
+        flats = grad_buffers(numels, resident=context.plan.device_blocks, num_waiting=_MAX_GRAD_BUFFERS)
+        self._flats = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in flats.items()}
+        num_transit = max(1, context.plan.transit.num_slots)
+        self._transit = simpy.Container(env, capacity=num_transit, init=num_transit)
         self._batch = max(1, min(FETCH_DEPTH, context.plan.params.num_slots) // 2)
-        for loop in (self._run_requests, self._run_arrivals, self._run_compute, self._run_offloads, self._run_updates):
+        for loop in (self._run_requests, self._run_arrivals, self._run_compute, self._run_offloads, self._run_commands):
             env.process(loop())
 
     def post(self, message: Message) -> None:
@@ -276,10 +289,8 @@ class _Worker:
                 self._to_compute.put(message)
             case OffloadGrad():
                 self._to_offload.put(message)
-            case UpdateBlock():
-                self._to_update.put(message)
-            case GradDropped():
-                self.sim.grad_slots.put(sum(chunk.span is not None for chunk in message.chunks))
+            case UpdateBlock() | FlushBlock():
+                self._commands.put(message)
 
     def _run_requests(self) -> _Process:
         sim = self.sim
@@ -328,8 +339,7 @@ class _Worker:
             duration_s = nbytes / sim.rates.h2d_bytes
             yield from sim.h2d.work(duration_s, SpanKind.COPY_PARAMS_IN, request.step, key.block, key.chunk, nbytes)
             if span is not None:
-                is_last_group = request.group == sim.context.plan.num_groups - 1
-                sim.cache.put(key, request.step, span, request.phase, is_last_group=is_last_group)
+                sim.cache.put(key, request.step, span, request.phase, is_last_group=True)
                 sim.slots_changed()
             fetch.num_missing -= 1
             if not fetch.num_missing:
@@ -351,11 +361,11 @@ class _Worker:
                 fetches.append(fetch)
                 sim.note(COMPUTE, SpanKind.WAIT_PARAMS, operation.step, block, WHOLE_BLOCK, start_s)
             has_grad = operation.phase in (Phase.HEAD, Phase.BACKWARD)
-            is_last = operation.group == sim.context.plan.num_groups - 1
             stays = operation.block in sim.context.plan.device_blocks
             if has_grad and not stays:
                 start_s = sim.env.now
                 yield self._permits.get(1)
+                yield self._flats[sim.context.layout.blocks[operation.block].numel].get(1)
                 sim.note(COMPUTE, SpanKind.WAIT_GRAD_BUFFER, operation.step, operation.block, WHOLE_BLOCK, start_s)
             duration_s = sim.work.compute_s[(operation.phase, operation.block)]
             kind = SpanKind(operation.phase)
@@ -363,9 +373,7 @@ class _Worker:
             for fetch in fetches:
                 if fetch.numel is not None:
                     self._buffers[fetch.numel].put(1)
-            if has_grad and not is_last and not stays:
-                self._permits.put(1)
-            if has_grad and is_last:
+            if has_grad:
                 sim.tell(
                     BlockBackwardDone(job=operation.job, step=operation.step, block=operation.block, grad_sq_sum=1.0)
                 )
@@ -387,11 +395,12 @@ class _Worker:
             request = yield self._to_offload.get()
             keys = sim.context.layout.chunk_keys(request.block)
             yield sim.grad_slots.get(len(keys))
+            self._permits.put(1)
             for key in keys:
                 nbytes = sim.grad_itemsize * sim.context.chunk_numel(key)
                 duration_s = nbytes / sim.rates.d2h_bytes
                 yield from sim.d2h.work(duration_s, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk, nbytes)
-            self._permits.put(1)
+            self._flats[sim.context.layout.blocks[request.block].numel].put(1)
             if request.block in sim.context.plan.spilled_blocks:
                 sim.env.process(self._spill(request, keys))
             else:
@@ -411,14 +420,29 @@ class _Worker:
     def _offloaded(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
         self.sim.tell(GradOffloaded(job=request.job, step=request.step, block=request.block, chunks=chunks))
 
-    def _run_updates(self) -> _Process:
+    def _run_commands(self) -> _Process:
+        """Of blocks whose states rest on the device: one after the other, as `device_states.DeviceStates`."""
         sim = self.sim
         while True:
-            update = yield self._to_update.get()
-            duration_s = sim.context.layout.blocks[update.block].numel / sim.rates.device_params
-            yield from sim.compute.work(duration_s, SpanKind.UPDATE, update.step, update.block)
-            name = sim.pipeline.shape.gpu_worker
-            sim.tell(BlockUpdated(job=update.job, step=update.step, block=update.block, actor=name))
+            command = yield self._commands.get()
+            block, name = command.block, sim.pipeline.shape.gpu_worker
+            if isinstance(command, UpdateBlock):
+                duration_s = sim.context.layout.blocks[block].numel / sim.rates.device_params
+                yield from sim.compute.work(duration_s, SpanKind.UPDATE, command.step, block)
+                sim.tell(BlockUpdated(job=command.job, step=command.step, block=block, actor=name))
+            else:
+                keys = sim.context.layout.chunk_keys(block)
+                yield sim.env.all_of([sim.env.process(self._flush(command, key)) for key in keys])
+                sim.tell(BlockFlushed(job=command.job, step=command.step, block=block, actor=name))
+
+    def _flush(self, command: FlushBlock, key: ChunkKey) -> _Process:
+        sim, step = self.sim, command.step
+        nbytes = sum(sim.context.formats.itemsizes.values()) * sim.context.chunk_numel(key)
+        yield self._transit.get(1)
+        duration_s = nbytes / sim.rates.d2h_bytes
+        yield from sim.d2h.work(duration_s, SpanKind.COPY_STATES_OUT, step, key.block, key.chunk, nbytes)
+        yield from sim.ssd_write(key, nbytes, SpanKind.WRITE_STATES, step, (step, key.block))
+        self._transit.put(1)
 
 
 class _Simulation:
@@ -479,7 +503,7 @@ class _Simulation:
         match message:
             case CommitStore():
                 self.env.process(self._commit(message, to))
-            case FlushBlock():
+            case FlushBlock() if to in self._optimizers:
                 self.env.process(self._flush(message, to))
             case RestoreStates():
                 self.tell(StatesRestored(job=message.job, step=message.step, actor=to))
@@ -509,19 +533,21 @@ class _Simulation:
 
     def ssd_read(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> _Process:
         """A chunk's states come from its SSD."""
-        index = self._ssd_of(key)
-        duration_s = nbytes / self.rates.ssd_read_bytes[index]
-        yield from self._ssds[index].work(duration_s, kind, step, key.block, key.chunk, nbytes, priority)
+        return self._ssd_move(self.rates.ssd_read_bytes, key, nbytes, kind, step, priority)
 
     def ssd_write(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> _Process:
         """... and go there."""
-        index = self._ssd_of(key)
-        duration_s = nbytes / self.rates.ssd_write_bytes[index]
-        yield from self._ssds[index].work(duration_s, kind, step, key.block, key.chunk, nbytes, priority)
+        return self._ssd_move(self.rates.ssd_write_bytes, key, nbytes, kind, step, priority)
 
-    def _ssd_of(self, key: ChunkKey) -> int:
+    def _ssd_move(
+        self, rates: Sequence[float], key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]
+    ) -> _Process:
         assert self._geometry is not None
-        return self._geometry.ssd_of(key)
+        index = self._geometry.ssd_of(key)
+        num_pieces = max(1, -(-nbytes // self.context.ssds[index].io.piece_nbytes))
+        duration_s = nbytes / rates[index]
+        ssd = self._ssds[index]
+        yield from ssd.work(duration_s, kind, step, key.block, key.chunk, nbytes, priority, num_pieces)
 
     def _commit(self, message: CommitStore, ssd: ActorName) -> _Process:
         start_s = self.env.now
@@ -530,45 +556,58 @@ class _Simulation:
         self.tell(StoreCommitted(job=message.job, step=message.step, actor=ssd, bytes_read=0, bytes_written=0))
 
     def _flush(self, message: FlushBlock, holder: ActorName) -> _Process:
-        context, shape = self.context, self.pipeline.shape
-        is_device = message.block in context.plan.device_blocks
-        keys = [
-            key for key in context.layout.chunk_keys(message.block) if is_device or shape.optimizer_of(key) == holder
+        """Of a block whose states rest in host memory."""
+        itemsize = sum(self.context.formats.itemsizes.values())
+        keys = self.context.layout.chunk_keys(message.block)
+        priority = (message.step + 1, message.block)
+        writes = [
+            self.ssd_write(key, itemsize * self.context.chunk_numel(key), SpanKind.WRITE_STATES, message.step, priority)
+            for key in keys
+            if self.pipeline.shape.optimizer_of(key) == holder
         ]
-        itemsize = sum(context.formats.itemsizes.values())
-
-        def write(key: ChunkKey) -> _Process:
-            nbytes = itemsize * context.chunk_numel(key)
-            if is_device:
-                duration_s = nbytes / self.rates.d2h_bytes
-                kind = SpanKind.COPY_STATES_OUT
-                yield from self.d2h.work(duration_s, kind, message.step, key.block, key.chunk, nbytes)
-            yield from self.ssd_write(
-                key, nbytes, SpanKind.WRITE_STATES, message.step, (message.step + 1, message.block)
-            )
-
-        yield self.env.all_of([self.env.process(write(key)) for key in keys])
+        yield self.env.all_of([self.env.process(write) for write in writes])
         self.tell(BlockFlushed(job=message.job, step=message.step, block=message.block, actor=holder))
 
 
 def simulate(context: JobContext, shape: JobShape, rates: Rates, work: Work) -> list[StepSpans]:
-    """The timelines of all steps of a job, as the real job would tell them.
+    """The timelines of all steps of a job, as the real job would tell them; evaluations are left out.
 
     Raises:
+        NotSimulated: the plan has something that is not simulated.
         Stuck: the job does not end. That would be a defect of the policy, the plan or this simulation.
     """
+    _check(context, rates)
+    shape = replace(shape, num_evaluation_groups=0)
     simulation = _Simulation(context, shape, rates, work)
     simulation.run()
-    timeline = Timeline(shape.num_blocks, keeps_grads=shape.keeps_grads, overlaps_steps=shape.ordering.overlaps_steps)
+    timeline = Timeline(
+        shape.num_blocks,
+        keeps_grads=shape.keeps_grads,
+        overlaps_steps=shape.ordering.overlaps_steps,
+        max_spans=len(simulation.spans),
+    )
     timeline.begin(0.0)
     spans, told = sorted(simulation.spans, key=attrgetter("end_s")), 0
     found = []
     # Actors tell of a step while the next one runs.
     ends = [span.end_s for span in spans if span.kind is SpanKind.BACKWARD and span.block == 0]
-    ends = ends[shape.num_groups - 1 :: shape.num_groups]
     for step in range(1, shape.total_steps + 1):
         known = bisect_right(spans, ends[step], key=attrgetter("end_s")) if step < len(ends) else len(spans)
         timeline.add(spans[told:known])
         told = known
-        found.append(timeline.end_step(step))
-    return [each for each in found if each is not None]
+        ended = timeline.end_step(step)
+        assert ended is not None, f"the simulated job has no step {step}"
+        found.append(ended)
+    return found
+
+
+def _check(context: JobContext, rates: Rates) -> None:
+    plan, num_ssds = context.plan, len(context.ssds)
+    if len(rates.ssd_read_bytes) != num_ssds or len(rates.ssd_write_bytes) != num_ssds:
+        raise ValueError(f"the job has {num_ssds} SSDs; rates are given for {len(rates.ssd_read_bytes)}")
+    if any(choice.swaps for choice in plan.layer_activations):
+        raise NotSimulated("activations are to be swapped, and what they move is not simulated")
+    if plan.streamed_blocks:
+        raise NotSimulated(f"blocks {plan.streamed_blocks} come to the device in pieces, which is not simulated")
+    if plan.num_groups > 1:
+        raise NotSimulated(f"a step has {plan.num_groups} groups of micro-batches, whose sums are not simulated")

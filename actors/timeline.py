@@ -54,8 +54,12 @@ class Stall(StrEnum):
 class Timeline:
     """Takes in spans, and says of one step after the other where its time went. One thread at a time."""
 
-    def __init__(self, num_blocks: int, *, keeps_grads: bool, overlaps_steps: bool) -> None:
-        """`overlaps_steps`: a step's forward pass may begin before all updates of the step before are done."""
+    def __init__(self, num_blocks: int, *, keeps_grads: bool, overlaps_steps: bool, max_spans: int = MAX_SPANS) -> None:
+        """`overlaps_steps`: a step's forward pass may begin before all updates of the step before are done.
+
+        `max_spans`: that are held at once.
+        """
+        self._max_spans = max_spans
         self._num_blocks = num_blocks
         self._keeps_grads = keeps_grads
         self._overlaps_steps = overlaps_steps
@@ -70,7 +74,7 @@ class Timeline:
 
     def add(self, spans: Sequence[WorkSpan]) -> None:
         """What an actor has told."""
-        room = MAX_SPANS - len(self._spans)
+        room = self._max_spans - len(self._spans)
         self._spans += spans[:room]
         self._num_dropped += max(0, len(spans) - room)
 

@@ -31,6 +31,7 @@ class MachineRates:
     """All per second."""
 
     device: str  # its name
+    num_devices: int  # GPUs; 0: the device is the CPU
     device_nbytes: int | None  # its memory; None: that of the host
     flops: float  # in large matrix products in the training precision
     h2d_bytes: float
@@ -48,6 +49,7 @@ def measure(precision: Precision, kernel_dir: Path | None, *, kernel: Kernel | N
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return MachineRates(
         device=properties.name if properties else "CPU",
+        num_devices=torch.cuda.device_count() if properties else 0,
         device_nbytes=properties.total_memory if properties else None,
         flops=_flops(device, precision),
         h2d_bytes=h2d,

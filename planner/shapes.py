@@ -27,6 +27,11 @@ class ModelShape(Part):
             raise ValueError(f"hidden_size: {self.hidden_size} is no multiple of num_heads, {self.num_heads}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads: {self.num_heads} is no multiple of num_kv_heads, {self.num_kv_heads}")
+        if not self.is_gpt and self.hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"hidden_size: heads of {self.hidden_size // self.num_heads} elements cannot be rotated in pairs; "
+                "hidden_size over num_heads must be even"
+            )
         return self
 
     @property

@@ -17,7 +17,7 @@ class YamlFileError(ValueError):
 class Part(BaseModel):
     """A mapping in such a file: keys that it does not know are problems."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def load(kind: type[Model], path: Path) -> Model:
@@ -28,7 +28,7 @@ def load(kind: type[Model], path: Path) -> Model:
         raise YamlFileError(f"{path}: cannot be read: {error}") from None
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, too many brackets
         raise YamlFileError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     return parse(kind, found, str(path))
 

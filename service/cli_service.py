@@ -12,7 +12,7 @@ import typer
 from windlass.planner.hardware import save_hardware, unusual
 from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
-from windlass.service.doctor import HARDWARE_FILE, check_limits, measure_hardware
+from windlass.service.doctor import HARDWARE_FILE, DoctorError, check_limits, measure_hardware
 from windlass.service.home import find_serving
 from windlass.service.lifecycle import running_jobs, shut_down, start_detached
 from windlass.service.machine import Drive, inspect_machine
@@ -112,11 +112,13 @@ def doctor(
         if finding.remedy:
             print(f"! {finding.what}: {finding.remedy}")
     if not quick:
+        settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         _measure(settings, save or settings.home / HARDWARE_FILE)
 
 
 def _measure(settings: Settings, path: Path) -> None:
-    settings.make_dirs()
+    if not path.absolute().parent.is_dir():
+        raise DoctorError(f"{path} cannot be written: there is no folder {path.parent}")
     hardware = measure_hardware(settings, tell=lambda line: print(line, flush=True))
     print_columns(
         [

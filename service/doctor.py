@@ -12,7 +12,7 @@ from typing import Any
 
 from windlass.actors.admission import calibration_of
 from windlass.planner.hardware import GB, GIB, Gpus, Hardware, Host, Pcie, Ssds
-from windlass.service.machine import Machine, find_gpus
+from windlass.service.machine import Machine
 from windlass.service.settings import Settings
 from windlass.storage.calibration import Calibration
 from windlass.storage.raw_device import is_block_device, is_device_path
@@ -56,17 +56,25 @@ def measure_hardware(settings: Settings, tell: Callable[[str], None]) -> Hardwar
     """
     tell("measuring what the device, its link, the memory and the optimizer do (some ten seconds)")
     rates = _rates(settings)
-    ssds = []
+    tell(f"the link to the device moves {rates['duplex_bytes'] / GB:.1f} GB/s both ways at once")
+    ssds: dict[int, SsdMeasurement] = {}  # by disk
+    measured = []
     for path in settings.ssd_dirs:
         tell(f"measuring {path} (some seconds, and only once)")
-        ssds.append(_measure_ssd(path))
-    return hardware_of(rates, num_gpus=len(find_gpus()), memory_nbytes=memory_available_nbytes(), ssds=ssds)
+        measured.append(_measure_ssd(path, ssds))
+    return hardware_of(rates, memory_nbytes=memory_available_nbytes(), ssds=measured)
 
 
-def hardware_of(
-    rates: dict[str, Any], *, num_gpus: int, memory_nbytes: int, ssds: Sequence[SsdMeasurement]
-) -> Hardware:
-    """A profile of what was measured. Directories on one disk share what it does; SSDs count as their slowest."""
+def hardware_of(rates: dict[str, Any], *, memory_nbytes: int, ssds: Sequence[SsdMeasurement]) -> Hardware:
+    """A profile of what was measured. Directories on one disk share what it does; SSDs count as their slowest.
+
+    Raises:
+        DoctorError: nothing is free of the memory, or of an SSD.
+    """
+    if memory_nbytes <= 0:
+        raise DoctorError("no memory is free that jobs could take; close other programs, or raise the group's limit")
+    if full := [str(ssd.path) for ssd in ssds if ssd.free_nbytes <= 0]:
+        raise DoctorError(f"nothing is free on {', '.join(full)}; delete jobs or files there")
     sharing = Counter(ssd.disk for ssd in ssds)
 
     def slowest(of: Callable[[SsdMeasurement], float]) -> float:
@@ -76,7 +84,7 @@ def hardware_of(
     device_nbytes = rates["device_nbytes"] or memory_nbytes
     return Hardware(
         gpus=Gpus(
-            count=num_gpus,
+            count=rates["num_devices"],
             memory_gib=_rounded(device_nbytes / GIB),
             tflops=_rounded(rates["flops"] / 1e12),
             name=rates["device"],
@@ -116,21 +124,23 @@ def _rates(settings: Settings) -> dict[str, Any]:
     return rates
 
 
-def _measure_ssd(path: Path) -> SsdMeasurement:
-    if not is_device_path(path):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _measure_ssd(path: Path, known: dict[int, SsdMeasurement]) -> SsdMeasurement:
+    """`known`: what was measured of other directories, by disk; this one is added."""
     try:
+        if not is_device_path(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = path.stat()
+        disk = facts.st_rdev if is_block_device(path) else facts.st_dev
         volume = Volume.open(path)
         try:
-            calibration = calibration_of(volume)
+            calibration = calibration_of(volume, known[disk].calibration if disk in known else None)
             free_nbytes = volume.free_nbytes()
         finally:
             volume.close()
     except (OSError, RuntimeError) as error:
         raise DoctorError(f"{path} could not be measured: {error}") from error
-    facts = path.stat()
-    disk = facts.st_rdev if is_block_device(path) else facts.st_dev
-    return SsdMeasurement(path=path, disk=disk, free_nbytes=free_nbytes, calibration=calibration)
+    known[disk] = SsdMeasurement(path=path, disk=disk, free_nbytes=free_nbytes, calibration=calibration)
+    return known[disk]
 
 
 def _shared_memory(machine: Machine) -> Finding:
@@ -144,10 +154,14 @@ def _shared_memory(machine: Machine) -> Finding:
 
 def _descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    what, found = "open files", "any number" if soft == resource.RLIM_INFINITY else str(soft)
-    if soft == resource.RLIM_INFINITY or soft >= min(_ENOUGH_DESCRIPTORS, hard):
-        return Finding(what=what, found=found)
-    return Finding(what=what, found=found, remedy=f"Ray needs some thousand: `ulimit -n {_ENOUGH_DESCRIPTORS}`")
+    what = "open files"
+    if soft == resource.RLIM_INFINITY:
+        return Finding(what=what, found="any number")
+    if soft >= _ENOUGH_DESCRIPTORS:
+        return Finding(what=what, found=str(soft))
+    may_raise = hard == resource.RLIM_INFINITY or hard >= _ENOUGH_DESCRIPTORS
+    how = f"`ulimit -n {_ENOUGH_DESCRIPTORS}`" if may_raise else "an administrator may raise the hard limit"
+    return Finding(what=what, found=str(soft), remedy=f"Ray needs some thousand: {how}")
 
 
 def _memory_limit(machine: Machine) -> Finding:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from windlass.actors.context import make_context
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.scheduler import job_shape
-from windlass.actors.simulation import Rates, Work, simulate
+from windlass.actors.simulation import NotSimulated, Rates, Work, simulate
 from windlass.actors.spans_file import StepSpans
+from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
+from windlass.storage.ids import BlockIndex
 
 CHUNK = 4096
 FAST = 1e12
@@ -43,7 +46,7 @@ def run(
     hyperparameters: dict[str, Any] | None = None,
     **changes: Any,
 ) -> list[StepSpans]:
-    """Each operation takes as long as the others; a head goes forward and backward."""
+    """Each operation takes as long as the others."""
     layout = make_layout(*[CHUNK * num_chunks] * num_blocks, chunk_numel=CHUNK)
     spec = make_spec(hyperparameters=hyperparameters, total_steps=num_steps, num_cpu_optimizers=1, **changes)
     context = make_context(spec, layout, "")
@@ -99,9 +102,50 @@ def test_what_rests_on_the_device_moves_nowhere_but_to_be_kept() -> None:
     assert {name for name, busy_s in step.summary["busy_s"].items() if busy_s} == {"gpu-0/compute"}
 
 
-def test_groups_of_micro_batches_go_through_the_blocks_one_by_one() -> None:
-    steps = run(placement=Placement(group_size=1))
-    assert steps[-1].summary["period_s"] == pytest.approx(22.0, rel=1e-6)
+def test_what_rests_on_the_device_is_copied_out_and_written_at_a_commit() -> None:
+    everything = Placement(device_blocks=tuple(range(6)), commit_every=2)
+    slow = rates(ssd_write_bytes=(1e4, 1e4), d2h_bytes=1e5)
+    steps = run(placement=everything, machine=slow, num_steps=6)
+    moved = [step.summary["moved_bytes"] for step in steps]
+    written = [each.get("ssd-0", 0) + each.get("ssd-1", 0) for each in moved]
+    # The states of step 2 go out from step 3 on, and those of step 4 from step 5 on; those of step 6 after all steps.
+    assert sum(written) == 2 * 14 * 6 * 2 * CHUNK
+    assert written[:2] == [0, 0]
+    # An update waits for the flushes before it.
+    assert steps[2].summary["period_s"] > steps[1].summary["period_s"] + 1.0
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (Placement(group_size=1), "2 groups"),
+        (Placement(streamed_blocks=(1,)), "in pieces"),
+        (Placement(activations=ActivationChoice.SWAP.of_layers(4), host_activation_nbytes=1 << 20), "swapped"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(placement: Placement, said: str) -> None:
+    with pytest.raises(NotSimulated, match=said):
+        run(placement=placement)
+
+
+def test_rates_are_needed_for_every_ssd() -> None:
+    with pytest.raises(ValueError, match="2 SSDs; rates are given for 1"):
+        run(machine=rates(ssd_read_bytes=(1.0,)))
+
+
+def test_validation_is_left_out() -> None:
+    assert len(run(num_validation_examples=3, evaluate_every=1)) == 4
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_a_tied_head_brings_the_embedding_too(num_optimizers: int) -> None:
+    layout = make_layout(*[CHUNK] * 4, chunk_numel=CHUNK)
+    tied = replace(layout, shared=(*layout.shared[:-1], (BlockIndex(3), BlockIndex(0))))
+    context = make_context(make_spec(total_steps=2, num_cpu_optimizers=num_optimizers), tied, "")
+    work = Work(compute_s={(phase, block): 1.0 for phase in Phase for block in range(4)})
+    steps = simulate(context, job_shape(context, lambda _: "{}"), rates(h2d_bytes=CHUNK * 2), work)
+    copied = [span for span in steps[1].spans if span.kind is SpanKind.COPY_PARAMS_IN and span.block == 0]
+    assert len(copied) >= 3  # for forward, head and backward
 
 
 PLACEMENTS = st.builds(
@@ -110,7 +154,6 @@ PLACEMENTS = st.builds(
     device_blocks=st.sets(st.integers(3, 4)).map(lambda blocks: tuple(sorted(blocks))),
     num_cached_params=st.one_of(st.none(), st.integers(0, 8)),
     commit_every=st.one_of(st.none(), st.integers(1, 3)),
-    group_size=st.one_of(st.none(), st.integers(1, 2)),
 )
 SPILLED = st.builds(Placement, num_host_grad_blocks=st.integers(0, 4), num_cached_params=st.integers(0, 4))
 SECONDS = st.sampled_from([0.0, 0.3, 1.0, 5.0])
@@ -160,7 +203,8 @@ def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None
 def _one_at_a_time(spans: list[WorkSpan]) -> None:
     by_resource: dict[str, list[WorkSpan]] = defaultdict(list)
     for span in spans:
-        if not span.kind.startswith("wait_") and span.kind is not SpanKind.COMMIT:
+        # A chunk on its way to or from an SSD may be overtaken after each piece.
+        if not span.kind.startswith("wait_") and not span.resource.startswith("ssd-"):
             by_resource[span.resource].append(span)
     for found in by_resource.values():
         found.sort(key=lambda span: (span.start_s, span.end_s))
@@ -169,11 +213,11 @@ def _one_at_a_time(spans: list[WorkSpan]) -> None:
 
 
 def _no_block_is_computed_before_its_update(spans: list[WorkSpan], *, num_blocks: int) -> None:
-    updated: dict[tuple[int, int], float] = defaultdict(float)
+    updated: dict[tuple[int, int], float] = {}
     for span in spans:
         if span.kind is SpanKind.UPDATE:
             key = (span.step, span.block)
-            updated[key] = max(updated[key], span.end_s)
+            updated[key] = max(updated.get(key, 0.0), span.end_s)
     forward = [span for span in spans if span.kind in (SpanKind.FORWARD, SpanKind.HEAD) and span.step > 1]
     assert {span.block for span in forward} == set(range(num_blocks))
     for span in forward:

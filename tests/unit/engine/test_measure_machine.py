@@ -23,9 +23,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", Precision)
 def test_all_rates_are_measured(precision: Precision) -> None:
     rates = measure(precision, None, kernel=Kernel.FUSED)
-    assert (rates.device, rates.device_nbytes) == ("CPU", None)
+    assert (rates.device, rates.num_devices, rates.device_nbytes) == ("CPU", 0, None)
     numbers = {
-        name: rate for name, rate in dataclasses.asdict(rates).items() if name not in ("device", "device_nbytes")
+        name: rate
+        for name, rate in dataclasses.asdict(rates).items()
+        if not name.endswith(("device", "devices", "device_nbytes"))
     }
     assert len(numbers) == 6
     # Slower than the slowest machine, or faster than light between two cores, would be a wrong unit.

@@ -44,6 +44,8 @@ def test_the_examples_are_usual_machines(name: str) -> None:
         ("gpus.tflops", float("inf"), "finite"),
         ("gpus.count", -1, "greater than or equal to 0"),
         ("gpus.count", 1.5, "integer"),
+        ("gpus.count", True, "integer"),
+        ("gpus.memory_gib", True, "number"),
         ("gpus", [], "dictionary"),
         ("ssds.count", 0, "greater than or equal to 1"),
         ("ssds.combined_gb_per_s", 0, "greater than 0"),
@@ -80,7 +82,9 @@ def test_all_problems_are_told_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "- 1", "gpus: [", "\t", "gpus", "!!python/object/apply:os.system [ls]"])
+@pytest.mark.parametrize(
+    "text", ["", "- 1", "gpus: [", "\t", "gpus", "gpus: 2026-13-45", "[" * 5000, "!!python/object/apply:os.system [ls]"]
+)
 def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "machine.yaml"
     path.write_text(text)

@@ -23,6 +23,11 @@ def test_two_optional_numbers_make_it_a_llama(tmp_path: Path) -> None:
     [
         ({"num_heads": 39}, "shape.yaml: hidden_size: 5120 is no multiple of num_heads, 39"),
         ({"num_kv_heads": 3}, "shape.yaml: num_heads: 40 is no multiple of num_kv_heads, 3"),
+        (
+            {"hidden_size": 120, "intermediate_size": 8},
+            "shape.yaml: hidden_size: heads of 3 elements cannot be rotated in pairs; hidden_size over num_heads must "
+            "be even",
+        ),
         ({"num_layers": 0}, "shape.yaml: num_layers: 0: input should be greater than or equal to 1"),
         ({"vocab_size": -5}, "shape.yaml: vocab_size: -5: input should be greater than or equal to 1"),
         ({"layers": 4}, "shape.yaml: layers: is not a key here"),

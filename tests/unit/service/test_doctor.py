@@ -17,6 +17,7 @@ GIB = 2**30
 
 RATES = {
     "device": "CPU",
+    "num_devices": 0,
     "device_nbytes": None,
     "flops": 1.23456e12,
     "h2d_bytes": 10e9,
@@ -51,7 +52,7 @@ def machine(*, shm_gib: float = 12, memory_gib: float = 16, available_gib: float
 
 def test_rates_become_a_profile() -> None:
     ssds = [measurement(1, read=6e9, free_gib=100), measurement(2, read=4e9, free_gib=300)]
-    hardware = hardware_of(RATES, num_gpus=0, memory_nbytes=8 * GIB, ssds=ssds)
+    hardware = hardware_of(RATES, memory_nbytes=8 * GIB, ssds=ssds)
     assert (hardware.gpus.count, hardware.gpus.memory_gib, hardware.gpus.tflops) == (0, 8.0, 1.235)
     assert hardware.host.memory_gib == 8.0
     assert hardware.ssds.model_dump() == {
@@ -65,10 +66,39 @@ def test_rates_become_a_profile() -> None:
 
 def test_directories_on_one_disk_share_it() -> None:
     ssds = [measurement(1, read=6e9, free_gib=100)] * 2
-    found = hardware_of(RATES | {"device_nbytes": 24 * GIB}, num_gpus=1, memory_nbytes=8 * GIB, ssds=ssds)
+    gpu = {"device_nbytes": 24 * GIB, "num_devices": 1}
+    found = hardware_of(RATES | gpu, memory_nbytes=8 * GIB, ssds=ssds)
     assert (found.ssds.count, found.ssds.read_gb_per_s, found.ssds.capacity_gib) == (2, 3.0, 50.0)
     assert found.ssds.combined_gb_per_s == 4.5
-    assert found.gpus.memory_gib == 24
+    assert (found.gpus.count, found.gpus.memory_gib) == (1, 24)
+
+
+def test_what_is_full_is_named_and_makes_no_profile() -> None:
+    with pytest.raises(DoctorError, match="nothing is free on /ssd1; delete"):
+        hardware_of(RATES, memory_nbytes=GIB, ssds=[measurement(1, read=6e9, free_gib=0)])
+    with pytest.raises(DoctorError, match="no memory is free"):
+        hardware_of(RATES, memory_nbytes=0, ssds=[measurement(1, read=6e9, free_gib=1)])
+
+
+def test_directories_on_one_disk_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrations = iter(range(1, 3))
+
+    def calibrate(*_: Any) -> Calibration:
+        return measurement(1, read=1e9 * next(calibrations), free_gib=1).calibration
+
+    monkeypatch.setattr("windlass.actors.admission.calibrate", calibrate)
+    monkeypatch.setattr(doctor, "_rates", lambda _: RATES)
+    found = doctor.measure_hardware(load_settings(tmp_path / "home"), tell=lambda _: None)
+    assert found.ssds.count == 2
+    assert found.ssds.read_gb_per_s == 0.5
+    assert next(calibrations) == 2
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", "/proc/windlass/ssd")
+    monkeypatch.setattr(doctor, "_rates", lambda _: RATES)
+    with pytest.raises(DoctorError, match="/proc/windlass/ssd could not be measured"):
+        doctor.measure_hardware(load_settings(tmp_path / "home"), tell=lambda _: None)
 
 
 def remedies(of: Machine) -> dict[str, str | None]:
@@ -90,7 +120,11 @@ def test_few_descriptors_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = (1024, 1 << 20)
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     assert "ulimit -n" in str(remedies(machine())["open files"])
+    limits = (1024, 2048)
+    assert "administrator" in str(remedies(machine())["open files"])
     limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert remedies(machine())["open files"] is None
+    limits = (4096, 4096)
     assert remedies(machine())["open files"] is None
 
 
