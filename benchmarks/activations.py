@@ -85,12 +85,12 @@ def form_of(*, quick: bool) -> Form:
         many=replace(run, num_layers=8 if quick else 64),
         many_budget=Budget(
             device_nbytes=(16 if quick else 256) * MIB,
-            host_nbytes=(8 if quick else 512) * MIB,
+            host_nbytes=(8 if quick else 128) * MIB,
             ssd_nbytes=(32 if quick else 4096) * MIB,
         ),
         long=run,
         long_budget=Budget(
-            device_nbytes=(64 if quick else 1280) * MIB,
+            device_nbytes=(64 if quick else 1536) * MIB,
             host_nbytes=(8 if quick else 256) * MIB,
             ssd_nbytes=(32 if quick else 1024) * MIB,
         ),
