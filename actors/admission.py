@@ -1,7 +1,9 @@
 """Before anything of a job is written: how its SSDs are used, and whether there is room."""
 
+import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from windlass.actors.context import JobContext, SsdFacts
@@ -30,23 +32,35 @@ def survey_ssds(spec: JobSpec, *, direct: bool = True) -> tuple[SsdFacts, ...]:
     """
     calibrations: list[Calibration] = []
     weights: tuple[int, ...] | None = None
-    measured: dict[int, Calibration] = {}  # by the disk below, which two directories may share
+    measured: dict[int, Calibration] = {}
     for name in spec.ssd_dirs:
-        path = Path(name)
-        if not is_device_path(path):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        volume = Volume.open(path, direct=direct)
-        try:
-            calibration = calibration_of(volume, measured.get(_disk(path)))
+        with calibrated(Path(name), measured, direct=direct) as (volume, calibration):
             geometry = stored_geometry(volume, spec.job)
-        finally:
-            volume.close()
         calibrations.append(calibration)
-        measured[_disk(path)] = calibration
         if geometry is not None and geometry.num_ssds == len(spec.ssd_dirs):
             weights = geometry.ssd_weights
     weights = weights or stripe_weights([each.mixed_bytes_per_s for each in calibrations])
     return tuple(SsdFacts(io=each.io, weight=weight) for each, weight in zip(calibrations, weights, strict=True))
+
+
+@contextlib.contextmanager
+def calibrated(
+    path: Path, measured: dict[int, Calibration], *, direct: bool = True
+) -> Iterator[tuple[Volume, Calibration]]:
+    """An SSD's volume, open meanwhile, and how fast it is: as it was measured, now if never before. Makes a missing
+    directory.
+
+    `measured`: by the disk below, which two directories may share; this one is added.
+    """
+    if not is_device_path(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    volume = Volume.open(path, direct=direct)
+    try:
+        disk = disk_of(path)
+        measured[disk] = calibration_of(volume, measured.get(disk))
+        yield volume, measured[disk]
+    finally:
+        volume.close()
 
 
 def calibration_of(volume: Volume, of_same_disk: Calibration | None = None) -> Calibration:
@@ -73,7 +87,7 @@ def require_room(context: JobContext, *, direct: bool = True) -> None:
     try:
         for index, name in enumerate(context.spec.ssd_dirs):
             volume = Volume.open(name, direct=direct)
-            disk = _disk(Path(name))
+            disk = disk_of(Path(name))
             volumes.setdefault(disk, volume)
             needed[disk] += _missing_nbytes(context, index, volume)
             if volumes[disk] is not volume:
@@ -107,7 +121,8 @@ def _known_calibration(volume: Volume) -> Calibration | None:
     return calibration if is_usable else None
 
 
-def _disk(path: Path) -> int:
+def disk_of(path: Path) -> int:
+    """A number that is the same for all SSD directories on one disk."""
     facts = path.stat()
     return facts.st_rdev if is_block_device(path) else facts.st_dev
 

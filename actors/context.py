@@ -50,6 +50,11 @@ def grad_precision(spec: JobSpec) -> Precision:
     return Precision.FP32 if is_summed else hyper.precision
 
 
+def grad_itemsize(spec: JobSpec) -> int:
+    """Bytes an element of a gradient takes on its way to the optimizer."""
+    return 4 if grad_precision(spec) is Precision.FP32 else 2
+
+
 def evaluation_batch_size(spec: JobSpec) -> int:
     """Examples of a micro-batch in evaluation: as many as in training."""
     return -(-spec.hyperparameters.batch_size // spec.hyperparameters.num_microbatches)
@@ -169,7 +174,7 @@ def make_context(
     plan = make_plan(
         size,
         num_optimizers=spec.num_cpu_optimizers,
-        grad_itemsize=4 if grad_precision(spec) is Precision.FP32 else 2,
+        grad_itemsize=grad_itemsize(spec),
         keep_grads=spec.hyperparameters.keeps_grads,
         is_naive=spec.hyperparameters.order_of_updates is UpdateOrder.NAIVE,
         host_memory_nbytes=spec.host_memory_nbytes,

@@ -25,12 +25,9 @@ from windlass.engine.device_buffers import BufferClass, DeviceBuffers
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.streams import Event
-from windlass.planner.device_buffers import grad_buffers
+from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind
-
-# Gradients of so many blocks may lie on the device while the offload is behind.
-MAX_GRAD_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ Source: Belady, A study of replacement algorithms for a virtual-storage computer
 import threading
 from dataclasses import dataclass
 
+from windlass.actors.context import JobContext
 from windlass.actors.messages import ParamLoan, Phase
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import ChunkKey, Span, Step
@@ -33,6 +34,17 @@ class ParamCache:
         self._entries: dict[ChunkKey, _Entry] = {}
         self._now = 0  # place of what was used last, in its group's way through the blocks
         self._lock = threading.Lock()
+
+    @classmethod
+    def of_job(cls, context: JobContext, slots: SlotPool) -> "ParamCache":
+        """As large as the job's plan says."""
+        formats = context.formats
+        return cls(
+            slots,
+            capacity=context.plan.num_cached_params,
+            head=len(context.layout.blocks) - 1,
+            reads_params=formats.param_kind in formats.kinds_to_update and not context.spec.hyperparameters.keeps_grads,
+        )
 
     def take(self, key: ChunkKey, step: Step) -> Span | None:
         """The slot that holds the params of `key` as `step` left them; None if there is none, or it is lent."""

@@ -35,7 +35,6 @@ from windlass.engine.param_pieces import PieceBuffers, StreamedParams
 from windlass.engine.streams import Event
 from windlass.planner.device_buffers import param_buffers
 from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, largest_piece
-from windlass.planner.plan import FETCH_DEPTH
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
@@ -86,16 +85,10 @@ class ParamFeed:
         self._dtype = TORCH_DTYPE[context.formats.precision]
         self._host_slots = context.host_slots()
         self._param_offset = context.state_offsets()[context.formats.param_kind]
-        pool, hyper, formats = context.plan.params, context.spec.hyperparameters, context.formats
+        pool = context.plan.params
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="param slots")
-        self._cache = ParamCache(
-            self._slots,
-            capacity=context.plan.num_cached_params,
-            head=len(context.layout.blocks) - 1,
-            reads_params=formats.param_kind in formats.kinds_to_update and not hyper.keeps_grads,
-        )
-        # So many chunks at a time that the next ones are on their way while these are copied.
-        self._batch = max(1, min(FETCH_DEPTH, pool.num_slots) // 2)
+        self._cache = ParamCache.of_job(context, self._slots)
+        self._batch = context.plan.fetch_batch
         self._bounds = piece_bounds(context)
         num_buffers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],

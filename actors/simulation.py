@@ -7,7 +7,6 @@ real actors would tell, and from them the same timeline.
 """
 
 import functools
-import heapq
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import simpy
 
-from windlass.actors.context import JobContext, grad_precision, ssd_name
+from windlass.actors.context import JobContext, grad_itemsize, ssd_name
 from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
@@ -46,16 +45,14 @@ from windlass.actors.policy.pipeline import Pipeline
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.trainer import Trainer
 from windlass.actors.policy.waits import Instruction
+from windlass.actors.read_ahead import Ahead
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, NO_BLOCK, TO_DEVICE, WHOLE_BLOCK
 from windlass.actors.spans_file import StepSpans
 from windlass.actors.timeline import Timeline
-from windlass.planner.device_buffers import grad_buffers, param_buffers
-from windlass.planner.plan import FETCH_DEPTH
+from windlass.actors.urgent_queue import UrgentQueue
+from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers, param_buffers
 from windlass.storage.arena import SlotPool
-from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Precision, Span, Step
-
-# Gradients of so many blocks may lie on the device while the offload is behind, as in the GPU worker.
-_MAX_GRAD_BUFFERS = 2
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, Step
 
 _Process = Generator[simpy.Event, Any, None]
 
@@ -87,6 +84,19 @@ class Stuck(RuntimeError):
 
 class NotSimulated(ValueError):
     """The job does something that is not simulated yet; a step would come out too short. The text names it."""
+
+
+class _Signal:
+    """What several processes may wait for, again and again."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self.next = env.event()
+
+    def tell(self) -> None:
+        """Something has changed: who waits looks again."""
+        told, self.next = self.next, self._env.event()
+        told.succeed()
 
 
 class _Resource:
@@ -138,14 +148,6 @@ class _Chunk:
     loan: Any = None
 
 
-@dataclass(slots=True)
-class _ReadAhead:
-    """As `read_ahead.ReadAhead`."""
-
-    num_ahead: int = 0
-    num_at_hand: int = 0
-
-
 class _Optimizer:
     """One of the pool: as `cpu_optimizer.CpuOptimizer`."""
 
@@ -154,11 +156,10 @@ class _Optimizer:
         self.name = name
         self._resource = _Resource(simulation, name)
         self._slots = simpy.Container(simulation.env, capacity=num_slots, init=num_slots)
-        self._to_begin: list[tuple[tuple[int, int], int, _Chunk]] = []
-        self._numbers = itertools.count()
+        self._to_begin: UrgentQueue[_Chunk] = UrgentQueue(simulation.pipeline.shape.ordering.queues)
         self._arrived = simpy.Store(simulation.env)
-        self._ahead = _ReadAhead()
-        self._changed = simulation.env.event()
+        self._ahead = Ahead()
+        self._changed = _Signal(simulation.env)
         self._num_left: dict[tuple[int, int], int] = {}
         self._loans: dict[tuple[int, int], dict[ChunkKey, Any]] = {}
         simulation.env.process(self._feed())
@@ -167,22 +168,17 @@ class _Optimizer:
     def update(self, message: UpdateBlock) -> None:
         self._num_left[(message.step, message.block)] = len(message.chunks)
         for grad in message.chunks:
-            urgency = self.sim.urgency(message.step, message.block)
-            heapq.heappush(self._to_begin, (urgency, next(self._numbers), _Chunk(message, grad)))
-        self._notify()
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, self.sim.env.event()
-        changed.succeed()
+            self._to_begin.put(message.step, message.block, _Chunk(message, grad))
+        self._changed.tell()
 
     def _feed(self) -> _Process:
         sim, ahead = self.sim, self._ahead
         while True:
-            while not self._to_begin or (ahead.num_ahead and ahead.num_at_hand):
-                yield self._changed
+            while not (self._to_begin and ahead.may_begin):
+                yield self._changed.next
             ahead.num_ahead += 1
             yield self._slots.get(1)
-            chunk = heapq.heappop(self._to_begin)[2]
+            chunk = self._to_begin.get()
             if chunk.grad.key in sim.host_slots:
                 self._slots.put(1)
                 ahead.num_at_hand += 1
@@ -223,12 +219,12 @@ class _Optimizer:
         while True:
             chunk = yield self._arrived.get()
             self._ahead.num_ahead -= 1
-            self._notify()
+            self._changed.tell()
             update, key = chunk.update, chunk.grad.key
             duration_s = sim.context.chunk_numel(key) / sim.rates.optimizer_params
             yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
             self._ahead.num_at_hand -= 1
-            self._notify()
+            self._changed.tell()
             if chunk.grad.span is not None:
                 sim.grad_slots.put(1)
             if key in sim.host_slots:
@@ -238,7 +234,7 @@ class _Optimizer:
 
     def _write_back(self, chunk: _Chunk) -> _Process:
         sim, update, key = self.sim, chunk.update, chunk.grad.key
-        nbytes = sum(sim.context.formats.itemsizes.values()) * sim.context.chunk_numel(key)
+        nbytes = sim.state_itemsize * sim.context.chunk_numel(key)
         yield from sim.ssd_write(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
         self._slots.put(1)
         if chunk.loan is not None:
@@ -263,7 +259,7 @@ class _Worker:
         self._requests, self._arrived = simpy.Store(env), simpy.Store(env)
         self._to_compute, self._to_offload, self._commands = simpy.Store(env), simpy.Store(env), simpy.Store(env)
         self._fetches: dict[tuple[int, BlockIndex], _Fetch] = {}
-        self._created = env.event()
+        self._created = _Signal(env)
         numbers = param_buffers(
             [block.numel for block in context.layout.blocks],
             context.layout.shared,
@@ -271,13 +267,13 @@ class _Worker:
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
         self._buffers = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in numbers.items()}
-        self._permits = simpy.Container(env, capacity=_MAX_GRAD_BUFFERS, init=_MAX_GRAD_BUFFERS)
+        self._permits = simpy.Container(env, capacity=MAX_GRAD_BUFFERS, init=MAX_GRAD_BUFFERS)
         numels: dict[int, int] = {block.index: block.numel for block in context.layout.blocks}
-        flats = grad_buffers(numels, resident=context.plan.device_blocks, num_waiting=_MAX_GRAD_BUFFERS)
+        flats = grad_buffers(numels, resident=context.plan.device_blocks, num_waiting=MAX_GRAD_BUFFERS)
         self._flats = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in flats.items()}
         num_transit = max(1, context.plan.transit.num_slots)
         self._transit = simpy.Container(env, capacity=num_transit, init=num_transit)
-        self._batch = max(1, min(FETCH_DEPTH, context.plan.params.num_slots) // 2)
+        self._batch = context.plan.fetch_batch
         for loop in (self._run_requests, self._run_arrivals, self._run_compute, self._run_offloads, self._run_commands):
             env.process(loop())
 
@@ -305,8 +301,7 @@ class _Worker:
                 yield self._buffers[numel].get(1)
                 fetch = _Fetch(request, len(keys), numel, sim.env.event())
             self._fetches[(request.op, request.block)] = fetch
-            created, self._created = self._created, sim.env.event()
-            created.succeed()
+            self._created.tell()
             if fetch.numel is None:
                 continue
             missing = []
@@ -320,7 +315,7 @@ class _Worker:
             for start in range(0, len(missing), self._batch):
                 some = missing[start : start + self._batch]
                 while not (spans := sim.param_slots.try_acquire(len(some))):
-                    yield sim.param_slots_changed
+                    yield sim.param_slots_changed.next
                 for key, span in zip(some, spans, strict=True):
                     sim.env.process(self._read(fetch, key, span))
 
@@ -340,7 +335,7 @@ class _Worker:
             yield from sim.h2d.work(duration_s, SpanKind.COPY_PARAMS_IN, request.step, key.block, key.chunk, nbytes)
             if span is not None:
                 sim.cache.put(key, request.step, span, request.phase, is_last_group=True)
-                sim.slots_changed()
+                sim.param_slots_changed.tell()
             fetch.num_missing -= 1
             if not fetch.num_missing:
                 fetch.ready.succeed()
@@ -355,7 +350,7 @@ class _Worker:
             for block in operation.blocks:
                 start_s = sim.env.now
                 while (operation.op, block) not in self._fetches:
-                    yield self._created
+                    yield self._created.next
                 fetch = self._fetches.pop((operation.op, block))
                 yield fetch.ready
                 fetches.append(fetch)
@@ -437,7 +432,7 @@ class _Worker:
 
     def _flush(self, command: FlushBlock, key: ChunkKey) -> _Process:
         sim, step = self.sim, command.step
-        nbytes = sum(sim.context.formats.itemsizes.values()) * sim.context.chunk_numel(key)
+        nbytes = sim.state_itemsize * sim.context.chunk_numel(key)
         yield self._transit.get(1)
         duration_s = nbytes / sim.rates.d2h_bytes
         yield from sim.d2h.work(duration_s, SpanKind.COPY_STATES_OUT, step, key.block, key.chunk, nbytes)
@@ -457,16 +452,12 @@ class _Simulation:
         self.host_slots = context.host_slots()
         formats, plan = context.formats, context.plan
         self.param_itemsize = formats.itemsizes[formats.param_kind]
-        self.grad_itemsize = 4 if grad_precision(context.spec) is Precision.FP32 else 2
+        self.state_itemsize = sum(formats.itemsizes.values())
+        self.grad_itemsize = grad_itemsize(context.spec)
         pool = plan.params
         self.param_slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots)
-        self.param_slots_changed = self.env.event()
-        self.cache = ParamCache(
-            self.param_slots,
-            capacity=plan.num_cached_params,
-            head=len(context.layout.blocks) - 1,
-            reads_params=formats.param_kind in formats.kinds_to_update and not context.spec.hyperparameters.keeps_grads,
-        )
+        self.param_slots_changed = _Signal(self.env)
+        self.cache = ParamCache.of_job(context, self.param_slots)
         self.grad_slots = simpy.Container(self.env, capacity=plan.grads.num_slots, init=plan.grads.num_slots)
         self.compute, self.h2d, self.d2h = (_Resource(self, name) for name in (COMPUTE, TO_DEVICE, FROM_DEVICE))
         self._ssds = [_Resource(self, ssd_name(index)) for index in range(len(context.ssds))]
@@ -516,20 +507,11 @@ class _Simulation:
 
     # --- what actors use --------------------------------------------------------------------------------------------
 
-    def urgency(self, step: int, block: int) -> tuple[int, int]:
-        """Of what waits inside a worker, as `urgent_queue.UrgentQueue`."""
-        return (step, block) if self.pipeline.shape.ordering.queues == "priority" else (0, 0)
-
     def note(
         self, resource: str, kind: SpanKind, step: int, block: int, chunk: int, start_s: float, nbytes: int = 0
     ) -> None:
         """Something that began then is over."""
         self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.env.now, nbytes))
-
-    def slots_changed(self) -> None:
-        """Slots for params may have come free."""
-        changed, self.param_slots_changed = self.param_slots_changed, self.env.event()
-        changed.succeed()
 
     def ssd_read(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> _Process:
         """A chunk's states come from its SSD."""
@@ -557,11 +539,12 @@ class _Simulation:
 
     def _flush(self, message: FlushBlock, holder: ActorName) -> _Process:
         """Of a block whose states rest in host memory."""
-        itemsize = sum(self.context.formats.itemsizes.values())
         keys = self.context.layout.chunk_keys(message.block)
         priority = (message.step + 1, message.block)
         writes = [
-            self.ssd_write(key, itemsize * self.context.chunk_numel(key), SpanKind.WRITE_STATES, message.step, priority)
+            self.ssd_write(
+                key, self.state_itemsize * self.context.chunk_numel(key), SpanKind.WRITE_STATES, message.step, priority
+            )
             for key in keys
             if self.pipeline.shape.optimizer_of(key) == holder
         ]

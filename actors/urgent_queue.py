@@ -17,6 +17,9 @@ class UrgentQueue(Generic[_Item]):
         self._waiting: queue.PriorityQueue[tuple[tuple[int, int], int, _Item]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # differ, so items are never compared
 
+    def __bool__(self) -> bool:
+        return not self._waiting.empty()
+
     def put(self, step: int, block: int, item: _Item) -> None:
         """It waits from now on."""
         urgency = (step, block) if self._order is QueueOrder.PRIORITY else (0, 0)

@@ -5,6 +5,9 @@ other is computed with.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+# Gradients of so many blocks may lie on the device while the offload is behind.
+MAX_GRAD_BUFFERS = 2
+
 
 def param_buffers(
     block_numels: Sequence[int], shared: Sequence[Sequence[int]], *, resident: Collection[int], num_ahead: int

@@ -124,6 +124,11 @@ class Plan:
     num_ssd_activations: int  # slots of the same size on all SSDs together
 
     @property
+    def fetch_batch(self) -> int:
+        """Chunks of params asked for at a time: so many that the next ones are on their way while these are copied."""
+        return max(1, min(FETCH_DEPTH, self.params.num_slots) // 2)
+
+    @property
     def num_host_activations(self) -> int:
         """Slots of `activations` whose contents stay in host memory; the first ones."""
         return self.activations.num_slots - self.num_staged_activations

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.actors.admission import calibration_of
+from windlass.actors.admission import calibrated, disk_of
 from windlass.planner.hardware import GB, GIB, Gpus, Hardware, Host, Pcie, Ssds
 from windlass.service.machine import Machine
 from windlass.service.settings import Settings
 from windlass.storage.calibration import Calibration
-from windlass.storage.raw_device import is_block_device, is_device_path
 from windlass.storage.room import memory_available_nbytes
-from windlass.storage.volume import Volume
 
 HARDWARE_FILE = "hardware.yaml"  # in the home
 
@@ -57,12 +55,12 @@ def measure_hardware(settings: Settings, tell: Callable[[str], None]) -> Hardwar
     tell("measuring what the device, its link, the memory and the optimizer do (some ten seconds)")
     rates = _rates(settings)
     tell(f"the link to the device moves {rates['duplex_bytes'] / GB:.1f} GB/s both ways at once")
-    ssds: dict[int, SsdMeasurement] = {}  # by disk
-    measured = []
+    calibrations: dict[int, Calibration] = {}  # by disk
+    ssds = []
     for path in settings.ssd_dirs:
         tell(f"measuring {path} (some seconds, and only once)")
-        measured.append(_measure_ssd(path, ssds))
-    return hardware_of(rates, memory_nbytes=memory_available_nbytes(), ssds=measured)
+        ssds.append(_measure_ssd(path, calibrations))
+    return hardware_of(rates, memory_nbytes=memory_available_nbytes(), ssds=ssds)
 
 
 def hardware_of(rates: dict[str, Any], *, memory_nbytes: int, ssds: Sequence[SsdMeasurement]) -> Hardware:
@@ -124,23 +122,14 @@ def _rates(settings: Settings) -> dict[str, Any]:
     return rates
 
 
-def _measure_ssd(path: Path, known: dict[int, SsdMeasurement]) -> SsdMeasurement:
-    """`known`: what was measured of other directories, by disk; this one is added."""
+def _measure_ssd(path: Path, calibrations: dict[int, Calibration]) -> SsdMeasurement:
     try:
-        if not is_device_path(path):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = path.stat()
-        disk = facts.st_rdev if is_block_device(path) else facts.st_dev
-        volume = Volume.open(path)
-        try:
-            calibration = calibration_of(volume, known[disk].calibration if disk in known else None)
-            free_nbytes = volume.free_nbytes()
-        finally:
-            volume.close()
+        with calibrated(path, calibrations) as (volume, calibration):
+            return SsdMeasurement(
+                path=path, disk=disk_of(path), free_nbytes=volume.free_nbytes(), calibration=calibration
+            )
     except (OSError, RuntimeError) as error:
         raise DoctorError(f"{path} could not be measured: {error}") from error
-    known[disk] = SsdMeasurement(path=path, disk=disk, free_nbytes=free_nbytes, calibration=calibration)
-    return known[disk]
 
 
 def _shared_memory(machine: Machine) -> Finding:
