@@ -24,6 +24,7 @@ class OperatorCost:
     output_nbytes: int  # of the storages that hold its output, as they would be kept or swapped; 0 if it only looks
     num_flops: int  # a multiplication and an addition are two; what is no product or convolution has none
     is_saved: bool  # autograd saves its output
+    reads: tuple[int, ...]  # the operators before it whose outputs it reads
 
 
 def list_operators(layer: Layer, entering: torch.Tensor) -> list[OperatorCost]:
@@ -32,15 +33,15 @@ def list_operators(layer: Layer, entering: torch.Tensor) -> list[OperatorCost]:
     with torch.enable_grad(), saved_tensors_hooks(mode.note_saved, lambda packed: entering), mode:
         layer(entering.detach().requires_grad_())
     return [
-        OperatorCost(name=name, output_nbytes=nbytes, num_flops=num_flops, is_saved=i in mode.saved)
-        for i, (name, nbytes, num_flops) in enumerate(mode.operators)
+        OperatorCost(name=name, output_nbytes=nbytes, num_flops=num_flops, is_saved=i in mode.saved, reads=reads)
+        for i, (name, nbytes, num_flops, reads) in enumerate(mode.operators)
     ]
 
 
 class _Lister(OperatorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[tuple[str, int, int]] = []  # name, bytes, FLOPs
+        self.operators: list[tuple[str, int, int, tuple[int, ...]]] = []  # name, bytes, FLOPs, what it reads
         self.saved: set[int] = set()
         self._num_calls: dict[str, int] = {}
         self._maker: dict[StorageWeakRef, int] = {}
@@ -55,6 +56,7 @@ class _Lister(OperatorMode):  # type: ignore[no-untyped-call]
         call = self._num_calls.get(facts.name, 0)
         self._num_calls[facts.name] = call + 1
         known = {storage_ref(tensor) for tensor in tensors_in((args, kwargs))}
+        reads = tuple(sorted({self._maker[ref] for ref in known if ref in self._maker}))
         nbytes = 0
         for tensor in tensors_in(result):
             ref = storage_ref(tensor)
@@ -65,5 +67,5 @@ class _Lister(OperatorMode):  # type: ignore[no-untyped-call]
         packet: Any = getattr(func, "overloadpacket", None)
         formula: Callable[..., int] | None = flop_registry.get(_SAME_FLOPS.get(packet, packet))
         num_flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
-        self.operators.append((f"{facts.name}#{call}", nbytes, int(num_flops)))
+        self.operators.append((f"{facts.name}#{call}", nbytes, int(num_flops), reads))
         return result

@@ -23,7 +23,7 @@ def profile_folder(
 
 
 def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
-    """A transformers config with these numbers, for sequences of up to `num_tokens` tokens."""
+    """A transformers config with these numbers, for sequences of up to `num_tokens` tokens; without dropout."""
     if shape.is_gpt:
         return GPT2Config(
             n_layer=shape.num_layers,
@@ -31,6 +31,10 @@ def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
             n_head=shape.num_heads,
             vocab_size=shape.vocab_size,
             n_positions=num_tokens,
+            activation_function="gelu_pytorch_tanh",  # the same function in one operator, as others compute it
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
         )
     return LlamaConfig(
         num_hidden_layers=shape.num_layers,
@@ -65,7 +69,11 @@ def profile_config(
             costs = runner.operators(block, num_examples, num_tokens)
             operators = tuple(
                 OperatorProfile(
-                    name=cost.name, nbytes=cost.output_nbytes, num_flops=cost.num_flops, is_saved=cost.is_saved
+                    name=cost.name,
+                    nbytes=cost.output_nbytes,
+                    num_flops=cost.num_flops,
+                    is_saved=cost.is_saved,
+                    reads=cost.reads,
                 )
                 for cost in costs
             )
@@ -73,6 +81,7 @@ def profile_config(
                 numel=layout.blocks[block].numel,
                 num_flops=sum(cost.num_flops for cost in costs),
                 input_nbytes=num_all_tokens * config.get_text_config().hidden_size * itemsize,
+                largest_param_numel=max(param.numel for param in layout.blocks[block].params),
                 operators=operators,
             )
         return kinds[kind]
@@ -86,8 +95,6 @@ def profile_config(
         embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0),
         layers=layers,
         head=BlockProfile(numel=layout.blocks[partition.head].numel, num_flops=2 * sum(matrices) * num_all_tokens),
-        shared_blocks=tuple(
-            sorted(shared for block, blocks in enumerate(layout.shared) for shared in blocks if shared != block)
-        ),
+        shared=layout.shared,
         chunk_numel=layout.chunk_numel,
     )

@@ -3,8 +3,19 @@
 Bytes and FLOPs are exact and come from shapes alone; seconds are measured, where there is something to measure on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What operators compute, and the bytes that they put out."""
+
+    num_flops: int
+    nbytes: int
+
+
+NO_WORK = Work(num_flops=0, nbytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +26,7 @@ class OperatorProfile:
     nbytes: int  # of its output, as it would be kept or swapped; 0 if it only looks
     num_flops: int  # to compute it (again); a multiplication and an addition are two
     is_saved: bool  # backward reads its output
+    reads: tuple[int, ...]  # the layer's operators before it whose outputs it reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +35,14 @@ class BlockProfile:
 
     numel: int
     num_flops: int  # of the forward pass; backward takes twice as many
+    peak_nbytes: int = 0  # the most that one of its operations has on the device, beside what was there before
     forward_s: float | None = None  # measured; None: by FLOPs and the device's rate
     backward_s: float | None = None  # ... without computing anything again
+
+    @property
+    def work(self) -> Work:
+        """Of the forward pass."""
+        return Work(num_flops=self.num_flops, nbytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +50,35 @@ class LayerProfile(BlockProfile):
     """A layer. Inter-block activations are what enters it, intra-block ones what its operators put out."""
 
     input_nbytes: int
+    largest_param_numel: int = 0
     operators: tuple[OperatorProfile, ...]
 
     @property
     def saved(self) -> Iterator[OperatorProfile]:
         """Operators whose output is there for backward, if nothing is computed again."""
         return (operator for operator in self.operators if operator.is_saved and operator.nbytes)
+
+    @property
+    def work(self) -> Work:
+        """Of the forward pass."""
+        return Work(num_flops=self.num_flops, nbytes=sum(operator.nbytes for operator in self.operators))
+
+    def work_again(self, held: Collection[str]) -> Work:
+        """What backward computes a second time, where it has the outputs of the operators of these names.
+
+        Only what leads to something that it reads and has not. With nothing held all of the layer is computed again.
+        """
+        if not held:
+            return self.work
+        num_flops = nbytes = 0
+        needed: set[int] = set()
+        for index in reversed(range(len(self.operators))):
+            operator = self.operators[index]
+            if (index in needed or operator.is_saved) and operator.name not in held:
+                num_flops += operator.num_flops
+                nbytes += operator.nbytes
+                needed.update(operator.reads)
+        return Work(num_flops=num_flops, nbytes=nbytes)
 
     @property
     def saved_nbytes(self) -> int:
@@ -55,13 +96,18 @@ class ModelProfile:
     embedding: BlockProfile
     layers: tuple[LayerProfile, ...]
     head: BlockProfile
-    shared_blocks: tuple[int, ...] = ()  # whose params other blocks' operations use as well
+    shared: tuple[tuple[int, ...], ...]  # per block: whose params its operations use, its own first
     chunk_numel: int
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
         """Embedding first, head last."""
         return (self.embedding, *self.layers, self.head)
+
+    @property
+    def shared_blocks(self) -> tuple[int, ...]:
+        """Whose params other blocks' operations use as well: named once for each of these."""
+        return tuple(block for blocks in self.shared for block in blocks[1:])
 
     @property
     def numel(self) -> int:
@@ -85,4 +131,14 @@ class ModelProfile:
 
     def with_num_layers(self, number: int) -> "ModelProfile":
         """As if it had so many layers, all like the first."""
-        return replace(self, layers=self.layers[:1] * number)
+        if self.shared_blocks:
+            first, last = self.shared[0], self.shared[-1]
+            assert set(self.shared_blocks) == {0}, "layers share nothing with others"
+            tied = tuple(number + 1 if block == len(self.layers) + 1 else block for block in last)
+            return replace(
+                self,
+                layers=self.layers[:1] * number,
+                shared=(first, *((block,) for block in range(1, number + 1)), tied),
+            )
+        shared = tuple((block,) for block in range(number + 2))
+        return replace(self, layers=self.layers[:1] * number, shared=shared)

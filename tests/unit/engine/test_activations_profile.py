@@ -19,10 +19,10 @@ def test_names_bytes_and_flops_of_a_small_layer() -> None:
         return torch.sin(x @ weight).t().exp_() + 1
 
     assert list_operators(layer, torch.empty(4, 8, device="meta")) == [
-        OperatorCost(name="aten.mm.default#0", output_nbytes=96, num_flops=2 * 4 * 8 * 6, is_saved=True),
-        OperatorCost(name="aten.sin.default#0", output_nbytes=96, num_flops=0, is_saved=False),
-        OperatorCost(name="aten.exp_.default#0", output_nbytes=96, num_flops=0, is_saved=True),
-        OperatorCost(name="aten.add.Tensor#0", output_nbytes=96, num_flops=0, is_saved=False),
+        OperatorCost(name="aten.mm.default#0", output_nbytes=96, num_flops=2 * 4 * 8 * 6, is_saved=True, reads=()),
+        OperatorCost(name="aten.sin.default#0", output_nbytes=96, num_flops=0, is_saved=False, reads=(0,)),
+        OperatorCost(name="aten.exp_.default#0", output_nbytes=96, num_flops=0, is_saved=True, reads=(1,)),
+        OperatorCost(name="aten.add.Tensor#0", output_nbytes=96, num_flops=0, is_saved=False, reads=(2,)),
     ]
 
 

@@ -1,12 +1,20 @@
 """Profiles of models: bytes and FLOPs by shapes, equal to what formulas and real runs give."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AutoModelForCausalLM
 
+from tests.unit.engine.activation_runs import MemoryStore, Run
+from tests.unit.engine.architectures import ARCHITECTURES, make_batch, make_model
 from windlass.engine.model_profile import config_of_shape, profile_config
+from windlass.planner.activation_ways import ActivationWay, by_benefit, ways_of_layer
+from windlass.planner.activations import BlockActivations
 from windlass.planner.shapes import ModelShape
-from windlass.storage.ids import Precision
+from windlass.storage.ids import BlockIndex, Precision
 
 GPT = ModelShape(num_layers=3, hidden_size=64, num_heads=4, vocab_size=128)
 LLAMA = ModelShape(num_layers=3, hidden_size=64, num_heads=4, vocab_size=128, num_kv_heads=2, intermediate_size=96)
@@ -67,3 +75,59 @@ def test_fewer_or_more_layers_are_like_the_first() -> None:
     assert larger.numel == profile.numel + 4 * profile.layers[0].numel
     assert profile.interblock_nbytes == 3 * 16 * 64 * 4
     assert larger.activation_nbytes == 7 * (16 * 64 * 4 + profile.layers[0].saved_nbytes)
+
+
+def _flash_flops(*args: Any, **kwargs: Any) -> int:
+    return int(flop_registry[torch.ops.aten._scaled_dot_product_flash_attention](*args, **kwargs))
+
+
+_flash_flops._get_raw = True  # type: ignore[attr-defined]
+# Torch's counter does not know this one.
+FLASH = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
+
+
+def backward_flops(model: Any, choice: BlockActivations) -> tuple[int, int]:
+    """Of the second layer; and the bytes that it swapped."""
+    store, block = MemoryStore(), BlockIndex(2)
+    run = Run(model, activations={block: choice}, store=store)
+    batch, targets = make_batch((2, 16))
+    for each in run.layout.blocks[:-1]:
+        run.forward(each.index, batch)
+    run.head(targets)
+    for each in reversed(run.layout.blocks[3:-1]):
+        run.backward(each.index, batch)
+    out_nbytes = store.out_nbytes
+    with FlopCounterMode(display=False, custom_mapping=FLASH) as counter:
+        run.backward(block, batch)
+    return counter.get_total_flops(), out_nbytes
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "GPT-2", "Mistral", "Phi"])
+def test_ways_compute_again_and_swap_what_they_say(name: str) -> None:
+    model = make_model(ARCHITECTURES[name].config(tied=False, dropout=0.0))
+    profile = profile_config(model.config, Precision.FP32, num_examples=2, num_tokens=16)
+    layer = profile.layers[1]
+    without, _ = backward_flops(model, BlockActivations(recompute=False))
+    ways = list(ways_of_layer(layer))
+    assert len({way.choice for way in ways}) == len(ways) >= 8
+    for way in ways:
+        num_flops, swapped_nbytes = backward_flops(model, way.choice)
+        assert num_flops - without == way.again.num_flops, way
+        assert swapped_nbytes == way.swapped_nbytes, way
+
+
+def test_what_spares_most_for_its_bytes_is_held_first() -> None:
+    profile = profile_config(config_of_shape(LLAMA, num_tokens=32), Precision.BF16, num_examples=2, num_tokens=32)
+    layer = profile.layers[0]
+    names = [operator.name for operator in by_benefit(layer)]
+    again = [layer.work_again(set(names[:number])).num_flops for number in range(len(names) + 1)]
+    assert again[0] == layer.num_flops
+    assert again[-1] == 0
+    assert all(after < before for before, after in itertools.pairwise(again))
+    assert max(ways_of_layer(layer), key=_swapped).choice == BlockActivations(
+        swap_input=True, recompute=False, swapped=frozenset({"*"})
+    )
+
+
+def _swapped(way: ActivationWay) -> int:
+    return way.swapped_nbytes

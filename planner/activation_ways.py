@@ -1,0 +1,82 @@
+"""What may be done with a layer's activations, from computing everything again to holding everything.
+
+Outputs of operators are held one after the other, each time the one that spares the most FLOP for its bytes.
+Source: Ratel, section IV-D (its offloading benefit, of a whole layer there).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from windlass.planner.activations import EVERY_OPERATOR, RECOMPUTE_ALL, BlockActivations
+from windlass.planner.model_profile import NO_WORK, LayerProfile, OperatorProfile, Work
+from windlass.planner.plan import ACTIVATION_SLOT_NBYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationWay:
+    """A choice for a layer, and what it means for one micro-batch."""
+
+    choice: BlockActivations
+    held_nbytes: int  # on the device, between the forward pass and the backward pass
+    swapped_nbytes: int
+    num_slots: int  # that these take in host memory or on the SSDs
+    again: Work  # computed a second time
+
+
+def by_benefit(layer: LayerProfile) -> list[OperatorProfile]:
+    """Operators in the order in which their outputs are to be held; those that then spare nothing are left out."""
+    order: list[OperatorProfile] = []
+    left = [operator for operator in layer.operators if operator.nbytes]
+    again = layer.num_flops
+
+    def after(operator: OperatorProfile) -> int:
+        return layer.work_again({operator.name, *(held.name for held in order)}).num_flops
+
+    while left:
+        best = max(left, key=lambda operator: (again - after(operator)) / operator.nbytes)
+        if (less := after(best)) >= again:
+            break
+        again = less
+        order.append(best)
+        left.remove(best)
+    return order
+
+
+def ways_of_layer(layer: LayerProfile) -> Iterator[ActivationWay]:
+    """With its input on the device or swapped: the first so many operators held on the device, or swapped."""
+    order = by_benefit(layer)
+    saved = tuple(layer.saved)
+    for swap_input in (False, True):
+        for number in range(len(order) + 1):
+            held = tuple(order[:number])
+            names = frozenset(operator.name for operator in held)
+            again = layer.work_again(names)
+            kept = BlockActivations(swap_input=swap_input, kept=names) if swap_input or names else RECOMPUTE_ALL
+            yield _counted(layer, kept, held=held, again=again)
+            if names:
+                swapped = BlockActivations(swap_input=swap_input, swapped=names)
+                yield _counted(layer, swapped, swapped=held, again=again)
+        for swaps in (False, True):
+            names = frozenset({EVERY_OPERATOR} if swaps else ())
+            everything = BlockActivations(swap_input=swap_input, recompute=False, swapped=names)
+            yield _counted(
+                layer, everything, held=() if swaps else saved, swapped=saved if swaps else (), again=NO_WORK
+            )
+
+
+def _counted(
+    layer: LayerProfile,
+    choice: BlockActivations,
+    *,
+    held: tuple[OperatorProfile, ...] = (),
+    swapped: tuple[OperatorProfile, ...] = (),
+    again: Work,
+) -> ActivationWay:
+    out = [operator.nbytes for operator in swapped] + ([layer.input_nbytes] if choice.swap_input else [])
+    return ActivationWay(
+        choice=choice,
+        held_nbytes=sum(operator.nbytes for operator in held) + (0 if choice.swap_input else layer.input_nbytes),
+        swapped_nbytes=sum(out),
+        num_slots=sum(-(-nbytes // ACTIVATION_SLOT_NBYTES) for nbytes in out),
+        again=again,
+    )

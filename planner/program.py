@@ -1,0 +1,211 @@
+"""The planner's integer program: how many of the blocks that are alike go which way, so that a step takes least.
+
+A step has *parts* that take time (computing forward, reading from SSDs, ...). Every way of a block adds so many seconds
+to each part and so many bytes to each tier. What a step takes is the largest of some *bounds*, each a sum of parts: a
+resource is busy with all that it does, and what must wait for something else comes after it. Every tier has a limit.
+
+AutoHete's program (section 3.2) counts the blocks that recompute, offload their params, offload their optimizer states;
+here the ways are given by the caller. Solved by HiGHS, of SciPy.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+# Of two assignments whose steps take the same, the one with less work in its parts is better: so much of it counts.
+SPARE_WEIGHT = 1e-4
+_GAP = 1e-6  # relative, of what HiGHS calls an optimum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """What one block adds to a step."""
+
+    seconds: tuple[float, ...]  # to each part
+    nbytes: tuple[float, ...]  # to each tier
+    movable_nbytes: float = 0.0  # of these, what the overflow may move
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alike:
+    """So many blocks, each of which goes one of the ways."""
+
+    count: int
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A step takes at least `constant_s` and the parts, each times its weight."""
+
+    weights: tuple[float, ...]
+    constant_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow:
+    """Bytes may move from one tier to another, which takes time."""
+
+    source: int  # tiers
+    target: int
+    seconds: tuple[float, ...]  # of each part, per byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """All that there is to decide."""
+
+    blocks: tuple[Alike, ...]
+    seconds: tuple[float, ...]  # of each part, whatever is chosen
+    nbytes: tuple[float, ...]  # on each tier, whatever is chosen
+    limits: tuple[float, ...]  # bytes of each tier
+    bounds: tuple[Bound, ...]
+    overflow: Overflow | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """`counts`: of each kind of blocks, how many go each way."""
+
+    counts: tuple[tuple[int, ...], ...]
+    moved_nbytes: float  # by the overflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an assignment comes to."""
+
+    step_s: float
+    seconds: tuple[float, ...]
+    nbytes: tuple[float, ...]
+
+    @property
+    def cost(self) -> float:
+        """What is made least."""
+        return self.step_s + SPARE_WEIGHT * sum(self.seconds)
+
+
+def outcome_of(program: Program, assignment: Assignment) -> Outcome:
+    """Exact, and whether it fits or not."""
+    seconds, nbytes = list(program.seconds), list(program.nbytes)
+    for alike, counts in zip(program.blocks, assignment.counts, strict=True):
+        for way, count in zip(alike.ways, counts, strict=True):
+            for part, each in enumerate(way.seconds):
+                seconds[part] += count * each
+            for tier, each in enumerate(way.nbytes):
+                nbytes[tier] += count * each
+    if program.overflow is not None:
+        nbytes[program.overflow.source] -= assignment.moved_nbytes
+        nbytes[program.overflow.target] += assignment.moved_nbytes
+        for part, each in enumerate(program.overflow.seconds):
+            seconds[part] += assignment.moved_nbytes * each
+    step_s = max(
+        bound.constant_s + math.fsum(weight * each for weight, each in zip(bound.weights, seconds, strict=True))
+        for bound in program.bounds
+    )
+    return Outcome(step_s=step_s, seconds=tuple(seconds), nbytes=tuple(nbytes))
+
+
+def solve(program: Program) -> Assignment | None:
+    """The best assignment that fits; None if none does."""
+    found = _Variables(program).minimize(is_elastic=False)
+    return None if found is None else found[0]
+
+
+def shortfall(program: Program) -> tuple[float, ...]:
+    """Bytes that are missing on each tier, where nothing fits: as small a share of the limits as there can be."""
+    found = _Variables(program).minimize(is_elastic=True)
+    assert found is not None, "without limits everything fits"
+    return found[1]
+
+
+class _Variables:
+    """Columns: a count for each way, moved bytes, the step's time, and what each tier lacks.
+
+    Bytes are counted in shares of their tier's limit, or of what is large there, as HiGHS tells numbers apart to some
+    digits only.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        ways = [way for alike in program.blocks for way in alike.ways]
+        largest = np.array([way.nbytes for way in ways]).max(axis=0)
+        self._units = np.maximum(np.maximum(program.limits, program.nbytes), np.maximum(largest, 1.0))
+        overflow, num_parts, num_tiers = program.overflow, len(program.seconds), len(program.limits)
+        self._num_ways = len(ways)
+        columns = [way.seconds for way in ways] + [overflow.seconds if overflow else (0.0,) * num_parts]
+        self._seconds = np.array(columns).T.reshape(num_parts, len(columns))
+        self._nbytes = np.zeros((num_tiers, len(ways) + 1))
+        self._nbytes[:, : len(ways)] = np.array([way.nbytes for way in ways]).T.reshape(num_tiers, len(ways))
+        # Moved bytes are counted in the source's unit.
+        self._moved_unit = self._units[overflow.source] if overflow else 1.0
+        self._seconds[:, -1] *= self._moved_unit
+        if overflow:
+            self._nbytes[overflow.source, -1], self._nbytes[overflow.target, -1] = -self._moved_unit, self._moved_unit
+        self._movable = np.array([way.movable_nbytes for way in ways]) / self._moved_unit
+
+    def minimize(self, *, is_elastic: bool) -> tuple[Assignment, tuple[float, ...]] | None:
+        program, num_ways = self._program, self._num_ways
+        num_tiers = len(program.limits)
+        step = num_ways + 1
+        width = step + 1 + num_tiers
+        constraints = [*self._all_go_a_way(width), *self._bounds(width), self._tiers(width)]
+        movable = np.zeros((1, width))
+        movable[0, :num_ways], movable[0, num_ways] = -self._movable, 1.0
+        constraints.append(LinearConstraint(movable, ub=[0.0]))
+        costs = np.zeros(width)
+        costs[: num_ways + 1] = SPARE_WEIGHT * self._seconds.sum(axis=0)
+        costs[step] = 1.0
+        if is_elastic:
+            costs[:] = 0.0
+            costs[step + 1 :] = 1.0
+        integrality = np.zeros(width)
+        integrality[:num_ways] = 1
+        upper = np.full(width, np.inf)
+        upper[:num_ways] = [alike.count for alike in program.blocks for _ in alike.ways]
+        upper[num_ways] = np.inf if program.overflow else 0.0
+        upper[step + 1 :] = np.inf if is_elastic else 0.0
+        found = milp(
+            costs,
+            constraints=constraints,
+            integrality=integrality,
+            bounds=Bounds(0.0, upper),
+            options={"mip_rel_gap": _GAP},
+        )
+        if found.x is None:
+            return None
+        counts = np.rint(found.x[:num_ways]).astype(int).tolist()
+        lengths = [len(alike.ways) for alike in program.blocks]
+        starts = np.cumsum([0, *lengths]).tolist()
+        by_kind = tuple(tuple(counts[start : start + n]) for start, n in zip(starts, lengths, strict=False))
+        lacking = found.x[step + 1 :] * self._units
+        moved = float(found.x[num_ways] * self._moved_unit)
+        return Assignment(counts=by_kind, moved_nbytes=moved), tuple(lacking.tolist())
+
+    def _all_go_a_way(self, width: int) -> list[LinearConstraint]:
+        rows = np.zeros((len(self._program.blocks), width))
+        start = 0
+        for row, alike in enumerate(self._program.blocks):
+            rows[row, start : start + len(alike.ways)] = 1.0
+            start += len(alike.ways)
+        numbers = [alike.count for alike in self._program.blocks]
+        return [LinearConstraint(rows, lb=numbers, ub=numbers)] if numbers else []
+
+    def _bounds(self, width: int) -> list[LinearConstraint]:
+        program, num_columns = self._program, self._num_ways + 1
+        weights = np.array([bound.weights for bound in program.bounds])
+        rows = np.zeros((len(program.bounds), width))
+        rows[:, :num_columns] = weights @ self._seconds
+        rows[:, num_columns] = -1.0
+        constants = [bound.constant_s for bound in program.bounds]
+        return [LinearConstraint(rows, ub=-(weights @ np.array(program.seconds) + constants))]
+
+    def _tiers(self, width: int) -> LinearConstraint:
+        program, num_columns = self._program, self._num_ways + 1
+        rows = np.zeros((len(program.limits), width))
+        rows[:, :num_columns] = self._nbytes / self._units[:, None]
+        rows[:, num_columns + 1 :] = -np.eye(len(program.limits))
+        free = (np.array(program.limits) - np.array(program.nbytes)) / self._units
+        return LinearConstraint(rows, ub=free)

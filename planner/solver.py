@@ -1,0 +1,172 @@
+"""From a job and a machine to one plan: where everything rests, what is computed again, how micro-batches are grouped.
+
+For each size of the groups, an integer program decides the rest (see `step_costs`); the best of all is taken.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from windlass.planner.activation_ways import ActivationWay
+from windlass.planner.activations import BlockActivations
+from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement, Plan, PlanError, make_plan
+from windlass.planner.program import Assignment, Outcome, outcome_of, shortfall, solve
+from windlass.planner.speeds import Speeds
+from windlass.planner.step_costs import Kind, Limits, Part, PlannedJob, StateTier, StepCosts, Tier
+
+_Any = TypeVar("_Any")
+
+# How often the program is asked again, where the arena takes more than the program counted.
+_MAX_CORRECTIONS = 5
+
+
+class DoesNotFitError(ValueError):
+    """No plan fits. `missing`: bytes of each tier, as little as there can be."""
+
+    def __init__(self, missing: dict[Tier, int]) -> None:
+        self.missing = missing
+        parts = [
+            f"{nbytes / 2**30:.2f} GiB of {tier.name.lower()} memory" for tier, nbytes in missing.items() if nbytes
+        ]
+        super().__init__(f"no plan fits; it lacks {' and '.join(parts) or 'memory'}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best plan, and what it is expected to come to by the cost model."""
+
+    placement: Placement
+    plan: Plan
+    step_s: float
+    cost: float  # what was made least: the step, and a little of all work in it
+    seconds: dict[Part, float]  # of each part of a step
+    nbytes: dict[Tier, int]
+    bottleneck: str
+
+
+def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
+    """The plan whose steps take least.
+
+    Raises:
+        DoesNotFitError: none fits.
+    """
+    found: list[Solution] = []
+    missing: list[dict[Tier, int]] = []
+    for streams in (False, True):
+        for group_size in group_sizes(job.num_microbatches):
+            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, streams=streams)
+            try:
+                found.append(_solve(costs))
+            except DoesNotFitError as error:
+                missing.append(error.missing)
+        if found:
+            return min(found, key=lambda solution: solution.cost)
+    raise DoesNotFitError(min(missing, key=lambda lacking: sum(lacking.values())))
+
+
+def group_sizes(num_microbatches: int) -> list[int]:
+    """Powers of two, and all of a step."""
+    sizes = [1]
+    while sizes[-1] * 2 < num_microbatches:
+        sizes.append(sizes[-1] * 2)
+    return sizes if num_microbatches == 1 else [*sizes, num_microbatches]
+
+
+def _solve(costs: StepCosts) -> Solution:
+    limits = costs.limits
+    for _ in range(_MAX_CORRECTIONS):
+        kinds = costs.kinds()
+        program = costs.program(kinds)
+        assignment = solve(program)
+        if assignment is None:
+            lacking = shortfall(program)
+            raise DoesNotFitError({tier: int(lacking[tier]) for tier in Tier})
+        placement, outcome = _placement(costs, kinds, assignment), outcome_of(program, assignment)
+        on_device = outcome.nbytes[Tier.DEVICE] if costs.speeds.shares_cores else 0.0
+        try:
+            plan = _plan(costs, placement, limits.host_nbytes - on_device)
+        except PlanError:
+            needed = _plan(costs, placement, None).arena_nbytes + on_device
+            excess = max(needed - limits.host_nbytes, 1)
+            costs = replace(costs, limits=replace(costs.limits, host_nbytes=costs.limits.host_nbytes - excess))
+            continue
+        return Solution(
+            placement=placement,
+            plan=plan,
+            step_s=outcome.step_s,
+            cost=outcome.cost,
+            seconds=dict(zip(Part, outcome.seconds, strict=True)),
+            nbytes={
+                Tier.DEVICE: int(outcome.nbytes[Tier.DEVICE]),
+                Tier.HOST: plan.arena_nbytes,
+                Tier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
+            },
+            bottleneck=bottleneck_of(outcome),
+        )
+    raise DoesNotFitError({Tier.DEVICE: 0, Tier.HOST: int(excess), Tier.SSD: 0})
+
+
+def _plan(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> Plan:
+    job = costs.job
+    return make_plan(
+        job.size,
+        num_optimizers=job.num_optimizers,
+        grad_itemsize=job.grad_itemsize,
+        keep_grads=job.keeps_grads,
+        host_memory_nbytes=None if host_nbytes is None else int(host_nbytes),
+        num_microbatches=job.num_microbatches,
+        placement=placement,
+    )
+
+
+def bottleneck_of(outcome: Outcome) -> str:
+    """The resource that is busy longest."""
+    seconds = dict(zip(Part, outcome.seconds, strict=True))
+    busy = {name: sum(seconds[part] for part in parts) for name, parts in RESOURCES.items()}
+    return max(busy, key=lambda name: busy[name])
+
+
+# The parts that each resource is busy with.
+RESOURCES = {
+    "compute": (Part.FORWARD, Part.BACKWARD),
+    "h2d": (Part.H2D_FORWARD, Part.H2D_BACKWARD),
+    "d2h": (Part.D2H_FORWARD, Part.D2H_BACKWARD),
+    "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE),
+    "optimizer": (Part.OPTIMIZER,),
+}
+
+
+def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) -> Placement:
+    """Counts become blocks.
+
+    States rest the faster the earlier a block is needed (AutoHete, insight 2); the activations of earlier layers lie
+    longer, so they take least of the device (insight 1).
+    """
+    tiers: dict[StateTier, list[int]] = {tier: [] for tier in StateTier}
+    layers: list[tuple[int, ActivationWay]] = []
+    for kind, counts in zip(kinds, assignment.counts, strict=True):
+        if kind.tiers:
+            for block, tier in zip(kind.blocks, _spread(kind.tiers, counts), strict=True):
+                tiers[tier].append(block)
+        else:
+            ways = sorted(_spread(kind.activations, counts), key=lambda way: way.held_nbytes)
+            layers += zip(kind.blocks, ways, strict=True)
+    chosen: list[BlockActivations] = [way.choice for _, way in sorted(layers, key=lambda pair: pair[0])]
+    num_slots = costs.group_size * sum(way.num_slots for _, way in layers)
+    num_on_ssd = min(num_slots, -(-int(assignment.moved_nbytes) // ACTIVATION_SLOT_NBYTES))
+    cached = tiers[StateTier.CACHED]
+    return Placement(
+        device_blocks=tuple(sorted(tiers[StateTier.DEVICE])),
+        host_blocks=tuple(sorted(tiers[StateTier.HOST])),
+        streamed_blocks=costs.streamed_blocks,
+        num_cached_params=sum(map(costs.job.size.num_chunks, cached)) if cached else None,
+        group_size=costs.group_size,
+        activations=tuple(chosen),
+        host_activation_nbytes=(num_slots - num_on_ssd) * ACTIVATION_SLOT_NBYTES,
+        ssd_activation_nbytes=num_on_ssd * ACTIVATION_SLOT_NBYTES,
+    )
+
+
+def _spread(ways: Iterable[_Any], counts: Iterable[int]) -> Iterator[_Any]:
+    for way, count in zip(ways, counts, strict=True):
+        yield from [way] * count

@@ -1,0 +1,59 @@
+"""What each resource of a machine does a second, as the planner counts with it."""
+
+from dataclasses import dataclass
+
+from windlass.planner.hardware import GB, Hardware
+
+# A GPU's memory in bytes a second over its FLOP a second, where a profile does not say: between an RTX 4090's 1008 GB/s
+# beside 165 TFLOPS and an A100's 1555 beside 312.
+_MEMORY_BYTES_PER_FLOP = 1 / 180
+# What an update on the device reads and writes of a parameter: master and moments in and out, gradient in, param out.
+_UPDATE_NBYTES = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Bytes and params a second, of one GPU and of the box around it."""
+
+    device_flops: float
+    device_memory_bytes: float  # read or written by what is computed there
+    device_params: float  # updated there
+    h2d_bytes: float
+    d2h_bytes: float
+    ssd_read_bytes: float  # of each SSD, which does one thing at a time
+    ssd_write_bytes: float
+    num_ssds: int
+    optimizer_params: float  # of all CPU optimizers together
+    # The device is the CPU: what it computes, the optimizer and the copies have the same cores, and its memory is the
+    # host's.
+    shares_cores: bool = False
+
+    @property
+    def read_bytes(self) -> float:
+        """Of all SSDs together."""
+        return self.ssd_read_bytes * self.num_ssds
+
+    @property
+    def write_bytes(self) -> float:
+        """Of all SSDs together."""
+        return self.ssd_write_bytes * self.num_ssds
+
+
+def speeds_of(hardware: Hardware) -> Speeds:
+    """Of a machine. Where SSDs have a limit together, none of them is faster than its share."""
+    ssds, flops = hardware.ssds, hardware.gpus.tflops * 1e12
+    share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count
+    is_cpu = hardware.gpus.count == 0
+    memory = hardware.host.memory_gb_per_s * GB if is_cpu else flops * _MEMORY_BYTES_PER_FLOP
+    return Speeds(
+        device_flops=flops,
+        device_memory_bytes=memory,
+        device_params=hardware.host.adam_params_per_s if is_cpu else memory / _UPDATE_NBYTES,
+        h2d_bytes=hardware.pcie.h2d_gb_per_s * GB,
+        d2h_bytes=hardware.pcie.d2h_gb_per_s * GB,
+        ssd_read_bytes=min(ssds.read_gb_per_s, share) * GB,
+        ssd_write_bytes=min(ssds.write_gb_per_s, share) * GB,
+        num_ssds=ssds.count,
+        optimizer_params=hardware.host.adam_params_per_s,
+        shares_cores=is_cpu,
+    )

@@ -1,0 +1,329 @@
+"""What a step costs by where everything is: seconds of each part, bytes on each tier, and what bounds the step.
+
+The parts are those of one step in steady state. Without clipping updates run beside both passes, so every resource's
+bound is all its work; what activations move must go beside the pass that it belongs to. Where every gradient is needed
+first, updates run beside the next step's forward pass only: there the bounds are of each pass by itself.
+Sources: Ratel, equations 1 to 8 (a stage takes what its slowest resource takes); AutoHete, equations 1 to 6.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from windlass.planner.activation_ways import ActivationWay, ways_of_layer
+from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers, param_buffers
+from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, Work
+from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY, ModelSize, Placement, make_plan
+from windlass.planner.program import Alike, Bound, Overflow, Program, Way
+from windlass.planner.speeds import Speeds
+
+
+class Part(IntEnum):
+    """Of a step's time. The link has a way to the device and one from it; each SSD does one thing at a time."""
+
+    FORWARD = 0  # computing; the head's forward and backward as well
+    BACKWARD = 1
+    H2D_FORWARD = 2
+    H2D_BACKWARD = 3
+    D2H_FORWARD = 4
+    D2H_BACKWARD = 5
+    SSD_FORWARD = 6  # reading params, writing activations
+    SSD_BACKWARD = 7  # reading params and activations, writing gradients that are kept
+    SSD_UPDATE = 8  # reading and writing states
+    OPTIMIZER = 9
+    FIRST_UPDATE = 10  # from the last gradient to the first block's new params: nothing is computed meanwhile
+
+
+class Tier(IntEnum):
+    """Of memory."""
+
+    DEVICE = 0
+    HOST = 1
+    SSD = 2
+
+
+class StateTier(IntEnum):
+    """Where a block's model states rest, the fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    CACHED = 2  # on the SSDs, and the params in host memory from one use to the next as well
+    SSD = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedJob:
+    """A job as the planner sees it."""
+
+    model: ModelProfile  # for one micro-batch
+    num_microbatches: int  # of a step
+    keeps_grads: bool  # no update before all gradients are known
+    param_itemsize: int
+    state_itemsize: int  # of all states of one parameter at rest
+    read_itemsize: int  # ... and of those that an update reads
+    grad_itemsize: int  # on their way to the optimizer
+    num_optimizers: int = 1
+    num_prefetched: int = 2  # operations whose params are on the device
+
+    @property
+    def size(self) -> ModelSize:
+        """For the arena."""
+        return ModelSize(
+            block_numels=tuple(block.numel for block in self.model.blocks),
+            chunk_numel=self.model.chunk_numel,
+            param_itemsize=self.param_itemsize,
+            state_itemsize=self.state_itemsize,
+            shared_blocks=self.model.shared_blocks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes that a job may take."""
+
+    device_nbytes: float
+    host_nbytes: float
+    ssd_nbytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Blocks that are alike, and what their columns of the program mean."""
+
+    blocks: tuple[int, ...]
+    tiers: tuple[StateTier, ...] = ()
+    activations: tuple[ActivationWay, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """A job on a machine, with groups of so many micro-batches. `streams`: all layers come to the device in pieces."""
+
+    job: PlannedJob
+    speeds: Speeds
+    limits: Limits
+    group_size: int
+    streams: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """Of a step."""
+        return -(-self.job.num_microbatches // self.group_size)
+
+    def kinds(self) -> list[Kind]:
+        """First by the states, then by the activations; in the order of the program's blocks."""
+        layers: dict[LayerProfile, list[int]] = {}
+        for block, layer in enumerate(self.job.model.layers, start=1):
+            layers.setdefault(layer, []).append(block)
+        head = len(self.job.model.layers) + 1
+        groups = [(0,), *(tuple(blocks) for blocks in layers.values()), (head,)]
+        in_memory = self._tiers()
+        by_states = [Kind(blocks=blocks, tiers=in_memory) for blocks in groups]
+        by_activations = [
+            Kind(blocks=tuple(blocks), activations=tuple(ways_of_layer(layer))) for layer, blocks in layers.items()
+        ]
+        return [*by_states, *by_activations]
+
+    def program(self, kinds: list[Kind]) -> Program:
+        """To be solved."""
+        return Program(
+            blocks=tuple(self._alike(kind) for kind in kinds),
+            seconds=self._seconds(dict(self._always())),
+            nbytes=self._always_nbytes(),
+            limits=(self.limits.device_nbytes, self.limits.host_nbytes, self.limits.ssd_nbytes),
+            bounds=tuple(self._bounds()),
+            overflow=Overflow(source=Tier.HOST, target=Tier.SSD, seconds=self._overflow_seconds()),
+        )
+
+    # --- ways -------------------------------------------------------------------------------------------------------
+
+    def _tiers(self) -> tuple[StateTier, ...]:
+        if self.streams:  # what comes in pieces does not rest on the device
+            return (StateTier.HOST, StateTier.CACHED, StateTier.SSD)
+        return tuple(StateTier)
+
+    def _alike(self, kind: Kind) -> Alike:
+        if kind.tiers:
+            block = kind.blocks[0]
+            ways = tuple(self._state_way(block, tier) for tier in kind.tiers)
+        else:
+            layer = self.job.model.layers[kind.blocks[0] - 1]
+            ways = tuple(self._activation_way(layer, way) for way in kind.activations)
+        return Alike(count=len(kind.blocks), ways=ways)
+
+    def _state_way(self, block: int, tier: StateTier) -> Way:
+        job, speeds = self.job, self.speeds
+        numel, chunks = job.model.blocks[block].numel, job.size.num_chunks(block)
+        param_nbytes, grad_nbytes = numel * job.param_itemsize, numel * job.grad_itemsize
+        seconds: dict[Part, float] = {}
+        device = host = 0.0
+        if tier in (StateTier.DEVICE, StateTier.HOST):
+            seconds[Part.SSD_UPDATE] = numel * job.state_itemsize / COMMIT_EVERY / speeds.write_bytes
+        if tier is StateTier.DEVICE:
+            seconds[Part.BACKWARD] = numel / speeds.device_params
+            seconds[Part.D2H_BACKWARD] = numel * job.state_itemsize / COMMIT_EVERY / speeds.d2h_bytes
+            device = numel * (job.state_itemsize + job.grad_itemsize)
+            return self._way(seconds, device=device)
+        uses_forward, uses_backward = self._uses(block)
+        seconds[Part.H2D_FORWARD] = uses_forward * param_nbytes / speeds.h2d_bytes
+        seconds[Part.H2D_BACKWARD] = uses_backward * param_nbytes / speeds.h2d_bytes
+        partial_nbytes = (self.num_groups - 1) * numel * 4
+        seconds[Part.H2D_BACKWARD] += partial_nbytes / speeds.h2d_bytes
+        seconds[Part.D2H_BACKWARD] = (grad_nbytes + partial_nbytes) / speeds.d2h_bytes
+        seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
+        if tier is StateTier.SSD:
+            seconds[Part.SSD_FORWARD] = self.num_groups * param_nbytes / speeds.read_bytes
+            is_head = block == len(job.model.layers) + 1
+            seconds[Part.SSD_BACKWARD] = 0.0 if is_head else self.num_groups * param_nbytes / speeds.read_bytes
+        if tier in (StateTier.CACHED, StateTier.SSD):
+            read_s = numel * job.read_itemsize / speeds.read_bytes
+            seconds[Part.SSD_UPDATE] = read_s + numel * job.state_itemsize / speeds.write_bytes
+        if block == 0:
+            read_s = seconds[Part.SSD_UPDATE] / 2 if tier is not StateTier.HOST else 0.0
+            seconds[Part.FIRST_UPDATE] = max(
+                grad_nbytes / speeds.d2h_bytes, seconds[Part.OPTIMIZER], param_nbytes / speeds.h2d_bytes, read_s
+            )
+        chunk_numel = job.size.chunk_numel
+        if tier is StateTier.HOST:
+            host += chunks * chunk_numel * job.state_itemsize
+        if tier is StateTier.CACHED:
+            host += chunks * chunk_numel * job.param_itemsize
+        if job.keeps_grads:
+            host += chunks * chunk_numel * job.grad_itemsize
+        if self.num_groups > 1:
+            num_uses = 1 + job.model.shared_blocks.count(block)
+            host += num_uses * chunks * chunk_numel * 4
+        return self._way(seconds, device=device, host=host)
+
+    def _uses(self, block: int) -> tuple[int, int]:
+        """How often a block's params come to the device for the forward pass and for the backward pass."""
+        head = len(self.job.model.layers) + 1
+        if block == head:
+            return self.num_groups, 0
+        if self.streams and block:  # the backward pass computes again, and goes through the matrices from the end
+            return self.num_groups, 2 * self.num_groups
+        return self.num_groups, self.num_groups
+
+    def _activation_way(self, layer: LayerProfile, way: ActivationWay) -> Way:
+        job, speeds = self.job, self.speeds
+        forward_s, backward_s = self._compute_s(layer)
+        share = self._roofline_s(way.again) / self._roofline_s(layer.work)
+        swapped_nbytes = job.num_microbatches * way.swapped_nbytes
+        seconds = {
+            Part.FORWARD: job.num_microbatches * forward_s,
+            Part.BACKWARD: job.num_microbatches * (backward_s + share * forward_s),
+            Part.D2H_FORWARD: swapped_nbytes / speeds.d2h_bytes,
+            Part.H2D_BACKWARD: swapped_nbytes / speeds.h2d_bytes,
+        }
+        host = self.group_size * way.num_slots * ACTIVATION_SLOT_NBYTES
+        return self._way(seconds, device=self.group_size * way.held_nbytes, host=host, movable=host)
+
+    def _way(self, seconds: dict[Part, float], *, device: float = 0.0, host: float = 0.0, movable: float = 0.0) -> Way:
+        host += device if self.speeds.shares_cores else 0.0
+        return Way(seconds=self._seconds(seconds), nbytes=(device, host, 0.0), movable_nbytes=movable)
+
+    # --- what does not depend on choices ----------------------------------------------------------------------------
+
+    def _always(self) -> Iterator[tuple[Part, float]]:
+        model, num = self.job.model, self.job.num_microbatches
+        embedding, head = self._compute_s(model.embedding), self._compute_s(model.head)
+        yield Part.FORWARD, num * (embedding[0] + sum(head))
+        yield Part.BACKWARD, num * embedding[1]
+
+    def _always_nbytes(self) -> tuple[float, ...]:
+        job = self.job
+        plan = make_plan(
+            job.size,
+            num_optimizers=job.num_optimizers,
+            grad_itemsize=job.grad_itemsize,
+            keep_grads=job.keeps_grads,
+            host_memory_nbytes=None,
+            num_microbatches=job.num_microbatches,
+            placement=Placement(
+                group_size=self.group_size,
+                num_cached_params=0,
+                streamed_blocks=self.streamed_blocks,
+                ssd_activation_nbytes=2**40,  # however much it is, what is staged takes the same
+            ),
+        )
+        host = plan.arena_nbytes - plan.partial_grads.nbytes - (plan.grads.nbytes if job.keeps_grads else 0)
+        device = self._always_on_device()
+        return (device, host + (device if self.speeds.shares_cores else 0.0), plan.ssd_nbytes)
+
+    @property
+    def streamed_blocks(self) -> tuple[int, ...]:
+        """Layers that come in pieces."""
+        layers = range(1, len(self.job.model.layers) + 1)
+        return tuple(set(layers).difference(self.job.model.shared_blocks)) if self.streams else ()
+
+    def _always_on_device(self) -> float:
+        """Buffers for what passes through, and the most that one operation has alive."""
+        job, model = self.job, self.job.model
+        numels = [block.numel for block in model.blocks]
+        resident = self.streamed_blocks  # what comes in pieces has no buffers of its own
+        params = param_buffers(numels, model.shared, resident=resident, num_ahead=job.num_prefetched)
+        grads = grad_buffers(dict(enumerate(numels)), resident=(), num_waiting=MAX_GRAD_BUFFERS)
+        pieces = 2 * max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
+        param_numel = sum(numel * count for numel, count in params.items()) + pieces
+        grad_numel = sum(numel * count for numel, count in grads.items())
+        peak = max(block.peak_nbytes for block in model.blocks)
+        return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + peak
+
+    def _compute_s(self, block: BlockProfile) -> tuple[float, float]:
+        """Of one micro-batch forward, and backward without computing anything again."""
+        forward_s = self._roofline_s(block.work) if block.forward_s is None else block.forward_s
+        return forward_s, 2 * forward_s if block.backward_s is None else block.backward_s
+
+    def _roofline_s(self, work: Work) -> float:
+        """Products, and everything's outputs written and read."""
+        return work.num_flops / self.speeds.device_flops + 2 * work.nbytes / self.speeds.device_memory_bytes
+
+    def _overflow_seconds(self) -> tuple[float, ...]:
+        return self._seconds(
+            {
+                Part.SSD_FORWARD: self.num_groups / self.speeds.write_bytes,
+                Part.SSD_BACKWARD: self.num_groups / self.speeds.read_bytes,
+            }
+        )
+
+    @staticmethod
+    def _seconds(seconds: dict[Part, float]) -> tuple[float, ...]:
+        return tuple(seconds.get(part, 0.0) for part in Part)
+
+    # --- bounds -----------------------------------------------------------------------------------------------------
+
+    def _bounds(self) -> Iterator[Bound]:
+        head_s = self.job.num_microbatches * sum(self._compute_s(self.job.model.head))
+        for parts, constant_s in _bounding_parts(
+            head_s, keeps_grads=self.job.keeps_grads, shares_cores=self.speeds.shares_cores
+        ):
+            yield Bound(weights=self._seconds(dict.fromkeys(parts, 1.0)), constant_s=constant_s)
+
+
+def _bounding_parts(
+    head_s: float, *, keeps_grads: bool, shares_cores: bool
+) -> Iterator[tuple[tuple[Part, ...], float]]:
+    p = Part
+    compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE)
+    h2d, d2h = (p.H2D_FORWARD, p.H2D_BACKWARD), (p.D2H_FORWARD, p.D2H_BACKWARD)
+    for busy in (h2d, d2h, ssd, (p.OPTIMIZER,)):
+        yield busy, 0.0
+    yield (*compute, p.FIRST_UPDATE), 0.0
+    if shares_cores:
+        yield (*compute, *h2d, *d2h, p.OPTIMIZER), 0.0
+    of_forward: list[tuple[Part, ...]] = [(p.FORWARD,), (p.D2H_FORWARD,)]
+    of_backward: list[tuple[Part, ...]] = [(p.BACKWARD,), (p.H2D_BACKWARD,)]
+    # The last update is of what the head needs, as what is needed first goes first.
+    updates: tuple[tuple[Part, ...], ...] = ((p.OPTIMIZER,), (p.SSD_FORWARD, p.SSD_UPDATE))
+    if keeps_grads:
+        of_forward.append((p.H2D_FORWARD,))
+        of_backward += [(p.D2H_BACKWARD,), (p.SSD_BACKWARD,)]
+    else:
+        for update in updates:
+            yield update[-1:], head_s
+    for backward in of_backward:
+        for forward in of_forward:
+            yield (*forward, *backward), 0.0
+        if keeps_grads:
+            for update in updates:
+                yield (*update, *backward), head_s

@@ -1,0 +1,149 @@
+"""The integer program, beside a search through everything."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from windlass.planner.program import (
+    Alike,
+    Assignment,
+    Bound,
+    Outcome,
+    Overflow,
+    Program,
+    Way,
+    outcome_of,
+    shortfall,
+    solve,
+)
+
+NUM_PARTS, NUM_TIERS = 3, 3
+SECONDS = st.integers(0, 20).map(lambda tenths: tenths / 10)
+NBYTES = st.integers(0, 12).map(lambda gigabytes: gigabytes * 1e9)
+
+
+def ways() -> st.SearchStrategy[Way]:
+    return st.builds(
+        lambda seconds, nbytes, share: Way(
+            seconds=tuple(seconds), nbytes=tuple(nbytes), movable_nbytes=nbytes[1] * share
+        ),
+        st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
+        st.lists(NBYTES, min_size=NUM_TIERS, max_size=NUM_TIERS),
+        st.sampled_from([0.0, 0.5, 1.0]),
+    )
+
+
+def alike(count: int, its_ways: list[Way]) -> Alike:
+    return Alike(count=count, ways=tuple(its_ways))
+
+
+WEIGHTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=NUM_PARTS, max_size=NUM_PARTS)
+PROGRAMS = st.builds(
+    lambda blocks, seconds, limits, bounds, constants, overflow: Program(
+        blocks=tuple(blocks),
+        seconds=tuple(seconds),
+        nbytes=(0.0, 1e9, 0.0),
+        limits=tuple(limits),
+        bounds=tuple(Bound(weights=tuple(w), constant_s=c) for w, c in zip(bounds, constants, strict=False)),
+        overflow=overflow,
+    ),
+    st.lists(
+        st.builds(
+            lambda n, w: Alike(count=n, ways=tuple(w)), st.integers(1, 4), st.lists(ways(), min_size=1, max_size=3)
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
+    st.lists(st.integers(0, 40).map(lambda n: n * 1e9), min_size=NUM_TIERS, max_size=NUM_TIERS),
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=NUM_PARTS, max_size=NUM_PARTS), min_size=1, max_size=4
+    ),
+    st.lists(SECONDS, min_size=4, max_size=4),
+    st.none()
+    | st.builds(
+        lambda seconds: Overflow(source=1, target=2, seconds=tuple(each / 1e9 for each in seconds)),
+        st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
+    ),
+)
+
+
+def splits(count: int, num_ways: int) -> Iterator[tuple[int, ...]]:
+    if num_ways == 1:
+        yield (count,)
+        return
+    for first in range(count + 1):
+        for rest in splits(count - first, num_ways - 1):
+            yield (first, *rest)
+
+
+def best_of_all(program: Program) -> Outcome | None:
+    """Goes through everything; what moves is the least that fits, as moving is never worth anything by itself."""
+    best = None
+    for counts in itertools.product(*(splits(alike.count, len(alike.ways)) for alike in program.blocks)):
+        moved = 0.0
+        if (overflow := program.overflow) is not None:
+            unmoved = outcome_of(program, Assignment(counts=counts, moved_nbytes=0.0))
+            moved = max(0.0, unmoved.nbytes[overflow.source] - program.limits[overflow.source])
+            movable = sum(
+                n * way.movable_nbytes
+                for alike, ns in zip(program.blocks, counts, strict=True)
+                for way, n in zip(alike.ways, ns, strict=True)
+            )
+            if moved > movable:
+                continue
+        outcome = outcome_of(program, Assignment(counts=counts, moved_nbytes=moved))
+        if fits(program, outcome) and (best is None or outcome.cost < best.cost):
+            best = outcome
+    return best
+
+
+def fits(program: Program, outcome: Outcome) -> bool:
+    return all(used <= limit * (1 + 1e-6) + 1 for used, limit in zip(outcome.nbytes, program.limits, strict=True))
+
+
+@settings(max_examples=2000, deadline=None)
+@given(PROGRAMS)
+def test_equals_a_search_through_everything(program: Program) -> None:
+    best, found = best_of_all(program), solve(program)
+    assert (best is None) == (found is None)
+    if best is None or found is None:
+        return
+    assert [sum(counts) for counts in found.counts] == [alike.count for alike in program.blocks]
+    outcome = outcome_of(program, found)
+    assert fits(program, outcome)
+    assert outcome.cost == pytest.approx(best.cost, rel=2e-6, abs=1e-6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PROGRAMS)
+def test_with_what_is_missing_it_fits(program: Program) -> None:
+    missing = shortfall(program)
+    assert (max(missing) < 1e3) == (solve(program) is not None)
+    raised = Program(
+        blocks=program.blocks,
+        seconds=program.seconds,
+        nbytes=program.nbytes,
+        limits=tuple(limit + lacks + 1e5 for limit, lacks in zip(program.limits, missing, strict=True)),
+        bounds=program.bounds,
+        overflow=program.overflow,
+    )
+    assert solve(raised) is not None
+
+
+def test_the_step_is_the_largest_bound() -> None:
+    program = Program(
+        blocks=(Alike(count=2, ways=(Way(seconds=(1.0, 2.0), nbytes=(5.0,)), Way(seconds=(3.0, 0.0), nbytes=(0.0,)))),),
+        seconds=(0.5, 0.0),
+        nbytes=(0.0,),
+        limits=(5.0,),
+        bounds=(Bound(weights=(1.0, 0.0)), Bound(weights=(0.0, 1.0), constant_s=1.0)),
+    )
+    found = solve(program)
+    assert found == Assignment(counts=((1, 1),), moved_nbytes=0.0)
+    assert outcome_of(program, found) == Outcome(step_s=4.5, seconds=(4.5, 2.0), nbytes=(5.0,))
+    assert math.isclose(outcome_of(program, found).cost, 4.5 + 1e-4 * 6.5)

@@ -1,0 +1,171 @@
+"""Plans: they fit, nothing faster fits, and they say what they cost."""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tests.unit.planner.profiles import make_job, make_profile, make_speeds
+from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY, STAGED_ACTIVATIONS
+from windlass.planner.program import outcome_of, solve
+from windlass.planner.solver import DoesNotFitError, Solution, group_sizes, solve_job
+from windlass.planner.step_costs import Limits, Part, PlannedJob, StepCosts, Tier
+
+PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
+MIB = 2**20
+
+
+def limits(device_mib: float, host_mib: float, ssd_mib: float = 1e6) -> Limits:
+    return Limits(device_nbytes=device_mib * MIB, host_nbytes=host_mib * MIB, ssd_nbytes=ssd_mib * MIB)
+
+
+def test_with_plenty_of_memory_nothing_moves() -> None:
+    """What is slowest here is the optimizer; on the device it is not."""
+    solution = solve_job(make_job(), make_speeds(optimizer_params=1e6), PLENTY)
+    assert solution.placement.device_blocks == tuple(range(8))
+    assert not any(choice.recompute or choice.swaps for choice in solution.placement.activations)
+    update_s = 56 * MIB / 1e10
+    assert solution.seconds[Part.FORWARD] == pytest.approx(6 * 0.1 + 3 * 0.02)
+    assert solution.seconds[Part.BACKWARD] == pytest.approx(6 * 0.2 + update_s)
+    assert solution.step_s == pytest.approx(solution.seconds[Part.FORWARD] + solution.seconds[Part.BACKWARD])
+    assert solution.bottleneck == "compute"
+
+
+def test_with_little_memory_states_go_to_the_ssds_and_layers_are_computed_again() -> None:
+    job = make_job()
+    # Two layers' params and gradients, the embedding's and the head's, six inputs, and the largest operation.
+    device = (2 * (8 + 4) * 2 + 2 * (8 + 4) * 2) + 6 * 2 + 12
+    with pytest.raises(DoesNotFitError):
+        solve_job(job, make_speeds(h2d_bytes=1e6, d2h_bytes=1e6), limits(40, 1000))
+    solution = solve_job(job, make_speeds(), limits(device, 160))
+    assert not solution.placement.device_blocks
+    assert solution.nbytes[Tier.DEVICE] <= device * MIB
+    assert solution.nbytes[Tier.HOST] <= 160 * MIB
+
+
+def test_swapping_pays_where_the_link_is_fast_and_recomputing_where_it_is_slow() -> None:
+    fast = solve_job(make_job(), make_speeds(h2d_bytes=1e12, d2h_bytes=1e12), limits(200, 2000))
+    slow = solve_job(make_job(), make_speeds(d2h_bytes=1e7), limits(200, 2000))
+    assert fast.seconds[Part.BACKWARD] == pytest.approx(6 * 0.2, rel=0.02)
+    assert sum(bool(choice.swapped) for choice in fast.placement.activations) > 0
+    assert not any(choice.swapped for choice in slow.placement.activations)
+
+
+def test_what_has_no_room_in_host_memory_goes_to_the_ssds() -> None:
+    job, speeds = make_job(), make_speeds(h2d_bytes=1e12, d2h_bytes=1e12, ssd_read_bytes=1e12, ssd_write_bytes=1e12)
+    solution = solve_job(job, speeds, limits(130, 150))
+    assert solution.placement.ssd_activation_nbytes > 0
+    slots = solution.plan.activations.num_slots
+    assert slots * ACTIVATION_SLOT_NBYTES == solution.placement.host_activation_nbytes + STAGED_ACTIVATIONS * MIB
+    assert solution.plan.arena_nbytes <= 150 * MIB
+
+
+def test_groups_of_microbatches_are_as_large_as_pays() -> None:
+    """Each group brings the params again: one group, where the activations of all find room."""
+    job = make_job(num_microbatches=8)
+    assert group_sizes(8) == [1, 2, 4, 8]
+    assert group_sizes(1) == [1]
+    assert group_sizes(6) == [1, 2, 4, 6]
+    assert solve_job(job, make_speeds(), PLENTY).plan.num_groups == 1
+    tight = limits(150, 500, 1600)
+    assert solve_job(job, make_speeds(), tight).plan.group_size < 8
+
+
+def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
+    with pytest.raises(DoesNotFitError, match="GiB of device memory") as caught:
+        solve_job(make_job(), make_speeds(), limits(20, 1000))
+    missing = caught.value.missing
+    assert missing[Tier.DEVICE] > 0
+    assert missing[Tier.HOST] == missing[Tier.SSD] == 0
+    enough = limits(20 + missing[Tier.DEVICE] / MIB + 1, 1000)
+    assert solve_job(make_job(), make_speeds(), enough).step_s > 0
+    with pytest.raises(DoesNotFitError, match="GiB of ssd memory") as caught:
+        solve_job(make_job(), make_speeds(), limits(1000, 1000, 100))
+    assert caught.value.missing[Tier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
+
+
+def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
+    speeds = replace(make_speeds(), shares_cores=True)
+    solution = solve_job(make_job(), speeds, limits(1e6, 900))
+    assert solution.nbytes[Tier.DEVICE] + solution.nbytes[Tier.HOST] <= 900 * MIB
+    seconds = solution.seconds
+    assert solution.step_s >= sum(seconds[part] for part in Part if part not in _NOT_ON_CORES) - 1e-9
+
+
+_NOT_ON_CORES = (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.FIRST_UPDATE)
+
+JOBS = st.builds(
+    lambda layers, microbatches, keeps, tied: make_job(
+        layers, num_microbatches=microbatches, keeps_grads=keeps, is_tied=tied
+    ),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 5]),
+    st.booleans(),
+    st.booleans(),
+)
+SPEEDS = st.builds(
+    lambda link, ssd, optimizer: make_speeds(
+        h2d_bytes=link, d2h_bytes=link, ssd_read_bytes=ssd, ssd_write_bytes=ssd / 2, optimizer_params=optimizer
+    ),
+    st.sampled_from([1e8, 1e9, 1e10]),
+    st.sampled_from([2e8, 2e9, 2e10]),
+    st.sampled_from([1e7, 1e8, 1e9]),
+)
+
+
+def solved(job: PlannedJob, speeds: object, given_limits: Limits) -> Solution | None:
+    try:
+        return solve_job(job, speeds, given_limits)  # type: ignore[arg-type]
+    except DoesNotFitError:
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, SPEEDS, st.integers(80, 600), st.integers(60, 1200))
+def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
+    job: PlannedJob, speeds: object, device_mib: int, host_mib: int
+) -> None:
+    tight = limits(device_mib, host_mib)
+    solution = solved(job, speeds, tight)
+    if solution is None:
+        return
+    assert solution.plan.arena_nbytes <= tight.host_nbytes
+    assert solution.nbytes[Tier.DEVICE] <= tight.device_nbytes * (1 + 1e-9)
+    more = solved(job, speeds, limits(2 * device_mib, 2 * host_mib))
+    assert more is not None
+    assert more.step_s <= solution.step_s * 1.001
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, st.integers(80, 600), st.integers(100, 1200))
+def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
+    job: PlannedJob, device_mib: int, host_mib: int
+) -> None:
+    """Within what it sets aside for a staging area that may turn out not to be needed, and for the largest block."""
+    tight = limits(device_mib, host_mib)
+    solution = solved(job, make_speeds(), tight)
+    if solution is None or solution.placement.streamed_blocks:
+        return
+    costs = StepCosts(job=job, speeds=make_speeds(), limits=tight, group_size=solution.plan.group_size)
+    program = costs.program(costs.kinds())
+    assignment = solve(program)
+    assert assignment is not None
+    counted = outcome_of(program, assignment).nbytes[Tier.HOST]
+    spare = (STAGED_ACTIVATIONS + 8 * 4) * MIB
+    needed = replace(solution.plan, num_cached_params=0)
+    cached = solution.plan.num_cached_params * solution.plan.params.slot_nbytes
+    assert needed.arena_nbytes - cached <= counted + spare
+
+
+def test_states_in_memory_are_written_at_commits_only() -> None:
+    solution = solve_job(make_job(), make_speeds(), PLENTY)
+    assert solution.plan.commit_every == COMMIT_EVERY
+    assert solution.seconds[Part.SSD_UPDATE] == pytest.approx(56 * MIB * 14 / COMMIT_EVERY / 1e9)
+
+
+def test_a_large_model_is_solved_in_one_program() -> None:
+    costs = StepCosts(job=make_job(128), speeds=make_speeds(), limits=PLENTY, group_size=1)
+    program = costs.program(costs.kinds())
+    assert len(program.blocks) == 4  # embedding, layers, head; activations of layers
+    assert make_profile(128).numel == 128 * 8 * MIB + 8 * MIB
