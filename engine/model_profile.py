@@ -50,24 +50,65 @@ def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
 def profile_config(
     config: Any, precision: Precision, *, num_examples: int, num_tokens: int, device: str = "cpu"
 ) -> ModelProfile:
-    """Of a transformers config, for micro-batches of `num_examples` x `num_tokens` tokens.
+    """Of a transformers config; see `Profiler`."""
+    return Profiler(config, precision, device=device).profile(num_examples, num_tokens)
+
+
+class Profiler:
+    """Profiles one model for micro-batches of any shape.
 
     `device`: where it will be computed, as operators choose their kernels by that. Layers that hold params of the same
     shapes are gone through once.
     """
-    partition = Partition(build_meta_model(config, precision))
-    runner = BlockRunner(partition, torch.device(device), seed=0)
-    layout = partition.layout
-    num_all_tokens = num_examples * num_tokens
-    itemsize = next(partition.model.parameters()).element_size()
-    kinds: dict[object, LayerProfile] = {}
 
-    def layer(block: BlockIndex) -> LayerProfile:
-        prefix = len(layout.blocks[block].name)
-        kind = tuple((param.name[prefix:], param.shape) for param in layout.blocks[block].params)
-        if kind not in kinds:
-            costs = runner.operators(block, num_examples, num_tokens)
-            operators = tuple(
+    def __init__(self, config: Any, precision: Precision, *, device: str = "cpu") -> None:
+        self._hidden_size = config.get_text_config().hidden_size
+        self._partition = Partition(build_meta_model(config, precision))
+        self._runner = BlockRunner(self._partition, torch.device(device), seed=0)
+        self._itemsize = next(self._partition.model.parameters()).element_size()
+        self._known: dict[tuple[int, int], ModelProfile] = {}
+
+    def profile(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        """For micro-batches of `num_examples` x `num_tokens` tokens."""
+        shape = (num_examples, num_tokens)
+        if shape not in self._known:
+            self._known[shape] = self._profile(num_examples, num_tokens)
+        return self._known[shape]
+
+    def _profile(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        partition, layout = self._partition, self._partition.layout
+        kinds: dict[object, LayerProfile] = {}
+
+        def layer(block: BlockIndex) -> LayerProfile:
+            prefix = len(layout.blocks[block].name)
+            kind = tuple((param.name[prefix:], param.shape) for param in layout.blocks[block].params)
+            if kind not in kinds:
+                kinds[kind] = self._layer(block, num_examples, num_tokens)
+            return kinds[kind]
+
+        layers = tuple(layer(BlockIndex(block)) for block in range(1, partition.head))
+        matrices = [site.param.numel for site in partition.sites[partition.head] if len(site.param.shape) == 2]
+        return ModelProfile(
+            name=partition.name,
+            num_examples=num_examples,
+            num_tokens=num_tokens,
+            embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0),
+            layers=layers,
+            head=BlockProfile(
+                numel=layout.blocks[partition.head].numel, num_flops=2 * sum(matrices) * num_examples * num_tokens
+            ),
+            shared=layout.shared,
+            chunk_numel=layout.chunk_numel,
+        )
+
+    def _layer(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerProfile:
+        costs = self._runner.operators(block, num_examples, num_tokens)
+        return LayerProfile(
+            numel=self._partition.layout.blocks[block].numel,
+            num_flops=sum(cost.num_flops for cost in costs),
+            input_nbytes=num_examples * num_tokens * self._hidden_size * self._itemsize,
+            largest_param_numel=max(param.numel for param in self._partition.layout.blocks[block].params),
+            operators=tuple(
                 OperatorProfile(
                     name=cost.name,
                     nbytes=cost.output_nbytes,
@@ -76,25 +117,5 @@ def profile_config(
                     reads=cost.reads,
                 )
                 for cost in costs
-            )
-            kinds[kind] = LayerProfile(
-                numel=layout.blocks[block].numel,
-                num_flops=sum(cost.num_flops for cost in costs),
-                input_nbytes=num_all_tokens * config.get_text_config().hidden_size * itemsize,
-                largest_param_numel=max(param.numel for param in layout.blocks[block].params),
-                operators=operators,
-            )
-        return kinds[kind]
-
-    layers = tuple(layer(BlockIndex(block)) for block in range(1, partition.head))
-    matrices = [site.param.numel for site in partition.sites[partition.head] if len(site.param.shape) == 2]
-    return ModelProfile(
-        name=partition.name,
-        num_examples=num_examples,
-        num_tokens=num_tokens,
-        embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0),
-        layers=layers,
-        head=BlockProfile(numel=layout.blocks[partition.head].numel, num_flops=2 * sum(matrices) * num_all_tokens),
-        shared=layout.shared,
-        chunk_numel=layout.chunk_numel,
-    )
+            ),
+        )

@@ -50,11 +50,16 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
     Raises:
         DoesNotFitError: none fits.
     """
-    found: list[Solution] = []
     missing: list[dict[Tier, int]] = []
-    for streams in (False, True):
+    # Only where nothing else fits.
+    for streams, spills in ((False, False), (True, False), (False, True), (True, True)):
+        if spills and not job.keeps_grads:
+            continue
+        found: list[Solution] = []
         for group_size in group_sizes(job.num_microbatches):
-            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, streams=streams)
+            costs = StepCosts(
+                job=job, speeds=speeds, limits=limits, group_size=group_size, streams=streams, spills=spills
+            )
             try:
                 found.append(_solve(costs))
             except DoesNotFitError as error:

@@ -97,13 +97,18 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """A job on a machine, with groups of so many micro-batches. `streams`: all layers come to the device in pieces."""
+    """A job on a machine, with groups of so many micro-batches.
+
+    `streams`: all layers come to the device in pieces. `spills`: gradients that are kept go to the SSDs; then no states
+    rest in memory.
+    """
 
     job: PlannedJob
     speeds: Speeds
     limits: Limits
     group_size: int
     streams: bool = False
+    spills: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -138,6 +143,8 @@ class StepCosts:
     # --- ways -------------------------------------------------------------------------------------------------------
 
     def _tiers(self) -> tuple[StateTier, ...]:
+        if self.spills:
+            return (StateTier.CACHED, StateTier.SSD)
         if self.streams:  # what comes in pieces does not rest on the device
             return (StateTier.HOST, StateTier.CACHED, StateTier.SSD)
         return tuple(StateTier)
@@ -178,6 +185,9 @@ class StepCosts:
         if tier in (StateTier.CACHED, StateTier.SSD):
             read_s = numel * job.read_itemsize / speeds.read_bytes
             seconds[Part.SSD_UPDATE] = read_s + numel * job.state_itemsize / speeds.write_bytes
+        if self.spills:
+            seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + grad_nbytes / speeds.write_bytes
+            seconds[Part.SSD_UPDATE] += grad_nbytes / speeds.read_bytes
         if block == 0:
             read_s = seconds[Part.SSD_UPDATE] / 2 if tier is not StateTier.HOST else 0.0
             seconds[Part.FIRST_UPDATE] = max(
@@ -188,7 +198,7 @@ class StepCosts:
             host += chunks * chunk_numel * job.state_itemsize
         if tier is StateTier.CACHED:
             host += chunks * chunk_numel * job.param_itemsize
-        if job.keeps_grads:
+        if job.keeps_grads and not self.spills:
             host += chunks * chunk_numel * job.grad_itemsize
         if self.num_groups > 1:
             num_uses = 1 + job.model.shared_blocks.count(block)
@@ -242,11 +252,14 @@ class StepCosts:
             placement=Placement(
                 group_size=self.group_size,
                 num_cached_params=0,
+                num_host_grad_blocks=0 if self.spills else None,
                 streamed_blocks=self.streamed_blocks,
                 ssd_activation_nbytes=2**40,  # however much it is, what is staged takes the same
             ),
         )
-        host = plan.arena_nbytes - plan.partial_grads.nbytes - (plan.grads.nbytes if job.keeps_grads else 0)
+        host = plan.arena_nbytes - plan.partial_grads.nbytes
+        if job.keeps_grads and not self.spills:
+            host -= plan.grads.nbytes
         device = self._always_on_device()
         return (device, host + (device if self.speeds.shares_cores else 0.0), plan.ssd_nbytes)
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from windlass.service import cli_jobs, cli_service
+from windlass.service import cli_jobs, cli_plan, cli_service
 from windlass.service.cli_errors import reported
 
 _COMMANDS = (
@@ -10,6 +10,7 @@ _COMMANDS = (
     cli_service.down,
     cli_service.status,
     cli_service.doctor,
+    cli_plan.plan,
     cli_jobs.submit,
     cli_jobs.jobs,
     cli_jobs.show,

@@ -1,0 +1,174 @@
+"""A job's plan before there is a job: from a model and a machine to times, peaks, choices, reasons."""
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from windlass.engine.model_profile import Profiler
+from windlass.planner.hardware import GIB, Hardware
+from windlass.planner.model_profile import ModelProfile
+from windlass.planner.reach import largest, smallest
+from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport, report_of
+from windlass.planner.solver import DoesNotFitError, Solution, solve_job
+from windlass.planner.speeds import speeds_of
+from windlass.planner.step_costs import Limits, PlannedJob
+from windlass.storage.ids import Formats, Precision, StatePrecision
+
+# What is worth mentioning: a change that makes a step shorter by at least so much of it.
+_WORTH = 0.05
+_MOST_MEMORY_GIB = 1 << 16
+_MEMORIES = (
+    ("{} GiB of host memory", "host", "memory_gib"),
+    ("{} GiB of GPU memory", "gpus", "memory_gib"),
+    ("{} GiB on each SSD", "ssds", "capacity_gib"),
+)
+_Part = TypeVar("_Part", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuestion:
+    """A job on a machine. `config`: of transformers. `num_microbatches` None: as many as make the shortest step."""
+
+    config: Any
+    hardware: Hardware
+    batch_size: int
+    sequence_length: int
+    num_microbatches: int | None = None
+    precision: Precision = Precision.BF16
+    state_precision: StatePrecision = StatePrecision.FP32
+    clips: bool = True
+    num_optimizers: int = 1
+
+
+def answer(question: PlanQuestion) -> PlanReport:
+    """The plan of a job, or what is missing and the nearest change that would fit."""
+    profiler = Profiler(question.config, question.precision)
+    try:
+        job, solution = _best(question, profiler)
+    except DoesNotFitError as error:
+        reasons = (str(error), *_what_would_fit(question, profiler))
+        return PlanReport(feasible=False, reasons=reasons)
+    report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
+    return replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
+
+
+def limits_of(hardware: Hardware) -> Limits:
+    """What is left for a job of each tier, once its processes and the GPU's driver have theirs."""
+    is_cpu = hardware.gpus.count == 0
+    host = hardware.host.memory_gib * GIB - PROCESSES_NBYTES
+    return Limits(
+        device_nbytes=host if is_cpu else hardware.gpus.memory_gib * GIB - DRIVER_NBYTES,
+        host_nbytes=host,
+        ssd_nbytes=hardware.ssds.count * hardware.ssds.capacity_gib * GIB,
+    )
+
+
+def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
+    """For the solver."""
+    formats = Formats(question.precision, question.state_precision)
+    itemsizes = formats.itemsizes
+    param_itemsize = itemsizes[formats.param_kind]
+    return PlannedJob(
+        model=profile,
+        num_microbatches=num_microbatches,
+        keeps_grads=question.clips or question.precision is Precision.FP16,
+        param_itemsize=param_itemsize,
+        state_itemsize=sum(itemsizes.values()),
+        read_itemsize=sum(itemsizes[kind] for kind in formats.kinds_to_update),
+        grad_itemsize=4 if num_microbatches > 1 else param_itemsize,
+        num_optimizers=question.num_optimizers,
+    )
+
+
+def _solve(question: PlanQuestion, num_microbatches: int, profiler: Profiler) -> tuple[PlannedJob, Solution]:
+    profile = profiler.profile(-(-question.batch_size // num_microbatches), question.sequence_length)
+    job = planned_job(question, profile, num_microbatches)
+    return job, solve_job(job, speeds_of(question.hardware), limits_of(question.hardware))
+
+
+def _best(question: PlanQuestion, profiler: Profiler) -> tuple[PlannedJob, Solution]:
+    """Over the numbers of micro-batches, if none is asked for: twice as many each time, while that is better."""
+    if question.num_microbatches is not None:
+        return _solve(question, question.num_microbatches, profiler)
+    best: tuple[PlannedJob, Solution] | None = None
+    missing: DoesNotFitError | None = None
+    number = 1
+    while number <= question.batch_size:
+        try:
+            found = _solve(question, number, profiler)
+        except DoesNotFitError as error:
+            missing = error
+        else:
+            if best is not None and found[1].cost >= best[1].cost:
+                break
+            best = found
+        number *= 2
+    if best is None:
+        assert missing is not None, "a batch has at least one example"
+        raise missing
+    return best
+
+
+def _fits(question: PlanQuestion, profiler: Profiler) -> bool:
+    try:
+        _best(question, profiler)
+    except DoesNotFitError:
+        return False
+    return True
+
+
+def _what_would_fit(question: PlanQuestion, profiler: Profiler) -> list[str]:
+    """The nearest change of each kind, the cheapest first."""
+    found = []
+    if question.num_microbatches is not None and _fits(replace(question, num_microbatches=None), profiler):
+        job, _ = _best(replace(question, num_microbatches=None), profiler)
+        found.append(f"it fits with {job.num_microbatches} micro-batches")
+    free = replace(question, num_microbatches=None)
+    if batch := largest(lambda size: _fits(replace(free, batch_size=size), profiler), most=question.batch_size - 1):
+        found.append(f"it fits with a batch of {batch}")
+    else:
+        shorter = largest(
+            lambda tokens: _fits(replace(free, batch_size=1, sequence_length=tokens), profiler),
+            most=question.sequence_length - 1,
+        )
+        if shorter:
+            found.append(f"it fits with a batch of 1 and sequences of {shorter} tokens")
+    for words, part, key in _MEMORIES:
+
+        def fits_with(gib: int, part: str = part, key: str = key) -> bool:
+            changed = _with(getattr(question.hardware, part), **{key: gib})
+            return _fits(replace(question, hardware=_with(question.hardware, **{part: changed})), profiler)
+
+        gib = smallest(fits_with, most=_MOST_MEMORY_GIB)
+        if gib is not None:
+            found.append(f"it fits with {words.format(gib)}")
+    return found or ["it fits with more of every kind of memory only"]
+
+
+def _with(part: _Part, **changes: Any) -> _Part:
+    return part.model_copy(update=changes)
+
+
+def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
+    """What twice as much of something would bring."""
+    hardware = question.hardware
+    ssds, host, gpus, pcie = hardware.ssds, hardware.host, hardware.gpus, hardware.pcie
+    combined = None if ssds.combined_gb_per_s is None else 2 * ssds.combined_gb_per_s
+    twice: dict[str, dict[str, Any]] = {
+        "twice as many SSDs": {"ssds": _with(ssds, count=2 * ssds.count, combined_gb_per_s=combined)},
+        "twice the host memory": {"host": _with(host, memory_gib=2 * host.memory_gib)},
+        "twice the GPU memory": {"gpus": _with(gpus, memory_gib=2 * gpus.memory_gib)},
+        "a CPU that updates twice as fast": {"host": _with(host, adam_params_per_s=2 * host.adam_params_per_s)},
+        "a link twice as fast": {
+            "pcie": _with(pcie, h2d_gb_per_s=2 * pcie.h2d_gb_per_s, d2h_gb_per_s=2 * pcie.d2h_gb_per_s)
+        },
+        "a GPU that computes twice as fast": {"gpus": _with(gpus, tflops=2 * gpus.tflops)},
+    }
+    found = []
+    for words, update in twice.items():
+        changed = hardware.model_copy(update=update)
+        other = solve_job(job, speeds_of(changed), limits_of(changed))
+        if other.step_s < (1 - _WORTH) * solution.step_s:
+            found.append(f"with {words} a step takes {other.step_s:.3g} s")
+    return found

@@ -1,0 +1,131 @@
+"""A plan in words and numbers, for people and for JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from windlass.planner.activations import EVERY_OPERATOR, BlockActivations
+from windlass.planner.hardware import GB, GIB
+from windlass.planner.solver import RESOURCES, Solution
+from windlass.planner.step_costs import PlannedJob, Tier
+
+# What a job's processes take in host memory beside the arena: Ray, and actors of which each imports torch.
+PROCESSES_NBYTES = 3 * GIB // 2
+# What a GPU's driver and libraries take of its memory, in no allocator's books.
+DRIVER_NBYTES = 3 * GIB // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """What a person learns before anything runs. Times in seconds, GiB of 2^30 bytes, GB of 10^9."""
+
+    feasible: bool
+    reasons: tuple[str, ...]  # why it does not fit and what would; or what bounds it and what would make it faster
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    tflops: float | None = None  # of the model, 10^12 a second: what is computed again does not count
+    bottleneck: str | None = None
+    busy_s: dict[str, float] | None = None  # of each resource, a step
+    peak_gib: dict[str, float] | None = None  # gpu, host, ssd
+    ssd_write_gb_per_step: float | None = None
+    choices: dict[str, Any] | None = None
+
+
+def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: float | None = None) -> PlanReport:
+    """Of a plan that fits. `step_s`: as simulated; None: by the cost model."""
+    step_s = solution.step_s if step_s is None else step_s
+    model = job.model
+    num_tokens = model.num_examples * model.num_tokens * job.num_microbatches
+    num_flops = 3 * model.num_flops * job.num_microbatches
+    busy_s = {name: sum(solution.seconds[part] for part in parts) for name, parts in RESOURCES.items()}
+    nbytes = solution.nbytes
+    peaks = {
+        "gpu": nbytes[Tier.DEVICE] + (0 if is_cpu else DRIVER_NBYTES),
+        "host": nbytes[Tier.HOST] + PROCESSES_NBYTES,
+        "ssd": nbytes[Tier.SSD],
+    }
+    return PlanReport(
+        feasible=True,
+        reasons=(_bound_in_words(solution, busy_s),),
+        step_s=step_s,
+        tokens_per_s=num_tokens / step_s,
+        tflops=num_flops / step_s / 1e12,
+        bottleneck=solution.bottleneck,
+        busy_s=busy_s,
+        peak_gib={name: nbytes / GIB for name, nbytes in peaks.items()},
+        ssd_write_gb_per_step=ssd_written_nbytes(job, solution) / GB,
+        choices=choices_of(job, solution),
+    )
+
+
+def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:
+    """Of a step: states, activations, and gradients that are kept there."""
+    plan, blocks = solution.plan, job.model.blocks
+    in_memory = {*plan.host_blocks, *plan.device_blocks}
+    states = sum(
+        block.numel * job.state_itemsize / (plan.commit_every if index in in_memory else 1)
+        for index, block in enumerate(blocks)
+    )
+    grads = sum(blocks[index].numel * job.grad_itemsize for index in plan.spilled_blocks)
+    return states + grads + solution.placement.ssd_activation_nbytes * plan.num_groups
+
+
+def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
+    """What was decided."""
+    plan, placement = solution.plan, solution.placement
+    num_blocks = len(job.model.blocks)
+    in_memory = len(plan.device_blocks) + len(plan.host_blocks)
+    return {
+        "num_microbatches": job.num_microbatches,
+        "group_size": plan.group_size,
+        "states_on_gpu": len(plan.device_blocks),
+        "states_on_host": len(plan.host_blocks),
+        "states_on_ssd": num_blocks - in_memory,
+        "kept_grads_on_ssd": len(plan.spilled_blocks),
+        "cached_params_gib": plan.num_cached_params * plan.params.slot_nbytes / GIB,
+        "layers_in_pieces": len(plan.streamed_blocks),
+        "commit_every": plan.commit_every,
+        "activations": [
+            {"layers": layers, **activations_in_words(choice)} for layers, choice in _runs(placement.activations)
+        ],
+        "activations_on_host_gib": placement.host_activation_nbytes / GIB,
+        "activations_on_ssd_gib": placement.ssd_activation_nbytes / GIB,
+    }
+
+
+def activations_in_words(choice: BlockActivations) -> dict[str, Any]:
+    """What happens to the input of a layer, to the outputs of its operators, and what is computed again."""
+    found: dict[str, Any] = {"input": "swapped" if choice.swap_input else "kept"}
+    if not choice.recompute:
+        found["rest"] = "swapped" if EVERY_OPERATOR in choice.swapped else "kept"
+        return found
+    found["rest"] = "recomputed"
+    for name, operators in (("kept", choice.kept), ("swapped", choice.swapped)):
+        if operators:
+            found[name] = sorted(operators)
+    return found
+
+
+def _runs(choices: Sequence[BlockActivations]) -> list[tuple[str, BlockActivations]]:
+    """Layers, from 0, that follow each other and do the same."""
+    found = []
+    for choice, group in groupby(enumerate(choices), key=lambda pair: pair[1]):
+        numbers = [number for number, _ in group]
+        found.append((f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), choice))
+    return found
+
+
+_IN_WORDS = {
+    "compute": "what is computed on the device",
+    "h2d": "what is copied to the device",
+    "d2h": "what is copied from the device",
+    "ssd": "what the SSDs read and write",
+    "optimizer": "the update of the parameters on the CPU",
+}
+
+
+def _bound_in_words(solution: Solution, busy_s: dict[str, float]) -> str:
+    busiest = solution.bottleneck
+    share = busy_s[busiest] / solution.step_s
+    return f"a step is bound by {_IN_WORDS[busiest]}: {busy_s[busiest]:.3g} s, {share:.0%} of the step"

@@ -1,0 +1,118 @@
+"""Plans of jobs that do not exist yet, on machines that are described only."""
+
+from typing import Any
+
+import pytest
+
+from windlass.actors.planning import PlanQuestion, answer, limits_of, planned_job
+from windlass.engine.model_profile import Profiler, config_of_shape
+from windlass.planner.hardware import GIB, Hardware, example_machines
+from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES
+from windlass.planner.shapes import ModelShape
+from windlass.planner.yaml_files import load
+from windlass.storage.ids import Precision, StatePrecision
+
+SHAPE = ModelShape(
+    num_layers=24, hidden_size=2048, num_heads=16, num_kv_heads=4, intermediate_size=5632, vocab_size=32000
+)
+MACHINE = load(Hardware, example_machines()["rtx4090-server"])
+
+
+def machine(**memory_gib: float) -> Hardware:
+    """The example with less memory: `host`, `gpus` in GiB, `ssds` each."""
+    changes = {}
+    for part, gib in memory_gib.items():
+        key = "capacity_gib" if part == "ssds" else "memory_gib"
+        changes[part] = getattr(MACHINE, part).model_copy(update={key: gib})
+    return MACHINE.model_copy(update=changes)
+
+
+def question(hardware: Hardware = MACHINE, **changes: Any) -> PlanQuestion:
+    fields: dict[str, Any] = {"batch_size": 8, "sequence_length": 512}
+    return PlanQuestion(config=config_of_shape(SHAPE, num_tokens=512), hardware=hardware, **{**fields, **changes})
+
+
+def test_a_plan_says_what_a_step_takes_and_needs() -> None:
+    report = answer(question())
+    assert report.feasible
+    assert report.step_s is not None
+    assert report.peak_gib is not None
+    assert report.busy_s is not None
+    assert report.choices is not None
+    assert report.tokens_per_s == pytest.approx(8 * 512 / report.step_s)
+    profile = Profiler(question().config, Precision.BF16).profile(8, 512)
+    assert report.tflops == pytest.approx(3 * profile.num_flops / report.step_s / 1e12)
+    assert report.tflops <= MACHINE.gpus.tflops
+    assert report.peak_gib["gpu"] <= MACHINE.gpus.memory_gib
+    assert report.peak_gib["host"] <= MACHINE.host.memory_gib
+    assert report.bottleneck == max(report.busy_s, key=lambda name: report.busy_s[name])  # type: ignore[index]
+    states = [report.choices[f"states_on_{tier}"] for tier in ("gpu", "host", "ssd")]
+    assert sum(states) == 26
+    assert "bound by" in report.reasons[0]
+
+
+def test_layers_are_told_in_runs_that_do_the_same() -> None:
+    report = answer(question(machine(gpus=6)))
+    assert report.choices is not None
+    numbers = [each["layers"].split("-") for each in report.choices["activations"]]
+    covered = [n for first_last in numbers for n in range(int(first_last[0]), int(first_last[-1]) + 1)]
+    assert covered == list(range(24))
+
+
+def test_the_states_number_format_is_what_the_ssds_are_asked_for() -> None:
+    small = machine(host=8)
+    fp32, bf16 = (answer(question(small, state_precision=each)) for each in (StatePrecision.FP32, StatePrecision.BF16))
+    assert fp32.peak_gib is not None
+    assert bf16.peak_gib is not None
+    assert bf16.ssd_write_gb_per_step is not None
+    assert fp32.ssd_write_gb_per_step is not None
+    assert bf16.peak_gib["ssd"] == pytest.approx(fp32.peak_gib["ssd"] * 6 / 14, rel=0.02)
+    assert bf16.ssd_write_gb_per_step < fp32.ssd_write_gb_per_step
+
+
+def test_clipping_keeps_gradients() -> None:
+    profile = Profiler(question().config, Precision.BF16).profile(8, 512)
+    assert planned_job(question(), profile, 1).keeps_grads
+    assert not planned_job(question(clips=False), profile, 1).keeps_grads
+    assert planned_job(question(clips=False, precision=Precision.FP16), profile, 1).keeps_grads
+    assert planned_job(question(), profile, 4).grad_itemsize == 4
+
+
+def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
+    """Each of the changes is tried: with it the job fits, with one GiB less it does not."""
+    tight = machine(host=1.7, gpus=6)
+    report = answer(question(tight))
+    assert not report.feasible
+    assert report.step_s is None
+    assert "host memory" in report.reasons[0]
+    (words,) = (reason for reason in report.reasons if "GiB of host memory" in reason and "fits with" in reason)
+    gib = int(words.split("fits with ")[1].split()[0])
+    assert answer(question(machine(host=gib, gpus=6))).feasible
+    assert not answer(question(machine(host=gib - 1, gpus=6))).feasible
+
+
+def test_a_smaller_batch_or_shorter_sequences_are_named_where_the_gpu_is_too_small() -> None:
+    small = machine(gpus=1.2)
+    report = answer(question(small, num_microbatches=1, batch_size=64, sequence_length=2048))
+    assert not report.feasible
+    assert any("GiB of GPU memory" in reason for reason in report.reasons)
+
+
+def test_what_would_be_faster_is_named() -> None:
+    """One SSD instead of twelve, little memory: a step waits for it."""
+    slow = machine(host=8)
+    slow = slow.model_copy(
+        update={"ssds": slow.ssds.model_copy(update={"count": 1, "combined_gb_per_s": None, "read_gb_per_s": 2.0})}
+    )
+    report = answer(question(slow))
+    assert report.bottleneck == "ssd"
+    assert any("twice as many SSDs" in reason for reason in report.reasons)
+
+
+def test_what_processes_and_drivers_take_is_left_to_them() -> None:
+    limits = limits_of(MACHINE)
+    assert limits.host_nbytes == MACHINE.host.memory_gib * GIB - PROCESSES_NBYTES
+    assert limits.device_nbytes == MACHINE.gpus.memory_gib * GIB - DRIVER_NBYTES
+    assert limits.ssd_nbytes == 12 * MACHINE.ssds.capacity_gib * GIB
+    cpu = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"count": 0})})
+    assert limits_of(cpu).device_nbytes == limits_of(cpu).host_nbytes

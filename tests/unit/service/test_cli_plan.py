@@ -1,0 +1,98 @@
+"""`windlass plan`, as people type it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from transformers import LlamaConfig
+from typer.testing import CliRunner, Result
+
+from windlass.planner.hardware import example_machines
+from windlass.service.cli_errors import reported
+from windlass.service.cli_plan import plan
+
+SHAPE = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n"
+JOB = ("--batch-size", "4", "--seq-len", "64")
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(reported(plan))
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    path = tmp_path / "shape.yaml"
+    path.write_text(SHAPE)
+    return path
+
+
+def test_a_plan_is_told_in_words(shape: Path, home: Path) -> None:
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
+    assert result.exit_code == 0, result.output
+    for words in ("step", "tokens a second", "peak of gpu memory", "states_on_gpu", "layers", "a step is bound by"):
+        assert words in result.output
+
+
+def test_a_plan_is_told_as_json(shape: Path, home: Path) -> None:
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--json")
+    found = json.loads(result.output)
+    keys = {"feasible", "step_s", "tokens_per_s", "tflops", "bottleneck", "peak_gib", "ssd_write_gb_per_step"}
+    assert keys | {"choices", "reasons"} <= set(found)
+    assert set(found["peak_gib"]) == {"gpu", "host", "ssd"}
+
+
+def test_what_does_not_fit_ends_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
+    tiny = tmp_path / "tiny.yaml"
+    text = example_machines()["rtx4090-server"].read_text()
+    tiny.write_text(text.replace("memory_gib: 768", "memory_gib: 1.6"))
+    shape.write_text(SHAPE.replace("256", "2048"))
+    result = run("--model", str(shape), "--hardware", str(tiny), *JOB)
+    assert result.exit_code == 2
+    assert "it does not fit" in result.output
+    assert "it fits with" in result.output
+
+
+def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
+    LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "model")
+    result = run("--model", str(tmp_path / "model"), "--hardware", "rtx4090-server", *JOB)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "nothing-here", "--hardware", "rtx4090-server"), "there is no model in"),
+        (("--model", "../etc", "--hardware", "rtx4090-server"), "--model: "),
+        (("--model", "{shape}", "--hardware", "no-such-machine"), "published machine"),
+        (("--model", "{shape}"), "windlass doctor"),
+        (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: tuple[str, ...], words: str, shape: Path, home: Path) -> None:
+    result = run(*(each.format(shape=shape) for each in arguments), *JOB)
+    assert result.exit_code == 1
+    assert words in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_bad_shape_is_told_with_file_key_and_value(shape: Path, home: Path) -> None:
+    shape.write_text(SHAPE.replace("num_heads: 4", "num_heads: -3"))
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
+    assert result.exit_code == 1
+    assert f"{shape}: num_heads: -3" in result.output
