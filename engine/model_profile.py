@@ -54,6 +54,16 @@ def profile_config(
     return Profiler(config, precision, device=device).profile(num_examples, num_tokens)
 
 
+def kinds_of_layers(partition: Partition) -> list[tuple[BlockIndex, ...]]:
+    """Layers whose params have the same shapes, together."""
+    kinds: dict[object, list[BlockIndex]] = {}
+    for block in map(BlockIndex, range(1, partition.head)):
+        layout = partition.layout.blocks[block]
+        prefix = len(layout.name)
+        kinds.setdefault(tuple((param.name[prefix:], param.shape) for param in layout.params), []).append(block)
+    return [tuple(blocks) for blocks in kinds.values()]
+
+
 class Profiler:
     """Profiles one model for micro-batches of any shape.
 
@@ -77,23 +87,16 @@ class Profiler:
 
     def _profile(self, num_examples: int, num_tokens: int) -> ModelProfile:
         partition, layout = self._partition, self._partition.layout
-        kinds: dict[object, LayerProfile] = {}
-
-        def layer(block: BlockIndex) -> LayerProfile:
-            prefix = len(layout.blocks[block].name)
-            kind = tuple((param.name[prefix:], param.shape) for param in layout.blocks[block].params)
-            if kind not in kinds:
-                kinds[kind] = self._layer(block, num_examples, num_tokens)
-            return kinds[kind]
-
-        layers = tuple(layer(BlockIndex(block)) for block in range(1, partition.head))
+        found: dict[int, LayerProfile] = {}
+        for blocks in kinds_of_layers(partition):
+            found.update(dict.fromkeys(blocks, self._layer(blocks[0], num_examples, num_tokens)))
         matrices = [site.param.numel for site in partition.sites[partition.head] if len(site.param.shape) == 2]
         return ModelProfile(
             name=partition.name,
             num_examples=num_examples,
             num_tokens=num_tokens,
             embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0),
-            layers=layers,
+            layers=tuple(found[block] for block in sorted(found)),
             head=BlockProfile(
                 numel=layout.blocks[partition.head].numel, num_flops=2 * sum(matrices) * num_examples * num_tokens
             ),

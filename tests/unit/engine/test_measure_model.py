@@ -1,0 +1,27 @@
+"""Times of a model's blocks on this device."""
+
+import pytest
+import torch
+
+from tests.unit.engine.architectures import ARCHITECTURES
+from windlass.engine.measure_model import with_times
+from windlass.engine.model_profile import profile_config
+from windlass.storage.ids import Precision
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Mixtral", "GPT-2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_block_has_its_times(name: str, tied: bool) -> None:
+    config = ARCHITECTURES[name].config(tied=tied, dropout=0.0)
+    profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
+    timed = with_times(profile, config, Precision.BF16, torch.device("cpu"))
+    for block in timed.blocks[:-1]:
+        assert block.forward_s is not None
+        assert block.backward_s is not None
+        assert block.forward_s > 0
+        assert block.backward_s > 0
+    assert timed.head.forward_s is not None
+    assert timed.head.forward_s > 0
+    assert timed.head.backward_s == 0
+    assert timed.layers[0] == timed.layers[-1]  # measured once
+    assert timed.numel == profile.numel
