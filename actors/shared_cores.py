@@ -1,8 +1,8 @@
 """Cores that several simulated resources share: where the device is the CPU, what is computed, updated and copied has
 the same ones.
 
-Work says how many threads it has and how long it takes with all of them running. While there are more threads than cores, all work slows
-down alike: the kernel gives every thread the same share.
+Work says how many threads it has and how long it takes with all of them running. While there are more threads than
+cores, all work slows down alike: the kernel gives every thread the same share.
 """
 
 from collections.abc import Generator
