@@ -39,6 +39,8 @@ class PlanQuestion:
     state_precision: StatePrecision = StatePrecision.FP32
     clips: bool = True
     num_optimizers: int = 1
+    host_memory_nbytes: int | None = None  # budget of the arena; None: what the machine has
+    device_memory_nbytes: int | None = None  # budget; None: what the device has
 
 
 def answer(question: PlanQuestion) -> PlanReport:
@@ -84,7 +86,16 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
 def _solve(question: PlanQuestion, num_microbatches: int, profiler: Profiler) -> tuple[PlannedJob, Solution]:
     profile = profiler.profile(-(-question.batch_size // num_microbatches), question.sequence_length)
     job = planned_job(question, profile, num_microbatches)
-    return job, solve_job(job, speeds_of(question.hardware), limits_of(question.hardware))
+    return job, solve_job(job, speeds_of(question.hardware), _limits(question))
+
+
+def _limits(question: PlanQuestion) -> Limits:
+    limits = limits_of(question.hardware)
+    return replace(
+        limits,
+        host_nbytes=min(limits.host_nbytes, question.host_memory_nbytes or limits.host_nbytes),
+        device_nbytes=min(limits.device_nbytes, question.device_memory_nbytes or limits.device_nbytes),
+    )
 
 
 def _best(question: PlanQuestion, profiler: Profiler) -> tuple[PlannedJob, Solution]:
@@ -167,8 +178,8 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
     }
     found = []
     for words, update in twice.items():
-        changed = hardware.model_copy(update=update)
-        other = solve_job(job, speeds_of(changed), limits_of(changed))
+        changed = _with(hardware, **update)
+        other = solve_job(job, speeds_of(changed), _limits(replace(question, hardware=changed)))
         if other.step_s < (1 - _WORTH) * solution.step_s:
             found.append(f"with {words} a step takes {other.step_s:.3g} s")
     return found

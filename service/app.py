@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from windlass.service import events, files, jobs, models
+from windlass.service import events, files, jobs, models, plans
 from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
 from windlass.service.errors import install_error_handlers
@@ -36,7 +36,7 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
     # The interactive documentation would load scripts from elsewhere.
     app = FastAPI(title="windlass", lifespan=lifespan, docs_url=None, redoc_url=None)
     install_error_handlers(app)
-    for router in (files.router, jobs.router, models.router, events.router):
+    for router in (files.router, jobs.router, models.router, events.router, plans.router):
         app.include_router(router)
     install_dashboard(app)
 

@@ -13,7 +13,15 @@ from typing import Any, Protocol
 from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt, last_sign_of_life
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JournalReader
-from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
+from windlass.service.doctor import measured_hardware
+from windlass.service.job_specs import (
+    Machinery,
+    build_job_spec,
+    job_dir,
+    planned_seconds,
+    preparation_order,
+    resolve_job,
+)
 from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_states
 from windlass.service.outcomes import fail_job, open_journal, resume, take_in
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
@@ -215,7 +223,7 @@ class Dispatcher:
         if preparation is None:
             if self._preparations:
                 return  # one at a time: they take all cores
-            preparation = self._prepare(preparation_order(self._settings, job))
+            preparation = self._prepare(preparation_order(self._settings, job, measured_hardware(self._settings)))
             self._preparations[job.id] = preparation
         try:
             results = preparation.poll()
@@ -281,6 +289,7 @@ class Dispatcher:
 
     def _launch(self, job: Job) -> None:
         attempt = Attempt(job.attempt + 1)
+        planned_s = planned_seconds(self._settings, job)
         with self._database.write() as session:
             claimed = JobRepository(session).transition(
                 job.id,
@@ -289,6 +298,7 @@ class Dispatcher:
                 message="Fine-tuning job started" if attempt == 1 else f"Attempt {attempt} started",
                 expected_attempt=job.attempt,
                 attempt=attempt,
+                estimated_finish=None if planned_s is None else time.time() + planned_s,
             )
         self._over.pop(job.id, None)
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 from windlass.actors.admission import calibrated, disk_of
 from windlass.planner.hardware import GB, GIB, Gpus, Hardware, Host, Pcie, Ssds
+from windlass.planner.yaml_files import YamlFileError, load
 from windlass.service.machine import Machine
 from windlass.service.settings import Settings
 from windlass.storage.calibration import Calibration
@@ -101,6 +102,14 @@ def hardware_of(rates: dict[str, Any], *, memory_nbytes: int, ssds: Sequence[Ssd
             combined_gb_per_s=_rounded(sum(mixed.values()) / GB),
         ),
     )
+
+
+def measured_hardware(settings: Settings) -> Hardware | None:
+    """This machine's profile; None if it was not measured, or cannot be read any more."""
+    try:
+        return load(Hardware, settings.home / HARDWARE_FILE)
+    except YamlFileError:
+        return None
 
 
 def check_limits(machine: Machine) -> list[Finding]:

@@ -85,6 +85,7 @@ class Budgets(_Strict):
     """Memory a job may take, at most."""
 
     host_memory_gib: float | None = Field(default=None, gt=0, le=65536)
+    gpu_memory_gib: float | None = Field(default=None, gt=0, le=65536)
 
 
 class WindlassSettings(_Strict):

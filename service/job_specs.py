@@ -9,10 +9,18 @@ from typing import Any
 from windlass.actors.cores import cores_of, numa_nodes
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Optimizer, Schedule, UpdateOrder
 from windlass.actors.journal import JOURNAL_FILE
-from windlass.service.hyperparameters import JobSettings, num_steps, resolve
+from windlass.planner.hardware import Hardware
+from windlass.service.hyperparameters import JobSettings, WindlassSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
-from windlass.service.preparation import CHECK_MODEL, PREPARE_DATA, PreparationOrder
+from windlass.service.preparation import (
+    CHECK_MODEL,
+    PLAN_JOB,
+    PREPARE_DATA,
+    PreparationError,
+    PreparationOrder,
+    Results,
+)
 from windlass.service.settings import CORES_TO_DIVIDE, Settings
 from windlass.storage.ids import Attempt, JobId, Kernel, ModelKernel, Precision, StatePrecision
 from windlass.storage.sql.models import Job
@@ -93,9 +101,17 @@ def journal_path(settings: Settings, job_id: str) -> Path:
     return job_dir(settings, job_id) / JOURNAL_FILE
 
 
-def preparation_order(settings: Settings, job: Job) -> PreparationOrder:
-    """What is to be checked and prepared for a job."""
+def preparation_order(settings: Settings, job: Job, hardware: Hardware | None = None) -> PreparationOrder:
+    """What is to be checked and prepared for a job, and planned, where the machine's profile is known."""
     folder, asked = job_dir(settings, job.id), _settings_of(job)
+
+    def question(results: Results) -> dict[str, Any]:
+        assert hardware is not None, "nothing is asked without it"
+        resolved = resolve_job(job, results).hyperparameters
+        numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
+        folder_of_model = _model_dir(settings, job.model)
+        return plan_question(settings, hardware, model_dir=folder_of_model, asked=asked.windlass, **numbers)
+
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
     return PreparationOrder(
         model=job.model,
@@ -108,11 +124,45 @@ def preparation_order(settings: Settings, job: Job) -> PreparationOrder:
         layout_file=_layout_file(folder),
         dataset_dir=folder / "dataset",
         work_dir=folder / "prepare",
+        plan_question=None if hardware is None else question,
     )
 
 
+def plan_question(
+    settings: Settings,
+    hardware: Hardware,
+    *,
+    model_dir: Path,
+    asked: WindlassSettings,
+    batch_size: int,
+    num_microbatches: int,
+    sequence_length: int,
+) -> dict[str, Any]:
+    """What the planner is asked, as JSON has it."""
+    return {
+        "model_dir": str(model_dir),
+        "hardware": hardware.model_dump(),
+        "batch_size": batch_size,
+        "num_microbatches": num_microbatches,
+        "sequence_length": sequence_length,
+        "precision": asked.precision,
+        "state_precision": asked.state_precision,
+        "clips": asked.clip_norm is not None,
+        "num_optimizers": settings.num_cpu_optimizers,
+        "host_memory_nbytes": _budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
+        "device_memory_nbytes": _budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
+    }
+
+
 def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
-    """Turn what the request left open into numbers, by what its preparation found."""
+    """Turn what the request left open into numbers, by what its preparation found.
+
+    Raises:
+        PreparationError: no plan fits the machine.
+    """
+    plan = results.get(PLAN_JOB, {}).get("plan")
+    if plan is not None and not plan["feasible"]:
+        raise PreparationError("does_not_fit", "; ".join(plan["reasons"]))
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
     hyper = resolve(_settings_of(job), num_examples)
@@ -127,6 +177,24 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
         ),
         warnings=(*model.get("warnings", ()), *data.get("warnings", ())),
     )
+
+
+def load_plan(settings: Settings, job_id: str) -> dict[str, Any] | None:
+    """What was planned for a job; None if nothing was."""
+    try:
+        found = json.loads((job_dir(settings, job_id) / "prepare" / f"{PLAN_JOB}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    plan: dict[str, Any] | None = found.get("plan")
+    return plan
+
+
+def planned_seconds(settings: Settings, job: Job) -> float | None:
+    """What the rest of a job takes by its plan; None without one. Measured steps tell better, once there are any."""
+    plan = load_plan(settings, job.id)
+    if plan is None or plan["step_s"] is None or job.total_steps is None:
+        return None
+    return float(plan["step_s"]) * (job.total_steps - (job.step or 0))
 
 
 def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpec:
@@ -158,7 +226,7 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
         kernel_dir=str(settings.home / "kernels"),
-        host_memory_nbytes=_host_memory_nbytes(settings, asked),
+        host_memory_nbytes=_budget_nbytes(settings.host_memory_gib, asked.windlass.budgets.host_memory_gib),
         deadline_s=_DEADLINE_S,
     )
 
@@ -193,8 +261,7 @@ def _threads(settings: Settings, machinery: Machinery) -> tuple[int, int]:
     return compute, each
 
 
-def _host_memory_nbytes(settings: Settings, asked: JobSettings) -> int | None:
-    """The smaller of what the installation and the job allow; None where neither says anything."""
-    budgets = (settings.host_memory_gib, asked.windlass.budgets.host_memory_gib)
-    given = [budget for budget in budgets if budget is not None]
+def _budget_nbytes(*budgets_gib: float | None) -> int | None:
+    """The smallest of what the installation and the job allow; None where nobody says anything."""
+    given = [budget for budget in budgets_gib if budget is not None]
     return int(min(given) * 1024**3) if given else None

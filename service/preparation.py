@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,8 +23,9 @@ from windlass.storage.ids import Precision
 DOWNLOAD_MODEL = "download_model"
 CHECK_MODEL = "check_model"
 PREPARE_DATA = "prepare_data"
+PLAN_JOB = "plan_job"
 
-_TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600}
+_TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600}
 # Importing torch alone maps several GiB of addresses.
 _LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
 # What programs need to find their libraries and to speak a language; everything else might be a secret.
@@ -58,6 +59,8 @@ class PreparationOrder:
     layout_file: Path  # the model's blocks
     dataset_dir: Path  # made anew
     work_dir: Path  # results and log
+    # What to ask the planner, once the results of the steps before are there; None: nothing.
+    plan_question: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +74,34 @@ class PreparationStep:
     passed_on: tuple[str, ...] = _PASSED_ON  # environment variables
 
 
-class Preparation:
-    """Runs steps one after the other without blocking; ends with the result of each by name."""
+Results = dict[str, dict[str, Any]]  # of steps, by name
+LaterStep = Callable[[Results], PreparationStep]
 
-    def __init__(self, steps: Iterable[PreparationStep], *, work_dir: Path) -> None:
+
+class Preparation:
+    """Runs steps one after the other without blocking; ends with the result of each by name.
+
+    A step may be made from the results of those before it.
+    """
+
+    def __init__(
+        self, steps: Iterable[PreparationStep | Callable[[Results], PreparationStep]], *, work_dir: Path
+    ) -> None:
         self._steps = deque(steps)
         self._work_dir = work_dir
         self._log_path = work_dir / "prepare.log"
-        self._results: dict[str, dict[str, Any]] = {}
+        self._results: Results = {}
+        self._step: PreparationStep | None = None  # that runs
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
 
-    def poll(self) -> dict[str, dict[str, Any]] | None:
+    def poll(self) -> Results | None:
         """Go on where possible: all results once every step is done, None before; PreparationError if one failed."""
         if self._process is None:
             self._start()
+        step = self._step
         assert self._process is not None
-        step = self._steps[0]
+        assert step is not None
         if self._process.poll() is None:
             if time.monotonic() > self._deadline:
                 self.stop()
@@ -107,6 +121,7 @@ class Preparation:
 
     def _start(self) -> None:
         step = self._steps[0]
+        self._step = step = step if isinstance(step, PreparationStep) else step(self._results)
         self._work_dir.mkdir(parents=True, exist_ok=True)
         step.result_path.unlink(missing_ok=True)
         with self._log_path.open("ab") as log:
@@ -145,21 +160,31 @@ def preparation_of(order: PreparationOrder) -> Preparation:
         *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
         *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir),
     )
-    steps = [_step(order, CHECK_MODEL, check), _step(order, PREPARE_DATA, prepare)]
+    steps = [_step(order.work_dir, CHECK_MODEL, check), _step(order.work_dir, PREPARE_DATA, prepare)]
     if not order.model_dir.exists():
         download = ("windlass.service.hub_download", "--model", order.model, "--model-dir", order.model_dir)
-        steps.insert(0, _step(order, DOWNLOAD_MODEL, download, passed_on=(*_PASSED_ON, *_HUB_PASSED_ON)))
-    return Preparation(steps, work_dir=order.work_dir)
+        steps.insert(0, _step(order.work_dir, DOWNLOAD_MODEL, download, passed_on=(*_PASSED_ON, *_HUB_PASSED_ON)))
+    later: list[LaterStep] = []
+    if (question := order.plan_question) is not None:
+        later.append(lambda results: plan_step(order.work_dir, question(results)))
+    return Preparation([*steps, *later], work_dir=order.work_dir)
+
+
+def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
+    """Asks the planner; files go to `work_dir`, which is there."""
+    path = work_dir / "question.json"
+    path.write_text(json.dumps(question))
+    return _step(work_dir, PLAN_JOB, ("windlass.actors.plan_job", "--question", path))
 
 
 def _step(
-    order: PreparationOrder,
+    work_dir: Path,
     name: str,
     module_and_arguments: tuple[object, ...],
     *,
     passed_on: tuple[str, ...] = _PASSED_ON,
 ) -> PreparationStep:
-    result_path = order.work_dir / f"{name}.json"
+    result_path = work_dir / f"{name}.json"
     return PreparationStep(
         name=name,
         command=(sys.executable, "-m", *map(str, module_and_arguments), "--result", str(result_path)),

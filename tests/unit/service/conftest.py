@@ -1,4 +1,4 @@
-"""An app over a home with one model and one file."""
+"""An app over a home with one model and one file; a dispatcher over a database."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import make_model, serve, upload
+from tests.unit.service.dispatcher_stage import Stage
 from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database, migrate
 
 
 @pytest.fixture
@@ -25,3 +27,17 @@ def client(settings: Settings) -> Iterator[TestClient]:
 @pytest.fixture
 def file_id(client: TestClient) -> str:
     return upload(client)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    url = f"sqlite:///{tmp_path / 'test.db'}"
+    migrate(url)
+    database = Database(url)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def stage(tmp_path: Path, database: Database) -> Stage:
+    return Stage(tmp_path / "home", database)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,22 +15,8 @@ from windlass.service.preparation import PreparationError
 from windlass.service.settings import Settings
 from windlass.storage.ids import ModelKernel, Precision, StatePrecision
 from windlass.storage.room import NotEnoughRoom
-from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.statuses import JobStatus
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    url = f"sqlite:///{tmp_path / 'test.db'}"
-    migrate(url)
-    database = Database(url)
-    yield database
-    database.close()
-
-
-@pytest.fixture
-def stage(tmp_path: Path, database: Database) -> Stage:
-    return Stage(tmp_path / "home", database)
 
 
 def test_a_job_is_prepared_then_runs_with_its_hyperparameters_resolved(stage: Stage) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,23 +9,9 @@ import pytest
 from tests.unit.service.dispatcher_stage import Stage
 from windlass.actors.scheduler import INTERRUPTED
 from windlass.service.dispatcher import RunnerLostError
-from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    url = f"sqlite:///{tmp_path / 'test.db'}"
-    migrate(url)
-    database = Database(url)
-    yield database
-    database.close()
-
-
-@pytest.fixture
-def stage(tmp_path: Path, database: Database) -> Stage:
-    return Stage(tmp_path / "home", database)
 
 
 def interrupt(stage: Stage, job_id: str) -> None:

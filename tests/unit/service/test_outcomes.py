@@ -1,6 +1,5 @@
 """What becomes of a job when its attempt ends, with a real database."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,20 +9,11 @@ from windlass.actors.journal import JournalRecord
 from windlass.actors.scheduler import INTERRUPTED
 from windlass.service.outcomes import resume, take_in
 from windlass.service.settings import Settings
-from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.errors import StatusConflict
 from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    url = f"sqlite:///{tmp_path / 'test.db'}"
-    migrate(url)
-    database = Database(url)
-    yield database
-    database.close()
 
 
 @pytest.fixture

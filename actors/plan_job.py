@@ -1,0 +1,66 @@
+"""Plans a job in a process of its own: `python -m windlass.actors.plan_job --question FILE --result FILE`."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from windlass.actors.planning import PlanQuestion, answer
+from windlass.engine.partition import UnsupportedArchitectureError, load_config
+from windlass.planner.hardware import Hardware
+from windlass.storage.ids import Precision, StatePrecision
+
+
+class PlanOrder(BaseModel):
+    """What is asked, as it lies in a file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_dir: Path
+    hardware: Hardware
+    batch_size: int
+    num_microbatches: int | None
+    sequence_length: int
+    precision: Precision
+    state_precision: StatePrecision
+    clips: bool
+    num_optimizers: int
+    host_memory_nbytes: int | None  # of the arena
+    device_memory_nbytes: int | None
+
+
+def plan_job(order: PlanOrder) -> dict[str, Any]:
+    """The plan as JSON has it.
+
+    Raises:
+        UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
+    """
+    fields = {name: getattr(order, name) for name in PlanOrder.model_fields if name != "model_dir"}
+    return asdict(answer(PlanQuestion(config=load_config(order.model_dir), **fields)))
+
+
+def main() -> None:
+    """Writes {"ok": true, "plan": {...}}, or {"ok": false, "error": {code, message, param}}; exit code 0."""
+    parser = argparse.ArgumentParser(description="Plan a job.")
+    parser.add_argument("--question", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args()
+    try:
+        order = PlanOrder.model_validate_json(options.question.read_text())
+        result: dict[str, Any] = {"ok": True, "plan": plan_job(order)}
+    except UnsupportedArchitectureError as error:
+        result = _refusal("model_not_supported", str(error))
+    except (OSError, ValueError) as error:
+        result = _refusal("invalid_model", f"the model folder cannot be read: {error}")
+    options.result.write_text(json.dumps(result))
+
+
+def _refusal(code: str, message: str) -> dict[str, Any]:
+    return {"ok": False, "error": {"code": code, "message": message, "param": "model"}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Plans over HTTP: of a job before there is one, and of one that was accepted."""
+
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from windlass.planner.hardware import Hardware
+from windlass.service.context import ContextDep
+from windlass.service.doctor import measured_hardware
+from windlass.service.errors import ApiError
+from windlass.service.hyperparameters import GREATEST_MICROBATCH_SIZE, WindlassSettings
+from windlass.service.job_specs import load_plan, plan_question
+from windlass.service.model_check import check_model, fit_sequence_length
+from windlass.service.model_ids import model_dir
+from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step
+from windlass.service.settings import Settings
+from windlass.storage.sql.jobs import JobRepository
+
+_POLL_S = 0.05
+
+router = APIRouter(prefix="/v1/fine_tuning")
+
+
+class CreatePlan(BaseModel):
+    """The body of `POST /v1/fine_tuning/plans`. `hardware`: another machine than this one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str
+    batch_size: Annotated[int, Field(ge=1, le=65536)]
+    hardware: Hardware | None = None
+    windlass: WindlassSettings = WindlassSettings()
+
+
+@router.post("/plans")
+def create_plan(context: ContextDep, body: CreatePlan) -> dict[str, Any]:
+    """What a job would take, if it were made: nothing is stored."""
+    asked, settings = body.windlass, context.settings
+    checked = check_model(settings, body.model, random_weights=True, hub_files=context.hub_files)
+    sequence_length = fit_sequence_length(asked.sequence_length, checked)
+    if sequence_length is None:
+        raise ApiError(
+            "windlass.sequence_length: the model is not here yet, so its length is not known; give one",
+            param="windlass.sequence_length",
+            code="invalid_value",
+        )
+    hardware = body.hardware or measured_hardware(settings)
+    if hardware is None:
+        raise ApiError(
+            "hardware: this machine was not measured yet; run `windlass doctor`, or describe a machine",
+            param="hardware",
+            code="not_measured",
+        )
+    question = plan_question(
+        settings,
+        hardware,
+        model_dir=_folder(settings, body.model),
+        asked=asked,
+        batch_size=body.batch_size,
+        num_microbatches=asked.num_microbatches or math.ceil(body.batch_size / GREATEST_MICROBATCH_SIZE),
+        sequence_length=sequence_length,
+    )
+    plan = _run(settings, question)
+    return {"object": "fine_tuning.plan", "model": body.model, "hardware": hardware.model_dump(), **plan}
+
+
+@router.get("/jobs/{job_id}/plan")
+def get_plan(context: ContextDep, job_id: str) -> dict[str, Any]:
+    """What was planned for a job before it was queued."""
+    with context.database.read() as session:
+        JobRepository(session).get(job_id)
+    plan = load_plan(context.settings, job_id)
+    if plan is None:
+        raise ApiError(
+            f"job {job_id} has no plan: it is not validated yet, or this machine was not measured (`windlass doctor`) "
+            "when it was",
+            status=404,
+            code="plan_not_found",
+        )
+    return {"object": "fine_tuning.job.plan", "job_id": job_id, **plan}
+
+
+def _folder(settings: Settings, model: str) -> Path:
+    folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    if not folder.is_dir():
+        raise ApiError(f"model: {model} is not here yet; a job downloads it", param="model", code="model_not_found")
+    return folder
+
+
+def _run(settings: Settings, question: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
+        preparation = Preparation([plan_step(Path(name), question)], work_dir=Path(name))
+        try:
+            while (results := preparation.poll()) is None:
+                time.sleep(_POLL_S)
+        except PreparationError as error:
+            raise ApiError(error.message, param=error.param, code=error.code) from None
+        finally:
+            preparation.stop()
+    plan: dict[str, Any] = results[PLAN_JOB]["plan"]
+    return plan
