@@ -21,35 +21,53 @@ class OperatorCost:
     """One call of an operator in the forward pass."""
 
     name: str  # as policies name it: "aten.mm.default#2"
-    output_nbytes: int  # of the storages that hold its output, as they would be kept or swapped; 0 if it only looks
+    outputs_nbytes: tuple[int, ...]  # of the storages that hold its outputs, as they would be kept or swapped
     num_flops: int  # a multiplication and an addition are two; what is no product or convolution has none
     is_saved: bool  # autograd saves its output
     reads: tuple[int, ...]  # the operators before it whose outputs it reads
 
 
-def list_operators(layer: Layer, entering: torch.Tensor) -> list[OperatorCost]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """A layer's forward pass."""
+
+    operators: list[OperatorCost]
+    saves_input: bool  # autograd does
+
+
+def list_operators(layer: Layer, entering: torch.Tensor) -> LayerCost:
     """The operators of a layer in their order; `entering` and the layer's params may be fake."""
-    mode = _Lister()
+    entering = entering.detach().requires_grad_()
+    mode = _Lister(storage_ref(entering))
     with torch.enable_grad(), saved_tensors_hooks(mode.note_saved, lambda packed: entering), mode:
-        layer(entering.detach().requires_grad_())
-    return [
-        OperatorCost(name=name, output_nbytes=nbytes, num_flops=num_flops, is_saved=i in mode.saved, reads=reads)
-        for i, (name, nbytes, num_flops, reads) in enumerate(mode.operators)
-    ]
+        layer(entering)
+    return LayerCost(
+        operators=[
+            OperatorCost(name=name, outputs_nbytes=nbytes, num_flops=num_flops, is_saved=i in mode.saved, reads=reads)
+            for i, (name, nbytes, num_flops, reads) in enumerate(mode.operators)
+        ],
+        saves_input=mode.saves_input,
+    )
 
 
 class _Lister(OperatorMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
+    def __init__(self, entering: StorageWeakRef) -> None:
         super().__init__()
-        self.operators: list[tuple[str, int, int, tuple[int, ...]]] = []  # name, bytes, FLOPs, what it reads
+        self.operators: list[
+            tuple[str, tuple[int, ...], int, tuple[int, ...]]
+        ] = []  # name, bytes, FLOPs, what it reads
         self.saved: set[int] = set()
+        self.saves_input = False
+        self._entering = entering
         self._num_calls: dict[str, int] = {}
         self._maker: dict[StorageWeakRef, int] = {}
 
     def note_saved(self, tensor: torch.Tensor) -> None:
-        maker = self._maker.get(storage_ref(tensor))
-        if maker is not None:
-            self.saved.add(maker)
+        ref = storage_ref(tensor)
+        if ref in self._maker:
+            self.saved.add(self._maker[ref])
+        elif ref == self._entering:
+            self.saves_input = True
 
     def operator(self, facts: OperatorFacts, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -57,15 +75,15 @@ class _Lister(OperatorMode):  # type: ignore[no-untyped-call]
         self._num_calls[facts.name] = call + 1
         known = {storage_ref(tensor) for tensor in tensors_in((args, kwargs))}
         reads = tuple(sorted({self._maker[ref] for ref in known if ref in self._maker}))
-        nbytes = 0
+        nbytes: list[int] = []
         for tensor in tensors_in(result):
             ref = storage_ref(tensor)
             if ref not in known or facts.written:
-                nbytes += tensor.untyped_storage().nbytes()
+                nbytes.append(tensor.untyped_storage().nbytes())
                 self._maker[ref] = len(self.operators)
                 known.add(ref)
         packet: Any = getattr(func, "overloadpacket", None)
         formula: Callable[..., int] | None = flop_registry.get(_SAME_FLOPS.get(packet, packet))
         num_flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
-        self.operators.append((f"{facts.name}#{call}", nbytes, int(num_flops), reads))
+        self.operators.append((f"{facts.name}#{call}", tuple(nbytes), int(num_flops), reads))
         return result

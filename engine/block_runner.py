@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from windlass.engine.activations import ActivationStore
 from windlass.engine.activations_graph import LentParams
-from windlass.engine.activations_profile import OperatorCost, list_operators
+from windlass.engine.activations_profile import LayerCost, list_operators
 from windlass.engine.activations_replay import Layer
 from windlass.engine.activations_unit import Unit
 from windlass.engine.grad_buffer import GradBuffer
@@ -298,7 +298,7 @@ class BlockRunner:
         self._units.clear()
         self.inputs, self.calls, self.grads = [], [], []
 
-    def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> list[OperatorCost]:
+    def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerCost:
         """What the operators of a layer put out and cost for one micro-batch; as `imagined`."""
         with self.imagined(block, num_examples, num_tokens) as (layer, entering):
             return list_operators(layer, entering)

@@ -105,20 +105,21 @@ class Profiler:
         )
 
     def _layer(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerProfile:
-        costs = self._runner.operators(block, num_examples, num_tokens)
+        cost = self._runner.operators(block, num_examples, num_tokens)
         return LayerProfile(
             numel=self._partition.layout.blocks[block].numel,
-            num_flops=sum(cost.num_flops for cost in costs),
+            num_flops=sum(operator.num_flops for operator in cost.operators),
+            saves_input=cost.saves_input,
             input_nbytes=num_examples * num_tokens * self._hidden_size * self._itemsize,
             largest_param_numel=max(param.numel for param in self._partition.layout.blocks[block].params),
             operators=tuple(
                 OperatorProfile(
-                    name=cost.name,
-                    nbytes=cost.output_nbytes,
-                    num_flops=cost.num_flops,
-                    is_saved=cost.is_saved,
-                    reads=cost.reads,
+                    name=operator.name,
+                    outputs_nbytes=operator.outputs_nbytes,
+                    num_flops=operator.num_flops,
+                    is_saved=operator.is_saved,
+                    reads=operator.reads,
                 )
-                for cost in costs
+                for operator in cost.operators
             ),
         )

@@ -42,7 +42,7 @@ def by_benefit(layer: LayerProfile) -> list[OperatorProfile]:
     return order
 
 
-def ways_of_layer(layer: LayerProfile) -> Iterator[ActivationWay]:
+def ways_of_layer(layer: LayerProfile, *, slot_nbytes: int = ACTIVATION_SLOT_NBYTES) -> Iterator[ActivationWay]:
     """With its input on the device or swapped: the first so many operators held on the device, or swapped."""
     order = by_benefit(layer)
     saved = tuple(layer.saved)
@@ -52,31 +52,37 @@ def ways_of_layer(layer: LayerProfile) -> Iterator[ActivationWay]:
             names = frozenset(operator.name for operator in held)
             again = layer.work_again(names)
             kept = BlockActivations(swap_input=swap_input, kept=names) if swap_input or names else RECOMPUTE_ALL
-            yield _counted(layer, kept, held=held, again=again)
+            yield _counted(layer, slot_nbytes, kept, held=held, again=again)
             if names:
                 swapped = BlockActivations(swap_input=swap_input, swapped=names)
-                yield _counted(layer, swapped, swapped=held, again=again)
+                yield _counted(layer, slot_nbytes, swapped, swapped=held, again=again)
+        if swap_input and not layer.saves_input:
+            continue  # where nothing is computed again, nobody reads it
         for swaps in (False, True):
             names = frozenset({EVERY_OPERATOR} if swaps else ())
             everything = BlockActivations(swap_input=swap_input, recompute=False, swapped=names)
-            yield _counted(
-                layer, everything, held=() if swaps else saved, swapped=saved if swaps else (), again=NO_WORK
-            )
+            held, gone = ((), saved) if swaps else (saved, ())
+            yield _counted(layer, slot_nbytes, everything, held=held, swapped=gone, again=NO_WORK)
 
 
 def _counted(
     layer: LayerProfile,
+    slot_nbytes: int,
     choice: BlockActivations,
     *,
     held: tuple[OperatorProfile, ...] = (),
     swapped: tuple[OperatorProfile, ...] = (),
     again: Work,
 ) -> ActivationWay:
-    out = [operator.nbytes for operator in swapped] + ([layer.input_nbytes] if choice.swap_input else [])
+    # Where nothing is computed again, the input is held as far as autograd saves it.
+    input_nbytes = layer.input_nbytes if choice.recompute or layer.saves_input else 0
+    out = [nbytes for operator in swapped for nbytes in operator.outputs_nbytes]
+    if choice.swap_input:
+        out.append(input_nbytes)
     return ActivationWay(
         choice=choice,
-        held_nbytes=sum(operator.nbytes for operator in held) + (0 if choice.swap_input else layer.input_nbytes),
+        held_nbytes=sum(operator.nbytes for operator in held) + (0 if choice.swap_input else input_nbytes),
         swapped_nbytes=sum(out),
-        num_slots=sum(-(-nbytes // ACTIVATION_SLOT_NBYTES) for nbytes in out),
+        num_slots=sum(-(-nbytes // slot_nbytes) for nbytes in out),
         again=again,
     )

@@ -23,10 +23,15 @@ class OperatorProfile:
     """One call of an operator in a layer's forward pass."""
 
     name: str  # as the choices of activations name it: "aten.mm.default#2"
-    nbytes: int  # of its output, as it would be kept or swapped; 0 if it only looks
+    outputs_nbytes: tuple[int, ...]  # of each of its outputs, as it would be kept or swapped; none if it only looks
     num_flops: int  # to compute it (again); a multiplication and an addition are two
     is_saved: bool  # backward reads its output
     reads: tuple[int, ...]  # the layer's operators before it whose outputs it reads
+
+    @property
+    def nbytes(self) -> int:
+        """Of all outputs."""
+        return sum(self.outputs_nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,7 @@ class LayerProfile(BlockProfile):
     """A layer. Inter-block activations are what enters it, intra-block ones what its operators put out."""
 
     input_nbytes: int
+    saves_input: bool = True  # backward reads it, if nothing is computed again
     largest_param_numel: int = 0
     operators: tuple[OperatorProfile, ...]
 
@@ -126,7 +132,7 @@ class ModelProfile:
 
     @property
     def activation_nbytes(self) -> int:
-        """All that backward reads, if nothing is computed again."""
+        """What enters all layers, and all that backward reads besides, if nothing is computed again."""
         return self.interblock_nbytes + sum(layer.saved_nbytes for layer in self.layers)
 
     def with_num_layers(self, number: int) -> "ModelProfile":

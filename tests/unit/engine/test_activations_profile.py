@@ -18,11 +18,11 @@ def test_names_bytes_and_flops_of_a_small_layer() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         return torch.sin(x @ weight).t().exp_() + 1
 
-    assert list_operators(layer, torch.empty(4, 8, device="meta")) == [
-        OperatorCost(name="aten.mm.default#0", output_nbytes=96, num_flops=2 * 4 * 8 * 6, is_saved=True, reads=()),
-        OperatorCost(name="aten.sin.default#0", output_nbytes=96, num_flops=0, is_saved=False, reads=(0,)),
-        OperatorCost(name="aten.exp_.default#0", output_nbytes=96, num_flops=0, is_saved=True, reads=(1,)),
-        OperatorCost(name="aten.add.Tensor#0", output_nbytes=96, num_flops=0, is_saved=False, reads=(2,)),
+    assert list_operators(layer, torch.empty(4, 8, device="meta")).operators == [
+        OperatorCost(name="aten.mm.default#0", outputs_nbytes=(96,), num_flops=2 * 4 * 8 * 6, is_saved=True, reads=()),
+        OperatorCost(name="aten.sin.default#0", outputs_nbytes=(96,), num_flops=0, is_saved=False, reads=(0,)),
+        OperatorCost(name="aten.exp_.default#0", outputs_nbytes=(96,), num_flops=0, is_saved=True, reads=(1,)),
+        OperatorCost(name="aten.add.Tensor#0", outputs_nbytes=(96,), num_flops=0, is_saved=False, reads=(2,)),
     ]
 
 
@@ -37,8 +37,8 @@ def test_the_list_is_what_a_real_layer_calls(name: str) -> None:
     with FlopCounterMode(display=False) as counter, Names() as names:
         run.runner._layer(BlockIndex(2), entering, run.runner.calls[0])
     called = sorted(f"{operator}#{i}" for operator, num in names.num_calls.items() for i in range(num))
-    assert sorted(cost.name for cost in listed) == called
-    assert counter.get_total_flops() <= sum(cost.num_flops for cost in listed) > 0
+    assert sorted(cost.name for cost in listed.operators) == called
+    assert counter.get_total_flops() <= sum(cost.num_flops for cost in listed.operators) > 0
     assert run.runner.inputs[0][0].shape == (2, 16, 32)  # the runner is as it was
 
 
@@ -50,4 +50,4 @@ def test_what_is_saved_is_what_a_swapped_graph_moves() -> None:
     listed = run.runner.operators(BlockIndex(1), *BATCH[0].shape)
     run.forward(BlockIndex(0), BATCH)
     run.forward(BlockIndex(1), BATCH)
-    assert sum(cost.output_nbytes for cost in listed if cost.is_saved) == store.counts.out_nbytes > 0
+    assert sum(sum(cost.outputs_nbytes) for cost in listed.operators if cost.is_saved) == store.counts.out_nbytes > 0

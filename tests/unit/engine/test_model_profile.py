@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.engine.activation_runs import MemoryStore, Run
 from tests.unit.engine.architectures import ARCHITECTURES, make_batch, make_model
+from windlass.engine.activations_need import activation_need
+from windlass.engine.block_runner import BlockRunner
 from windlass.engine.model_profile import config_of_shape, profile_config
+from windlass.engine.partition import Partition, build_meta_model
 from windlass.planner.activation_ways import ActivationWay, by_benefit, ways_of_layer
 from windlass.planner.activations import BlockActivations
 from windlass.planner.shapes import ModelShape
@@ -124,10 +127,22 @@ def test_what_spares_most_for_its_bytes_is_held_first() -> None:
     assert again[0] == layer.num_flops
     assert again[-1] == 0
     assert all(after < before for before, after in itertools.pairwise(again))
-    assert max(ways_of_layer(layer), key=_swapped).choice == BlockActivations(
-        swap_input=True, recompute=False, swapped=frozenset({"*"})
-    )
+    # In bf16 the norm that comes first reads a copy in fp32: nobody reads the layer's input a second time.
+    assert not layer.saves_input
+    assert max(ways_of_layer(layer), key=_swapped).choice == BlockActivations(recompute=False, swapped=frozenset({"*"}))
 
 
 def _swapped(way: ActivationWay) -> int:
     return way.swapped_nbytes
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "GPT-2", "Mistral", "Phi"])
+def test_ways_take_the_room_that_they_say(name: str) -> None:
+    """A store holds what two micro-batches swap, each output in slots of its own."""
+    config = ARCHITECTURES[name].config(tied=False, dropout=0.0)
+    layer = profile_config(config, Precision.BF16, num_examples=2, num_tokens=32).layers[0]
+    runner = BlockRunner(Partition(build_meta_model(config, Precision.BF16)), torch.device("cpu"), seed=0)
+    for way in ways_of_layer(layer, slot_nbytes=512):
+        need = activation_need(runner, [way.choice], [(2, 32), (2, 32)], 512)
+        assert need.num_slots == 2 * way.num_slots, way
+        assert need.nbytes == 2 * way.swapped_nbytes, way

@@ -8,7 +8,7 @@ from windlass.planner.step_costs import PlannedJob
 def operator(
     name: str, nbytes: int, num_flops: int, reads: tuple[int, ...], *, is_saved: bool = True
 ) -> OperatorProfile:
-    return OperatorProfile(name=name, nbytes=nbytes, num_flops=num_flops, is_saved=is_saved, reads=reads)
+    return OperatorProfile(name=name, outputs_nbytes=(nbytes,), num_flops=num_flops, is_saved=is_saved, reads=reads)
 
 
 def make_profile(num_layers: int, *, scale: int = 1 << 20, is_tied: bool = False) -> ModelProfile:
