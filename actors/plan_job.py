@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from windlass.actors.planning import PlanQuestion, answer
 from windlass.engine.partition import UnsupportedArchitectureError, load_config
+from windlass.planner import placement_json
 from windlass.planner.hardware import Hardware
 from windlass.storage.ids import Precision, StatePrecision
 
@@ -33,24 +34,28 @@ class PlanOrder(BaseModel):
 
 
 def plan_job(order: PlanOrder) -> dict[str, Any]:
-    """The plan as JSON has it.
+    """What people are told (`plan`), and, if it fits, what the engine does: `placement`, and `arena_nbytes` with it.
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
     """
     fields = {name: getattr(order, name) for name in PlanOrder.model_fields if name != "model_dir"}
-    return asdict(answer(PlanQuestion(config=load_config(order.model_dir), **fields)))
+    planned = answer(PlanQuestion(config=load_config(order.model_dir), **fields))
+    found: dict[str, Any] = {"plan": asdict(planned.report)}
+    if planned.placement is not None:
+        found |= {"placement": placement_json.to_json(planned.placement), "arena_nbytes": planned.arena_nbytes}
+    return found
 
 
 def main() -> None:
-    """Writes {"ok": true, "plan": {...}}, or {"ok": false, "error": {code, message, param}}; exit code 0."""
+    """Writes {"ok": true, ...}, or {"ok": false, "error": {code, message, param}}; exit code 0."""
     parser = argparse.ArgumentParser(description="Plan a job.")
     parser.add_argument("--question", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
     try:
         order = PlanOrder.model_validate_json(options.question.read_text())
-        result: dict[str, Any] = {"ok": True, "plan": plan_job(order)}
+        result: dict[str, Any] = {"ok": True, **plan_job(order)}
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
     except (OSError, ValueError) as error:

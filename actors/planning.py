@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from windlass.engine.model_profile import Profiler
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
+from windlass.planner.plan import Placement
 from windlass.planner.reach import largest, smallest
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport, report_of
 from windlass.planner.solver import DoesNotFitError, Solution, solve_job
@@ -43,16 +44,26 @@ class PlanQuestion:
     device_memory_nbytes: int | None = None  # budget; None: what the device has
 
 
-def answer(question: PlanQuestion) -> PlanReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What people are told, and what the engine does; where nothing fits there is nothing to do."""
+
+    report: PlanReport
+    placement: Placement | None = None
+    arena_nbytes: int | None = None  # with less the placement is refused, with more other buffers grow
+
+
+def answer(question: PlanQuestion) -> Planned:
     """The plan of a job, or what is missing and the nearest change that would fit."""
     profiler = Profiler(question.config, question.precision)
     try:
         job, solution = _best(question, profiler)
     except DoesNotFitError as error:
         reasons = (str(error), *_what_would_fit(question, profiler))
-        return PlanReport(feasible=False, reasons=reasons)
+        return Planned(report=PlanReport(feasible=False, reasons=reasons))
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
-    return replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
+    report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
+    return Planned(report=report, placement=solution.placement, arena_nbytes=solution.plan.arena_nbytes)
 
 
 def limits_of(hardware: Hardware) -> Limits:

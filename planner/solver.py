@@ -96,7 +96,7 @@ def _solve(costs: StepCosts) -> Solution:
             costs = replace(costs, limits=replace(costs.limits, host_nbytes=costs.limits.host_nbytes - excess))
             continue
         return Solution(
-            placement=placement,
+            placement=replace(placement, num_cached_params=plan.num_cached_params),
             plan=plan,
             step_s=outcome.step_s,
             cost=outcome.cost,

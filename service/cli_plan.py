@@ -104,7 +104,7 @@ def _answer(settings: Settings, model: str, *, sequence_length: int, **question:
             )
         config = load_config(str(folder))
     try:
-        return answer(PlanQuestion(config=config, sequence_length=sequence_length, **question))
+        return answer(PlanQuestion(config=config, sequence_length=sequence_length, **question)).report
     except UnsupportedArchitectureError as error:
         raise CommandError(f"--model: {error}") from None
 

@@ -9,7 +9,9 @@ from typing import Any
 from windlass.actors.cores import cores_of, numa_nodes
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Optimizer, Schedule, UpdateOrder
 from windlass.actors.journal import JOURNAL_FILE
+from windlass.planner import placement_json
 from windlass.planner.hardware import Hardware
+from windlass.planner.plan import Placement
 from windlass.service.hyperparameters import JobSettings, WindlassSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
@@ -180,21 +182,20 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
 
 
 def load_plan(settings: Settings, job_id: str) -> dict[str, Any] | None:
-    """What was planned for a job; None if nothing was."""
+    """What the planner left for a job (see `actors.plan_job`); None if nothing was planned."""
     try:
-        found = json.loads((job_dir(settings, job_id) / "prepare" / f"{PLAN_JOB}.json").read_text())
+        found: dict[str, Any] = json.loads((job_dir(settings, job_id) / "prepare" / f"{PLAN_JOB}.json").read_text())
     except (OSError, ValueError):
         return None
-    plan: dict[str, Any] | None = found.get("plan")
-    return plan
+    return found if "plan" in found else None
 
 
 def planned_seconds(settings: Settings, job: Job) -> float | None:
     """What the rest of a job takes by its plan; None without one. Measured steps tell better, once there are any."""
-    plan = load_plan(settings, job.id)
-    if plan is None or plan["step_s"] is None or job.total_steps is None:
+    found = load_plan(settings, job.id)
+    if found is None or job.total_steps is None:
         return None
-    return float(plan["step_s"]) * (job.total_steps - (job.step or 0))
+    return float(found["plan"]["step_s"]) * (job.total_steps - (job.step or 0))
 
 
 def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpec:
@@ -206,6 +207,7 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
     prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
     hyper = _hyperparameters(job.hyperparameters)
     compute_threads, optimizer_threads = _threads(settings, machinery)
+    planned = load_plan(settings, job.id)
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
@@ -226,8 +228,14 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
         kernel_dir=str(settings.home / "kernels"),
-        host_memory_nbytes=_budget_nbytes(settings.host_memory_gib, asked.windlass.budgets.host_memory_gib),
+        # What was planned has exactly the memory that was planned.
+        host_memory_nbytes=(
+            _budget_nbytes(settings.host_memory_gib, asked.windlass.budgets.host_memory_gib)
+            if planned is None
+            else planned["arena_nbytes"]
+        ),
         deadline_s=_DEADLINE_S,
+        placement=Placement() if planned is None else placement_json.from_json(planned["placement"]),
     )
 
 

@@ -74,15 +74,15 @@ def get_plan(context: ContextDep, job_id: str) -> dict[str, Any]:
     """What was planned for a job before it was queued."""
     with context.database.read() as session:
         JobRepository(session).get(job_id)
-    plan = load_plan(context.settings, job_id)
-    if plan is None:
+    found = load_plan(context.settings, job_id)
+    if found is None:
         raise ApiError(
             f"job {job_id} has no plan: it is not validated yet, or this machine was not measured (`windlass doctor`) "
             "when it was",
             status=404,
             code="plan_not_found",
         )
-    return {"object": "fine_tuning.job.plan", "job_id": job_id, **plan}
+    return {"object": "fine_tuning.job.plan", "job_id": job_id, **found["plan"]}
 
 
 def _folder(settings: Settings, model: str) -> Path:

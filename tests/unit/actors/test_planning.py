@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from windlass.actors.planning import PlanQuestion, answer, limits_of, planned_job
+from windlass.actors import planning
+from windlass.actors.planning import PlanQuestion, limits_of, planned_job
 from windlass.engine.model_profile import Profiler, config_of_shape
 from windlass.planner.hardware import GIB, Hardware, example_machines
-from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES
+from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.shapes import ModelShape
 from windlass.planner.yaml_files import load
 from windlass.storage.ids import Precision, StatePrecision
@@ -30,6 +31,10 @@ def machine(**memory_gib: float) -> Hardware:
 def question(hardware: Hardware = MACHINE, **changes: Any) -> PlanQuestion:
     fields: dict[str, Any] = {"batch_size": 8, "sequence_length": 512}
     return PlanQuestion(config=config_of_shape(SHAPE, num_tokens=512), hardware=hardware, **{**fields, **changes})
+
+
+def answer(asked: PlanQuestion) -> PlanReport:
+    return planning.answer(asked).report
 
 
 def test_a_plan_says_what_a_step_takes_and_needs() -> None:

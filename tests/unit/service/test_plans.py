@@ -10,7 +10,10 @@ from transformers import LlamaConfig
 
 from tests.unit.service.api_client import context_of, serve
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
+from windlass.planner.activations import BlockActivations
 from windlass.planner.hardware import example_machines
+from windlass.planner.placement_json import from_json, to_json
+from windlass.planner.plan import Placement
 from windlass.service.doctor import HARDWARE_FILE
 from windlass.service.job_specs import job_dir
 from windlass.service.preparation import Results
@@ -19,6 +22,13 @@ from windlass.storage.sql.statuses import JobStatus
 
 MACHINE = yaml.safe_load(example_machines()["rtx4090-server"].read_text())
 PLAN: dict[str, Any] = {"feasible": True, "reasons": ["a step is bound by the SSDs"], "step_s": 3.0}
+PLACEMENT = Placement(
+    host_blocks=(0, 2),
+    num_cached_params=3,
+    group_size=2,
+    activations=(BlockActivations(swap_input=True, kept=frozenset({"aten.mm.default#0"})),),
+    host_activation_nbytes=1 << 20,
+)
 
 
 @pytest.fixture
@@ -104,7 +114,9 @@ def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
 def keep_plan(settings: Settings, job_id: str) -> None:
     folder = job_dir(settings, job_id) / "prepare"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan_job.json").write_text(json.dumps({"ok": True, "plan": PLAN}))
+    (folder / "plan_job.json").write_text(
+        json.dumps({"ok": True, "plan": PLAN, "placement": to_json(PLACEMENT), "arena_nbytes": 1 << 20})
+    )
 
 
 # --- the dispatcher -------------------------------------------------------------------------------------------------
@@ -160,3 +172,20 @@ def test_the_plan_tells_when_a_job_will_finish(stage: Stage, monkeypatch: pytest
     assert job.status is JobStatus.RUNNING
     assert job.total_steps == 4
     assert job.estimated_finish == 1e9 + 4 * 3.0
+
+
+def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:
+    job_id = stage.submit(budgets={"host_memory_gib": 4})
+    stage.tick()
+    keep_plan(stage.settings, job_id)
+    stage.preparations[-1].ending = PREPARED
+    stage.tick(2)
+    (spec,) = stage.runners.started
+    assert spec.placement == PLACEMENT
+    assert spec.host_memory_nbytes == 1 << 20
+
+
+def test_placements_survive_json() -> None:
+    assert from_json(json.loads(json.dumps(to_json(PLACEMENT)))) == PLACEMENT
+    with pytest.raises(ValueError, match="host_blocks"):
+        from_json({"host_blocks": "all"})
