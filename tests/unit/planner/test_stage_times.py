@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.planner.hardware import GIB, Hardware
@@ -132,6 +132,7 @@ def test_what_rests_where() -> None:
     assert nbytes["Ratel"] == [0, 0, 28 * gb]  # gradients are consumed as they come
 
 
+@settings(deadline=None)
 @given(
     swapped=st.integers(2 * 10**9, 8 * 10**9),
     more=st.integers(0, 10**9),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
@@ -27,6 +27,7 @@ def step(compute: float, link: float, fixed_s: float) -> Callable[[int, int], fl
     return iteration_s
 
 
+@settings(deadline=None)
 @given(found=candidates, least=st.integers(0, 500), compute=rates, link=rates, fixed_s=st.floats(0, 1e5))
 def test_no_other_amount_is_faster(
     found: list[Candidate], least: int, compute: float, link: float, fixed_s: float
@@ -49,6 +50,7 @@ def test_no_other_amount_is_faster(
         assert iteration_s(least + nbytes, recomputed_flops(found, nbytes)) >= best.iteration_s - slack
 
 
+@settings(deadline=None)
 @given(found=candidates, compute=rates, most=st.integers(0, 5000))
 def test_no_more_is_swapped_than_there_is_room_for(found: list[Candidate], compute: float, most: int) -> None:
     best = best_swap(found, step(compute, 1e9, 0), most_nbytes=most)
