@@ -35,7 +35,8 @@ def add_stages(page: Page) -> float:
         "## Times of three systems on one server",
         f"Ratel's RTX 4090 server with twelve SSDs, its 13B model, batch {NUM_EXAMPLES} x {NUM_TOKENS} tokens (its "
         "figure 1, tables III and IV). The paper measured ZeRO-Infinity and Ratel, and simulated G10. One set of rates "
-        "serves all three; none was fitted to the stages:",
+        "serves all three. None was fitted to the stages; the last two are readings of statements that leave others "
+        "open, and what they are worth is told below:",
     )
     page.add_table(
         ("rate", "value", "from"),
