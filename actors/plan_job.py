@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from windlass.actors.planning import PlanQuestion, answer
@@ -31,6 +32,7 @@ class PlanOrder(BaseModel):
     num_optimizers: int
     host_memory_nbytes: int | None  # of the arena
     device_memory_nbytes: int | None
+    compute_threads: int | None = None  # to measure with what the model's blocks take here; None: nothing is measured
 
 
 def plan_job(order: PlanOrder) -> dict[str, Any]:
@@ -39,8 +41,17 @@ def plan_job(order: PlanOrder) -> dict[str, Any]:
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
     """
-    fields = {name: getattr(order, name) for name in PlanOrder.model_fields if name != "model_dir"}
-    planned = answer(PlanQuestion(config=load_config(order.model_dir), **fields))
+    fields = order.model_dump(exclude={"model_dir", "hardware", "compute_threads"})
+    if order.compute_threads is not None:
+        torch.set_num_threads(order.compute_threads)
+    planned = answer(
+        PlanQuestion(
+            config=load_config(order.model_dir),
+            hardware=order.hardware,
+            measures=order.compute_threads is not None,
+            **fields,
+        )
+    )
     found: dict[str, Any] = {"plan": asdict(planned.report)}
     if planned.placement is not None:
         found |= {"placement": placement_json.to_json(planned.placement), "arena_nbytes": planned.arena_nbytes}

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from pydantic import BaseModel
 
+from windlass.engine.measure_model import with_times
 from windlass.engine.model_profile import Profiler
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
@@ -42,6 +44,7 @@ class PlanQuestion:
     num_optimizers: int = 1
     host_memory_nbytes: int | None = None  # budget of the arena; None: what the machine has
     device_memory_nbytes: int | None = None  # budget; None: what the device has
+    measures: bool = False  # what blocks take, on the device of this machine, which `hardware` must be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +58,12 @@ class Planned:
 
 def answer(question: PlanQuestion) -> Planned:
     """The plan of a job, or what is missing and the nearest change that would fit."""
-    profiler = Profiler(question.config, question.precision)
+    profiles = _Profiles(question)
     try:
-        job, solution = _best(question, profiler)
+        job, solution = _best(question, profiles)
     except DoesNotFitError as error:
-        reasons = (str(error), *_what_would_fit(question, profiler))
+        # Where it does not fit, what takes how long does not matter.
+        reasons = (str(error), *_what_would_fit(question, _Profiles(replace(question, measures=False))))
         return Planned(report=PlanReport(feasible=False, reasons=reasons))
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
     report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
@@ -94,8 +98,29 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
     )
 
 
-def _solve(question: PlanQuestion, num_microbatches: int, profiler: Profiler) -> tuple[PlannedJob, Solution]:
-    profile = profiler.profile(-(-question.batch_size // num_microbatches), question.sequence_length)
+class _Profiles:
+    """Of one model, for any micro-batches; times are measured once for each shape."""
+
+    def __init__(self, question: PlanQuestion) -> None:
+        self._question = question
+        self._profiler = Profiler(question.config, question.precision)
+        self._known: dict[tuple[int, int], ModelProfile] = {}
+
+    def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        """For micro-batches of this shape."""
+        shape = (num_examples, num_tokens)
+        if shape not in self._known:
+            profile = self._profiler.profile(*shape)
+            if self._question.measures:
+                is_gpu = self._question.hardware.gpus.count > 0
+                device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
+                profile = with_times(profile, self._question.config, self._question.precision, device)
+            self._known[shape] = profile
+        return self._known[shape]
+
+
+def _solve(question: PlanQuestion, num_microbatches: int, profiles: _Profiles) -> tuple[PlannedJob, Solution]:
+    profile = profiles.of(-(-question.batch_size // num_microbatches), question.sequence_length)
     job = planned_job(question, profile, num_microbatches)
     return job, solve_job(job, speeds_of(question.hardware), _limits(question))
 
@@ -109,16 +134,16 @@ def _limits(question: PlanQuestion) -> Limits:
     )
 
 
-def _best(question: PlanQuestion, profiler: Profiler) -> tuple[PlannedJob, Solution]:
+def _best(question: PlanQuestion, profiles: _Profiles) -> tuple[PlannedJob, Solution]:
     """Over the numbers of micro-batches, if none is asked for: twice as many each time, while that is better."""
     if question.num_microbatches is not None:
-        return _solve(question, question.num_microbatches, profiler)
+        return _solve(question, question.num_microbatches, profiles)
     best: tuple[PlannedJob, Solution] | None = None
     missing: DoesNotFitError | None = None
     number = 1
     while number <= question.batch_size:
         try:
-            found = _solve(question, number, profiler)
+            found = _solve(question, number, profiles)
         except DoesNotFitError as error:
             missing = error
         else:
@@ -132,26 +157,26 @@ def _best(question: PlanQuestion, profiler: Profiler) -> tuple[PlannedJob, Solut
     return best
 
 
-def _fits(question: PlanQuestion, profiler: Profiler) -> bool:
+def _fits(question: PlanQuestion, profiles: _Profiles) -> bool:
     try:
-        _best(question, profiler)
+        _best(question, profiles)
     except DoesNotFitError:
         return False
     return True
 
 
-def _what_would_fit(question: PlanQuestion, profiler: Profiler) -> list[str]:
+def _what_would_fit(question: PlanQuestion, profiles: _Profiles) -> list[str]:
     """The nearest change of each kind, the cheapest first."""
     found = []
-    if question.num_microbatches is not None and _fits(replace(question, num_microbatches=None), profiler):
-        job, _ = _best(replace(question, num_microbatches=None), profiler)
+    if question.num_microbatches is not None and _fits(replace(question, num_microbatches=None), profiles):
+        job, _ = _best(replace(question, num_microbatches=None), profiles)
         found.append(f"it fits with {job.num_microbatches} micro-batches")
     free = replace(question, num_microbatches=None)
-    if batch := largest(lambda size: _fits(replace(free, batch_size=size), profiler), most=question.batch_size - 1):
+    if batch := largest(lambda size: _fits(replace(free, batch_size=size), profiles), most=question.batch_size - 1):
         found.append(f"it fits with a batch of {batch}")
     else:
         shorter = largest(
-            lambda tokens: _fits(replace(free, batch_size=1, sequence_length=tokens), profiler),
+            lambda tokens: _fits(replace(free, batch_size=1, sequence_length=tokens), profiles),
             most=question.sequence_length - 1,
         )
         if shorter:
@@ -160,7 +185,7 @@ def _what_would_fit(question: PlanQuestion, profiler: Profiler) -> list[str]:
 
         def fits_with(gib: int, part: str = part, key: str = key) -> bool:
             changed = _with(getattr(question.hardware, part), **{key: gib})
-            return _fits(replace(question, hardware=_with(question.hardware, **{part: changed})), profiler)
+            return _fits(replace(question, hardware=_with(question.hardware, **{part: changed})), profiles)
 
         gib = smallest(fits_with, most=_MOST_MEMORY_GIB)
         if gib is not None:

@@ -3,7 +3,7 @@
 Formulas only, for shapes that no machine at hand could hold; `engine.model_profile` goes through the real operators.
 """
 
-from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
+from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.plan import ModelSize
 from windlass.planner.shapes import ModelShape
 
@@ -88,8 +88,14 @@ def gpt_profile(
         num_flops=sum(num_flops for _, _, num_flops in saved),
         input_nbytes=_ITEMSIZE * unit,
         operators=tuple(
-            OperatorProfile(name=name, nbytes=nbytes * unit, num_flops=num_flops, is_saved=True)
-            for name, nbytes, num_flops in saved
+            OperatorProfile(
+                name=name,
+                outputs_nbytes=(nbytes * unit,),
+                num_flops=num_flops,
+                is_saved=True,
+                reads=(index - 1,) if index else (),
+            )
+            for index, (name, nbytes, num_flops) in enumerate(saved)
         ),
     )
     return ModelProfile(
@@ -99,6 +105,6 @@ def gpt_profile(
         embedding=BlockProfile(numel=numels[0], num_flops=0),
         layers=(layer,) * shape.num_layers,
         head=BlockProfile(numel=numels[-1], num_flops=2 * unit * shape.vocab_size),
-        shared_blocks=(0,) if is_tied else (),
+        shared=shared_of(shape.num_layers, is_tied=is_tied),
         chunk_numel=chunk_numel,
     )

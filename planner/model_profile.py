@@ -137,14 +137,11 @@ class ModelProfile:
 
     def with_num_layers(self, number: int) -> "ModelProfile":
         """As if it had so many layers, all like the first."""
-        if self.shared_blocks:
-            first, last = self.shared[0], self.shared[-1]
-            assert set(self.shared_blocks) == {0}, "layers share nothing with others"
-            tied = tuple(number + 1 if block == len(self.layers) + 1 else block for block in last)
-            return replace(
-                self,
-                layers=self.layers[:1] * number,
-                shared=(first, *((block,) for block in range(1, number + 1)), tied),
-            )
-        shared = tuple((block,) for block in range(number + 2))
+        shared = shared_of(number, is_tied=bool(self.shared_blocks))
         return replace(self, layers=self.layers[:1] * number, shared=shared)
+
+
+def shared_of(num_layers: int, *, is_tied: bool) -> tuple[tuple[int, ...], ...]:
+    """Of a model whose layers share nothing; tied, its head reads the embedding's params."""
+    head = num_layers + 1
+    return (*((block,) for block in range(head)), (head, 0) if is_tied else (head,))

@@ -1,6 +1,6 @@
 """Small profiles and machines for tests of the planner."""
 
-from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
+from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.speeds import Speeds
 from windlass.planner.step_costs import PlannedJob
 
@@ -26,10 +26,6 @@ def make_profile(num_layers: int, *, scale: int = 1 << 20, is_tied: bool = False
             operator("mm#1", 2 << 20, 50 * 10**9, (2,), is_saved=False),
         ),
     )
-    head = num_layers + 1
-    shared = [(block,) for block in range(num_layers + 2)]
-    if is_tied:
-        shared[head] = (head, 0)
     return ModelProfile(
         name="small",
         num_examples=1,
@@ -37,7 +33,7 @@ def make_profile(num_layers: int, *, scale: int = 1 << 20, is_tied: bool = False
         embedding=BlockProfile(numel=4 * scale, num_flops=0, peak_nbytes=2 << 20),
         layers=(layer,) * num_layers,
         head=BlockProfile(numel=4 * scale, num_flops=20 * 10**9, peak_nbytes=8 << 20),
-        shared=tuple(tuple(blocks) for blocks in shared),
+        shared=shared_of(num_layers, is_tied=is_tied),
         chunk_numel=scale,
     )
 

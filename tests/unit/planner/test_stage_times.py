@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.planner.hardware import GIB, Hardware
-from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
+from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.stage_times import POLICIES, Rest, Stage, SwapTo, best_amount, resting_nbytes, stage_times
 from windlass.planner.yaml_files import parse
 
@@ -29,13 +29,20 @@ LAYER = LayerProfile(
     num_flops=3 * 10**12,
     input_nbytes=10**9,
     operators=(
-        OperatorProfile(name="dear", nbytes=10**9, num_flops=2 * 10**12, is_saved=True),
-        OperatorProfile(name="cheap", nbytes=2 * 10**9, num_flops=10**12, is_saved=True),
+        OperatorProfile(name="dear", outputs_nbytes=(10**9,), num_flops=2 * 10**12, is_saved=True, reads=()),
+        OperatorProfile(name="cheap", outputs_nbytes=(2 * 10**9,), num_flops=10**12, is_saved=True, reads=()),
     ),
 )
 # P: 2 x 10^9. Activations: 2 GB between layers, 6 GB within.
 PROFILE = ModelProfile(
-    name="two layers", num_examples=1, num_tokens=1, embedding=END, layers=(LAYER,) * 2, head=END, chunk_numel=1
+    name="two layers",
+    num_examples=1,
+    num_tokens=1,
+    embedding=END,
+    layers=(LAYER,) * 2,
+    head=END,
+    shared=shared_of(2, is_tied=False),
+    chunk_numel=1,
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
+from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.swap_amount import Candidate, Case, best_swap, by_benefit, candidates_of, recomputed_flops
 
 CANDIDATES = [Candidate(nbytes=4, num_flops=4), Candidate(nbytes=2, num_flops=8), Candidate(nbytes=3, num_flops=0)]
@@ -82,12 +82,19 @@ def test_what_saves_nothing_counts_for_the_next_that_does() -> None:
         num_flops=8,
         input_nbytes=3,
         operators=tuple(
-            OperatorProfile(name=name, nbytes=nbytes, num_flops=num_flops, is_saved=is_saved)
+            OperatorProfile(name=name, outputs_nbytes=(nbytes,), num_flops=num_flops, is_saved=is_saved, reads=())
             for name, nbytes, num_flops, is_saved in operators
         ),
     )
     end = BlockProfile(numel=1, num_flops=0)
     profile = ModelProfile(
-        name="", num_examples=1, num_tokens=1, embedding=end, layers=(layer,) * 2, head=end, chunk_numel=1
+        name="",
+        num_examples=1,
+        num_tokens=1,
+        embedding=end,
+        layers=(layer,) * 2,
+        head=end,
+        shared=shared_of(2, is_tied=False),
+        chunk_numel=1,
     )
     assert candidates_of(profile) == [Candidate(nbytes=4, num_flops=6), Candidate(nbytes=2, num_flops=2)] * 2
