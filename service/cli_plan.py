@@ -57,6 +57,7 @@ def plan(
         precision=precision,
         state_precision=state_precision,
         clips=clip,
+        measures=hardware == _MEASURED,
     )
     if as_json:
         print(json.dumps(asdict(found), indent=2))

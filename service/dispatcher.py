@@ -223,7 +223,9 @@ class Dispatcher:
         if preparation is None:
             if self._preparations:
                 return  # one at a time: they take all cores
-            preparation = self._prepare(preparation_order(self._settings, job, measured_hardware(self._settings)))
+            preparation = self._prepare(
+                preparation_order(self._settings, self._machinery, job, measured_hardware(self._settings))
+            )
             self._preparations[job.id] = preparation
         try:
             results = preparation.poll()

@@ -103,7 +103,9 @@ def journal_path(settings: Settings, job_id: str) -> Path:
     return job_dir(settings, job_id) / JOURNAL_FILE
 
 
-def preparation_order(settings: Settings, job: Job, hardware: Hardware | None = None) -> PreparationOrder:
+def preparation_order(
+    settings: Settings, machinery: Machinery, job: Job, hardware: Hardware | None = None
+) -> PreparationOrder:
     """What is to be checked and prepared for a job, and planned, where the machine's profile is known."""
     folder, asked = job_dir(settings, job.id), _settings_of(job)
 
@@ -112,7 +114,10 @@ def preparation_order(settings: Settings, job: Job, hardware: Hardware | None = 
         resolved = resolve_job(job, results).hyperparameters
         numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
         folder_of_model = _model_dir(settings, job.model)
-        return plan_question(settings, hardware, model_dir=folder_of_model, asked=asked.windlass, **numbers)
+        threads = measuring_threads(settings, machinery, hardware)
+        return plan_question(
+            settings, hardware, model_dir=folder_of_model, asked=asked.windlass, compute_threads=threads, **numbers
+        )
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
     return PreparationOrder(
@@ -139,8 +144,9 @@ def plan_question(
     batch_size: int,
     num_microbatches: int,
     sequence_length: int,
+    compute_threads: int | None,
 ) -> dict[str, Any]:
-    """What the planner is asked, as JSON has it."""
+    """What the planner is asked, as JSON has it. `compute_threads`: to measure with what blocks take; None: nothing."""
     return {
         "model_dir": str(model_dir),
         "hardware": hardware.model_dump(),
@@ -153,7 +159,16 @@ def plan_question(
         "num_optimizers": settings.num_cpu_optimizers,
         "host_memory_nbytes": _budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
         "device_memory_nbytes": _budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
+        "compute_threads": compute_threads,
     }
+
+
+def measuring_threads(settings: Settings, machinery: Machinery, hardware: Hardware) -> int | None:
+    """With how many threads a model's blocks can be measured before a job.
+
+    None on a GPU, which preparations do not see: there the job's first steps tell.
+    """
+    return None if hardware.gpus.count else _threads(settings, machinery)[0]
 
 
 def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:

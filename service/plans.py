@@ -14,7 +14,7 @@ from windlass.service.context import ContextDep
 from windlass.service.doctor import measured_hardware
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import GREATEST_MICROBATCH_SIZE, WindlassSettings
-from windlass.service.job_specs import load_plan, plan_question
+from windlass.service.job_specs import Machinery, load_plan, measuring_threads, plan_question
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step
@@ -64,6 +64,7 @@ def create_plan(context: ContextDep, body: CreatePlan) -> dict[str, Any]:
         batch_size=body.batch_size,
         num_microbatches=asked.num_microbatches or math.ceil(body.batch_size / GREATEST_MICROBATCH_SIZE),
         sequence_length=sequence_length,
+        compute_threads=measuring_threads(settings, Machinery.here(), hardware) if body.hardware is None else None,
     )
     plan = _run(settings, question)
     return {"object": "fine_tuning.plan", "model": body.model, "hardware": hardware.model_dump(), **plan}
