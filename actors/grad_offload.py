@@ -25,7 +25,7 @@ from windlass.engine.device_buffers import BufferClass, DeviceBuffers
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.streams import Event
-from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers
+from windlass.planner.device_buffers import grad_buffers
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind
 
@@ -81,7 +81,7 @@ class GradOffload:
         # micro-batches must not depend on how these are grouped.
         self._buffers: dict[Use, GradBuffer] = {}
         self._complete: dict[BlockIndex, _Complete] = {}
-        self._permits = threading.Semaphore(MAX_GRAD_BUFFERS)
+        self._permits = threading.Semaphore(context.plan.num_grad_buffers)
         self._permitted: set[BlockIndex] = set()
         self._told_step = 0  # the last one whose backward pass is over and told
         planned = self._plan_buffers(summed_in_fp32)
@@ -197,8 +197,8 @@ class GradOffload:
         """For sums of each use of a block, and for what sums become in the type in which they travel."""
         layout, plan = self._context.layout, self._context.plan
         numels = {block.index: block.numel for block in layout.blocks}
-        # What the next group goes on with comes while two others are added to and copied out.
-        num_waiting = MAX_GRAD_BUFFERS + (1 if plan.num_groups > 1 else 0)
+        # What the next group goes on with comes while others are added to and copied out.
+        num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
         planned: Counter[BufferClass] = Counter()
         for dtype, blocks in ((self._dtype, set(numels)), (torch.float32, set(summed_in_fp32))):
             of_dtype: dict[int, int] = {block: numels[block] for block in blocks}

@@ -5,7 +5,8 @@ other is computed with.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-# Gradients of so many blocks may lie on the device while the offload is behind.
+# Gradients of so many blocks may lie on the device, where nobody says otherwise: one is summed while another is copied
+# out. With one, the next block's backward pass waits for the copies.
 MAX_GRAD_BUFFERS = 2
 
 

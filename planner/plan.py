@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.planner.activations import BlockActivations
+from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
 
 # Chunks of one block's params that may be on their way from the SSDs at once, beyond those being copied to the device.
 FETCH_DEPTH = 4
@@ -82,6 +83,7 @@ class Placement:
     activations: tuple[BlockActivations, ...] = ()
     host_activation_nbytes: int = 0  # what is swapped goes to so much host memory first,
     ssd_activation_nbytes: int = 0  # and then to so much space on the SSDs together
+    num_grad_buffers: int = MAX_GRAD_BUFFERS  # blocks whose gradients may lie on the device on their way out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,7 @@ class Plan:
     activations: Pool  # the GPU worker's: those that stay in host memory, then those on their way to or from the SSDs
     num_staged_activations: int  # of the slots of `activations`
     num_ssd_activations: int  # slots of the same size on all SSDs together
+    num_grad_buffers: int  # blocks whose gradients may lie on the device on their way out
 
     @property
     def fetch_batch(self) -> int:
@@ -200,6 +203,10 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
         )
     if placement.group_size is not None and placement.group_size < 1:
         raise PlanError(f"group_size is {placement.group_size}; a group has at least 1 micro-batch, or leave it out")
+    if placement.num_grad_buffers < 1:
+        raise PlanError(
+            f"num_grad_buffers is {placement.num_grad_buffers}; at least 1 block's gradient needs room on the device"
+        )
     room_nbytes = placement.host_activation_nbytes + placement.ssd_activation_nbytes
     if not room_nbytes and any(choice.swaps for choice in placement.activations):
         raise PlanError(
@@ -375,4 +382,5 @@ def _lay_out(
         activations=activations,
         num_staged_activations=num_staged,
         num_ssd_activations=num_ssd_activations,
+        num_grad_buffers=placement.num_grad_buffers,
     )

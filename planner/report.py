@@ -85,6 +85,7 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
         "kept_grads_on_ssd": len(plan.spilled_blocks),
         "cached_params_gib": plan.num_cached_params * plan.params.slot_nbytes / GIB,
         "layers_in_pieces": len(plan.streamed_blocks),
+        "grad_buffers_on_gpu": plan.num_grad_buffers,
         "commit_every": plan.commit_every,
         "activations": [
             {"layers": layers, **activations_in_words(choice)} for layers, choice in _runs(placement.activations)

@@ -5,10 +5,11 @@ For each size of the groups, an integer program decides the rest (see `step_cost
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from windlass.planner.activation_ways import ActivationWay
 from windlass.planner.activations import BlockActivations
+from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement, Plan, PlanError, make_plan
 from windlass.planner.program import Assignment, Outcome, outcome_of, shortfall, solve
 from windlass.planner.speeds import Speeds
@@ -44,6 +45,15 @@ class Solution:
     bottleneck: str
 
 
+# What saves memory and is slower, each only where nothing before it fits.
+_RESORTS: tuple[dict[str, Any], ...] = tuple(
+    {"spills": spills, "num_grad_buffers": num_grad_buffers, "streams": streams}
+    for spills in (False, True)
+    for num_grad_buffers in (MAX_GRAD_BUFFERS, 1)
+    for streams in (False, True)
+)
+
+
 def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
     """The plan whose steps take least.
 
@@ -51,15 +61,12 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
         DoesNotFitError: none fits.
     """
     missing: list[dict[Tier, int]] = []
-    # Only where nothing else fits.
-    for streams, spills in ((False, False), (True, False), (False, True), (True, True)):
-        if spills and not job.keeps_grads:
+    for resort in _RESORTS:
+        if resort.get("spills") and not job.keeps_grads:
             continue
         found: list[Solution] = []
         for group_size in group_sizes(job.num_microbatches):
-            costs = StepCosts(
-                job=job, speeds=speeds, limits=limits, group_size=group_size, streams=streams, spills=spills
-            )
+            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
             try:
                 found.append(_solve(costs))
             except DoesNotFitError as error:
@@ -166,6 +173,7 @@ def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) 
         streamed_blocks=costs.streamed_blocks,
         num_cached_params=sum(map(costs.job.size.num_chunks, cached)) if cached else None,
         group_size=costs.group_size,
+        num_grad_buffers=costs.num_grad_buffers,
         activations=tuple(chosen),
         host_activation_nbytes=(num_slots - num_on_ssd) * ACTIVATION_SLOT_NBYTES,
         ssd_activation_nbytes=num_on_ssd * ACTIVATION_SLOT_NBYTES,

@@ -109,6 +109,7 @@ class StepCosts:
     group_size: int
     streams: bool = False
     spills: bool = False
+    num_grad_buffers: int = MAX_GRAD_BUFFERS
 
     @property
     def num_groups(self) -> int:
@@ -275,7 +276,8 @@ class StepCosts:
         numels = [block.numel for block in model.blocks]
         resident = self.streamed_blocks  # what comes in pieces has no buffers of its own
         params = param_buffers(numels, model.shared, resident=resident, num_ahead=job.num_prefetched)
-        grads = grad_buffers(dict(enumerate(numels)), resident=(), num_waiting=MAX_GRAD_BUFFERS)
+        num_waiting = self.num_grad_buffers + (1 if self.num_groups > 1 else 0)
+        grads = grad_buffers(dict(enumerate(numels)), resident=(), num_waiting=num_waiting)
         pieces = 2 * max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
         param_numel = sum(numel * count for numel, count in params.items()) + pieces
         grad_numel = sum(numel * count for numel, count in grads.items())
@@ -307,6 +309,9 @@ class StepCosts:
 
     def _bounds(self) -> Iterator[Bound]:
         head_s = self.job.num_microbatches * sum(self._compute_s(self.job.model.head))
+        if self.num_grad_buffers == 1:  # nothing goes backward while a gradient is copied out
+            alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
+            yield Bound(weights=self._seconds(dict.fromkeys(alone, 1.0)))
         for parts, constant_s in _bounding_parts(
             head_s, keeps_grads=self.job.keeps_grads, shares_cores=self.speeds.shares_cores
         ):

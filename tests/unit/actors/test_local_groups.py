@@ -45,6 +45,7 @@ PLACES = {
     "gradients on SSDs": Placement(num_host_grad_blocks=1),
     "host memory": Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=3),
     "mixed": Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=2, commit_every=4),
+    "one gradient on the device": Placement(num_cached_params=0, num_grad_buffers=1),
 }
 
 
@@ -107,6 +108,7 @@ QUICK = [
     (Precision.FP16, None, False, "host memory", 2),
     (Precision.FP16, 0.5, True, "gradients on SSDs", 1),
     (Precision.FP16, 0.5, False, "mixed", 3),
+    (Precision.BF16, None, True, "one gradient on the device", 2),
 ]
 ALL = [
     case
