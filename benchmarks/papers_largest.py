@@ -45,7 +45,7 @@ def largest(
     device_gib: float,
     is_tied: bool,
     keep_grads: bool = False,
-    num_grad_buffers: int = MAX_GRAD_BUFFERS,
+    num_grad_buffers: int = 1,
 ) -> int:
     """The largest of Ratel's shapes that windlass could train, in billions of parameters; 0: none."""
     ssds = load(Hardware, example_machines()["rtx4090-server"]).ssds
@@ -90,18 +90,18 @@ def add_largest(page: Page) -> dict[str, float]:
     page.add_table(("machine", "embedding and head", "Ratel, published, B", "windlass, computed, B", "ratio"), rows)
     page.add(
         "Host memory is not what limits windlass here, nor are the SSDs. The largest shape by RAM, embedding and head "
-        f"two matrices; first as windlass is, with {MAX_GRAD_BUFFERS} buffers on the GPU for layers' gradients, then "
-        "with one, which it does not offer:"
+        "two matrices: with one buffer on the GPU for layers' gradients, as windlass plans where more do not fit, and "
+        f"with {MAX_GRAD_BUFFERS}, of which one is summed while the other is copied out:"
     )
     rows = []
     for host_gb in _HOST_GB:
         cells = [
             f"{largest(host_gb=host_gb, device_gib=device_gib, is_tied=False, keep_grads=clips, num_grad_buffers=num)}"
             for device_gib in (16, 24)
-            for clips, num in ((False, MAX_GRAD_BUFFERS), (True, MAX_GRAD_BUFFERS), (False, 1))
+            for clips, num in ((False, 1), (True, 1), (False, MAX_GRAD_BUFFERS))
         ]
         rows.append((f"{host_gb} GB", *cells))
-    kinds = ("", ", clipping", ", one buffer")
+    kinds = ("", ", clipping", f", {MAX_GRAD_BUFFERS} buffers")
     page.add_table(("RAM", *(f"{device} GiB GPU{kind}" for device in (16, 24) for kind in kinds)), rows)
     page.add("Where the bytes are, in GiB, layers in pieces, and the smallest arena there is a plan for, layers whole:")
     rows = []

@@ -129,7 +129,7 @@ def fits(
     ssd_nbytes: int,
     keep_grads: bool,
     num_optimizers: int,
-    num_grad_buffers: int = MAX_GRAD_BUFFERS,
+    num_grad_buffers: int = 1,
 ) -> bool:
     """Whether there is a way: layers whole or in pieces, activations between layers in host memory or on the SSDs."""
     inputs = model.profile.interblock_nbytes
