@@ -42,6 +42,7 @@ class PlanQuestion:
     state_precision: StatePrecision = StatePrecision.FP32
     clips: bool = True
     num_optimizers: int = 1
+    num_layers: int | None = None  # as if the model had so many, all like its first; None: as it is
     host_memory_nbytes: int | None = None  # budget of the arena; None: what the machine has
     device_memory_nbytes: int | None = None  # budget; None: what the device has
     measures: bool = False  # what blocks take, on the device of this machine, which `hardware` must be
@@ -58,15 +59,21 @@ class Planned:
 
 def answer(question: PlanQuestion) -> Planned:
     """The plan of a job, or what is missing and the nearest change that would fit."""
-    profiles = _Profiles(question)
+    profiles = Profiles(question)
     try:
-        job, solution = _best(question, profiles)
+        job, solution = best_plan(question, profiles)
     except DoesNotFitError as error:
         # Where it does not fit, what takes how long does not matter.
-        reasons = (str(error), *_what_would_fit(question, _Profiles(replace(question, measures=False))))
+        reasons = (str(error), *_what_would_fit(question, Profiles(replace(question, measures=False))))
         return Planned(report=PlanReport(feasible=False, reasons=reasons))
+    return planned(question, job, solution)
+
+
+def planned(question: PlanQuestion, job: PlannedJob, solution: Solution, *, advises: bool = True) -> Planned:
+    """What a solution means. `advises`: what would be faster, as well."""
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
-    report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
+    if advises:
+        report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
     return Planned(report=report, placement=solution.placement, arena_nbytes=solution.plan.arena_nbytes)
 
 
@@ -98,7 +105,7 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
     )
 
 
-class _Profiles:
+class Profiles:
     """Of one model, for any micro-batches; times are measured once for each shape."""
 
     def __init__(self, question: PlanQuestion) -> None:
@@ -119,13 +126,16 @@ class _Profiles:
         return self._known[shape]
 
 
-def _solve(question: PlanQuestion, num_microbatches: int, profiles: _Profiles) -> tuple[PlannedJob, Solution]:
+def _solve(question: PlanQuestion, num_microbatches: int, profiles: Profiles) -> tuple[PlannedJob, Solution]:
     profile = profiles.of(-(-question.batch_size // num_microbatches), question.sequence_length)
+    if question.num_layers is not None:
+        profile = profile.with_num_layers(question.num_layers)
     job = planned_job(question, profile, num_microbatches)
-    return job, solve_job(job, speeds_of(question.hardware), _limits(question))
+    return job, solve_job(job, speeds_of(question.hardware), limits_of_question(question))
 
 
-def _limits(question: PlanQuestion) -> Limits:
+def limits_of_question(question: PlanQuestion) -> Limits:
+    """What a job may take: of what its machine has, as much as its budgets allow."""
     limits = limits_of(question.hardware)
     return replace(
         limits,
@@ -134,8 +144,12 @@ def _limits(question: PlanQuestion) -> Limits:
     )
 
 
-def _best(question: PlanQuestion, profiles: _Profiles) -> tuple[PlannedJob, Solution]:
-    """Over the numbers of micro-batches, if none is asked for: twice as many each time, while that is better."""
+def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution]:
+    """Over the numbers of micro-batches, if none is asked for: twice as many each time, while that is better.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
     if question.num_microbatches is not None:
         return _solve(question, question.num_microbatches, profiles)
     best: tuple[PlannedJob, Solution] | None = None
@@ -157,26 +171,27 @@ def _best(question: PlanQuestion, profiles: _Profiles) -> tuple[PlannedJob, Solu
     return best
 
 
-def _fits(question: PlanQuestion, profiles: _Profiles) -> bool:
+def fits(question: PlanQuestion, profiles: Profiles) -> bool:
+    """Whether there is a plan."""
     try:
-        _best(question, profiles)
+        best_plan(question, profiles)
     except DoesNotFitError:
         return False
     return True
 
 
-def _what_would_fit(question: PlanQuestion, profiles: _Profiles) -> list[str]:
+def _what_would_fit(question: PlanQuestion, profiles: Profiles) -> list[str]:
     """The nearest change of each kind, the cheapest first."""
     found = []
-    if question.num_microbatches is not None and _fits(replace(question, num_microbatches=None), profiles):
-        job, _ = _best(replace(question, num_microbatches=None), profiles)
+    if question.num_microbatches is not None and fits(replace(question, num_microbatches=None), profiles):
+        job, _ = best_plan(replace(question, num_microbatches=None), profiles)
         found.append(f"it fits with {job.num_microbatches} micro-batches")
     free = replace(question, num_microbatches=None)
-    if batch := largest(lambda size: _fits(replace(free, batch_size=size), profiles), most=question.batch_size - 1):
+    if batch := largest(lambda size: fits(replace(free, batch_size=size), profiles), most=question.batch_size - 1):
         found.append(f"it fits with a batch of {batch}")
     else:
         shorter = largest(
-            lambda tokens: _fits(replace(free, batch_size=1, sequence_length=tokens), profiles),
+            lambda tokens: fits(replace(free, batch_size=1, sequence_length=tokens), profiles),
             most=question.sequence_length - 1,
         )
         if shorter:
@@ -184,8 +199,8 @@ def _what_would_fit(question: PlanQuestion, profiles: _Profiles) -> list[str]:
     for words, part, key in _MEMORIES:
 
         def fits_with(gib: int, part: str = part, key: str = key) -> bool:
-            changed = _with(getattr(question.hardware, part), **{key: gib})
-            return _fits(replace(question, hardware=_with(question.hardware, **{part: changed})), profiles)
+            changed = with_part(getattr(question.hardware, part), **{key: gib})
+            return fits(replace(question, hardware=with_part(question.hardware, **{part: changed})), profiles)
 
         gib = smallest(fits_with, most=_MOST_MEMORY_GIB)
         if gib is not None:
@@ -193,7 +208,8 @@ def _what_would_fit(question: PlanQuestion, profiles: _Profiles) -> list[str]:
     return found or ["it fits with more of every kind of memory only"]
 
 
-def _with(part: _Part, **changes: Any) -> _Part:
+def with_part(part: _Part, **changes: Any) -> _Part:
+    """A machine, or a part of one, with other numbers."""
     return part.model_copy(update=changes)
 
 
@@ -203,19 +219,19 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
     ssds, host, gpus, pcie = hardware.ssds, hardware.host, hardware.gpus, hardware.pcie
     combined = None if ssds.combined_gb_per_s is None else 2 * ssds.combined_gb_per_s
     twice: dict[str, dict[str, Any]] = {
-        "twice as many SSDs": {"ssds": _with(ssds, count=2 * ssds.count, combined_gb_per_s=combined)},
-        "twice the host memory": {"host": _with(host, memory_gib=2 * host.memory_gib)},
-        "twice the GPU memory": {"gpus": _with(gpus, memory_gib=2 * gpus.memory_gib)},
-        "a CPU that updates twice as fast": {"host": _with(host, adam_params_per_s=2 * host.adam_params_per_s)},
+        "twice as many SSDs": {"ssds": with_part(ssds, count=2 * ssds.count, combined_gb_per_s=combined)},
+        "twice the host memory": {"host": with_part(host, memory_gib=2 * host.memory_gib)},
+        "twice the GPU memory": {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)},
+        "a CPU that updates twice as fast": {"host": with_part(host, adam_params_per_s=2 * host.adam_params_per_s)},
         "a link twice as fast": {
-            "pcie": _with(pcie, h2d_gb_per_s=2 * pcie.h2d_gb_per_s, d2h_gb_per_s=2 * pcie.d2h_gb_per_s)
+            "pcie": with_part(pcie, h2d_gb_per_s=2 * pcie.h2d_gb_per_s, d2h_gb_per_s=2 * pcie.d2h_gb_per_s)
         },
-        "a GPU that computes twice as fast": {"gpus": _with(gpus, tflops=2 * gpus.tflops)},
+        "a GPU that computes twice as fast": {"gpus": with_part(gpus, tflops=2 * gpus.tflops)},
     }
     found = []
     for words, update in twice.items():
-        changed = _with(hardware, **update)
-        other = solve_job(job, speeds_of(changed), _limits(replace(question, hardware=changed)))
+        changed = with_part(hardware, **update)
+        other = solve_job(job, speeds_of(changed), limits_of_question(replace(question, hardware=changed)))
         if other.step_s < (1 - _WORTH) * solution.step_s:
             found.append(f"with {words} a step takes {other.step_s:.3g} s")
     return found

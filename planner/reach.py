@@ -1,6 +1,19 @@
 """How far a machine goes: the largest or smallest number for which something holds, found by search."""
 
 from collections.abc import Callable
+from enum import StrEnum
+
+DEFAULT_SLACK = 0.02
+
+
+class Goal(StrEnum):
+    """What may be looked for."""
+
+    LARGEST_BATCH = "largest-batch"  # that is computed at once
+    LONGEST_CONTEXT = "longest-context"  # with micro-batches of one example
+    MOST_LAYERS = "most-layers"  # of a model that is otherwise the same
+    FEWEST_SSDS = "fewest-ssds"  # with which a step takes hardly longer than with all
+    SMALLEST_RAM = "smallest-ram"  # GiB; the same
 
 
 def largest(holds: Callable[[int], bool], *, most: int) -> int:

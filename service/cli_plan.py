@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.planner.hardware import Hardware, example_machines, unusual
+from windlass.planner.reach import DEFAULT_SLACK, Goal
 from windlass.planner.shapes import ModelShape
 from windlass.planner.yaml_files import load
 from windlass.service.cli_errors import CommandError
@@ -19,6 +20,7 @@ from windlass.service.settings import Settings, load_settings
 from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
+    from windlass.actors.planning import PlanQuestion
     from windlass.planner.report import PlanReport
 
 _MEASURED = "measured"
@@ -37,6 +39,10 @@ def plan(
     precision: Annotated[Precision, typer.Option(help="Of the model.")] = Precision.BF16,
     state_precision: Annotated[StatePrecision, typer.Option(help="Of the optimizer's states.")] = StatePrecision.FP32,
     clip: Annotated[bool, typer.Option(help="Clip the gradient's norm.")] = True,
+    find: Annotated[Goal | None, typer.Option(help="Look for the extreme number for which the job fits.")] = None,
+    slack: Annotated[
+        float, typer.Option(min=0, max=1, help="With --find of SSDs and RAM: how much longer a step may take.")
+    ] = DEFAULT_SLACK,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     home: Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")] = None,
 ) -> None:
@@ -47,7 +53,7 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
-    found = _answer(
+    question = _question(
         settings,
         model,
         hardware=machine,
@@ -59,11 +65,16 @@ def plan(
         clips=clip,
         measures=hardware == _MEASURED,
     )
+    number, num_params, found = _answer(question, find, slack)
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
+        print(json.dumps(of_search | asdict(found), indent=2))
     else:
         for warning in unusual(machine):
             print(f"! {warning}")
+        if number:
+            print(f"{find}: {number} ({num_params / 1e9:.3g} billion parameters)")
+            print()
         _print(found)
     if not found.feasible:
         raise typer.Exit(2)
@@ -84,10 +95,10 @@ def _hardware(settings: Settings, name: str) -> Hardware:
     return load(Hardware, examples.get(name, Path(name)))
 
 
-def _answer(settings: Settings, model: str, *, sequence_length: int, **question: Any) -> "PlanReport":
-    from windlass.actors.planning import PlanQuestion, answer
+def _question(settings: Settings, model: str, *, sequence_length: int, **fields: Any) -> "PlanQuestion":
+    from windlass.actors.planning import PlanQuestion
     from windlass.engine.model_profile import config_of_shape
-    from windlass.engine.partition import UnsupportedArchitectureError, load_config
+    from windlass.engine.partition import load_config
 
     if model.endswith((".yaml", ".yml")):
         config = config_of_shape(load(ModelShape, Path(model)), num_tokens=sequence_length)
@@ -104,8 +115,19 @@ def _answer(settings: Settings, model: str, *, sequence_length: int, **question:
                 f"{', '.join(ModelShape.model_fields)}"
             )
         config = load_config(str(folder))
+    return PlanQuestion(config=config, sequence_length=sequence_length, **fields)
+
+
+def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanReport"]:
+    """What was found, with so many parameters; 0 where nothing was looked for, or nothing fits."""
+    from windlass.actors.planning import answer
+    from windlass.actors.planning_limits import find
+    from windlass.engine.partition import UnsupportedArchitectureError
+
     try:
-        return answer(PlanQuestion(config=config, sequence_length=sequence_length, **question)).report
+        if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
+            return found.number, found.num_params, found.planned.report
+        return 0, 0, answer(question).report
     except UnsupportedArchitectureError as error:
         raise CommandError(f"--model: {error}") from None
 
