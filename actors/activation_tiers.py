@@ -17,7 +17,6 @@ from windlass.actors.swap_parts import Moment, SsdSwap
 from windlass.engine.activations import NOTHING_SWAPPED, SwapCounts, SwapHandle
 from windlass.engine.activations_host import HostActivations
 from windlass.engine.device import Device
-from windlass.planner.plan import LEAVING_ACTIVATION_NBYTES
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
@@ -49,21 +48,20 @@ class ActivationTiers:
     ) -> None:
         """`memory`: the arena, flat uint8. `send` goes to the SSD servers, whose answers to `name` go to `take`."""
         plan, pool = context.plan, context.plan.activations
-        max_leaving_nbytes = LEAVING_ACTIVATION_NBYTES // (2 if plan.num_ssd_activations else 1)
         self._watch = ActivationSpans(spans)
         self._device = device
         self._host = HostActivations(
             device,
             memory,
             SlotPool(pool.offset, pool.slot_nbytes, plan.num_host_activations, name="activation slots"),
-            max_leaving_nbytes=max_leaving_nbytes,
+            max_leaving_nbytes=plan.max_leaving_nbytes,
             deadline_s=context.spec.deadline_s,
             watch=self._watch,
         )
         self._ssds: SsdActivations | None = None
         if plan.num_ssd_activations:
             self._ssds = SsdActivations(
-                context, device, memory, send, name, self._watch, max_leaving_nbytes=max_leaving_nbytes
+                context, device, memory, send, name, self._watch, max_leaving_nbytes=plan.max_leaving_nbytes
             )
         self._held: dict[SwapHandle, _Held] = {}
         self._num_puts = 0

@@ -1,9 +1,11 @@
 """What every actor of a job derives from its spec in the same way: names, sizes, the plan."""
 
+import itertools
 from dataclasses import dataclass
 
 from windlass.actors.job_spec import JobSpec, UpdateOrder
 from windlass.engine.layout import ModelLayout
+from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, cut_layers
 from windlass.planner.plan import ModelSize, Plan, PlanError, make_plan
 from windlass.storage.ids import (
     ActorName,
@@ -146,6 +148,28 @@ class JobContext:
 def aligned(nbytes: int, alignment: int = 4096) -> int:
     """`nbytes` rounded up to what O_DIRECT moves; never nothing, as the chunk of a block without params moves too."""
     return max(1, -(-nbytes // alignment)) * alignment
+
+
+def piece_bounds(context: JobContext) -> dict[BlockIndex, tuple[int, ...]]:
+    """Where the plan's streamed blocks are cut (`planner.param_pieces`).
+
+    Raises:
+        PlanError: a module holds more pieces itself than there are buffers for.
+    """
+    streamed = [BlockIndex(block) for block in context.plan.streamed_blocks]
+    layers = [context.layout.blocks[block].decay_numels_by_module for block in streamed]
+    bounds = dict(zip(streamed, cut_layers(layers), strict=True))
+    for block, modules in zip(streamed, layers, strict=True):
+        stop = 0
+        for module in modules:
+            start, stop = stop, stop + sum(module)
+            num_pieces = sum(low < stop and start < high for low, high in itertools.pairwise(bounds[block]))
+            if num_pieces > NUM_PIECE_BUFFERS:
+                raise PlanError(
+                    f"block {block} cannot be streamed: a module of it holds params in {num_pieces} pieces and uses "
+                    f"them at once, and there are {NUM_PIECE_BUFFERS} buffers; leave it out of streamed_blocks"
+                )
+    return bounds
 
 
 def make_context(

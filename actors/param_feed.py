@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from windlass.actors.chunk_io import ChunkIoClient, chunk_io
-from windlass.actors.context import JobContext
+from windlass.actors.context import JobContext, piece_bounds
 from windlass.actors.guarded_threads import working_at, works_at
 from windlass.actors.messages import (
     BorrowParams,
@@ -26,7 +26,7 @@ from windlass.actors.messages import (
     SpanKind,
 )
 from windlass.actors.param_cache import ParamCache
-from windlass.actors.param_pieces import HostChunks, piece_bounds
+from windlass.actors.param_pieces import HostChunks
 from windlass.actors.spans import TO_DEVICE, SpanLog
 from windlass.engine.device import Device, copy
 from windlass.engine.device_buffers import DeviceBuffers

@@ -1,18 +1,13 @@
 """Layers whose params come to the device in pieces: their chunks stay in host memory while they are computed."""
 
-import itertools
 from dataclasses import dataclass, field
 
 import torch
 
-from windlass.actors.context import JobContext
 from windlass.actors.messages import PrefetchParams, SpanKind
 from windlass.actors.spans import TO_DEVICE, WHOLE_BLOCK, SpanLog
 from windlass.engine.device import copy
 from windlass.engine.streams import Event
-from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, cut_layers
-from windlass.planner.plan import PlanError
-from windlass.storage.ids import BlockIndex
 
 
 @dataclass(slots=True, eq=False)
@@ -42,25 +37,3 @@ class HostChunks:
         self.spans.note(
             TO_DEVICE, kind, request.step, request.block, WHOLE_BLOCK, begun.time_s(), copied.time_s(), nbytes
         )
-
-
-def piece_bounds(context: JobContext) -> dict[BlockIndex, tuple[int, ...]]:
-    """Where the plan's streamed blocks are cut (`planner.param_pieces`).
-
-    Raises:
-        PlanError: a module holds more pieces itself than there are buffers for.
-    """
-    streamed = [BlockIndex(block) for block in context.plan.streamed_blocks]
-    layers = [context.layout.blocks[block].decay_numels_by_module for block in streamed]
-    bounds = dict(zip(streamed, cut_layers(layers), strict=True))
-    for block, modules in zip(streamed, layers, strict=True):
-        stop = 0
-        for module in modules:
-            start, stop = stop, stop + sum(module)
-            num_pieces = sum(low < stop and start < high for low, high in itertools.pairwise(bounds[block]))
-            if num_pieces > NUM_PIECE_BUFFERS:
-                raise PlanError(
-                    f"block {block} cannot be streamed: a module of it holds params in {num_pieces} pieces and uses "
-                    f"them at once, and there are {NUM_PIECE_BUFFERS} buffers; leave it out of streamed_blocks"
-                )
-    return bounds

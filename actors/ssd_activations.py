@@ -9,7 +9,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -17,15 +17,13 @@ from windlass.actors.context import JobContext, aligned, ssd_name
 from windlass.actors.guarded_threads import GuardedThreads
 from windlass.actors.messages import ActivationIoDone, Message, ReadActivations, SsdRequest, WriteActivations
 from windlass.actors.scratch_slots import ScratchSlots
-from windlass.actors.swap_parts import At, Moment, Part, SsdSwap, Turns
+from windlass.actors.swap_parts import At, Moment, Part, SsdSwap, Turns, cut, slots_of_part
 from windlass.engine.activations import SwapCounter, SwapCounts, SwapWatch
 from windlass.engine.activations_host import ActivationMemoryError, ActivationTimeoutError
 from windlass.engine.device import Device
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import ActorName, CorrelationId, Span
 
-# An SSD is as fast as it can be with a few megabytes at once.
-_MAX_PART_SLOTS = 4
 # What took no longer was no wait.
 _LEAST_WAIT_S = 1e-4
 
@@ -58,8 +56,7 @@ class SsdActivations:
         self._watch = watch
         self._max_leaving_nbytes = max_leaving_nbytes
         self._slot_nbytes = pool.slot_nbytes
-        # Each SSD moves one part while it is asked for the next, and one is copied each way.
-        self._part_slots = max(1, min(_MAX_PART_SLOTS, num_staged // (2 * num_ssds + 2)))
+        self._part_slots = slots_of_part(num_staged, num_ssds)
         self._buffers = SlotPool(
             pool.offset + (pool.num_slots - num_staged) * pool.slot_nbytes,
             pool.slot_nbytes * self._part_slots,
@@ -104,8 +101,8 @@ class SsdActivations:
         with self._changed:
             self._wait_to_leave(nbytes)
             self._wait_for_slots(nbytes)
-            swap = SsdSwap(nbytes, tensor, self._device.after_now(), self._now)
-            swap.parts = list(self._cut(swap))
+            swap = SsdSwap(nbytes, self._now, tensor, self._device.after_now())
+            swap.parts = list(cut(swap, self._slots, self._slot_nbytes, self._part_slots))
             swap.num_on_device = swap.num_missing = len(swap.parts)
             self._line_up(swap)
             self._leaving_nbytes += nbytes
@@ -241,15 +238,6 @@ class SsdActivations:
 
     # --- inside: all these are called under the lock ------------------------------------------------------------------
 
-    def _cut(self, swap: SsdSwap) -> Iterator[Part]:
-        start = 0
-        while start < swap.nbytes:
-            num_missing = -(-(swap.nbytes - start) // self._slot_nbytes)
-            ssd, slots = self._slots.take(min(num_missing, self._part_slots))
-            stop = min(start + len(slots) * self._slot_nbytes, swap.nbytes)
-            yield Part(swap, slice(start, stop), ssd, slots)
-            start = stop
-
     def _line_up(self, swap: SsdSwap) -> None:
         self._turns.begin(swap)
         for part in swap.parts:
@@ -272,24 +260,19 @@ class SsdActivations:
         return requests
 
     def _request(self, part: Part) -> tuple[ActorName, SsdRequest]:
-        """The operation that needs the bytes is running or comes next: its params are no more urgent. What leaves has
-        until the next operation, whose params come first where they were asked for before.
-        """
         assert part.buffer is not None
-        is_read, swap = part.at is At.RETURNING, part.swap
-        moment = swap.wanted_in if is_read else swap.left_in
-        kind: type[ReadActivations] | type[WriteActivations] = ReadActivations if is_read else WriteActivations
+        kind: type[ReadActivations] | type[WriteActivations]
+        kind = ReadActivations if part.at is At.RETURNING else WriteActivations
         correlation = CorrelationId(next(self._correlations))
         self._asked[correlation] = time.monotonic(), part
         return ssd_name(part.ssd), kind(
             job=self._spec.job,
-            step=moment.step,
+            step=part.asked_in.step,
             correlation=correlation,
             reply_to=self._name,
-            # Params of a step are read as those of the step before.
-            priority=(moment.step - 1, moment.op if is_read else moment.op + 1),
+            priority=part.priority,
             deadline_s=self._spec.deadline_s,
-            block=swap.left_in.block,
+            block=part.swap.left_in.block,
             slots=part.slots,
             span=Span(part.buffer.offset, aligned(part.nbytes)),
         )

@@ -2,14 +2,19 @@
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from windlass.actors.scratch_slots import ScratchSlots
 from windlass.storage.ids import BlockIndex, Span, Step
+
+if TYPE_CHECKING:  # the simulator swaps no tensors
+    import torch
+
+# An SSD is as fast as it can be with a few megabytes at once.
+_MAX_PART_SLOTS = 4
 
 
 class Moment(NamedTuple):
@@ -46,18 +51,34 @@ class Part:
         """Bytes of the tensor."""
         return int(self.range.stop - self.range.start)
 
+    @property
+    def asked_in(self) -> Moment:
+        """The operation for which the SSD is asked to move it."""
+        moment = self.swap.wanted_in if self.at is At.RETURNING else self.swap.left_in
+        assert moment is not None, "what returns is wanted"
+        return moment
+
+    @property
+    def priority(self) -> tuple[int, int]:
+        """For the SSD. The operation that needs the bytes is running or comes next: its params are no more urgent. What
+        leaves has until the next operation, whose params come first where they were asked for before.
+        """
+        step, op, _ = self.asked_in
+        # Params of a step are read as those of the step before.
+        return (step - 1, op if self.at is At.RETURNING else op + 1)
+
 
 @dataclass(slots=True, eq=False)
 class SsdSwap:
     """A tensor that was put; nothing in it is for its owner."""
 
     nbytes: int
-    source: torch.Tensor | None  # until all of it has left the device
-    source_ready: Callable[[], None]  # returns when it may be read
     left_in: Moment
-    target: torch.Tensor | None = None  # since it is to come back
+    source: "torch.Tensor | None" = None  # until all of it has left the device
+    source_ready: Callable[[], None] = lambda: None  # returns when it may be read
+    wanted_in: Moment | None = None  # since it is to come back
+    target: "torch.Tensor | None" = None  # since then
     target_ready: Callable[[], None] = lambda: None
-    wanted_in: Moment = field(default_factory=Moment)
     turn: int = 0  # since then
     parts: list[Part] = field(default_factory=list)
     num_on_device: int = 0  # parts that have not left it
@@ -87,7 +108,7 @@ class Turns:
         """It waits for a buffer, if it can use one where it is."""
         if part.at is At.DEVICE:
             self._push(self._leaving, part)
-        elif part.at is At.SSD and part.swap.target is not None:
+        elif part.at is At.SSD and part.swap.wanted_in is not None:
             self._push(self._demanded if part.swap.is_demanded else self._ahead, part)
 
     def first(self) -> Part | None:
@@ -101,3 +122,22 @@ class Turns:
 
     def _push(self, waiting: list[tuple[int, int, int, Part]], part: Part) -> None:
         heapq.heappush(waiting, (part.swap.turn, part.range.start, next(self._numbers), part))
+
+
+def slots_of_part(num_staged: int, num_ssds: int) -> int:
+    """How many slots' worth a part is at most, where so many slots are for staging.
+
+    Each SSD moves one part while it is asked for the next, and one is copied each way.
+    """
+    return max(1, min(_MAX_PART_SLOTS, num_staged // (2 * num_ssds + 2)))
+
+
+def cut(swap: SsdSwap, slots: ScratchSlots, slot_nbytes: int, part_slots: int) -> Iterator[Part]:
+    """The parts of a tensor, each in slots that it takes."""
+    start = 0
+    while start < swap.nbytes:
+        num_missing = -(-(swap.nbytes - start) // slot_nbytes)
+        ssd, taken = slots.take(min(num_missing, part_slots))
+        stop = min(start + len(taken) * slot_nbytes, swap.nbytes)
+        yield Part(swap, slice(start, stop), ssd, taken)
+        start = stop

@@ -137,6 +137,11 @@ class Plan:
         return self.activations.num_slots - self.num_staged_activations
 
     @property
+    def max_leaving_nbytes(self) -> int:
+        """Activations on their way to host memory that may still lie on the device; as many more on theirs to SSDs."""
+        return LEAVING_ACTIVATION_NBYTES // (2 if self.num_ssd_activations else 1)
+
+    @property
     def arena_nbytes(self) -> int:
         """Size of the shared memory."""
         return self.activations.offset + self.activations.nbytes

@@ -14,11 +14,10 @@ from tests.unit.actors.specs import make_spec as make_plain_spec
 from tests.unit.actors.test_local_groups import Run
 from tests.unit.actors.test_local_parity import assert_params_agree
 from windlass.actors import gpu_worker
-from windlass.actors.context import make_context
+from windlass.actors.context import make_context, piece_bounds
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.local import run_local
 from windlass.actors.messages import Message, SpanKind, SpansTold
-from windlass.actors.param_pieces import piece_bounds
 from windlass.actors.policy.ordering import Ordering
 from windlass.engine.device_buffers import BufferClass, DeviceBuffers
 from windlass.engine.layout import BlockLayout, ParamSlice

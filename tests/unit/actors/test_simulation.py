@@ -3,56 +3,23 @@
 import itertools
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.actors.simulated import CHUNK, Simulated, job, layers_of, rates, run
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors.context import make_context
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.scheduler import job_shape
-from windlass.actors.simulation import NotSimulated, Rates, Work, simulate
-from windlass.actors.spans_file import StepSpans
+from windlass.actors.simulation import Work, simulate
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
 from windlass.storage.ids import BlockIndex
-
-CHUNK = 4096
-FAST = 1e12
-
-
-def rates(**changes: Any) -> Rates:
-    given_rates: dict[str, Any] = {
-        "h2d_bytes": FAST,
-        "d2h_bytes": FAST,
-        "ssd_read_bytes": (FAST, FAST),
-        "ssd_write_bytes": (FAST, FAST),
-        "optimizer_params": FAST,
-        "device_params": FAST,
-    }
-    return Rates(**{**given_rates, **changes})
-
-
-def run(
-    *,
-    num_blocks: int = 6,
-    num_chunks: int = 2,
-    num_steps: int = 4,
-    compute_s: float = 1.0,
-    machine: Rates | None = None,
-    hyperparameters: dict[str, Any] | None = None,
-    **changes: Any,
-) -> list[StepSpans]:
-    """Each operation takes as long as the others."""
-    layout = make_layout(*[CHUNK * num_chunks] * num_blocks, chunk_numel=CHUNK)
-    spec = make_spec(hyperparameters=hyperparameters, total_steps=num_steps, num_cpu_optimizers=1, **changes)
-    context = make_context(spec, layout, "")
-    phases = (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
-    work = Work(compute_s={(phase, block): compute_s for phase in phases for block in range(num_blocks)})
-    return simulate(context, job_shape(context, lambda _: "{}"), machine or rates(), work)
 
 
 def test_where_all_else_is_fast_a_step_is_its_compute() -> None:
@@ -115,19 +82,6 @@ def test_what_rests_on_the_device_is_copied_out_and_written_at_a_commit() -> Non
     assert steps[2].summary["period_s"] > steps[1].summary["period_s"] + 1.0
 
 
-@pytest.mark.parametrize(
-    ("placement", "said"),
-    [
-        (Placement(group_size=1), "2 groups"),
-        (Placement(streamed_blocks=(1,)), "in pieces"),
-        (Placement(activations=ActivationChoice.SWAP.of_layers(4), host_activation_nbytes=1 << 20), "swapped"),
-    ],
-)
-def test_what_is_not_simulated_is_refused(placement: Placement, said: str) -> None:
-    with pytest.raises(NotSimulated, match=said):
-        run(placement=placement)
-
-
 def test_rates_are_needed_for_every_ssd() -> None:
     with pytest.raises(ValueError, match="2 SSDs; rates are given for 1"):
         run(machine=rates(ssd_read_bytes=(1.0,)))
@@ -148,6 +102,56 @@ def test_a_tied_head_brings_the_embedding_too(num_optimizers: int) -> None:
     assert len(copied) >= 3  # for forward, head and backward
 
 
+# A placement for each tier; the last one is for jobs that keep their gradients.
+TIERS = {
+    "SSDs": Placement(num_cached_params=0),
+    "params stay": Placement(num_cached_params=7),
+    "host memory": Placement(host_blocks=(0, 1, 4), commit_every=2),
+    "device": Placement(device_blocks=(0, 3), host_blocks=(1,), commit_every=3),
+    "gradients on SSDs": Placement(num_host_grad_blocks=1, num_cached_params=2),
+}
+# Slots in host memory and on the SSDs, of the 24 that three layers with two tensors take for four micro-batches.
+ROOM = {"nothing": None, "host": (24, 0), "host and SSDs": (7, 17), "SSDs": (0, 24)}
+TENSORS = (3000, 4096)
+NUM_BLOCKS = 5
+LAYERS = range(1, NUM_BLOCKS - 1)
+
+
+def featured(
+    placement: Placement, *, group_size: int, swaps: str, streams: bool, clips: bool, **options: Any
+) -> Simulated:
+    """A job of four micro-batches with some of all that there is."""
+    placement, room = replace(placement, group_size=group_size), ROOM[swaps]
+    if room is not None:
+        placement = replace(
+            placement,
+            activations=ActivationChoice.SWAP.of_layers(1) + ActivationChoice.RECOMPUTE_SWAP_INPUT.of_layers(2),
+            host_activation_nbytes=room[0] * 4096,
+            ssd_activation_nbytes=room[1] * 4096,
+        )
+    if streams:
+        placement = replace(placement, streamed_blocks=tuple(set(LAYERS) - set(placement.device_blocks)))
+    return job(
+        layout=layers_of((3000, 3000), (4000,), (3000,), num_norms=100, num_blocks=NUM_BLOCKS),
+        placement=placement,
+        swapped_nbytes={} if room is None else dict.fromkeys(LAYERS, TENSORS),
+        hyperparameters={"num_microbatches": 4, "clip_norm": 1.0 if clips else None},
+        **options,
+    )
+
+
+@pytest.mark.usefixtures("small_activation_slots")
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("swaps", ROOM)
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_combination_ends(tier: str, swaps: str, streams: bool) -> None:
+    slow = rates(h2d_bytes=1e5, d2h_bytes=1e5, ssd_read_bytes=(1e5, 1e5), ssd_write_bytes=(1e5, 1e5))
+    for group_size, clips in product((4, 2, 1), (False, True)):
+        if clips or tier != "gradients on SSDs":
+            features = {"group_size": group_size, "swaps": swaps, "streams": streams, "clips": clips}
+            assert len(featured(TIERS[tier], **features, num_steps=2, machine=slow, compute_s=0.1).steps()) == 2
+
+
 PLACEMENTS = st.builds(
     Placement,
     host_blocks=st.sets(st.integers(0, 2)).map(lambda blocks: tuple(sorted(blocks))),
@@ -159,12 +163,12 @@ SPILLED = st.builds(Placement, num_host_grad_blocks=st.integers(0, 4), num_cache
 SECONDS = st.sampled_from([0.0, 0.3, 1.0, 5.0])
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("small_activation_slots")
+# The slots' size is the same in all of a test's jobs.
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None:
     spills = data.draw(st.booleans())
-    placement = data.draw(SPILLED if spills else PLACEMENTS)
-    clips = spills or data.draw(st.booleans())
     ordering = data.draw(
         st.builds(
             Ordering,
@@ -184,20 +188,23 @@ def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None
         optimizer_params=CHUNK / (data.draw(SECONDS) + 1e-9),
         message_s=data.draw(st.sampled_from([0.0, 0.01])),
         commit_s=data.draw(SECONDS),
+        gives_ahead=data.draw(st.booleans()),
     )
-    steps = run(
-        num_blocks=5,
-        num_chunks=data.draw(st.integers(1, 3)),
+    steps = featured(
+        data.draw(SPILLED if spills else PLACEMENTS),
+        group_size=data.draw(st.integers(1, 4)),
+        swaps=data.draw(st.sampled_from(sorted(ROOM))),
+        streams=data.draw(st.booleans()),
+        clips=spills or data.draw(st.booleans()),
         num_steps=3,
         machine=machine,
-        hyperparameters={"clip_norm": 1.0 if clips else None},
-        placement=placement,
+        compute_s=data.draw(SECONDS),
         ordering=ordering,
-    )
+    ).steps()
     assert len(steps) == 3
     spans = list(dict.fromkeys(span for step in steps for span in step.spans))
     _one_at_a_time(spans)
-    _no_block_is_computed_before_its_update(spans, num_blocks=5)
+    _no_block_is_computed_before_its_update(spans, num_blocks=NUM_BLOCKS)
 
 
 def _one_at_a_time(spans: list[WorkSpan]) -> None:

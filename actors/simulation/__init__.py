@@ -1,0 +1,79 @@
+"""A job as it would run on a machine that may not exist: discrete events, in no time and with no bytes.
+
+The scheduler's policy is the real one, and so are the plan's slots and the cache of params; what is simulated are the
+other actors, chunk by chunk, as far as they use resources: compute, the two ways to the device, each SSD, each
+optimizer. A resource does one thing at a time and takes as long as its rate says. What comes out are the spans that the
+real actors would tell, and from them the same timeline.
+"""
+
+from bisect import bisect_right
+from dataclasses import replace
+from operator import attrgetter
+
+from windlass.actors.context import JobContext
+from windlass.actors.messages import SpanKind
+from windlass.actors.policy.shape import JobShape
+from windlass.actors.simulation.job import SimulatedJob
+from windlass.actors.simulation.resources import Rates, Stuck, Work
+from windlass.actors.spans_file import StepSpans
+from windlass.actors.timeline import Timeline
+
+__all__ = ["Rates", "Stuck", "Work", "simulate"]
+
+
+def simulate(context: JobContext, shape: JobShape, rates: Rates, work: Work) -> list[StepSpans]:
+    """The timelines of all steps of a job, as the real job would tell them; evaluations are left out.
+
+    Raises:
+        ValueError: the rates are of other SSDs, or what is swapped is not what the plan says or has room for.
+        Stuck: the job does not end. That would be a defect of the policy, the plan or this simulation.
+    """
+    _check_rates(context, rates)
+    _check_swapped(context, work)
+    shape = replace(shape, num_evaluation_groups=0)
+    found = SimulatedJob(context, shape, rates, work).run()
+    timeline = Timeline(
+        shape.num_blocks,
+        keeps_grads=shape.keeps_grads,
+        overlaps_steps=shape.ordering.overlaps_steps,
+        max_spans=len(found),
+    )
+    timeline.begin(0.0)
+    spans, told = sorted(found, key=attrgetter("end_s")), 0
+    # Actors tell of a step while the next one runs. Of several groups of micro-batches, the last one ends a step.
+    ends = {span.step: span.end_s for span in spans if span.kind is SpanKind.BACKWARD and span.block == 0}
+    steps = []
+    for step in range(1, shape.total_steps + 1):
+        known = bisect_right(spans, ends[step + 1], key=attrgetter("end_s")) if step + 1 in ends else len(spans)
+        timeline.add(spans[told:known])
+        told = known
+        ended = timeline.end_step(step)
+        assert ended is not None, f"the simulated job has no step {step}"
+        steps.append(ended)
+    return steps
+
+
+def _check_rates(context: JobContext, rates: Rates) -> None:
+    num_ssds = len(context.ssds)
+    if len(rates.ssd_read_bytes) != num_ssds or len(rates.ssd_write_bytes) != num_ssds:
+        raise ValueError(f"the job has {num_ssds} SSDs; rates are given for {len(rates.ssd_read_bytes)}")
+
+
+def _check_swapped(context: JobContext, work: Work) -> None:
+    plan = context.plan
+    swapping = {block for block, choice in enumerate(plan.layer_activations, start=1) if choice.swaps}
+    if set(work.swapped_nbytes) != swapping:
+        raise ValueError(
+            f"the work says what blocks {sorted(work.swapped_nbytes)} swap, and the plan has blocks {sorted(swapping)} "
+            "swap: give the bytes of each of these, and of no others"
+        )
+    slot_nbytes = plan.activations.slot_nbytes
+    tensors = [nbytes for tensors in work.swapped_nbytes.values() for nbytes in tensors]
+    needed = plan.group_size * sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
+    there = plan.num_host_activations + plan.num_ssd_activations
+    if needed > there:
+        raise ValueError(
+            f"a group of {plan.group_size} micro-batches swaps activations that take {needed} slots of {slot_nbytes} "
+            f"bytes at once, and the plan has {there}; give host_activation_nbytes and ssd_activation_nbytes of the "
+            f"placement together at least {needed * slot_nbytes} bytes"
+        )

@@ -1,0 +1,162 @@
+"""The simulated way of gradients from the device: as `grad_offload.GradOffload` and `partial_grads.PartialGrads`."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import simpy
+
+from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, OffloadGrad, Phase, SpanKind
+from windlass.actors.simulation.resources import Process, Signal
+from windlass.actors.simulation.world import World
+from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers
+from windlass.planner.plan import PARTIAL_GRAD_ITEMSIZE
+from windlass.storage.ids import BlockIndex, ChunkKey, Span
+
+# As in `partial_grads`: the block whose operation adds to a sum, and the block whose gradient it is.
+Use = tuple[BlockIndex, BlockIndex]
+
+
+@dataclass(slots=True, eq=False)
+class _Partial:
+    """A sum that a group leaves to the next."""
+
+    operation: ComputeBlock
+    use: Use
+
+
+class Grads:
+    """Buffers for sums on the device, and the copies to host memory and back."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        env, layout, plan = world.env, world.context.layout, world.context.plan
+        self._tied = {block for shared in layout.shared for block in shared[1:]}
+        self._to_offload = simpy.Store(env)
+        self._permits = simpy.Container(env, capacity=MAX_GRAD_BUFFERS, init=MAX_GRAD_BUFFERS)
+        numels: dict[int, int] = {block.index: block.numel for block in layout.blocks}
+        num_waiting = MAX_GRAD_BUFFERS + (1 if plan.num_groups > 1 else 0)
+        numbers = grad_buffers(numels, resident=plan.device_blocks, num_waiting=num_waiting)
+        numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
+        self._flats = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in numbers.items()}
+        self._being_summed: set[Use] = set()  # of what does not rest on the device
+        self._expected: deque[ComputeBlock] = deque()
+        self._left: set[Use] = set()
+        self._back: set[Use] = set()
+        self._changed = Signal(env)
+        env.process(self._run())
+        env.process(self._bring_back())
+
+    def expect(self, operation: ComputeBlock) -> None:
+        """The operation will be computed: what an earlier group left to it is brought back in time."""
+        if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self._uses(operation):
+            self._expected.append(operation)
+            self._changed.tell()
+
+    def take(self, operation: ComputeBlock) -> Process:
+        """Buffers for an operation's sums, with what the group before has summed."""
+        for use in self._uses(operation):
+            if use[0] == use[1]:
+                yield self._permits.get(1)
+            if operation.group > 0:
+                yield from self._take_back(use)
+            else:
+                yield self._flat(use[1]).get(1)
+            self._being_summed.add(use)
+
+    def set_aside(self, operation: ComputeBlock) -> None:
+        """An operation is computed, and the next group goes on with its sums."""
+        for use in self._uses(operation):
+            self._being_summed.remove(use)
+            self._to_offload.put(_Partial(operation, use))
+
+    def complete(self, block: BlockIndex) -> None:
+        """A block's gradient is: sums of other operations that use its params are added to its own."""
+        for use in [use for use in self._being_summed if use[1] == block]:
+            self._being_summed.remove(use)
+            if use[0] != block:
+                self._flat(block).put(1)
+
+    def request(self, message: OffloadGrad) -> None:
+        """Begins to bring a complete gradient to where it is kept."""
+        self._to_offload.put(message)
+
+    def _uses(self, operation: ComputeBlock) -> list[Use]:
+        resident = self.world.context.plan.device_blocks
+        return [(operation.block, block) for block in operation.blocks if block not in resident]
+
+    def _flat(self, block: BlockIndex) -> simpy.Container:
+        return self._flats[self.world.context.layout.blocks[block].numel]
+
+    def _run(self) -> Process:
+        world = self.world
+        while True:
+            request = yield self._to_offload.get()
+            if isinstance(request, _Partial):
+                yield from self._leave(request)
+                continue
+            keys = world.context.layout.chunk_keys(request.block)
+            yield world.grad_slots.get(len(keys))
+            self._permits.put(1)
+            for key in keys:
+                nbytes = world.grad_itemsize * world.context.chunk_numel(key)
+                yield from world.copy_out(nbytes, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk)
+            self._flat(request.block).put(1)
+            if request.block in world.context.plan.spilled_blocks:
+                world.env.process(self._spill(request, keys))
+            else:
+                self._offloaded(request, tuple(GradChunk(key, Span(0, 0)) for key in keys))
+
+    def _spill(self, request: OffloadGrad, keys: Sequence[ChunkKey]) -> Process:
+        world = self.world
+
+        def spill(key: ChunkKey) -> Process:
+            nbytes, step = world.grad_itemsize * world.context.chunk_numel(key), request.step
+            yield from world.chunk_move(key, nbytes, SpanKind.WRITE_GRAD, step, (step, request.block))
+            world.grad_slots.put(1)
+
+        yield world.env.all_of([world.env.process(spill(key)) for key in keys])
+        self._offloaded(request, tuple(GradChunk(key, None) for key in keys))
+
+    def _offloaded(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
+        self.world.tell(GradOffloaded(job=request.job, step=request.step, block=request.block, chunks=chunks))
+
+    # --- between groups ---------------------------------------------------------------------------------------------
+
+    def _take_back(self, use: Use) -> Process:
+        yield from self._changed.until(lambda: use in self._back)
+        self._back.remove(use)
+        self._changed.tell()
+
+    def _leave(self, partial: _Partial) -> Process:
+        user, block = partial.use
+        if user == block:
+            self._permits.put(1)
+        for key in self.world.context.layout.chunk_keys(block):
+            nbytes, step = self._partial_nbytes(key), partial.operation.step
+            yield from self.world.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
+        self._flat(block).put(1)
+        self._left.add(partial.use)
+        self._changed.tell()
+
+    def _bring_back(self) -> Process:
+        while True:
+            yield from self._changed.until(self._is_due)
+            operation = self._expected.popleft()
+            uses = self._uses(operation)
+            for use in uses:
+                self._left.remove(use)
+                yield self._flat(use[1]).get(1)
+                for key in self.world.context.layout.chunk_keys(use[1]):
+                    nbytes, step = self._partial_nbytes(key), operation.step
+                    yield from self.world.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
+            self._back.update(uses)
+            self._changed.tell()
+
+    def _is_due(self) -> bool:
+        return bool(self._expected) and not self._back and self._left.issuperset(self._uses(self._expected[0]))
+
+    def _partial_nbytes(self, key: ChunkKey) -> int:
+        """Sums are in the type in which gradients travel, those of tied uses in fp32."""
+        itemsize = PARTIAL_GRAD_ITEMSIZE if key.block in self._tied else self.world.grad_itemsize
+        return itemsize * self.world.context.chunk_numel(key)

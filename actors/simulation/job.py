@@ -1,0 +1,85 @@
+"""A simulated job: the real scheduler's policy, and actors that use the resources of a machine."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+from windlass.actors.context import JobContext
+from windlass.actors.messages import (
+    CommitStore,
+    ExportModel,
+    FlushBlock,
+    Message,
+    ModelExported,
+    RestoreStates,
+    SpanKind,
+    StatesRestored,
+    StoreCommitted,
+    UpdateBlock,
+    WorkSpan,
+)
+from windlass.actors.policy.pipeline import Pipeline
+from windlass.actors.policy.shape import JobShape
+from windlass.actors.policy.trainer import Trainer
+from windlass.actors.policy.waits import Instruction
+from windlass.actors.simulation.optimizer import Optimizer
+from windlass.actors.simulation.resources import Process, Rates, Stuck, Work
+from windlass.actors.simulation.worker import Worker
+from windlass.actors.simulation.world import World
+from windlass.actors.spans import NO_BLOCK, WHOLE_BLOCK
+from windlass.storage.ids import ActorName, Step
+
+
+class SimulatedJob:
+    """All actors of a job, and what they tell."""
+
+    def __init__(self, context: JobContext, shape: JobShape, rates: Rates, work: Work) -> None:
+        self._world = World(context, shape, rates, work, self._tell)
+        self._pipeline = Pipeline(shape, Trainer(scales_loss=False), Step(0))
+        self._optimizers = {
+            name: Optimizer(self._world, name, context.plan.states[index].num_slots)
+            for index, name in enumerate(shape.optimizers)
+        }
+        self._worker = Worker(self._world)
+
+    def run(self) -> list[WorkSpan]:
+        """The spans of all steps, until the last one is committed. Raises `Stuck`."""
+        self._issue(self._pipeline.start(0.0))
+        self._world.env.run()
+        pipeline = self._pipeline
+        if not pipeline.finished:
+            waits = ", ".join(f"{wait}" for wait in itertools.islice(pipeline.waits.outstanding.values(), 5))
+            raise Stuck(f"the simulated job ends at step {pipeline.committed} and waits for: {waits or 'nothing'}")
+        return self._world.spans
+
+    def _tell(self, event: Message) -> None:
+        self._later(lambda: self._issue(self._pipeline.handle(event, self._world.env.now)))
+
+    def _issue(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            self._later(functools.partial(self._deliver, instruction))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        self._world.env.timeout(self._world.rates.message_s).callbacks.append(lambda _: call())
+
+    def _deliver(self, instruction: Instruction) -> None:
+        message, to, env = instruction.message, instruction.to, self._world.env
+        match message:
+            case CommitStore():
+                env.process(self._commit(message, to))
+            case FlushBlock() if to in self._optimizers:
+                env.process(self._optimizers[to].flush(message))
+            case RestoreStates():
+                self._tell(StatesRestored(job=message.job, step=message.step, actor=to))
+            case ExportModel():
+                self._tell(ModelExported(job=message.job, step=message.step, path=message.path))
+            case UpdateBlock() if to in self._optimizers:
+                self._optimizers[to].update(message)
+            case _:
+                self._worker.post(message)
+
+    def _commit(self, message: CommitStore, ssd: ActorName) -> Process:
+        start_s = self._world.env.now
+        yield self._world.env.timeout(self._world.rates.commit_s)
+        self._world.note(ssd, SpanKind.COMMIT, message.step, NO_BLOCK, WHOLE_BLOCK, start_s)
+        self._tell(StoreCommitted(job=message.job, step=message.step, actor=ssd, bytes_read=0, bytes_written=0))

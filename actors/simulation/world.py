@@ -1,0 +1,78 @@
+"""What the actors of a simulated job share: its facts, its resources, and the way to the scheduler."""
+
+from collections.abc import Callable
+
+import simpy
+
+from windlass.actors.context import JobContext, grad_itemsize, piece_bounds, ssd_name
+from windlass.actors.messages import Message, SpanKind
+from windlass.actors.param_cache import ParamCache
+from windlass.actors.policy.shape import JobShape
+from windlass.actors.simulation.resources import Log, Process, Rates, Resource, Signal, Work
+from windlass.actors.spans import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK
+from windlass.storage.arena import SlotPool
+from windlass.storage.ids import BlockIndex, ChunkKey
+
+
+class World(Log):
+    """One simulated machine, and the job on it."""
+
+    def __init__(
+        self, context: JobContext, shape: JobShape, rates: Rates, work: Work, tell: Callable[[Message], None]
+    ) -> None:
+        """`tell` takes what actors tell the scheduler."""
+        super().__init__()
+        self.context = context
+        self.shape = shape
+        self.rates = rates
+        self.work = work
+        self.tell = tell
+        formats, plan = context.formats, context.plan
+        self.host_slots = context.host_slots()
+        self.param_itemsize = formats.itemsizes[formats.param_kind]
+        self.state_itemsize = sum(formats.itemsizes.values())
+        self.grad_itemsize = grad_itemsize(context.spec)
+        # Of streamed blocks, where they are cut.
+        self.bounds: dict[BlockIndex, tuple[int, ...]] = piece_bounds(context)
+        pool = plan.params
+        self.param_slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots)
+        self.param_slots_changed = Signal(self.env)
+        self.cache = ParamCache.of_job(context, self.param_slots)
+        self.grad_slots = simpy.Container(self.env, capacity=plan.grads.num_slots, init=plan.grads.num_slots)
+        self.compute = Resource(self, COMPUTE)
+        self._links = {name: Resource(self, name) for name in (TO_DEVICE, FROM_DEVICE)}
+        self._ssds = [Resource(self, ssd_name(index)) for index in range(len(context.ssds))]
+        self._geometry = context.geometry(0) if context.ssds else None
+
+    def copy_in(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
+        """From host memory to the device."""
+        return self._links[TO_DEVICE].work(nbytes / self.rates.h2d_bytes, kind, step, block, chunk, nbytes)
+
+    def copy_out(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
+        """... and back."""
+        return self._links[FROM_DEVICE].work(nbytes / self.rates.d2h_bytes, kind, step, block, chunk, nbytes)
+
+    def ssd_of(self, key: ChunkKey) -> int:
+        """Where a chunk's states rest."""
+        assert self._geometry is not None
+        return self._geometry.ssd_of(key)
+
+    def ssd_move(
+        self,
+        ssd: int,
+        nbytes: int,
+        kind: SpanKind,
+        step: int,
+        priority: tuple[int, int],
+        block: int,
+        chunk: int = WHOLE_BLOCK,
+    ) -> Process:
+        """To an SSD or from it, as the kind says."""
+        is_read = kind.startswith("read_")
+        rate = (self.rates.ssd_read_bytes if is_read else self.rates.ssd_write_bytes)[ssd]
+        num_pieces = max(1, -(-nbytes // self.context.ssds[ssd].io.piece_nbytes))
+        return self._ssds[ssd].work(nbytes / rate, kind, step, block, chunk, nbytes, priority, num_pieces)
+
+    def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Process:
+        """Some of a chunk's states go to their SSD, or come from it."""
+        return self.ssd_move(self.ssd_of(key), nbytes, kind, step, priority, key.block, key.chunk)
