@@ -48,7 +48,8 @@ class Operations:
         num_pieces = len(self._pieces.shares(request.block))
         passes = self._passes(request.phase, request.block, 1.0)
         unit = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
-        self._pieces.begin(request, unit * self._num_microbatches(request.group))
+        if unit:
+            self._pieces.begin(request, unit * self._num_microbatches(request.group))
 
     def _run(self) -> Process:
         world, plan = self.world, self.world.context.plan

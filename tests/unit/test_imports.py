@@ -80,8 +80,9 @@ def test_only_the_service_and_deploy_know_ray() -> None:
     [
         ("windlass.actors.ssd_server", "windlass.actors.scheduler", "windlass.storage.tensor_store"),
         ("windlass.actors.policy.pipeline", "windlass.planner.plan", "windlass.engine.layout"),
+        ("windlass.actors.simulation",),
     ],
-    ids=["actors", "policy"],
+    ids=["actors", "policy", "simulation"],
 )
 def test_light_actors_do_not_load_what_is_heavy(modules: tuple[str, ...], tmp_path: Path) -> None:
     code = (
