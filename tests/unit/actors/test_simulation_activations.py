@@ -63,6 +63,22 @@ def test_nothing_comes_back_before_it_left() -> None:
             assert num_begun <= sum(nbytes for end_s, nbytes in left if end_s <= at_s)
 
 
+def test_no_more_is_on_its_way_to_the_ssds_than_has_staging_buffers() -> None:
+    slow = rates(ssd_write_bytes=(1e4, 1e4))
+    placement = placed(num_host=0, num_ssd=NUM_SLOTS)
+    found = job(swapped_nbytes=SWAPPED, num_steps=1, compute_s=1e-3, machine=slow, placement=placement)
+    spans, staged_nbytes = found.spans(), found.context.plan.num_staged_activations * SLOT
+    assert staged_nbytes < NBYTES
+    written = [(span.end_s, span.nbytes) for span in spans if span.kind is SpanKind.WRITE_ACTIVATIONS]
+    out_nbytes, most_nbytes = 0, 0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if span.kind is SpanKind.COPY_ACTIVATIONS_OUT:
+            out_nbytes += span.nbytes
+            on_its_way = out_nbytes - sum(nbytes for end_s, nbytes in written if end_s <= span.start_s)
+            most_nbytes = max(most_nbytes, on_its_way)
+    assert staged_nbytes / 2 < most_nbytes <= staged_nbytes
+
+
 @pytest.mark.parametrize("num_host", [NUM_SLOTS, 0])
 def test_where_all_else_is_fast_a_step_is_its_compute(num_host: int) -> None:
     steps = run(swapped_nbytes=SWAPPED, placement=placed(num_host=num_host, num_ssd=NUM_SLOTS - num_host))
@@ -98,19 +114,33 @@ def test_where_the_ssds_are_slow_a_step_is_their_bytes() -> None:
     assert step.summary["period_s"] == pytest.approx(2 * NUM_SLOTS * SLOT / 2e5, rel=0.05)
 
 
-def test_compute_waits_where_too_much_is_on_its_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_host", [NUM_SLOTS, 0])
+def test_compute_waits_where_too_much_is_on_its_way_out(monkeypatch: pytest.MonkeyPatch, num_host: int) -> None:
     """With room on the device for what leaves, copies may take as long as the forward pass; without, that waits."""
+    placement = placed(num_host=num_host, num_ssd=NUM_SLOTS - num_host)
 
     def waits_s(leaving_nbytes: int) -> float:
         monkeypatch.setattr(plan, "LEAVING_ACTIVATION_NBYTES", leaving_nbytes)
-        spans = job(swapped_nbytes=SWAPPED, placement=placed(), machine=rates(d2h_bytes=NBYTES / 3.9)).spans()
+        spans = job(swapped_nbytes=SWAPPED, placement=placement, machine=rates(d2h_bytes=NBYTES / 3.9)).spans()
         waits = [span for span in spans if span.kind is SpanKind.WAIT_ACTIVATIONS and span.step == 2]
         forward = [span for span in spans if span.kind is SpanKind.FORWARD and span.step == 2]
         return sum(span.end_s - span.start_s for span in waits if span.end_s <= forward[-1].end_s)
 
-    assert waits_s(NBYTES) == 0.0
+    assert waits_s(2 * NBYTES) == 0.0
     # One tensor at a time: the last one of a micro-batch is half of it, and has a third of its time.
     assert waits_s(0) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("choice", "order"),
+    [(ActivationChoice.SWAP, TENSORS[::-1]), (ActivationChoice.RECOMPUTE_SWAP_INPUT, TENSORS)],
+)
+def test_a_graph_asks_for_the_latest_first(choice: ActivationChoice, order: tuple[int, ...]) -> None:
+    spans = job(swapped_nbytes=SWAPPED, num_steps=1, placement=placed(choice)).spans()
+    back = [span for span in spans if span.kind is SpanKind.COPY_ACTIVATIONS_IN]
+    first = sorted(back, key=lambda span: span.start_s)[: len(TENSORS)]
+    # Of the last layer's first micro-batch.
+    assert [(span.block, span.nbytes) for span in first] == [(LAYERS[-1], nbytes) for nbytes in order]
 
 
 def test_what_the_plan_does_not_say_is_refused() -> None:

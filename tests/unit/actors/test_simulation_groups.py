@@ -1,5 +1,6 @@
 """Simulated groups of micro-batches: params come once a group each way, and sums go out and in between groups."""
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 
 from tests.unit.actors.simulated import CHUNK, Simulated, job, moved, rates, run
 from tests.unit.actors.specs import make_layout
-from windlass.actors.messages import SpanKind
+from windlass.actors.messages import Phase, SpanKind
+from windlass.actors.param_cache import ParamCache
+from windlass.actors.policy.ordering import Ordering
 from windlass.planner.plan import Placement
-from windlass.storage.ids import BlockIndex
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 
 NUM_MICROBATCHES = 4
 NUM_BLOCKS = 6
@@ -62,6 +65,20 @@ def test_where_all_else_is_fast_a_step_is_the_compute_of_its_groups(group_size: 
         assert step.summary["period_s"] == pytest.approx(num_operations, rel=1e-6)
 
 
+def test_the_cache_knows_which_group_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    uses: dict[tuple[int, int, Phase], list[bool]] = defaultdict(list)
+    put = ParamCache.put
+
+    def noting(cache: ParamCache, key: ChunkKey, step: Step, span: Span, phase: Phase, *, is_last_group: bool) -> None:
+        uses[(step, key.block, phase)].append(is_last_group)
+        put(cache, key, step, span, phase, is_last_group=is_last_group)
+
+    monkeypatch.setattr(ParamCache, "put", noting)
+    job(num_chunks=1, **grouped(1)).spans()
+    assert len(uses) == 4 * (2 * NUM_BLOCKS - 1)
+    assert all(found == [False, False, False, True] for found in uses.values())
+
+
 def test_a_smaller_last_group_takes_its_share() -> None:
     for step in run(**grouped(3))[1:]:
         assert step.summary["period_s"] == pytest.approx(11 + 11 / 3, rel=1e-6)
@@ -88,3 +105,12 @@ def test_sums_are_back_before_the_next_group_adds_to_them() -> None:
         assert out[-1].end_s <= back[0].start_s
         assert back[-1].end_s <= second.start_s
         assert second.end_s <= gradient.start_s
+
+
+def test_one_operation_s_sums_are_brought_back_at_a_time() -> None:
+    """However many operations are known: those of the next one wait until one has taken its own."""
+    spans = job(num_steps=1, ordering=Ordering(max_prefetched=4), **grouped(2)).spans()
+    second = {span.block: span for span in spans if span.kind is SpanKind.BACKWARD}  # the later of two
+    for block in range(NUM_BLOCKS - 2):
+        back = [span for span in spans if span.kind is SpanKind.COPY_PARTIAL_IN and span.block == block]
+        assert second[block + 1].start_s - 1e-6 <= back[0].start_s < second[block + 1].end_s

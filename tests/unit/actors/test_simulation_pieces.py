@@ -9,7 +9,8 @@ from tests.unit.actors.simulated import CHUNK, job, layers_of, moved, rates, run
 from windlass.actors.messages import Phase, SpanKind
 from windlass.actors.simulation import Work
 from windlass.planner.activations import ActivationChoice
-from windlass.planner.plan import Placement
+from windlass.planner.plan import FETCH_DEPTH, Placement, PlanError
+from windlass.storage.ids import BlockIndex
 
 LAYERS = (1, 2, 3, 4)
 PIECE = 2 * CHUNK
@@ -89,18 +90,21 @@ def test_one_piece_is_copied_while_another_is_computed_with(gives_ahead: bool, e
         assert found == pytest.approx([compute_s + exposed_s] * 4, abs=0.01)
 
 
-def test_chunks_stay_in_host_memory_while_their_layer_is_computed() -> None:
-    """So what follows waits for slots where the plan has them for one layer only: its reads begin after that."""
-    slow = rates(ssd_read_bytes=(1e4, 1e4))
-    fields = streamed(1)
-    wide = run(machine=slow, **fields)[-1].summary["period_s"]
-    context = job(**fields).context
-    narrow_nbytes = context.plan.arena_nbytes
-    while True:
+@pytest.mark.parametrize("num_held", [1, 2])
+def test_chunks_stay_in_host_memory_while_their_layer_is_computed(num_held: int) -> None:
+    """Where there is room for one layer only, the next one's last chunks are not read before that."""
+    found = job(compute_s=5.0, num_steps=1, **streamed(1))
+    while num_held == 1:
+        nbytes = found.context.plan.arena_nbytes - 1
         try:
-            narrow_nbytes = job(host_memory_nbytes=narrow_nbytes - 1, **fields).context.plan.arena_nbytes
-        except ValueError:
+            found = job(compute_s=5.0, num_steps=1, host_memory_nbytes=nbytes, **streamed(1))
+        except PlanError:
             break
-    narrow = job(host_memory_nbytes=narrow_nbytes, machine=slow, **fields)
-    assert narrow.context.plan.params.num_slots < context.plan.params.num_slots
-    assert narrow.steps()[-1].summary["period_s"] > wide + 1.0
+    chunks_of_layer = found.context.layout.num_chunks(BlockIndex(1))
+    assert found.context.plan.params.num_slots == FETCH_DEPTH + num_held * chunks_of_layer
+    spans = found.spans()
+    reads = [span.end_s for span in spans if span.kind is SpanKind.READ_PARAMS and span.block == 2]
+    assert len(reads) == 2 * chunks_of_layer
+    (before,) = (span.end_s for span in spans if span.kind is SpanKind.FORWARD and span.block == 1)
+    is_late = reads[chunks_of_layer - 1] > before
+    assert is_late == (num_held == 1)
