@@ -7,6 +7,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from windlass.engine.block_runner import BlockRunner
+from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import Partition, build_meta_model, load_config
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
 from windlass.planner.shapes import ModelShape
@@ -77,6 +78,11 @@ class Profiler:
         self._runner = BlockRunner(self._partition, torch.device(device), seed=0)
         self._itemsize = next(self._partition.model.parameters()).element_size()
         self._known: dict[tuple[int, int], ModelProfile] = {}
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Of the model's blocks."""
+        return self._partition.layout
 
     def profile(self, num_examples: int, num_tokens: int) -> ModelProfile:
         """For micro-batches of `num_examples` x `num_tokens` tokens."""

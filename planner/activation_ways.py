@@ -18,9 +18,14 @@ class ActivationWay:
 
     choice: BlockActivations
     held_nbytes: int  # on the device, between the forward pass and the backward pass
-    swapped_nbytes: int
+    out_nbytes: tuple[int, ...]  # of each tensor that is swapped, in the order in which they leave
     num_slots: int  # that these take in host memory or on the SSDs
     again: Work  # computed a second time
+
+    @property
+    def swapped_nbytes(self) -> int:
+        """Of all that is swapped."""
+        return sum(self.out_nbytes)
 
 
 def by_benefit(layer: LayerProfile) -> list[OperatorProfile]:
@@ -76,13 +81,12 @@ def _counted(
 ) -> ActivationWay:
     # Where nothing is computed again, the input is held as far as autograd saves it.
     input_nbytes = layer.input_nbytes if choice.recompute or layer.saves_input else 0
-    out = [nbytes for operator in swapped for nbytes in operator.outputs_nbytes]
-    if choice.swap_input:
-        out.append(input_nbytes)
+    gone = [nbytes for operator in layer.operators if operator in swapped for nbytes in operator.outputs_nbytes]
+    out = [input_nbytes, *gone] if choice.swap_input else gone
     return ActivationWay(
         choice=choice,
         held_nbytes=sum(operator.nbytes for operator in held) + (0 if choice.swap_input else input_nbytes),
-        swapped_nbytes=sum(out),
+        out_nbytes=tuple(out),
         num_slots=sum(-(-nbytes // slot_nbytes) for nbytes in out),
         again=again,
     )

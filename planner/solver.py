@@ -36,6 +36,7 @@ class DoesNotFitError(ValueError):
 class Solution:
     """The best plan, and what it is expected to come to by the cost model."""
 
+    costs: StepCosts  # by which it was chosen
     placement: Placement
     plan: Plan
     step_s: float
@@ -103,6 +104,7 @@ def _solve(costs: StepCosts) -> Solution:
             costs = replace(costs, limits=replace(costs.limits, host_nbytes=costs.limits.host_nbytes - excess))
             continue
         return Solution(
+            costs=costs,
             placement=replace(placement, num_cached_params=plan.num_cached_params),
             plan=plan,
             step_s=outcome.step_s,

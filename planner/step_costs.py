@@ -217,12 +217,10 @@ class StepCosts:
 
     def _activation_way(self, layer: LayerProfile, way: ActivationWay) -> Way:
         job, speeds = self.job, self.speeds
-        forward_s, backward_s = self._compute_s(layer)
-        share = self._roofline_s(way.again) / self._roofline_s(layer.work)
         swapped_nbytes = job.num_microbatches * way.swapped_nbytes
         seconds = {
-            Part.FORWARD: job.num_microbatches * forward_s,
-            Part.BACKWARD: job.num_microbatches * (backward_s + share * forward_s),
+            Part.FORWARD: job.num_microbatches * self.compute_s(layer)[0],
+            Part.BACKWARD: job.num_microbatches * self.backward_s(layer, way),
             Part.D2H_FORWARD: swapped_nbytes / speeds.d2h_bytes,
             Part.H2D_BACKWARD: swapped_nbytes / speeds.h2d_bytes,
         }
@@ -237,7 +235,7 @@ class StepCosts:
 
     def _always(self) -> Iterator[tuple[Part, float]]:
         model, num = self.job.model, self.job.num_microbatches
-        embedding, head = self._compute_s(model.embedding), self._compute_s(model.head)
+        embedding, head = self.compute_s(model.embedding), self.compute_s(model.head)
         yield Part.FORWARD, num * (embedding[0] + sum(head))
         yield Part.BACKWARD, num * embedding[1]
 
@@ -284,10 +282,15 @@ class StepCosts:
         peak = max(block.peak_nbytes for block in model.blocks)
         return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + peak
 
-    def _compute_s(self, block: BlockProfile) -> tuple[float, float]:
+    def compute_s(self, block: BlockProfile) -> tuple[float, float]:
         """Of one micro-batch forward, and backward without computing anything again."""
         forward_s = self._roofline_s(block.work) if block.forward_s is None else block.forward_s
         return forward_s, 2 * forward_s if block.backward_s is None else block.backward_s
+
+    def backward_s(self, layer: LayerProfile, way: ActivationWay) -> float:
+        """Of one micro-batch, with what is computed again."""
+        forward_s, backward_s = self.compute_s(layer)
+        return backward_s + forward_s * self._roofline_s(way.again) / self._roofline_s(layer.work)
 
     def _roofline_s(self, work: Work) -> float:
         """Products, and everything's outputs written and read."""
@@ -308,7 +311,7 @@ class StepCosts:
     # --- bounds -----------------------------------------------------------------------------------------------------
 
     def _bounds(self) -> Iterator[Bound]:
-        head_s = self.job.num_microbatches * sum(self._compute_s(self.job.model.head))
+        head_s = self.job.num_microbatches * sum(self.compute_s(self.job.model.head))
         if self.num_grad_buffers == 1:  # nothing goes backward while a gradient is copied out
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
             yield Bound(weights=self._seconds(dict.fromkeys(alone, 1.0)))

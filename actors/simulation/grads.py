@@ -9,7 +9,7 @@ import simpy
 from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, OffloadGrad, Phase, SpanKind
 from windlass.actors.simulation.resources import Process, Signal
 from windlass.actors.simulation.world import World
-from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers
+from windlass.planner.device_buffers import grad_buffers
 from windlass.planner.plan import PARTIAL_GRAD_ITEMSIZE
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
@@ -33,9 +33,9 @@ class Grads:
         env, layout, plan = world.env, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
         self._to_offload = simpy.Store(env)
-        self._permits = simpy.Container(env, capacity=MAX_GRAD_BUFFERS, init=MAX_GRAD_BUFFERS)
+        self._permits = simpy.Container(env, capacity=plan.num_grad_buffers, init=plan.num_grad_buffers)
         numels: dict[int, int] = {block.index: block.numel for block in layout.blocks}
-        num_waiting = MAX_GRAD_BUFFERS + (1 if plan.num_groups > 1 else 0)
+        num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
         numbers = grad_buffers(numels, resident=plan.device_blocks, num_waiting=num_waiting)
         numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
         self._flats = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in numbers.items()}

@@ -111,7 +111,7 @@ class Operations:
             self._pieces.end(operation)
 
     def _microbatch(self, operation: ComputeBlock, microbatch: int, compute_s: float) -> Process:
-        env, passed_s = self.world.env, 0.0
+        passed_s = 0.0
         passes = self._passes(operation.phase, operation.block, compute_s)
         points = self._points_of_pieces(operation, passes)
         if operation.phase is Phase.FORWARD:
@@ -119,10 +119,10 @@ class Operations:
         elif operation.phase is Phase.BACKWARD:
             points += self._points_back(operation.block, microbatch, passes[0][1])
         for at_s, act in sorted(points, key=itemgetter(0)):
-            yield env.timeout(max(0.0, at_s - passed_s))
+            yield from self.world.spend(max(0.0, at_s - passed_s))
             passed_s = max(passed_s, at_s)
             yield from act()
-        yield env.timeout(max(0.0, compute_s - passed_s))
+        yield from self.world.spend(max(0.0, compute_s - passed_s))
 
     def _passes(self, phase: Phase, block: int, compute_s: float) -> list[tuple[bool, float]]:
         """How a micro-batch goes through a block: whether backward, and for how many seconds."""

@@ -28,7 +28,7 @@ class Optimizer:
     def __init__(self, world: World, name: ActorName, num_slots: int) -> None:
         self.world = world
         self.name = name
-        self._resource = Resource(world, name)
+        self._resource = Resource(world, name, uses_cores=True)
         self._slots = simpy.Container(world.env, capacity=num_slots, init=num_slots)
         self._to_begin: UrgentQueue[_Chunk] = UrgentQueue(world.shape.ordering.queues)
         self._arrived = simpy.Store(world.env)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import simpy
 
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
+from windlass.actors.simulation.cores import SharedCores
 from windlass.actors.spans import WHOLE_BLOCK
 
 _Found = TypeVar("_Found")
@@ -30,6 +31,8 @@ class Rates:
     # The device is given an operation while it computes the one before, as a GPU is and a CPU is not: then the first
     # piece of a layer that comes in pieces is copied meanwhile.
     gives_ahead: bool = True
+    # Of a machine whose device is the CPU: compute, copies and updates share so many; None: none of them does.
+    num_cores: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +54,18 @@ class Stuck(RuntimeError):
 class Log:
     """The clock, and the spans that the real actors would tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_cores: int | None = None) -> None:
+        """`num_cores`: that those resources share which use them; None: each has what it needs."""
         self.env = simpy.Environment()
         self.spans: list[WorkSpan] = []
+        self._cores = None if num_cores is None else SharedCores(self.env, num_cores)
+
+    def spend(self, duration_s: float) -> Process:
+        """Time in which somebody computes, copies or updates, as long as it takes with all cores."""
+        if self._cores is None:
+            yield self.env.timeout(duration_s)
+        else:
+            yield from self._cores.work(duration_s, self._cores.num_cores)
 
     def note(
         self, resource: str, kind: SpanKind, step: int, block: int, chunk: int, start_s: float, nbytes: int = 0
@@ -83,9 +95,10 @@ class Signal:
 class Resource:
     """Does one thing after the other, the most urgent first."""
 
-    def __init__(self, log: Log, name: str) -> None:
+    def __init__(self, log: Log, name: str, *, uses_cores: bool = False) -> None:
         self._log = log
         self._name = name
+        self._uses_cores = uses_cores
         self._turns = simpy.PriorityResource(log.env, capacity=1)
 
     def work(
@@ -105,7 +118,10 @@ class Resource:
             with self._turns.request(priority=priority) as turn:  # type: ignore[arg-type]
                 yield turn
                 start_s = self._log.env.now if start_s is None else start_s
-                yield self._log.env.timeout(duration_s / num_pieces)
+                if self._uses_cores:
+                    yield from self._log.spend(duration_s / num_pieces)
+                else:
+                    yield self._log.env.timeout(duration_s / num_pieces)
         assert start_s is not None, "there is at least one piece"
         self._log.note(self._name, kind, step, block, chunk, start_s, nbytes)
 

@@ -21,7 +21,7 @@ class World(Log):
         self, context: JobContext, shape: JobShape, rates: Rates, work: Work, tell: Callable[[Message], None]
     ) -> None:
         """`tell` takes what actors tell the scheduler."""
-        super().__init__()
+        super().__init__(rates.num_cores)
         self.context = context
         self.shape = shape
         self.rates = rates
@@ -39,8 +39,8 @@ class World(Log):
         self.param_slots_changed = Signal(self.env)
         self.cache = ParamCache.of_job(context, self.param_slots)
         self.grad_slots = simpy.Container(self.env, capacity=plan.grads.num_slots, init=plan.grads.num_slots)
-        self.compute = Resource(self, COMPUTE)
-        self._links = {name: Resource(self, name) for name in (TO_DEVICE, FROM_DEVICE)}
+        self.compute = Resource(self, COMPUTE, uses_cores=True)
+        self._links = {name: Resource(self, name, uses_cores=True) for name in (TO_DEVICE, FROM_DEVICE)}
         self._ssds = [Resource(self, ssd_name(index)) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None
 

@@ -24,7 +24,7 @@ class SharedCores:
 
     def __init__(self, env: simpy.Environment, num_cores: int) -> None:
         self._env = env
-        self._num_cores = num_cores
+        self.num_cores = num_cores
         self._tasks: list[_Task] = []
         self._since_s = env.now
         self._num_changes = 0
@@ -42,7 +42,7 @@ class SharedCores:
     @property
     def _speed(self) -> float:
         num_threads = sum(task.num_threads for task in self._tasks)
-        return min(1.0, self._num_cores / num_threads) if num_threads else 1.0
+        return min(1.0, self.num_cores / num_threads) if num_threads else 1.0
 
     def _go_on(self) -> None:
         """All have worked since the last change."""

@@ -7,7 +7,7 @@ import pytest
 import simpy
 from hypothesis import given
 
-from windlass.actors.shared_cores import SharedCores
+from windlass.actors.simulation.cores import SharedCores
 
 
 def ends_of(num_cores: int, tasks: list[tuple[float, float, float]]) -> list[float]:
