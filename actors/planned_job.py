@@ -1,4 +1,4 @@
-"""A planned job, simulated: the steps that it would take with queues and waits, which the planner's sums do not know."""
+"""A planned job, simulated: what its steps take with queues and waits, of which the planner's sums know nothing."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from windlass.planner.activation_ways import ways_of_layer
 from windlass.planner.solver import Solution
 from windlass.planner.speeds import Speeds
 from windlass.storage.ids import Attempt, Formats, JobId
-from windlass.storage.transfers import DEFAULT_IO
+from windlass.storage.transfers import DEFAULT_IO, GRANULE_NBYTES
 
 # Steps that are simulated, and how many of the first are not steady yet.
 _NUM_STEPS = 4
@@ -26,6 +26,7 @@ _MESSAGE_S = 0.0005
 # More chunks, or more slots of activations, than that are simulated as fewer, larger ones.
 _MAX_CHUNKS = 2000
 _MAX_ACTIVATION_SLOTS = 4000
+_MAX_PIECES = 8
 # Of a layer and micro-batch: each has slots of its own.
 _MOST_TENSORS = 32
 
@@ -51,7 +52,11 @@ def simulate_planned(solution: Solution, layout: ModelLayout, formats: Formats, 
         slot_nbytes = layout.chunk_numel * solution.costs.job.param_itemsize
         placement = replace(solution.placement, num_cached_params=cached_nbytes // slot_nbytes)
         spec = replace(spec, placement=placement, host_memory_nbytes=None)
-    ssds = tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in range(speeds.num_ssds))
+    # What is urgent goes first after each piece: so many of a chunk are enough.
+    piece_nbytes = layout.chunk_numel * sum(formats.itemsizes.values()) // _MAX_PIECES
+    piece_nbytes = max(DEFAULT_IO.piece_nbytes, piece_nbytes // GRANULE_NBYTES * GRANULE_NBYTES)
+    ssd = SsdFacts(io=replace(DEFAULT_IO, piece_nbytes=piece_nbytes), weight=1)
+    ssds = (ssd,) * speeds.num_ssds
     context = _with_fewer_slots(make_context(spec, layout, "", ssds))
     rates = rates_of(speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
     steps = simulate(context, job_shape(context, lambda _: "{}"), rates, work_of(solution))[_NUM_FIRST_STEPS:]
@@ -101,7 +106,7 @@ def _in_fewer_chunks(layout: ModelLayout) -> ModelLayout:
 
 
 def _with_fewer_slots(context: JobContext) -> JobContext:
-    """Room for activations in larger slots: each tensor takes at most one more of them. As many are staged as before."""
+    """Room for activations in larger slots: each tensor takes at most one more of them. As many are staged."""
     plan, pool = context.plan, context.plan.activations
     factor = -(-pool.num_slots // _MAX_ACTIVATION_SLOTS)
     if factor <= 1:

@@ -8,7 +8,8 @@ import math
 import shutil
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,64 +51,76 @@ INPUTS = ActivationChoice.RECOMPUTE_SWAP_INPUT.of_layers(NUM_LAYERS)
 KEEP = ActivationChoice.KEEP.of_layers(NUM_LAYERS)
 ROOM = 8 << 20
 
-# Seconds that a micro-batch takes forward through a layer, and bytes per second. By its name: what is slow in it.
-CASES: dict[str, dict[str, Any]] = {
-    "swapped, the way out": {
-        "placement": Placement(activations=SWAP, host_activation_nbytes=ROOM),
-        "layer_s": 0.05,
-        "d2h_bytes": 3e6,
-    },
-    "swapped, the way back": {
-        "placement": Placement(activations=SWAP, host_activation_nbytes=ROOM),
-        "layer_s": 0.05,
-        "h2d_bytes": 3e6,
-    },
-    "inputs swapped, both": {
-        "placement": Placement(activations=INPUTS, host_activation_nbytes=ROOM),
-        "layer_s": 0.06,
-        "h2d_bytes": 6e5,
-        "d2h_bytes": 6e5,
-    },
-    "swapped, the SSDs": {
-        "placement": Placement(activations=SWAP, host_activation_nbytes=1 << 20, ssd_activation_nbytes=ROOM),
-        "layer_s": 0.05,
-        "ssd_bytes": 1.5e6,
-    },
-    "in pieces": {"placement": Placement(streamed_blocks=(1, 2, 3)), "layer_s": 0.1, "h2d_bytes": 1.2e6},
-    "in pieces, graphs kept": {
-        "placement": Placement(streamed_blocks=(1, 2, 3), activations=KEEP),
-        "layer_s": 0.1,
-        "h2d_bytes": 1.2e6,
-    },
-    "groups, the way in": {
-        "placement": Placement(group_size=2),
-        "num_microbatches": 4,
-        "layer_s": 0.05,
-        "h2d_bytes": 7e5,
-        "d2h_bytes": 2e6,
-    },
-    "groups, the way out": {
-        "placement": Placement(group_size=1),
-        "num_microbatches": 4,
-        "tied": True,
-        "clip_norm": 1.0,
-        "layer_s": 0.05,
-        "d2h_bytes": 5e5,
-    },
-    "all of it": {
-        "placement": Placement(
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job, and what is slow."""
+
+    placement: Placement
+    layer_s: float  # that a micro-batch takes forward through a layer
+    h2d_bytes: float = 1e9  # per second
+    d2h_bytes: float = 1e9
+    ssd_bytes: float | None = None  # of each SSD; None: as fast as it is
+    num_microbatches: int = 2
+    changes: dict[str, Any] = field(default_factory=dict)  # of spec and hyperparameters
+
+
+CASES = {
+    "swapped, the way out": Case(
+        placement=Placement(activations=SWAP, host_activation_nbytes=ROOM),
+        layer_s=0.05,
+        d2h_bytes=3e6,
+    ),
+    "swapped, the way back": Case(
+        placement=Placement(activations=SWAP, host_activation_nbytes=ROOM),
+        layer_s=0.05,
+        h2d_bytes=3e6,
+    ),
+    "inputs swapped, both": Case(
+        placement=Placement(activations=INPUTS, host_activation_nbytes=ROOM),
+        layer_s=0.06,
+        h2d_bytes=6e5,
+        d2h_bytes=6e5,
+    ),
+    "swapped, the SSDs": Case(
+        placement=Placement(activations=SWAP, host_activation_nbytes=1 << 20, ssd_activation_nbytes=ROOM),
+        layer_s=0.05,
+        ssd_bytes=1.5e6,
+    ),
+    "in pieces": Case(placement=Placement(streamed_blocks=(1, 2, 3)), layer_s=0.1, h2d_bytes=1.2e6),
+    "in pieces, graphs kept": Case(
+        placement=Placement(streamed_blocks=(1, 2, 3), activations=KEEP),
+        layer_s=0.1,
+        h2d_bytes=1.2e6,
+    ),
+    "groups, the way in": Case(
+        placement=Placement(group_size=2),
+        num_microbatches=4,
+        layer_s=0.05,
+        h2d_bytes=7e5,
+        d2h_bytes=2e6,
+    ),
+    "groups, the way out": Case(
+        placement=Placement(group_size=1),
+        num_microbatches=4,
+        changes={"tied": True, "clip_norm": 1.0},
+        layer_s=0.05,
+        d2h_bytes=5e5,
+    ),
+    "all of it": Case(
+        placement=Placement(
             group_size=2,
             streamed_blocks=(2, 3),
             activations=SWAP,
             host_activation_nbytes=1 << 20,
             ssd_activation_nbytes=ROOM,
         ),
-        "num_microbatches": 4,
-        "layer_s": 0.1,
-        "h2d_bytes": 3e6,
-        "d2h_bytes": 3e6,
-        "ssd_bytes": 4e6,
-    },
+        num_microbatches=4,
+        layer_s=0.1,
+        h2d_bytes=3e6,
+        d2h_bytes=3e6,
+        ssd_bytes=4e6,
+    ),
 }
 
 
@@ -119,23 +132,23 @@ def test_a_simulated_step_takes_as_long_as_a_real_one(
     monkeypatch.setattr(plan, "ACTIVATION_SLOT_NBYTES", 1 << 15)
     # Less than a layer and micro-batch puts.
     monkeypatch.setattr(plan, "LEAVING_ACTIVATION_NBYTES", 1 << 18)
-    placement, layer_s, num_microbatches, changes = _options(**CASES[name])
-    machine_bytes = {way: changes.pop(way, 1e9) for way in ("h2d_bytes", "d2h_bytes")}
-    ssd_bytes = changes.pop("ssd_bytes", None)
+    case = CASES[name]
     spec = make_spec(
         tmp_path,
-        placement=placement,
-        num_microbatches=num_microbatches,
+        placement=case.placement,
+        num_microbatches=case.num_microbatches,
         total_steps=NUM_STEPS,
         evaluate_every=None,
         num_validation_examples=0,
-        **changes,
+        **case.changes,
     )
     _write_tokens(Path(spec.dataset_dir))
     partition = make_partition(spec)
-    num_tokens = BATCH_SIZE * LENGTH // num_microbatches
-    products_per_s = partition.layout.blocks[1].decay_numel * num_tokens / layer_s
-    machine = SlowMachine(products_per_s=products_per_s, ssd_bytes=ssd_bytes, **machine_bytes)
+    num_tokens = BATCH_SIZE * LENGTH // case.num_microbatches
+    products_per_s = partition.layout.blocks[1].decay_numel * num_tokens / case.layer_s
+    machine = SlowMachine(
+        products_per_s=products_per_s, h2d_bytes=case.h2d_bytes, d2h_bytes=case.d2h_bytes, ssd_bytes=case.ssd_bytes
+    )
     spans: list[WorkSpan] = []
 
     def look(_: ActorName, message: Message) -> None:
@@ -148,17 +161,18 @@ def test_a_simulated_step_takes_as_long_as_a_real_one(
     real = [record.data["timeline"] for record in journal_of(spec) if record.kind == METRICS]
 
     context = make_context(spec, partition.layout, "", survey_ssds(spec, direct=direct))
-    ssd_rates = (ssd_bytes or math.inf,) * len(context.ssds)
+    ssd_rates = (case.ssd_bytes or math.inf,) * len(context.ssds)
     rates = Rates(
+        h2d_bytes=case.h2d_bytes,
+        d2h_bytes=case.d2h_bytes,
         ssd_read_bytes=ssd_rates,
         ssd_write_bytes=ssd_rates,
         optimizer_params=math.inf,
         device_params=math.inf,
         gives_ahead=False,
-        **machine_bytes,
     )
     swapped = {
-        block: tensors[: len(tensors) // num_microbatches]
+        block: tensors[: len(tensors) // case.num_microbatches]
         for (step, block), tensors in machine.swapped.items()
         if step == 2
     }
@@ -172,12 +186,6 @@ def test_a_simulated_step_takes_as_long_as_a_real_one(
     simulated_s = statistics.fmean(step.summary["period_s"] for step in simulated[inner])
     print(f"{name}: {simulated_s:.3f} s simulated, {real_s:.3f} s real: {simulated_s / real_s:.3f}")
     assert simulated_s == pytest.approx(real_s, rel=0.1)
-
-
-def _options(
-    *, placement: Placement, layer_s: float, num_microbatches: int = 2, **changes: Any
-) -> tuple[Placement, float, int, dict[str, Any]]:
-    return placement, layer_s, num_microbatches, changes
 
 
 def _compute_s(context: JobContext, product_s: float) -> dict[tuple[Phase, int], float]:
@@ -196,7 +204,7 @@ def _compute_s(context: JobContext, product_s: float) -> dict[tuple[Phase, int],
     return found
 
 
-def _decided(spans: Sequence[WorkSpan] | dict[WorkSpan, None]) -> dict[tuple[SpanKind, int, int], int]:
+def _decided(spans: Iterable[WorkSpan]) -> dict[tuple[SpanKind, int, int], int]:
     """Bytes by kind, block, and step, of those in the middle."""
     found: dict[tuple[SpanKind, int, int], int] = defaultdict(int)
     for span in spans:
