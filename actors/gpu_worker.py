@@ -59,6 +59,7 @@ from windlass.engine.grad_norm import squared_norm
 from windlass.engine.partition import Partition
 from windlass.engine.self_check import check_architecture
 from windlass.planner.activations import RECOMPUTE_ALL
+from windlass.planner.device_buffers import summed_in_fp32
 from windlass.storage.arena import Arena
 from windlass.storage.ids import BlockIndex, Span, Step
 
@@ -137,7 +138,7 @@ class GpuWorker:
             self._io,
             self._spans,
             lambda message: self.send(SCHEDULER, message),
-            summed_in_fp32=self._summed_in_fp32(is_sliced=self._may_be_sliced()),
+            summed_in_fp32=summed_in_fp32(self.context.layout.shared, is_sliced=self._may_be_sliced()),
         )
         self._states = DeviceStates(
             self.context,
@@ -314,20 +315,13 @@ class GpuWorker:
         start_s, message = time.monotonic(), operation.message
         tokens = self._batch[0].targets.numel()
         is_sliced = message.phase is Phase.HEAD and tokens > self.runner.num_tokens_of_head_slice
-        summed_in_fp32 = self._summed_in_fp32(is_sliced=is_sliced)
+        in_fp32 = summed_in_fp32(self.context.layout.shared, is_sliced=is_sliced)
         buffers = {}
         for block in message.blocks:
-            dtype = torch.float32 if block in summed_in_fp32 else TORCH_DTYPE[grad_precision(self.spec)]
+            dtype = torch.float32 if block in in_fp32 else TORCH_DTYPE[grad_precision(self.spec)]
             buffers[block] = self._grads.buffer(message, block, dtype)
         operation.waited(SpanKind.WAIT_GRAD_BUFFER, message.block, start_s)
         return buffers
-
-    def _summed_in_fp32(self, *, is_sliced: bool) -> set[BlockIndex]:
-        """Blocks whose gradients are sums over slices of the head or over tied uses; those over micro-batches are
-        fp32 unless the job wants less."""
-        shared = self.context.layout.shared
-        tied = {block for blocks in shared for block in blocks[1:]}
-        return tied.union(shared[self.partition.head] if is_sliced else ())
 
     def _may_be_sliced(self) -> bool:
         longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length

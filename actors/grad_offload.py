@@ -8,7 +8,6 @@ the sums of each go to host memory until the next one's (`partial_grads`). All b
 import functools
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from windlass.engine.device_buffers import BufferClass, DeviceBuffers
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.streams import Event
-from windlass.planner.device_buffers import grad_buffers
+from windlass.planner.device_buffers import grad_buffers_of_job
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind
 
@@ -63,7 +62,7 @@ class GradOffload:
         spans: SpanLog,
         report: Callable[[Message], None],
         *,
-        summed_in_fp32: Collection[BlockIndex],
+        summed_in_fp32: Collection[int],
     ) -> None:
         """`summed_in_fp32`: blocks whose gradients may be, whatever they travel in."""
         self._context = context
@@ -193,20 +192,19 @@ class GradOffload:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _plan_buffers(self, summed_in_fp32: Collection[BlockIndex]) -> dict[BufferClass, int]:
-        """For sums of each use of a block, and for what sums become in the type in which they travel."""
+    def _plan_buffers(self, summed_in_fp32: Collection[int]) -> dict[BufferClass, int]:
         layout, plan = self._context.layout, self._context.plan
-        numels = {block.index: block.numel for block in layout.blocks}
-        # What the next group goes on with comes while others are added to and copied out.
-        num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
-        planned: Counter[BufferClass] = Counter()
-        for dtype, blocks in ((self._dtype, set(numels)), (torch.float32, set(summed_in_fp32))):
-            of_dtype: dict[int, int] = {block: numels[block] for block in blocks}
-            numbers = grad_buffers(of_dtype, resident=plan.device_blocks, num_waiting=num_waiting)
-            planned |= Counter({(numel, dtype): number for numel, number in numbers.items()})
-        # Each is where it is until the last.
-        planned.update((numels[block], torch.float32) for shared in layout.shared for block in shared[1:])
-        return dict(planned)
+        planned = grad_buffers_of_job(
+            [block.numel for block in layout.blocks],
+            layout.shared,
+            itemsize=self._dtype.itemsize,
+            summed_in_fp32=summed_in_fp32,
+            resident=plan.device_blocks,
+            num_groups=plan.num_groups,
+            num_grad_buffers=plan.num_grad_buffers,
+        )
+        dtypes = {self._dtype.itemsize: self._dtype, torch.float32.itemsize: torch.float32}
+        return {(numel, dtypes[itemsize]): number for (numel, itemsize), number in planned.items()}
 
     def _sums_of(self, block: BlockIndex) -> list[GradBuffer]:
         """Of all operations that use a block, in their order, its own last."""

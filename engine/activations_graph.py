@@ -48,11 +48,11 @@ class LentParams:
 
     def find(self, tensor: torch.Tensor) -> ParamView | None:
         """The place of a tensor that lies in one of them."""
+        storage = tensor.untyped_storage()._cdata
         for block, flat in self.flats.items():
-            address, start = tensor.data_ptr(), flat.data_ptr()
-            if tensor.device == flat.device and start <= address < start + flat.nbytes:
-                offset = (address - start) // tensor.itemsize
-                return ParamView(block, tensor.dtype, tensor.shape, tensor.stride(), offset)
+            first = int(tensor.storage_offset()) * tensor.itemsize - int(flat.storage_offset()) * flat.itemsize
+            if flat.untyped_storage()._cdata == storage and 0 <= first < flat.nbytes:
+                return ParamView(block, tensor.dtype, tensor.shape, tensor.stride(), first // tensor.itemsize)
         if self.streamed is not None and (place := self.streamed.place_of(tensor)) is not None:
             offset = place // tensor.itemsize
             return ParamView(self.streamed.block, tensor.dtype, tensor.shape, tensor.stride(), offset)

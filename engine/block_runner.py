@@ -272,22 +272,14 @@ class BlockRunner:
         for m, ids in enumerate(batch):
             self._begin_microbatch(step, m, block, is_last=m + 1 == len(batch))
             if block == 0:
-                hidden, _ = self._prologue(ids)
-                torch.autograd.backward(hidden, self.grads[m])
-                self.grads[m] = torch.empty(0)
+                self._backward_of_prologue(m, ids)
                 continue
             self._prefetch(*((block, m + 1) if m + 1 < len(batch) else (block - 1, 0)))
             unit = self._units.pop((block, m), None)
             if unit is not None:
                 self.grads[m] = unit.backward(self._layer_of(block, m), self.grads[m])
-                continue
-            entering = inputs[m].detach().requires_grad_(True)
-            inputs[m] = torch.empty(0)
-            with self._params.noted_by_place(entering):
-                output = self._layer(block, entering, self.calls[m])
-            torch.autograd.backward(output, self.grads[m])
-            assert entering.grad is not None
-            self.grads[m] = entering.grad
+            else:
+                self.grads[m] = self._backward_again(block, m, inputs)
         if block == 0:
             self.forget()
 
@@ -345,6 +337,23 @@ class BlockRunner:
             self._with_functions.add(block)
         return output
 
+    # Functions of their own: nothing of one micro-batch is on the device while the next is computed.
+
+    def _backward_of_prologue(self, microbatch: int, ids: torch.Tensor) -> None:
+        hidden, _ = self._prologue(ids)
+        torch.autograd.backward(hidden, self.grads[microbatch])
+        self.grads[microbatch] = torch.empty(0)
+
+    def _backward_again(self, block: BlockIndex, microbatch: int, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """Computes a layer again from its input alone, which is let go of; returns the gradient of that."""
+        entering = inputs[microbatch].detach().requires_grad_(True)
+        inputs[microbatch] = torch.empty(0)
+        with self._params.noted_by_place(entering):
+            output = self._layer(block, entering, self.calls[microbatch])
+        torch.autograd.backward(output, self.grads[microbatch])
+        assert entering.grad is not None
+        return entering.grad
+
     def _prefetch(self, block: int, microbatch: int) -> None:
         """Begins to bring back what one block's backward pass for one micro-batch needs."""
         unit = self._units.get((block, microbatch))
@@ -394,6 +403,7 @@ class BlockRunner:
         self._mode_on_call = record
         with contextlib.suppress(_PrologueDone):
             self.model(input_ids=ids, use_cache=False, past_key_values=cache)
+        self._mode_on_call = None  # it would hold what it has recorded
         assert all(hidden is entering[0] for hidden in entering)
         return entering[0], calls
 
@@ -425,6 +435,7 @@ class BlockRunner:
             logits: torch.Tensor = run_on_meta(self.model, num_tokens=hidden.shape[1]).logits
         finally:
             restore_buffers(buffers)
+            self._mode_on_call = None  # it would hold the hidden state
         return logits
 
     def _head_of_microbatch(
@@ -436,16 +447,24 @@ class BlockRunner:
         grad = torch.empty_like(flat_hidden) if train else flat_hidden
         size = self.num_tokens_of_head_slice
         for start in range(0, flat_target.numel(), size):
-            piece = flat_target[start : start + size]
-            entering = flat_hidden[:, start : start + size].detach().requires_grad_(train)
-            with torch.set_grad_enabled(train):
-                logits = self._epilogue(entering)[0].float()
-                loss_sum = F.cross_entropy(logits, piece, ignore_index=IGNORED_TARGET, reduction="sum")
-                if loss_scale is not None:
-                    torch.autograd.backward(loss_sum / sums.num_targets * loss_scale)
-            sums.loss_sum += loss_sum.detach()
-            sums.num_correct += (logits.detach().argmax(-1) == piece).sum()
+            stop = start + size
+            slice_grad = self._head_of_slice(flat_hidden[:, start:stop], flat_target[start:stop], sums, loss_scale)
             if train:
-                assert entering.grad is not None
-                grad[:, start : start + size] = entering.grad
+                assert slice_grad is not None
+                grad[:, start:stop] = slice_grad
         return grad.view(hidden.shape)
+
+    def _head_of_slice(
+        self, hidden: torch.Tensor, target: torch.Tensor, sums: LossSums, loss_scale: float | None
+    ) -> torch.Tensor | None:
+        """A function of its own: the logits of one slice are gone before those of the next are computed."""
+        train = loss_scale is not None
+        entering = hidden.detach().requires_grad_(train)
+        with torch.set_grad_enabled(train):
+            logits = self._epilogue(entering)[0].float()
+            loss_sum = F.cross_entropy(logits, target, ignore_index=IGNORED_TARGET, reduction="sum")
+            if loss_scale is not None:
+                torch.autograd.backward(loss_sum / sums.num_targets * loss_scale)
+        sums.loss_sum += loss_sum.detach()
+        sums.num_correct += (logits.detach().argmax(-1) == target).sum()
+        return entering.grad

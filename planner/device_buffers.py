@@ -36,3 +36,36 @@ def grad_buffers(block_numels: Mapping[int, int], *, resident: Collection[int], 
     offloaded = Counter(numel for block, numel in block_numels.items() if block not in resident)
     most = Counter({numel: min(num_waiting, number) for numel, number in offloaded.items()})
     return most + Counter(numel for block, numel in block_numels.items() if block in resident)
+
+
+def grad_buffers_of_job(
+    block_numels: Sequence[int],
+    shared: Sequence[Sequence[int]],
+    *,
+    itemsize: int,
+    summed_in_fp32: Collection[int],
+    resident: Collection[int],
+    num_groups: int,
+) -> Counter[tuple[int, int]]:
+    """Buffers by their number of elements and the bytes of one: for sums of each use of a block, and for what sums
+    become in the type in which they travel, which takes `itemsize`.
+
+    `summed_in_fp32`: blocks whose gradients may be, whatever they travel in. `num_groups`: of a step's micro-batches.
+    """
+    # What the next group goes on with comes while two others are added to and copied out.
+    num_waiting = MAX_GRAD_BUFFERS + (1 if num_groups > 1 else 0)
+    most: Counter[tuple[int, int]] = Counter()
+    for each, blocks in ((itemsize, range(len(block_numels))), (4, summed_in_fp32)):
+        numels = {block: block_numels[block] for block in blocks}
+        numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)
+        most |= Counter({(numel, each): number for numel, number in numbers.items()})
+    # Each is where it is until the last.
+    most.update((block_numels[block], 4) for blocks in shared for block in blocks[1:])
+    return most
+
+
+def summed_in_fp32(shared: Sequence[Sequence[int]], *, is_sliced: bool) -> set[int]:
+    """Blocks whose gradients are sums over tied uses, or, where the head `is_sliced`, over slices of tokens; those over
+    micro-batches are fp32 unless the job wants less."""
+    tied = {block for blocks in shared for block in blocks[1:]}
+    return tied.union(shared[-1] if is_sliced else ())

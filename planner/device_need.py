@@ -1,0 +1,151 @@
+"""How much device memory a job needs at its peak, from what each of its operations needs. All sizes are in bytes.
+
+What a job makes at set-up stays: buffers for params and gradients, states that rest on the device. What a step adds
+changes from moment to moment; a moment is one operation's work for one micro-batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from windlass.planner.plan import LEAVING_ACTIVATION_NBYTES
+
+
+class Pass(StrEnum):
+    """What is done with a block at a moment."""
+
+    FORWARD = "forward"
+    HEAD = "head"  # goes forward and backward at once
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitNeed:
+    """The embedding or a layer, for one micro-batch. A peak is beyond what was alive before that pass began."""
+
+    output_nbytes: int  # the hidden state that leaves it; the gradient that comes back takes the same
+    held_nbytes: int  # on the device from the end of its forward pass to its backward pass, its output aside
+    swapped: tuple[int, ...]  # what leaves the device in its forward pass and is back before its backward pass begins
+    forward_peak_nbytes: int
+    backward_peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentNeed:
+    """What a step has on the device at a moment."""
+
+    held_nbytes: int  # by units whose backward pass is to come
+    hidden_nbytes: int  # hidden states between two blocks, and gradients of them
+    returning_nbytes: int  # of this unit and the next: back, or with memory to come back to
+    leaving_nbytes: int  # swapped, and at most so much of it still there: how much depends on how fast it is copied
+    operation_nbytes: int  # the operation's own peak
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Where in a step."""
+
+    direction: Pass
+    block: int
+    microbatch: int  # of its group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceNeed:
+    """A job's peak, by what takes it."""
+
+    params_nbytes: int  # buffers that params come to, whole blocks and pieces of them
+    grads_nbytes: int  # buffers that gradients are summed in, and leave from
+    states_nbytes: int  # that rest on the device
+    constants_nbytes: int  # the model's own constants, and a group's token ids and targets
+    activations: MomentNeed  # at the worst moment,
+    moment: Moment  # which is this one
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return (
+            self.params_nbytes
+            + self.grads_nbytes
+            + self.states_nbytes
+            + self.constants_nbytes
+            + (self.activations.nbytes)
+        )
+
+
+def step_moments(
+    units: Sequence[Sequence[UnitNeed]], head_peaks: Sequence[int], *, has_ssd_store: bool = False
+) -> Iterator[tuple[Moment, MomentNeed]]:
+    """What each moment of a group of micro-batches needs, in their order.
+
+    `units`: of the embedding and of each layer, per micro-batch; `head_peaks`: of the head, per micro-batch.
+    `has_ssd_store`: swapped activations go on to SSDs where host memory is full.
+    """
+    last = len(units) - 1
+    limit = leaving_limit(units, has_ssd_store=has_ssd_store)
+    put = held = 0
+    hidden = 0
+    for block, row in enumerate(units):
+        for m, unit in enumerate(row):
+            put += sum(unit.swapped)
+            moment = Moment(direction=Pass.FORWARD, block=block, microbatch=m)
+            yield (
+                moment,
+                MomentNeed(
+                    held_nbytes=held,
+                    hidden_nbytes=hidden,
+                    returning_nbytes=0,
+                    leaving_nbytes=min(put, limit),
+                    operation_nbytes=unit.forward_peak_nbytes,
+                ),
+            )
+            held += unit.held_nbytes
+            # What enters is not held, or is held as a part of the unit.
+            hidden += unit.output_nbytes - (units[block - 1][m].output_nbytes if block else 0)
+    leaving = min(put, limit)
+    returning = sum(units[last][0].swapped)
+    for m, peak in enumerate(head_peaks):
+        yield (
+            Moment(direction=Pass.HEAD, block=last + 1, microbatch=m),
+            MomentNeed(
+                held_nbytes=held,
+                hidden_nbytes=hidden,
+                returning_nbytes=returning,
+                leaving_nbytes=leaving,
+                operation_nbytes=peak,
+            ),
+        )
+    for block in range(last, -1, -1):
+        for m, unit in enumerate(units[block]):
+            following = units[block][m + 1] if m + 1 < len(units[block]) else units[block - 1][0] if block else unit
+            returning = sum(unit.swapped) + sum(following.swapped)
+            yield (
+                Moment(direction=Pass.BACKWARD, block=block, microbatch=m),
+                MomentNeed(
+                    held_nbytes=held,
+                    hidden_nbytes=hidden,
+                    returning_nbytes=returning,
+                    leaving_nbytes=leaving,
+                    operation_nbytes=unit.backward_peak_nbytes,
+                ),
+            )
+            if block:  # what the embedding holds is needed until all of the group is over
+                held -= unit.held_nbytes
+                hidden += units[block - 1][m].output_nbytes
+            hidden -= unit.output_nbytes
+
+
+def leaving_limit(units: Sequence[Sequence[UnitNeed]], *, has_ssd_store: bool) -> int:
+    """Of what was swapped, the most that may still lie on the device. One tensor is always let through.
+
+    With SSDs there are two stores, each with half of the room; what goes to the SSDs is let go of as a whole.
+    """
+    largest = max((nbytes for row in units for unit in row for nbytes in unit.swapped), default=0)
+    if not has_ssd_store:
+        return max(LEAVING_ACTIVATION_NBYTES, largest)
+    return 2 * max(LEAVING_ACTIVATION_NBYTES // 2, largest) + largest

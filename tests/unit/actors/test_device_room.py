@@ -1,0 +1,116 @@
+"""What a whole job has on its device is what was said before it began."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import has_direct_io, make_partition, make_spec
+from windlass.actors.computation import Computation
+from windlass.actors.context import make_context
+from windlass.actors.device_room import device_need_of_job
+from windlass.actors.device_states import DeviceStates
+from windlass.actors.local import run_local
+from windlass.engine.dataset import PreparedDataset
+from windlass.engine.device_buffers import DeviceBuffers
+from windlass.engine.living_storages import LivingStorages
+from windlass.engine.param_pieces import PieceBuffers
+from windlass.planner.activations import ActivationChoice
+from windlass.planner.plan import Placement
+from windlass.storage.ids import Precision, StatePrecision
+
+KEEP, SWAP = ActivationChoice.KEEP.of_layers(3), ActivationChoice.SWAP.of_layers(3)
+JOBS: dict[str, dict[str, Any]] = {
+    "all computed again": {},
+    "half precision": {"precision": Precision.BF16},
+    "sums of micro-batches": {"precision": Precision.BF16, "num_microbatches": 4},
+    "groups, all kept": {"num_microbatches": 4, "placement": Placement(group_size=3, activations=KEEP)},
+    "states on the device, tied": {
+        "precision": Precision.BF16,
+        "state_precision": StatePrecision.SPLIT,
+        "tied": True,
+        "placement": Placement(device_blocks=(0, 2)),
+    },
+    "layers in pieces": {"placement": Placement(streamed_blocks=(1, 2, 3))},
+    "all swapped": {
+        "precision": Precision.BF16,
+        "num_microbatches": 2,
+        "placement": Placement(activations=SWAP, host_activation_nbytes=4 << 20, ssd_activation_nbytes=4 << 20),
+    },
+}
+
+# Of a group's loss and of its right tokens, each 8 bytes: not worth a place in the sum.
+LOSS_SUMS_NBYTES = 16
+
+
+class Found:
+    """What a job really makes on its device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.buffers = {"params": 0, "gradients": 0}
+        self.states_nbytes = self.activations_nbytes = 0
+        self._living = LivingStorages(torch.device("cpu"))
+        self._watch_buffers(monkeypatch)
+        self._watch_states(monkeypatch)
+        self._watch_compute(monkeypatch)
+
+    def _watch_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_buffers, make_pieces = DeviceBuffers.__init__, PieceBuffers.__init__
+
+        def note_buffers(each: Any, device: Any, classes: Any, *, name: str, deadline_s: float) -> None:
+            sizes = (number * numel * dtype.itemsize for (numel, dtype), number in classes.items())
+            self.buffers[name] += sum(sizes)
+            make_buffers(each, device, classes, name=name, deadline_s=deadline_s)
+
+        def note_pieces(each: Any, device: Any, numel: int, dtype: torch.dtype, num_buffers: int) -> None:
+            self.buffers["params"] += num_buffers * numel * dtype.itemsize
+            make_pieces(each, device, numel, dtype, num_buffers)
+
+        monkeypatch.setattr(DeviceBuffers, "__init__", note_buffers)
+        monkeypatch.setattr(PieceBuffers, "__init__", note_pieces)
+
+    def _watch_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        make = DeviceStates.__init__
+
+        def note(each: Any, *args: Any, **kwargs: Any) -> None:
+            make(each, *args, **kwargs)
+            self.states_nbytes = sum(state.nbytes for states in each._states.values() for state in states.values())
+
+        monkeypatch.setattr(DeviceStates, "__init__", note)
+
+    def _watch_compute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compute = Computation.compute
+
+        def watch(*args: Any) -> None:
+            self._living.begin()
+            with self._living:
+                compute(*args)
+            self.activations_nbytes = max(self.activations_nbytes, self._living.peak_nbytes)
+
+        monkeypatch.setattr(Computation, "compute", watch)
+
+
+@pytest.mark.usefixtures("unchecked_activations", "small_activation_slots")
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_needs_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    spec = make_spec(
+        tmp_path, total_steps=1, evaluate_every=None, num_validation_examples=0, sequence_length=48, **JOBS[name]
+    )
+    hyper = spec.hyperparameters
+    # As large as its one step is.
+    batch = PreparedDataset.open(spec.dataset_dir, "train").batch(
+        0, hyper.batch_size, hyper.num_microbatches, hyper.seed
+    )
+    shapes = [tuple(microbatch.input_ids.shape) for microbatch in batch]
+    monkeypatch.setattr(PreparedDataset, "largest_shapes", lambda *_: shapes)
+    partition = make_partition(spec)
+    need = device_need_of_job(make_context(spec, partition.layout, ""), partition)
+    found = Found(monkeypatch)
+    outcome = run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+    assert found.buffers == {"params": need.params_nbytes, "gradients": need.grads_nbytes}
+    assert found.states_nbytes == need.states_nbytes
+    at_most, leaving = need.activations.nbytes + LOSS_SUMS_NBYTES, need.activations.leaving_nbytes
+    assert at_most - leaving <= found.activations_nbytes <= at_most
+    assert bool(leaving) == (name == "all swapped")
