@@ -28,7 +28,6 @@ _DEADLINE_S = 3600.0
 # Few and narrow heads: attention over 128k tokens ends within minutes on two cores, and what a layer leaves for its
 # backward pass is as large as elsewhere.
 _HEAD_DIM = 32
-_VOCABULARY = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,12 @@ class ActivationRun:
     host_nbytes: int | None = None  # room for activations; None: what is needed
     ssd_nbytes: int = 0
     num_steps: int = 1
+    intermediate: int | None = None  # of a layer's MLP; None: as `hidden`
+    vocabulary: int = 64
+    num_microbatches: int = 1
+    group_size: int | None = None  # of micro-batches; None: all
+    device_blocks: tuple[int, ...] = ()
+    streamed_blocks: tuple[int, ...] = ()
 
     def activations(self) -> tuple[BlockActivations, ...]:
         """Of each layer."""
@@ -60,7 +65,8 @@ class ActivationResult:
 
     error: str | None = None
     step_s: float = 0.0  # the median; without the first where there are several
-    device_nbytes: int = 0  # the peak of private memory over what there was before the first step
+    device_nbytes: int = 0  # the peak of private memory over what there was before the first step, and the states that
+    # rest on the device, which are there before it
     out_nbytes: int = 0  # of a step: activations that left the device
     written_nbytes: int = 0  # ... and of those, went on to the SSDs
 
@@ -110,7 +116,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
     """Train in this process, all actors as threads."""
     from windlass.actors.journal import JOURNAL_FILE, METRICS, read_journal
     from windlass.actors.local import run_local
-    from windlass.actors.messages import ComputeBlock, Message, WriteActivations
+    from windlass.actors.messages import ComputeBlock, KernelChosen, Message, WriteActivations
     from windlass.engine.activations_host import ActivationMemoryError
     from windlass.engine.partition import partition_folder
 
@@ -119,12 +125,15 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
     memory = _PrivateMemory()
     is_watched = False
     written_nbytes = 0
+    at_kernels: list[int] = []  # private memory: when the optimizer is ready, and when states are on the device
 
     def look(_to: str, message: Message) -> None:
         nonlocal is_watched, written_nbytes
         if isinstance(message, ComputeBlock) and not is_watched:
             is_watched = True
             memory.start()
+        elif isinstance(message, KernelChosen):
+            at_kernels.append(_private_nbytes())
         elif isinstance(message, WriteActivations):
             written_nbytes += message.span.nbytes
 
@@ -140,7 +149,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
     timed = [data["step_s"] for data in steps][1:] or [steps[0]["step_s"]]
     return ActivationResult(
         step_s=statistics.median(timed),
-        device_nbytes=device_nbytes,
+        device_nbytes=device_nbytes + at_kernels[-1] - at_kernels[0],
         out_nbytes=int(steps[-1].get("activation_bytes_out", 0)),
         written_nbytes=written_nbytes // run.num_steps,
     )
@@ -158,7 +167,8 @@ def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
     num_cores = len(os.sched_getaffinity(0))
     activations, host_nbytes = run.activations(), run.host_nbytes
     if host_nbytes is None:
-        shapes = [(run.batch_size, run.sequence_length)]
+        of_microbatch = (run.batch_size // run.num_microbatches, run.sequence_length)
+        shapes = [of_microbatch] * (run.group_size or run.num_microbatches)
         need = activation_need_of_model(str(folder / "model"), Precision.BF16, activations, shapes)
         host_nbytes = need.num_slots * ACTIVATION_SLOT_NBYTES
     return JobSpec(
@@ -176,7 +186,7 @@ def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
         hyperparameters=Hyperparameters(
             epochs=1,
             batch_size=run.batch_size,
-            num_microbatches=1,
+            num_microbatches=run.num_microbatches,
             sequence_length=run.sequence_length,
             learning_rate=1e-4,
             warmup_steps=0,
@@ -199,7 +209,12 @@ def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
         host_memory_nbytes=None,
         deadline_s=_DEADLINE_S,
         placement=Placement(
-            activations=activations, host_activation_nbytes=host_nbytes, ssd_activation_nbytes=run.ssd_nbytes
+            activations=activations,
+            host_activation_nbytes=host_nbytes,
+            ssd_activation_nbytes=run.ssd_nbytes,
+            group_size=run.group_size,
+            device_blocks=tuple(run.device_blocks),
+            streamed_blocks=tuple(run.streamed_blocks),
         ),
     )
 
@@ -210,8 +225,8 @@ def _write_model(run: ActivationRun, folder: Path) -> None:
     Qwen3Config(
         hidden_size=run.hidden,
         num_hidden_layers=run.num_layers,
-        vocab_size=_VOCABULARY,
-        intermediate_size=run.hidden,
+        vocab_size=run.vocabulary,
+        intermediate_size=run.intermediate or run.hidden,
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=_HEAD_DIM,
@@ -231,7 +246,7 @@ def _write_tokens(run: ActivationRun, folder: Path) -> None:
     generator = np.random.default_rng(1)
     with SplitWriter(folder, "train", run.sequence_length) as writer:
         for _ in range(run.num_steps * run.batch_size):
-            tokens = generator.integers(0, _VOCABULARY, run.sequence_length + 1, dtype=np.int32)
+            tokens = generator.integers(0, run.vocabulary, run.sequence_length + 1, dtype=np.int32)
             writer.append(tokens, np.ones(len(tokens), dtype=np.bool_))
         split = {name: getattr(writer, name) for name in ("num_examples", "num_tokens", "num_targets")}
     meta = {"version": FORMAT_VERSION, "sequence_length": run.sequence_length, "splits": {"train": split}}

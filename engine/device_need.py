@@ -269,7 +269,7 @@ def device_need(
     found = {shape: rehearsal.units(*shape) for shape in dict.fromkeys(shapes)}
     units = [[found[shape][0][block] for shape in shapes] for block in range(partition.head)]
     head_peaks = [found[shape][1] for shape in shapes]
-    moments = step_moments(units, head_peaks, has_ssd_store=plan.num_ssd_activations > 0)
+    moments = list(step_moments(units, head_peaks, has_ssd_store=plan.num_ssd_activations > 0))
     moment, activations = max(moments, key=lambda each: each[1].nbytes)
     grads = grad_buffers_of_job(
         [block.numel for block in layout.blocks],
@@ -288,6 +288,7 @@ def device_need(
         constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers()) + batch_nbytes,
         activations=activations,
         moment=moment,
+        settled_activations_nbytes=max(need.settled_nbytes for _, need in moments),
     )
 
 

@@ -5,7 +5,7 @@ changes from moment to moment; a moment is one operation's work for one micro-ba
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 
 from windlass.planner.plan import LEAVING_ACTIVATION_NBYTES
@@ -43,7 +43,12 @@ class MomentNeed:
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.settled_nbytes + self.leaving_nbytes
+
+    @property
+    def settled_nbytes(self) -> int:
+        """All but what is leaving."""
+        return self.held_nbytes + self.hidden_nbytes + self.returning_nbytes + self.operation_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +70,22 @@ class DeviceNeed:
     constants_nbytes: int  # the model's own constants, and a group's token ids and targets
     activations: MomentNeed  # at the worst moment,
     moment: Moment  # which is this one
+    settled_activations_nbytes: int  # at the worst moment if whatever is swapped left the device at once
+
+    @property
+    def lasting_nbytes(self) -> int:
+        """What is there at all times."""
+        return self.params_nbytes + self.grads_nbytes + self.states_nbytes + self.constants_nbytes
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
-        return (
-            self.params_nbytes
-            + self.grads_nbytes
-            + self.states_nbytes
-            + self.constants_nbytes
-            + (self.activations.nbytes)
-        )
+        """The most that there can be."""
+        return self.lasting_nbytes + self.activations.nbytes
+
+    @property
+    def settled_nbytes(self) -> int:
+        """The most that there is where copies keep up with what is swapped."""
+        return self.lasting_nbytes + self.settled_activations_nbytes
 
 
 def step_moments(
@@ -86,58 +96,36 @@ def step_moments(
     `units`: of the embedding and of each layer, per micro-batch; `head_peaks`: of the head, per micro-batch.
     `has_ssd_store`: swapped activations go on to SSDs where host memory is full.
     """
-    last = len(units) - 1
     limit = leaving_limit(units, has_ssd_store=has_ssd_store)
-    put = held = 0
-    hidden = 0
+    held = hidden = put = 0
+
+    def need(operation_nbytes: int, returning_nbytes: int = 0) -> MomentNeed:
+        return MomentNeed(
+            held_nbytes=held,
+            hidden_nbytes=hidden,
+            returning_nbytes=returning_nbytes,
+            leaving_nbytes=min(put, limit),
+            operation_nbytes=operation_nbytes,
+        )
+
     for block, row in enumerate(units):
         for m, unit in enumerate(row):
             put += sum(unit.swapped)
-            moment = Moment(direction=Pass.FORWARD, block=block, microbatch=m)
-            yield (
-                moment,
-                MomentNeed(
-                    held_nbytes=held,
-                    hidden_nbytes=hidden,
-                    returning_nbytes=0,
-                    leaving_nbytes=min(put, limit),
-                    operation_nbytes=unit.forward_peak_nbytes,
-                ),
-            )
+            yield Moment(direction=Pass.FORWARD, block=block, microbatch=m), need(unit.forward_peak_nbytes)
             held += unit.held_nbytes
-            # What enters is not held, or is held as a part of the unit.
+            # What entered is gone, or counted as held.
             hidden += unit.output_nbytes - (units[block - 1][m].output_nbytes if block else 0)
-    leaving = min(put, limit)
-    returning = sum(units[last][0].swapped)
+    returning = [sum(unit.swapped) for row in reversed(units) for unit in row] + [0]
     for m, peak in enumerate(head_peaks):
-        yield (
-            Moment(direction=Pass.HEAD, block=last + 1, microbatch=m),
-            MomentNeed(
-                held_nbytes=held,
-                hidden_nbytes=hidden,
-                returning_nbytes=returning,
-                leaving_nbytes=leaving,
-                operation_nbytes=peak,
-            ),
-        )
-    for block in range(last, -1, -1):
-        for m, unit in enumerate(units[block]):
-            following = units[block][m + 1] if m + 1 < len(units[block]) else units[block - 1][0] if block else unit
-            returning = sum(unit.swapped) + sum(following.swapped)
-            yield (
-                Moment(direction=Pass.BACKWARD, block=block, microbatch=m),
-                MomentNeed(
-                    held_nbytes=held,
-                    hidden_nbytes=hidden,
-                    returning_nbytes=returning,
-                    leaving_nbytes=leaving,
-                    operation_nbytes=unit.backward_peak_nbytes,
-                ),
-            )
-            if block:  # what the embedding holds is needed until all of the group is over
-                held -= unit.held_nbytes
-                hidden += units[block - 1][m].output_nbytes
-            hidden -= unit.output_nbytes
+        yield Moment(direction=Pass.HEAD, block=len(units), microbatch=m), need(peak, returning[0])
+    backward = [(block, m) for block in reversed(range(len(units))) for m in range(len(head_peaks))]
+    for i, (block, m) in enumerate(backward):
+        unit, moment = units[block][m], Moment(direction=Pass.BACKWARD, block=block, microbatch=m)
+        yield moment, need(unit.backward_peak_nbytes, returning[i] + returning[i + 1])
+        if block:  # what the embedding holds is needed until all of the group is over
+            held -= unit.held_nbytes
+            hidden += units[block - 1][m].output_nbytes
+        hidden -= unit.output_nbytes
 
 
 def leaving_limit(units: Sequence[Sequence[UnitNeed]], *, has_ssd_store: bool) -> int:

@@ -111,6 +111,6 @@ def test_a_job_needs_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert outcome["status"] == "succeeded", outcome
     assert found.buffers == {"params": need.params_nbytes, "gradients": need.grads_nbytes}
     assert found.states_nbytes == need.states_nbytes
-    at_most, leaving = need.activations.nbytes + LOSS_SUMS_NBYTES, need.activations.leaving_nbytes
-    assert at_most - leaving <= found.activations_nbytes <= at_most
-    assert bool(leaving) == (name == "all swapped")
+    activations_nbytes = found.activations_nbytes - LOSS_SUMS_NBYTES
+    assert need.settled_activations_nbytes <= activations_nbytes <= need.activations.nbytes
+    assert (need.settled_nbytes == need.nbytes) == (name != "all swapped")

@@ -1,8 +1,9 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from windlass.planner.device_buffers import grad_buffers, param_buffers
+from windlass.planner.device_buffers import grad_buffers, grad_buffers_of_job, param_buffers, summed_in_fp32
 
 # An embedding, four layers, a head.
 NUMELS = (50, 10, 10, 10, 10, 60)
@@ -48,3 +49,30 @@ def test_gradients_wait_in_few_buffers_but_for_those_that_stay() -> None:
     assert grad_buffers(blocks, resident=range(6), num_waiting=2) == {50: 1, 10: 4, 60: 1}
     assert grad_buffers({0: 50}, resident=(), num_waiting=2) == {50: 1}
     assert grad_buffers({}, resident=(1,), num_waiting=2) == {}
+
+
+def test_sums_over_tied_uses_or_slices_are_fp32() -> None:
+    assert summed_in_fp32(OWN, is_sliced=False) == set()
+    assert summed_in_fp32(OWN, is_sliced=True) == {5}
+    assert summed_in_fp32(TIED, is_sliced=False) == {0}
+    assert summed_in_fp32(TIED, is_sliced=True) == {0, 5}
+
+
+def buffers(shared: tuple[tuple[int, ...], ...], **changes: Any) -> dict[tuple[int, int], int]:
+    options = {"itemsize": 2, "summed_in_fp32": (), "resident": (), "num_groups": 1} | changes
+    return dict(grad_buffers_of_job(NUMELS, shared, **options))
+
+
+def test_sums_have_buffers_beside_those_that_travel() -> None:
+    travelling = {(50, 2): 1, (10, 2): 2, (60, 2): 1}
+    assert buffers(OWN) == travelling
+    assert buffers(OWN, summed_in_fp32={5}) == travelling | {(60, 4): 1}
+    # One for the sum of the head's use, one for that of the embedding's.
+    assert buffers(TIED, summed_in_fp32={0}) == travelling | {(50, 4): 2}
+    # The same buffers for both, where gradients travel in fp32.
+    assert buffers(TIED, itemsize=4, summed_in_fp32={0}) == {(50, 4): 2, (10, 4): 2, (60, 4): 1}
+
+
+def test_the_sums_of_the_next_group_come_while_two_others_are_there() -> None:
+    assert buffers(OWN, num_groups=2) == {(50, 2): 1, (10, 2): 3, (60, 2): 1}
+    assert buffers(OWN, num_groups=2, resident=(1, 2, 3)) == {(50, 2): 1, (10, 2): 4, (60, 2): 1}

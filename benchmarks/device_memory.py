@@ -1,0 +1,158 @@
+"""Is the peak of device memory what was predicted? `python -m benchmarks.device_memory [--quick]`
+
+All jobs are predicted by shapes alone before the first is run; then each is trained in a process of its own. The device
+is the CPU, "device memory" that process's private memory. That also grows by what is not the device's (Python's
+objects, stacks and pools of threads): a job of next to nothing shows how much. How much of what was swapped is still
+leaving depends on the speed of copies: there a range is predicted. A CPU's memory counts once it is written: so there
+are two steps, and what comes back from host memory counts as it comes.
+"""
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.activation_run import ActivationRun, job_spec, run_in_process
+from benchmarks.report import Report, parse_options
+from windlass.actors.context import make_context
+from windlass.actors.device_room import device_need_of_job
+from windlass.engine.partition import partition_folder
+from windlass.planner.activations import ActivationChoice
+from windlass.planner.device_need import DeviceNeed
+
+MIB = 2**20
+_RECOMPUTE, _KEEP = ActivationChoice.RECOMPUTE, ActivationChoice.KEEP
+_SWAP, _SWAP_INPUT = ActivationChoice.SWAP, ActivationChoice.RECOMPUTE_SWAP_INPUT
+_BASE = ActivationRun(hidden=256, intermediate=704, num_layers=6, batch_size=96, sequence_length=256, choice=_RECOMPUTE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A job, and what sets it apart."""
+
+    title: str
+    run: ActivationRun
+
+
+CASES = (
+    Case(title="all computed again", run=_BASE),
+    Case(title="narrow and deep", run=replace(_BASE, hidden=128, intermediate=352, num_layers=24, batch_size=128)),
+    Case(title="all kept", run=replace(_BASE, num_layers=3, batch_size=32, choice=_KEEP)),
+    Case(title="4 micro-batches", run=replace(_BASE, batch_size=160, num_layers=4, num_microbatches=4)),
+    Case(
+        title="4 micro-batches in groups of 2, all kept",
+        run=replace(_BASE, num_layers=3, batch_size=64, choice=_KEEP, num_microbatches=4, group_size=2),
+    ),
+    Case(
+        title="wide, states of 2 layers on the device",
+        run=replace(_BASE, hidden=768, intermediate=3072, num_layers=3, batch_size=8, device_blocks=(1, 2)),
+    ),
+    Case(
+        title="wide, layers in pieces",
+        run=replace(_BASE, hidden=1024, intermediate=4096, num_layers=3, batch_size=16, streamed_blocks=(1, 2, 3)),
+    ),
+    Case(
+        title="large vocabulary, the head in slices",
+        run=replace(_BASE, num_layers=2, batch_size=20, vocabulary=16384),
+    ),
+    Case(title="inputs swapped", run=replace(_BASE, choice=_SWAP_INPUT)),
+    Case(title="all swapped", run=replace(_BASE, num_layers=3, batch_size=32, choice=_SWAP)),
+)
+_QUICK = replace(_BASE, num_layers=2, batch_size=8)
+_NEXT_TO_NOTHING = replace(_BASE, hidden=64, intermediate=64, num_layers=2, batch_size=1, sequence_length=64)
+QUICK_CASES = (
+    Case(title="all computed again", run=_QUICK),
+    Case(title="all swapped", run=replace(_QUICK, choice=_SWAP)),
+)
+
+
+def predict(run: ActivationRun, folder: Path) -> DeviceNeed:
+    """What a run will need; its files are written below `folder`."""
+    folder.mkdir()
+    spec = job_spec(run, folder)
+    partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
+    return device_need_of_job(make_context(spec, partition.layout, ""), partition)
+
+
+def error_of(need: DeviceNeed, found_nbytes: int) -> float:
+    """How far outside of what was predicted a peak is, over what was predicted; below 0 where it is less."""
+    if found_nbytes > need.nbytes:
+        return found_nbytes / need.nbytes - 1
+    return min(0.0, found_nbytes / need.settled_nbytes - 1)
+
+
+def main() -> None:
+    """Predict, measure, report, end with the line of ratios."""
+    options = parse_options("device_memory", __doc__, quick="two small jobs")
+    cases = QUICK_CASES if options.quick else CASES
+    configuration = {"form": "quick" if options.quick else "full", "training": "bf16, 2 steps, states on one SSD"}
+    report = Report("Device memory: predicted and measured", options.directory, configuration)
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
+        directory = Path(name).resolve()
+        needs = [predict(case.run, directory / str(i)) for i, case in enumerate(cases)]
+        report.add("", "Predicted, MiB:")
+        report.add_table(_PARTS, [_parts_of(case, need) for case, need in zip(cases, needs, strict=True)])
+        floor_nbytes = measure(_NEXT_TO_NOTHING, directory)
+        report.add("", f"A job of next to nothing takes {_mib(floor_nbytes)} MiB.")
+        errors, errors_above_floor, rows = [], [], []
+        for case, need in zip(cases, needs, strict=True):
+            found_nbytes = measure(case.run, directory)
+            errors.append(error_of(need, found_nbytes))
+            errors_above_floor.append(error_of(need, found_nbytes - floor_nbytes))
+            sizes = map(_mib, (need.settled_nbytes, need.nbytes, found_nbytes))
+            rows.append((case.title, *sizes, *(f"{100 * each[-1]:+.1f}" for each in (errors, errors_above_floor))))
+        columns = ("job", "predicted, MiB", "at most, MiB", "measured, MiB", "error, percent", "without that job's")
+        report.add_table(columns, rows)
+    report.finish(
+        {
+            "peak_error_max": max(map(abs, errors)),
+            "peak_error_above_floor_max": max(map(abs, errors_above_floor)),
+            "floor_mib": floor_nbytes / MIB,
+        }
+    )
+
+
+def measure(run: ActivationRun, directory: Path) -> int:
+    """The peak of a run's device memory, in bytes."""
+    result = run_in_process(run, directory)
+    assert result.error is None, result.error
+    return result.device_nbytes
+
+
+_PARTS = (
+    "job",
+    "params",
+    "gradients",
+    "states",
+    "constants",
+    "held",
+    "hidden",
+    "returning",
+    "leaving",
+    "operation",
+    "at worst",
+)
+
+
+def _parts_of(case: Case, need: DeviceNeed) -> tuple[str, ...]:
+    step, moment = need.activations, need.moment
+    sizes = (
+        need.params_nbytes,
+        need.grads_nbytes,
+        need.states_nbytes,
+        need.constants_nbytes,
+        step.held_nbytes,
+        step.hidden_nbytes,
+        step.returning_nbytes,
+        step.leaving_nbytes,
+        step.operation_nbytes,
+    )
+    where = f"{moment.direction} of block {moment.block}, micro-batch {moment.microbatch}"
+    return (case.title, *map(_mib, sizes), where)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.1f}"
+
+
+if __name__ == "__main__":
+    main()
