@@ -1,242 +1,17 @@
-"""How much device memory a job needs at its peak, found by shapes alone: no weights are read, nothing is computed.
+"""How much device memory a job needs at its peak, found by shapes alone."""
 
-The runner itself goes through its operations, with fake tensors, and it is watched what is alive. What a kernel takes
-for itself while it runs is not known (but for `LivingStorages`' one case), and an allocator's rounding is not counted.
-"""
-
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from windlass.engine.activations import NOTHING_SWAPPED, SwapCounts, SwapHandle
-from windlass.engine.block_runner import BlockRunner, LossSums
 from windlass.engine.formats import TORCH_DTYPE
-from windlass.engine.grad_buffer import GradBuffer
-from windlass.engine.living_storages import LivingStorages
 from windlass.engine.partition import Partition
-from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
+from windlass.engine.rehearsal import Rehearsal
 from windlass.planner.device_buffers import grad_buffers_of_job, param_buffers, summed_in_fp32
-from windlass.planner.device_need import DeviceNeed, UnitNeed, step_moments
+from windlass.planner.device_need import DeviceNeed, UnitNeed, evaluation_moments, step_moments
 from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, cut_layers, largest_piece
 from windlass.planner.plan import Plan
 from windlass.storage.ids import BlockIndex, Formats, Precision
-
-
-class DeviceNeedUnknownError(RuntimeError):
-    """A block cannot be gone through by shapes alone."""
-
-
-class _ImaginedStore:
-    """An ActivationStore whose tensors are gone as they are put."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._back: dict[SwapHandle, torch.Tensor | None] = {}
-        self._num_puts = 0
-
-    def put(self, tensor: torch.Tensor) -> SwapHandle:
-        """See ActivationStore."""
-        self._num_puts += 1
-        handle = SwapHandle(self._num_puts, tensor.nbytes)
-        self._back[handle] = None
-        return handle
-
-    def prefetch(self, handle: SwapHandle) -> None:
-        """See ActivationStore."""
-        if self._back[handle] is None:
-            self._back[handle] = torch.empty(handle.nbytes, dtype=torch.uint8, device=self._device)
-
-    def get(self, handle: SwapHandle) -> torch.Tensor:
-        """See ActivationStore."""
-        self.prefetch(handle)
-        back = self._back.pop(handle)
-        assert back is not None
-        return back
-
-    def drop(self, handle: SwapHandle) -> None:
-        """See ActivationStore."""
-        del self._back[handle]
-
-    @property
-    def counts(self) -> SwapCounts:
-        """See ActivationStore."""
-        return NOTHING_SWAPPED
-
-    def bring_back(self) -> tuple[int, ...]:
-        """Has everything come back; returns the sizes."""
-        for handle in self._back:
-            self.prefetch(handle)
-        return tuple(handle.nbytes for handle in self._back)
-
-
-class Rehearsal:
-    """Operations of a model, gone through with fake tensors. No other runner of the partition may be in use."""
-
-    def __init__(
-        self,
-        partition: Partition,
-        activations: Mapping[BlockIndex, BlockActivations],
-        *,
-        grad_dtype: torch.dtype,
-        is_summed: bool,
-        device: str = "cpu",
-    ) -> None:
-        """`activations`: as a BlockRunner's. `grad_dtype`: of gradients on their way to the optimizer.
-
-        `is_summed`: gradients are added to what other micro-batches left. `device`: where it will be computed, as
-        operators choose their kernels by that.
-        """
-        self._partition = partition
-        self._activations = activations
-        self._grad_dtype = grad_dtype
-        self._in_fp32: set[int] = set()  # blocks whose gradients are summed in that
-        self._is_summed = is_summed
-        self._device = torch.device(device)
-        self._store = _ImaginedStore(self._device)
-        self._runner = BlockRunner(partition, self._device, seed=0, activations=activations, store=self._store)
-        self._living = LivingStorages(self._device)
-        # Else a kernel of the model's own would get addresses at which there is nothing.
-        with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-            self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        # Its cache would hold the storages that swapped tensors are put together from.
-        self._fake.cache_enabled = not any(choice.swaps for choice in activations.values())
-
-    @property
-    def num_tokens_of_head_slice(self) -> int:
-        """See BlockRunner."""
-        return self._runner.num_tokens_of_head_slice
-
-    def units(self, num_examples: int, num_tokens: int) -> tuple[list[UnitNeed], int]:
-        """What the embedding and each layer need for one micro-batch, and the head's peak.
-
-        Layers of one kind, under the same choice, are gone through once.
-
-        Raises:
-            DeviceNeedUnknownError: a block has operators whose output shapes torch does not know without computing, or
-                a Python autograd function that starts kernels of its own.
-        """
-        head, is_sliced = self._partition.head, num_examples * num_tokens > self.num_tokens_of_head_slice
-        self._in_fp32 = summed_in_fp32(self._partition.layout.shared, is_sliced=is_sliced)
-        kinds: dict[object, UnitNeed] = {}
-        units = []
-        with self._fake:
-            batch = [torch.zeros(num_examples, num_tokens, dtype=torch.long, device=self._device)]
-            with _unknown_where(0):
-                output_nbytes, held_nbytes, forward_peak_nbytes = self._forward_of_embedding(batch)
-            hidden = self._runner.inputs.pop()[0]
-            for block in range(1, head):
-                kind = self._kind(BlockIndex(block))
-                if kind not in kinds:
-                    with _unknown_where(block):
-                        kinds[kind] = self._layer(BlockIndex(block), hidden, batch)
-                units.append(kinds[kind])
-            with _unknown_where(head):
-                head_peak_nbytes = self._head(hidden)
-            with _unknown_where(0):
-                backward_peak_nbytes = self._backward(BlockIndex(0), hidden, batch)
-        embedding = UnitNeed(
-            output_nbytes=output_nbytes,
-            held_nbytes=held_nbytes,
-            swapped=(),
-            forward_peak_nbytes=forward_peak_nbytes,
-            backward_peak_nbytes=backward_peak_nbytes,
-        )
-        return [embedding, *units], head_peak_nbytes
-
-    # --- inside: all of it is done with fake tensors ----------------------------------------------------------------
-
-    def _kind(self, block: BlockIndex) -> object:
-        """Equal for layers that go through the same operators, as far as their modules and arguments show."""
-        call = self._runner.calls[0][block - 1]
-        layer = self._partition.layers[block - 1]
-        shapes = tuple(site.param.shape for site in self._partition.sites[block])
-        choice = self._activations.get(block, RECOMPUTE_ALL)
-        return choice, repr(layer), shapes, block in self._in_fp32, _kind_of((call.args, call.kwargs))
-
-    def _forward_of_embedding(self, batch: list[torch.Tensor]) -> tuple[int, int, int]:
-        """What it puts out, holds, and takes at its peak."""
-        before_nbytes, peak_nbytes = self._watch_forward(BlockIndex(0), batch)
-        output_nbytes = _storage_nbytes(self._runner.inputs[-1][0])
-        return output_nbytes, self._living.nbytes - before_nbytes - output_nbytes, peak_nbytes
-
-    def _layer(self, block: BlockIndex, hidden: torch.Tensor, batch: list[torch.Tensor]) -> UnitNeed:
-        """`hidden`: like what enters it."""
-        policy = self._activations.get(block, RECOMPUTE_ALL)
-        # Only after its first forward pass does a runner know whether a layer has Python autograd functions.
-        for _ in range(2 if policy.recompute and policy.needs_grad else 1):
-            with self._living:
-                self._runner.inputs = [[torch.empty_like(hidden)]]
-            input_nbytes = _storage_nbytes(self._runner.inputs[0][0])
-            before_nbytes, forward_peak_nbytes = self._watch_forward(block, batch)
-            output = self._runner.inputs.pop()[0]
-            output_nbytes = _storage_nbytes(output)
-            held_nbytes = self._living.nbytes - before_nbytes + input_nbytes - output_nbytes
-            with self._living:
-                swapped = self._store.bring_back()
-            like_output = output.to("meta")
-            del output
-            backward_peak_nbytes = self._backward(block, like_output, batch)
-        return UnitNeed(
-            output_nbytes=output_nbytes,
-            held_nbytes=held_nbytes,
-            swapped=swapped,
-            forward_peak_nbytes=forward_peak_nbytes,
-            backward_peak_nbytes=backward_peak_nbytes,
-        )
-
-    def _watch_forward(self, block: BlockIndex, batch: list[torch.Tensor]) -> tuple[int, int]:
-        """What was alive before it, and its peak beyond that."""
-        self._install(block, goes_backward=False)
-        before_nbytes = self._living.begin()
-        with self._living:
-            self._runner.forward(block, 0, batch)
-        self._runner.remove(block)
-        return before_nbytes, self._living.peak_nbytes - before_nbytes
-
-    def _backward(self, block: BlockIndex, output: torch.Tensor, batch: list[torch.Tensor]) -> int:
-        """The peak of a backward pass; `output`: like what the block put out."""
-        with self._living:
-            self._runner.grads = [torch.empty_like(output, device=self._device)]
-        self._install(block, goes_backward=True)
-        before_nbytes = self._living.begin()
-        with self._living:
-            self._runner.backward(block, 0, batch)
-        self._runner.remove(block)
-        self._runner.grads = []
-        return self._living.peak_nbytes - before_nbytes
-
-    def _head(self, hidden: torch.Tensor) -> int:
-        """Its peak; of many slices of tokens two are gone through, as all others are like the second."""
-        num_tokens, width = hidden.shape[:-1].numel(), hidden.shape[-1]
-        num_watched = min(num_tokens, 2 * self._runner.num_tokens_of_head_slice)
-        target = torch.zeros(1, num_watched, dtype=torch.long, device=self._device)
-        sums = LossSums.nothing(1, self._device)
-        with self._living:
-            self._runner.inputs = [[hidden.new_empty(1, num_watched, width)]]
-        self._install(self._partition.head, goes_backward=True)
-        before_nbytes = self._living.begin()
-        with self._living:
-            self._runner.head(0, [target], sums=sums)
-        self._runner.remove(self._partition.head)
-        self._runner.grads = []
-        # The gradient of the hidden state is there for all tokens.
-        return self._living.peak_nbytes - before_nbytes + (num_tokens - num_watched) * width * hidden.itemsize
-
-    def _install(self, block: BlockIndex, *, goes_backward: bool) -> None:
-        layout = self._partition.layout
-        dtype = next(self._partition.model.parameters()).dtype
-        flats, grads = {}, {}
-        for b in layout.shared[block]:
-            numel = layout.blocks[b].numel
-            flats[b] = torch.empty(numel, dtype=dtype, device=self._device)
-            touched = [param.name for param in layout.blocks[b].params] if self._is_summed else []
-            grad_dtype = torch.float32 if b in self._in_fp32 else self._grad_dtype
-            grads[b] = GradBuffer(torch.empty(numel, dtype=grad_dtype, device=self._device), touched)
-        self._runner.install(block, flats, grads if goes_backward else {})
 
 
 def device_need(
@@ -249,14 +24,15 @@ def device_need(
     num_microbatches: int,
     num_ahead: int,
     max_tokens: int,
+    evaluation_shapes: Sequence[tuple[int, int]] = (),
     device: str = "cpu",
 ) -> DeviceNeed:
-    """What a job has on its device at the worst moment of a step. What evaluation needs is not looked at.
+    """What a job has on its device at the worst moment of a step or of an evaluation.
 
-    `shapes`: (examples, tokens) of the micro-batches of a step's largest group. `grad_precision`: of gradients on their
-    way to the optimizer. `num_microbatches`: of a step. `num_ahead`: operations whose params may have been asked for
-    (`Ordering.max_prefetched`). `max_tokens`: the most that a micro-batch may have, in evaluation too: buffers are made
-    for that. No runner of the partition may be in use.
+    `shapes`: (examples, tokens) of the micro-batches of a step's largest group, `evaluation_shapes` of an evaluation's.
+    `grad_precision`: of gradients on their way to the optimizer. `num_microbatches`: of a step. `num_ahead`: operations
+    whose params may have been asked for (`Ordering.max_prefetched`). `max_tokens`: the most that a micro-batch may ever
+    have, in evaluation too: buffers are made for that. No runner of the partition may be in use.
 
     Raises:
         DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
@@ -266,10 +42,10 @@ def device_need(
     rehearsal = Rehearsal(
         partition, choices, grad_dtype=TORCH_DTYPE[grad_precision], is_summed=num_microbatches > 1, device=device
     )
-    found = {shape: rehearsal.units(*shape) for shape in dict.fromkeys(shapes)}
-    units = [[found[shape][0][block] for shape in shapes] for block in range(partition.head)]
-    head_peaks = [found[shape][1] for shape in shapes]
-    moments = list(step_moments(units, head_peaks, has_ssd_store=plan.num_ssd_activations > 0))
+    moments = [
+        *step_moments(*_units(rehearsal, shapes), has_ssd_store=plan.num_ssd_activations > 0),
+        *evaluation_moments(*_units(rehearsal, evaluation_shapes, train=False)),
+    ]
     moment, activations = max(moments, key=lambda each: each[1].nbytes)
     grads = grad_buffers_of_job(
         [block.numel for block in layout.blocks],
@@ -292,6 +68,15 @@ def device_need(
     )
 
 
+def _units(
+    rehearsal: Rehearsal, shapes: Sequence[tuple[int, int]], *, train: bool = True
+) -> tuple[list[list[UnitNeed]], list[int]]:
+    """Of the embedding and each layer, per micro-batch; and the head's peaks. Micro-batches of one shape are alike."""
+    found = {shape: rehearsal.units(*shape, train=train) for shape in dict.fromkeys(shapes)}
+    by_microbatch = [found[shape][0] for shape in shapes]
+    return [list(row) for row in zip(*by_microbatch, strict=True)], [found[shape][1] for shape in shapes]
+
+
 def _params_numel(partition: Partition, plan: Plan, num_ahead: int) -> int:
     """Elements of all buffers for params: for whole blocks, for what of streamed ones comes whole, for their pieces."""
     layout = partition.layout
@@ -304,29 +89,3 @@ def _params_numel(partition: Partition, plan: Plan, num_ahead: int) -> int:
         num_ahead=num_ahead,
     )
     return sum(numel * number for numel, number in buffers.items()) + NUM_PIECE_BUFFERS * largest_piece(bounds)
-
-
-@contextlib.contextmanager
-def _unknown_where(block: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise DeviceNeedUnknownError(
-            f"how much device memory block {block} needs is not known before it is computed: {type(error).__name__}: "
-            f"{error}"
-        ) from error
-
-
-def _storage_nbytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
-def _kind_of(value: Any) -> object:
-    """Of an argument: tensors by their form, plain values by themselves."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, dict):
-        return tuple((key, _kind_of(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_kind_of(item) for item in value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)

@@ -17,6 +17,7 @@ class Pass(StrEnum):
     FORWARD = "forward"
     HEAD = "head"  # goes forward and backward at once
     BACKWARD = "backward"
+    EVALUATE = "evaluate"  # forward, and nothing is held; the head too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,36 @@ def step_moments(
             held -= unit.held_nbytes
             hidden += units[block - 1][m].output_nbytes
         hidden -= unit.output_nbytes
+
+
+def evaluation_moments(
+    units: Sequence[Sequence[UnitNeed]], head_peaks: Sequence[int]
+) -> Iterator[tuple[Moment, MomentNeed]]:
+    """As `step_moments`, for a group of micro-batches of an evaluation.
+
+    What enters a layer stays until all micro-batches are through it.
+    """
+    held = hidden = 0
+
+    def at(block: int, microbatch: int, operation_nbytes: int) -> tuple[Moment, MomentNeed]:
+        return Moment(direction=Pass.EVALUATE, block=block, microbatch=microbatch), MomentNeed(
+            held_nbytes=held,
+            hidden_nbytes=hidden,
+            returning_nbytes=0,
+            leaving_nbytes=0,
+            operation_nbytes=operation_nbytes,
+        )
+
+    for block, row in enumerate(units):
+        for m, unit in enumerate(row):
+            yield at(block, m, unit.forward_peak_nbytes)
+            held += unit.held_nbytes
+            hidden += unit.output_nbytes
+        if block:
+            hidden -= sum(unit.output_nbytes for unit in units[block - 1])
+    for m, peak in enumerate(head_peaks):
+        yield at(len(units), m, peak)
+        hidden -= units[-1][m].output_nbytes
 
 
 def leaving_limit(units: Sequence[Sequence[UnitNeed]], *, has_ssd_store: bool) -> int:

@@ -9,8 +9,9 @@ import torch
 from tests.training import has_direct_io, make_partition, make_spec
 from windlass.actors.computation import Computation
 from windlass.actors.context import make_context
-from windlass.actors.device_room import device_need_of_job
+from windlass.actors.device_room import device_need_of_job, evaluation_shapes
 from windlass.actors.device_states import DeviceStates
+from windlass.actors.gpu_worker import evaluation_groups
 from windlass.actors.local import run_local
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.device_buffers import DeviceBuffers
@@ -114,3 +115,12 @@ def test_a_job_needs_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     activations_nbytes = found.activations_nbytes - LOSS_SUMS_NBYTES
     assert need.settled_activations_nbytes <= activations_nbytes <= need.activations.nbytes
     assert (need.settled_nbytes == need.nbytes) == (name != "all swapped")
+
+
+@pytest.mark.parametrize(("batch_size", "num_microbatches"), [(4, 2), (12, 3), (30, 1)])
+def test_shapes_of_an_evaluation(tmp_path: Path, batch_size: int, num_microbatches: int) -> None:
+    spec = make_spec(tmp_path, batch_size=batch_size, num_microbatches=num_microbatches)
+    largest = max(evaluation_groups(spec), key=len)
+    shapes = evaluation_shapes(spec)
+    assert [num_examples for num_examples, _ in shapes] == [len(microbatch.input_ids) for microbatch in largest]
+    assert all(tokens >= each.input_ids.shape[1] for (_, tokens), each in zip(shapes, largest, strict=True))

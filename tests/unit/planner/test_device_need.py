@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from windlass.planner import device_need
-from windlass.planner.device_need import Moment, MomentNeed, Pass, UnitNeed, leaving_limit, step_moments
+from windlass.planner.device_need import (
+    Moment,
+    MomentNeed,
+    Pass,
+    UnitNeed,
+    evaluation_moments,
+    leaving_limit,
+    step_moments,
+)
 
 EMBEDDING = UnitNeed(output_nbytes=10, held_nbytes=1, swapped=(), forward_peak_nbytes=100, backward_peak_nbytes=200)
 LAYER = UnitNeed(output_nbytes=10, held_nbytes=7, swapped=(3, 4), forward_peak_nbytes=300, backward_peak_nbytes=400)
@@ -68,3 +76,21 @@ def test_all_of_a_moment_counts() -> None:
     moments = dict(step_moments(UNITS, (500, 50)))
     assert moments[Moment(direction=H, block=3, microbatch=0)].operation_nbytes == 500
     assert moments[Moment(direction=B, block=1, microbatch=1)].operation_nbytes == 40
+
+
+def test_an_evaluation_holds_what_enters_and_what_leaves_a_layer() -> None:
+    evaluated = [[replace(unit, held_nbytes=0, swapped=()) for unit in row] for row in UNITS[1:]]
+    found = [
+        (moment.block, moment.microbatch, need.held_nbytes, need.hidden_nbytes, need.operation_nbytes)
+        for moment, need in evaluation_moments([UNITS[0], *evaluated], (500, 50))
+    ]
+    assert found == [
+        (0, 0, 0, 0, 100),
+        (0, 1, 1, 10, 100),
+        (1, 0, 2, 15, 300),
+        (1, 1, 2, 25, 30),
+        (2, 0, 2, 15, 300),
+        (2, 1, 2, 25, 30),
+        (3, 0, 2, 15, 500),
+        (3, 1, 2, 5, 50),
+    ]

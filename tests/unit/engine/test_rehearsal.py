@@ -17,14 +17,14 @@ from tests.unit.engine.test_activations_parity import POLICIES, everywhere
 from windlass.engine import block_runner
 from windlass.engine.activations import SwapHandle
 from windlass.engine.block_runner import LossSums
-from windlass.engine.device_need import DeviceNeedUnknownError, Rehearsal
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.living_storages import LivingStorages
 from windlass.engine.partition import Partition, build_meta_model
+from windlass.engine.rehearsal import DeviceNeedUnknownError, Rehearsal
 from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
 from windlass.planner.device_buffers import summed_in_fp32
-from windlass.planner.device_need import Pass, step_moments
+from windlass.planner.device_need import Pass, evaluation_moments, step_moments
 from windlass.storage.ids import BlockIndex, Precision
 
 CPU = torch.device("cpu")
@@ -199,6 +199,33 @@ def test_so_it_is_for_every_architecture(name: str, precision: Precision) -> Non
     for choice in CHOICES.values():
         for shapes in (ONE, SEVERAL):
             assert_known(Case(name=name, choice=choice, precision=precision, shapes=shapes))
+
+
+@pytest.mark.parametrize(("name", "choice"), [("Qwen2", "all swapped"), ("GPT-2", "recompute")])
+def test_an_evaluation(name: str, choice: str) -> None:
+    case = Case(name=name, choice=CHOICES[choice], precision=Precision.BF16, shapes=SEVERAL)
+    partition = Partition(build_meta_model(case.config(), case.precision))
+    rehearsal = Rehearsal(partition, everywhere(case.choice), grad_dtype=case.grad_dtype, is_summed=True)
+    of_shape = {shape: rehearsal.units(*shape, train=False) for shape in case.shapes}
+    units = [[of_shape[shape][0][block] for shape in case.shapes] for block in range(partition.head)]
+    expected = [0] * partition.num_blocks
+    for moment, need in evaluation_moments(units, [of_shape[shape][1] for shape in case.shapes]):
+        expected[moment.block] = max(expected[moment.block], need.nbytes)
+    run = Run(make_model(case.config(), torch.bfloat16), precision=case.precision)
+    run.runner.model.train(False)
+    batch, targets = make_batch(*case.shapes)
+    sums, living, found = LossSums.nothing(100, CPU), LivingStorages(CPU), []
+    for block in range(partition.num_blocks):
+        run.lend(BlockIndex(block), with_grads=False)
+        living.begin()
+        with living:
+            if block < partition.head:
+                run.runner.forward(BlockIndex(block), STEP, batch, keep=False)
+            else:
+                run.runner.head(STEP, targets, train=False, sums=sums)
+        run.take_back(BlockIndex(block))
+        found.append(living.peak_nbytes)
+    assert found == expected
 
 
 def allocated(case: Case) -> dict[Where, int]:
