@@ -15,8 +15,9 @@ from windlass.engine.partition import CHUNK_GRANULE
 from windlass.planner.activation_ways import ways_of_layer
 from windlass.planner.solver import Solution
 from windlass.planner.speeds import Speeds
+from windlass.storage.checksum import GRANULE_NBYTES
 from windlass.storage.ids import Attempt, Formats, JobId
-from windlass.storage.transfers import DEFAULT_IO, GRANULE_NBYTES
+from windlass.storage.transfers import DEFAULT_IO
 
 # Steps that are simulated, and how many of the first are not steady yet.
 _NUM_STEPS = 4

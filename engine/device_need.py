@@ -54,6 +54,7 @@ def device_need(
         summed_in_fp32=summed_in_fp32(layout.shared, is_sliced=max_tokens > rehearsal.num_tokens_of_head_slice),
         resident=plan.device_blocks,
         num_groups=plan.num_groups,
+        num_grad_buffers=plan.num_grad_buffers,
     )
     # Token ids and targets are int64.
     batch_nbytes = sum(2 * torch.int64.itemsize * num_examples * num_tokens for num_examples, num_tokens in shapes)

@@ -46,14 +46,16 @@ def grad_buffers_of_job(
     summed_in_fp32: Collection[int],
     resident: Collection[int],
     num_groups: int,
+    num_grad_buffers: int = MAX_GRAD_BUFFERS,
 ) -> Counter[tuple[int, int]]:
     """Buffers by their number of elements and the bytes of one: for sums of each use of a block, and for what sums
     become in the type in which they travel, which takes `itemsize`.
 
     `summed_in_fp32`: blocks whose gradients may be, whatever they travel in. `num_groups`: of a step's micro-batches.
+    `num_grad_buffers`: blocks whose gradients may be on their way out.
     """
-    # What the next group goes on with comes while two others are added to and copied out.
-    num_waiting = MAX_GRAD_BUFFERS + (1 if num_groups > 1 else 0)
+    # What the next group goes on with comes while others are added to and copied out.
+    num_waiting = num_grad_buffers + (1 if num_groups > 1 else 0)
     most: Counter[tuple[int, int]] = Counter()
     for each, blocks in ((itemsize, range(len(block_numels))), (4, summed_in_fp32)):
         numels = {block: block_numels[block] for block in blocks}

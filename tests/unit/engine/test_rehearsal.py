@@ -190,7 +190,6 @@ def test_tied_weights(shapes: tuple[tuple[int, int], ...]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_so_it_is_for_every_architecture(name: str, precision: Precision) -> None:
