@@ -6,8 +6,11 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel
 
+from windlass.engine.device_need import device_need
 from windlass.engine.measure_model import with_times
 from windlass.engine.model_profile import Profiler
+from windlass.engine.partition import Partition, build_meta_model
+from windlass.planner.device_need import DeviceNeed
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.plan import Placement
@@ -15,12 +18,14 @@ from windlass.planner.reach import largest, smallest
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport, report_of
 from windlass.planner.solver import DoesNotFitError, Solution, solve_job
 from windlass.planner.speeds import speeds_of
-from windlass.planner.step_costs import Limits, PlannedJob
+from windlass.planner.step_costs import Limits, PlannedJob, Tier
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 # What is worth mentioning: a change that makes a step shorter by at least so much of it.
 _WORTH = 0.05
 _MOST_MEMORY_GIB = 1 << 16
+# How often the program is asked again, where the device's memory does not suffice for what it leaves out.
+_MAX_CORRECTIONS = 6
 _MEMORIES = (
     ("{} GiB of host memory", "host", "memory_gib"),
     ("{} GiB of GPU memory", "gpus", "memory_gib"),
@@ -112,6 +117,24 @@ class Profiles:
         self._question = question
         self._profiler = Profiler(question.config, question.precision)
         self._known: dict[tuple[int, int], ModelProfile] = {}
+        self._rehearsed: Partition | None = None
+
+    def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
+        """Of a planned job, as its GPU worker allocates."""
+        if self._rehearsed is None:
+            self._rehearsed = Partition(build_meta_model(question.config, question.precision))
+        shape = (job.model.num_examples, job.model.num_tokens)
+        is_summed = job.num_microbatches > 1
+        return device_need(
+            self._rehearsed,
+            solution.plan,
+            [shape] * solution.plan.group_size,
+            formats=Formats(question.precision, question.state_precision),
+            grad_precision=Precision.FP32 if is_summed else question.precision,
+            num_microbatches=job.num_microbatches,
+            num_ahead=job.num_prefetched,
+            max_tokens=shape[0] * shape[1],
+        )
 
     def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
         """For micro-batches of this shape."""
@@ -127,11 +150,26 @@ class Profiles:
 
 
 def _solve(question: PlanQuestion, num_microbatches: int, profiles: Profiles) -> tuple[PlannedJob, Solution]:
+    """With the device's memory counted exactly: what the program leaves out is taken off its limit, until it fits."""
     profile = profiles.of(-(-question.batch_size // num_microbatches), question.sequence_length)
     if question.num_layers is not None:
         profile = profile.with_num_layers(question.num_layers)
     job = planned_job(question, profile, num_microbatches)
-    return job, solve_job(job, speeds_of(question.hardware), limits_of_question(question))
+    speeds, given = speeds_of(question.hardware), limits_of_question(question)
+    limits = given
+    for _ in range(_MAX_CORRECTIONS):
+        solution = solve_job(job, speeds, limits)
+        if question.num_layers is not None:  # there is no such model to go through
+            return job, solution
+        need = profiles.device_need(question, job, solution)
+        together = need.nbytes + solution.plan.arena_nbytes if speeds.shares_cores else 0
+        excess = max(need.nbytes - given.device_nbytes, together - given.host_nbytes)
+        if excess <= 0:
+            return job, replace(solution, nbytes={**solution.nbytes, Tier.DEVICE: need.nbytes})
+        limits = replace(limits, device_nbytes=limits.device_nbytes - excess)
+        if speeds.shares_cores:
+            limits = replace(limits, host_nbytes=limits.host_nbytes - excess)
+    raise DoesNotFitError({Tier.DEVICE: int(excess), Tier.HOST: 0, Tier.SSD: 0})
 
 
 def limits_of_question(question: PlanQuestion) -> Limits:

@@ -9,6 +9,7 @@ from transformers import GPT2Config, LlamaConfig
 from windlass.engine.block_runner import BlockRunner
 from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import Partition, build_meta_model, load_config
+from windlass.engine.rehearsal import Rehearsal
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
 from windlass.planner.shapes import ModelShape
 from windlass.storage.ids import BlockIndex, Precision
@@ -78,6 +79,8 @@ class Profiler:
         self._runner = BlockRunner(self._partition, torch.device(device), seed=0)
         self._itemsize = next(self._partition.model.parameters()).element_size()
         self._known: dict[tuple[int, int], ModelProfile] = {}
+        # A runner of its own: it goes through operations as a whole, the other one through layers alone.
+        self._rehearsed = Partition(build_meta_model(config, precision))
 
     @property
     def layout(self) -> ModelLayout:
@@ -93,28 +96,39 @@ class Profiler:
 
     def _profile(self, num_examples: int, num_tokens: int) -> ModelProfile:
         partition, layout = self._partition, self._partition.layout
+        peaks = self._peaks(num_examples, num_tokens)
         found: dict[int, LayerProfile] = {}
         for blocks in kinds_of_layers(partition):
-            found.update(dict.fromkeys(blocks, self._layer(blocks[0], num_examples, num_tokens)))
+            found.update(dict.fromkeys(blocks, self._layer(blocks[0], num_examples, num_tokens, peaks[blocks[0]])))
         matrices = [site.param.numel for site in partition.sites[partition.head] if len(site.param.shape) == 2]
         return ModelProfile(
             name=partition.name,
             num_examples=num_examples,
             num_tokens=num_tokens,
-            embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0),
+            embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0, peak_nbytes=peaks[0]),
             layers=tuple(found[block] for block in sorted(found)),
             head=BlockProfile(
-                numel=layout.blocks[partition.head].numel, num_flops=2 * sum(matrices) * num_examples * num_tokens
+                numel=layout.blocks[partition.head].numel,
+                num_flops=2 * sum(matrices) * num_examples * num_tokens,
+                peak_nbytes=peaks[partition.head],
             ),
             shared=layout.shared,
             chunk_numel=layout.chunk_numel,
         )
 
-    def _layer(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerProfile:
+    def _peaks(self, num_examples: int, num_tokens: int) -> list[int]:
+        """Of each block's operations on the device, where all is computed again."""
+        dtype = next(self._rehearsed.model.parameters()).dtype
+        rehearsal = Rehearsal(self._rehearsed, {}, grad_dtype=dtype, is_summed=False)
+        units, head_peak_nbytes = rehearsal.units(num_examples, num_tokens)
+        return [*(max(unit.forward_peak_nbytes, unit.backward_peak_nbytes) for unit in units), head_peak_nbytes]
+
+    def _layer(self, block: BlockIndex, num_examples: int, num_tokens: int, peak_nbytes: int) -> LayerProfile:
         cost = self._runner.operators(block, num_examples, num_tokens)
         return LayerProfile(
             numel=self._partition.layout.blocks[block].numel,
             num_flops=sum(operator.num_flops for operator in cost.operators),
+            peak_nbytes=peak_nbytes,
             saves_input=cost.saves_input,
             input_nbytes=num_examples * num_tokens * self._hidden_size * self._itemsize,
             largest_param_numel=max(param.numel for param in self._partition.layout.blocks[block].params),
