@@ -50,7 +50,9 @@ class LivingStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak_nbytes = self.peak_nbytes
         result = func(*args, **kwargs)
         given = {StorageWeakRef(storage) for storage in _storages_in((args, kwargs))}  # type: ignore[no-untyped-call]
-        for tensor in tensors_in(result):
+        # A constant of the program's: real ones are made without an operator.
+        made = () if func is _aten.lift_fresh.default else tensors_in(result)
+        for tensor in made:
             ref = storage_ref(tensor)
             if tensor.device.type == self._device.type and ref not in given and ref not in self._alive:
                 self._alive[ref] = tensor.untyped_storage().nbytes()
