@@ -53,8 +53,10 @@ def plan_job(order: PlanOrder) -> dict[str, Any]:
         )
     )
     found: dict[str, Any] = {"plan": asdict(planned.report)}
-    if planned.placement is not None:
-        found |= {"placement": placement_json.to_json(planned.placement), "arena_nbytes": planned.arena_nbytes}
+    if (solution := planned.solution) is not None:
+        # With less memory for the arena the placement is refused, with more other buffers grow.
+        placement = placement_json.to_json(solution.placement)
+        found |= {"placement": placement, "arena_nbytes": solution.plan.arena_nbytes}
     return found
 
 

@@ -7,13 +7,13 @@ import torch
 from pydantic import BaseModel
 
 from windlass.engine.device_need import device_need
+from windlass.engine.layout import ModelLayout
 from windlass.engine.measure_model import with_times
 from windlass.engine.model_profile import Profiler
 from windlass.engine.partition import Partition, build_meta_model
 from windlass.planner.device_need import DeviceNeed
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
-from windlass.planner.plan import Placement
 from windlass.planner.reach import largest, smallest
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport, report_of
 from windlass.planner.solver import DoesNotFitError, Solution, solve_job
@@ -58,8 +58,7 @@ class Planned:
     """What people are told, and what the engine does; where nothing fits there is nothing to do."""
 
     report: PlanReport
-    placement: Placement | None = None
-    arena_nbytes: int | None = None  # with less the placement is refused, with more other buffers grow
+    solution: Solution | None = None
 
 
 def answer(question: PlanQuestion) -> Planned:
@@ -79,7 +78,7 @@ def planned(question: PlanQuestion, job: PlannedJob, solution: Solution, *, advi
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
-    return Planned(report=report, placement=solution.placement, arena_nbytes=solution.plan.arena_nbytes)
+    return Planned(report=report, solution=solution)
 
 
 def limits_of(hardware: Hardware) -> Limits:
@@ -118,6 +117,11 @@ class Profiles:
         self._profiler = Profiler(question.config, question.precision)
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._rehearsed: Partition | None = None
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Of the model's blocks."""
+        return self._profiler.layout
 
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
         """Of a planned job, as its GPU worker allocates."""

@@ -13,6 +13,7 @@ NAMES = (
     "memory",
     "optimizer",
     "overflow",
+    "planner",
     "scheduler",
     "ssd",
     "ssds",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SAMPLE_S = 0.002
 # What is freed goes back to the system at once, so that private memory is what lives.
-_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 _DEADLINE_S = 3600.0
 # Few and narrow heads: attention over 128k tokens ends within minutes on two cores, and what a layer leaves for its
 # backward pass is as large as elsewhere.
@@ -75,23 +75,24 @@ def run_in_process(run: ActivationRun, directory: Path) -> ActivationResult:
     """Train in a process of its own, with its files below `directory`."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.activation_run", json.dumps(asdict(run))]
     found = subprocess.run(
-        command, cwd=Path.cwd(), env=os.environ | _MALLOC | {"TMPDIR": str(directory)}, capture_output=True, text=True
+        command, cwd=Path.cwd(), env=os.environ | MALLOC | {"TMPDIR": str(directory)}, capture_output=True, text=True
     )
     if found.returncode != 0:
         raise RuntimeError(f"{run} failed:\n{found.stderr[-4000:]}")
     return ActivationResult(**json.loads(found.stdout.splitlines()[-1]))
 
 
-class _PrivateMemory:
+class PrivateMemory:
     """The largest private memory of this process while it is watched, over that at the start."""
 
     def __init__(self) -> None:
-        self._first = self._peak = _private_nbytes()
+        self._first = self._peak = private_nbytes()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="private memory")
 
     def start(self) -> None:
-        self._first = self._peak = _private_nbytes()
+        """Watch from now on."""
+        self._first = self._peak = private_nbytes()
         self._thread.start()
 
     def stop(self) -> int:
@@ -103,10 +104,11 @@ class _PrivateMemory:
 
     def _watch(self) -> None:
         while not self._is_over.wait(_SAMPLE_S):
-            self._peak = max(self._peak, _private_nbytes())
+            self._peak = max(self._peak, private_nbytes())
 
 
-def _private_nbytes() -> int:
+def private_nbytes() -> int:
+    """Of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
@@ -122,7 +124,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
 
     spec = job_spec(run, folder)
     partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
-    memory = _PrivateMemory()
+    memory = PrivateMemory()
     is_watched = False
     written_nbytes = 0
     at_kernels: list[int] = []  # private memory: when the optimizer is ready, and when states are on the device
@@ -133,7 +135,7 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
             is_watched = True
             memory.start()
         elif isinstance(message, KernelChosen):
-            at_kernels.append(_private_nbytes())
+            at_kernels.append(private_nbytes())
         elif isinstance(message, WriteActivations):
             written_nbytes += message.span.nbytes
 

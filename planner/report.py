@@ -1,7 +1,7 @@
 """A plan in words and numbers, for people and for JSON."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -32,9 +32,9 @@ class PlanReport:
     choices: dict[str, Any] | None = None
 
 
-def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: float | None = None) -> PlanReport:
-    """Of a plan that fits. `step_s`: as simulated; None: by the cost model."""
-    step_s = solution.step_s if step_s is None else step_s
+def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool) -> PlanReport:
+    """Of a plan that fits; what a step takes is by the cost model."""
+    step_s = solution.step_s
     model = job.model
     num_tokens = model.num_examples * model.num_tokens * job.num_microbatches
     num_flops = 3 * model.num_flops * job.num_microbatches
@@ -56,6 +56,24 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
         peak_gib={name: nbytes / GIB for name, nbytes in peaks.items()},
         ssd_write_gb_per_step=ssd_written_nbytes(job, solution) / GB,
         choices=choices_of(job, solution),
+    )
+
+
+def with_step(report: PlanReport, step_s: float) -> PlanReport:
+    """The same with another time of a step, as it was simulated."""
+    assert report.step_s is not None, "it fits"
+    assert report.tokens_per_s is not None
+    assert report.tflops is not None
+    over = report.step_s / step_s
+    told = (
+        f"simulated, with queues and waits, a step takes {step_s:.3g} s; no resource or chain alone {report.step_s:.3g}"
+    )
+    return replace(
+        report,
+        step_s=step_s,
+        tokens_per_s=report.tokens_per_s * over,
+        tflops=report.tflops * over,
+        reasons=(told, *report.reasons),
     )
 
 

@@ -9,19 +9,20 @@ import typer
 
 from windlass.planner.hardware import Hardware, example_machines, unusual
 from windlass.planner.reach import DEFAULT_SLACK, Goal
+from windlass.planner.report import PlanReport, with_step
 from windlass.planner.shapes import ModelShape
 from windlass.planner.yaml_files import load
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_table import print_columns
 from windlass.service.doctor import HARDWARE_FILE
 from windlass.service.errors import ApiError
+from windlass.service.machine import num_cores
 from windlass.service.model_ids import model_dir
 from windlass.service.settings import Settings, load_settings
 from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
-    from windlass.actors.planning import PlanQuestion
-    from windlass.planner.report import PlanReport
+    from windlass.actors.planning import Planned, PlanQuestion
 
 _MEASURED = "measured"
 
@@ -43,6 +44,9 @@ def plan(
     slack: Annotated[
         float, typer.Option(min=0, max=1, help="With --find of SSDs and RAM: how much longer a step may take.")
     ] = DEFAULT_SLACK,
+    trace: Annotated[
+        Path | None, typer.Option(help="Simulate some steps (minutes, for large models), and write their timeline.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     home: Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")] = None,
 ) -> None:
@@ -65,7 +69,10 @@ def plan(
         clips=clip,
         measures=hardware == _MEASURED,
     )
-    number, num_params, found = _answer(question, find, slack)
+    number, num_params, planned = _answer(question, find, slack)
+    found = planned.report
+    if trace is not None and planned.solution is not None:
+        found = _simulate(question, planned, trace)
     if as_json:
         of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
         print(json.dumps(of_search | asdict(found), indent=2))
@@ -118,7 +125,7 @@ def _question(settings: Settings, model: str, *, sequence_length: int, **fields:
     return PlanQuestion(config=config, sequence_length=sequence_length, **fields)
 
 
-def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanReport"]:
+def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "Planned"]:
     """What was found, with so many parameters; 0 where nothing was looked for, or nothing fits."""
     from windlass.actors.planning import answer
     from windlass.actors.planning_limits import find
@@ -126,13 +133,33 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
 
     try:
         if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
-            return found.number, found.num_params, found.planned.report
-        return 0, 0, answer(question).report
+            return found.number, found.num_params, found.planned
+        return 0, 0, answer(question)
     except UnsupportedArchitectureError as error:
         raise CommandError(f"--model: {error}") from None
 
 
-def _print(found: "PlanReport") -> None:
+def _simulate(question: "PlanQuestion", planned: "Planned", path: Path) -> PlanReport:
+    """With the simulated step; the timeline of the last one goes to the file."""
+    from windlass.actors.planned_job import simulate_planned
+    from windlass.actors.planning import Profiles
+    from windlass.actors.spans_trace import trace_of
+    from windlass.storage.ids import Formats
+
+    if question.num_layers is not None:
+        raise CommandError("--trace: there is no model of that many layers to simulate; leave out --find most-layers")
+    assert planned.solution is not None, "there is a plan"
+    formats = Formats(question.precision, question.state_precision)
+    simulated = simulate_planned(planned.solution, Profiles(question).layout, formats, num_cores=num_cores())
+    last = simulated.steps[-1]
+    try:
+        path.write_text(json.dumps(trace_of(last.spans, begins_s=last.start_s, about={"summary": last.summary})))
+    except OSError as error:
+        raise CommandError(f"--trace: {path} cannot be written: {error}") from None
+    return with_step(planned.report, simulated.step_s)
+
+
+def _print(found: PlanReport) -> None:
     if not found.feasible:
         print("it does not fit:")
         for reason in found.reasons:

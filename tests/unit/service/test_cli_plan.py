@@ -96,3 +96,22 @@ def test_a_bad_shape_is_told_with_file_key_and_value(shape: Path, home: Path) ->
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
     assert result.exit_code == 1
     assert f"{shape}: num_heads: -3" in result.output
+
+
+def test_simulated_steps_leave_a_trace(shape: Path, home: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", str(trace))
+    assert result.exit_code == 0, result.output
+    assert "simulated, with queues and waits" in result.output
+    kinds = {event["name"].split()[0] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"}
+    assert kinds >= {"forward", "backward"}
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", "/nowhere/trace.json")
+    assert result.exit_code == 1
+    assert "/nowhere/trace.json cannot be written" in result.output
+
+
+def test_extreme_numbers_are_looked_for(shape: Path, home: Path) -> None:
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--find", "fewest-ssds")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("fewest-ssds: ")
+    assert "billion parameters" in result.output.splitlines()[0]

@@ -1,0 +1,121 @@
+"""A planned job, run in a process of its own: `python -m benchmarks.planned_run FOLDER`
+
+What memory it took is asked of the kernel, never of the plan: private memory on the device's side (the device is the
+CPU), pages of the arena, blocks of the SSD directory. Prints one JSON object.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.workload import read_workload
+
+if TYPE_CHECKING:
+    from windlass.actors.job_spec import JobSpec
+
+JOB_FILE = "planned.json"  # beside the workload
+_BLOCK_NBYTES = 512  # that `st_blocks` counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run gave; `error` says why it gave nothing."""
+
+    error: str | None = None
+    step_s: float = 0.0  # mean of the timed steps
+    device_nbytes: int = 0
+    arena_nbytes: int = 0
+    ssd_nbytes: int = 0
+
+
+def run_planned(folder: Path) -> Measured:
+    """Train what a folder holds, in a process of its own."""
+    from benchmarks.activation_run import MALLOC
+
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planned_run", str(folder)]
+    found = subprocess.run(command, cwd=Path.cwd(), env=os.environ | MALLOC, capture_output=True, text=True)
+    if found.returncode != 0:
+        raise RuntimeError(f"{folder.name} failed:\n{found.stderr[-4000:]}")
+    return Measured(**json.loads(found.stdout.splitlines()[-1]))
+
+
+def planned_spec(folder: Path) -> "JobSpec":
+    """The job: the workload's, with what was planned."""
+    from benchmarks.windlass_runner import job_spec
+    from windlass.planner import placement_json
+    from windlass.storage.ids import JobId
+
+    workload, planned = read_workload(folder), json.loads((folder / JOB_FILE).read_text())
+    home, ssd_dir = folder / "home", folder / "ssd"
+    home.mkdir()
+    spec = job_spec(workload, folder, home, [ssd_dir])
+    hyper = replace(spec.hyperparameters, num_microbatches=planned["num_microbatches"], clip_norm=planned["clip_norm"])
+    return replace(
+        spec,
+        job=JobId(f"planned-{os.getpid()}"),
+        hyperparameters=hyper,
+        placement=placement_json.from_json(planned["placement"]),
+        host_memory_nbytes=planned["arena_nbytes"],
+        kernel_dir=planned["kernel_dir"],
+    )
+
+
+def train(folder: Path) -> Measured:
+    """Train in this process, all actors as threads."""
+    from benchmarks.activation_run import PrivateMemory, private_nbytes
+    from windlass.actors.journal import JOURNAL_FILE, METRICS, read_journal
+    from windlass.actors.local import run_local
+    from windlass.actors.messages import ComputeBlock, KernelChosen, Message
+    from windlass.engine.partition import partition_folder
+
+    spec, workload = planned_spec(folder), read_workload(folder)
+    partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
+    memory, is_watched = PrivateMemory(), False
+    at_kernels: list[int] = []  # private memory: when the optimizer is ready, and when states are on the device
+    blocks = {"arena": 0, "ssd": 0}
+
+    def look(_to: str, message: Message) -> None:
+        nonlocal is_watched
+        if isinstance(message, KernelChosen):
+            at_kernels.append(private_nbytes())
+        elif isinstance(message, ComputeBlock):
+            if not is_watched:
+                is_watched = True
+                memory.start()
+            if message.step == workload.num_steps and not blocks["ssd"]:
+                blocks["ssd"] = _used_nbytes(Path(spec.ssd_dirs[0]), "*")
+                blocks["arena"] = _used_nbytes(Path(spec.arena_dir), f"windlass-{spec.job}-*")
+
+    try:
+        outcome = run_local(spec, partition=partition, on_message=look)
+    finally:
+        device_nbytes = memory.stop()
+    if outcome["status"] != "succeeded":
+        return Measured(error=str(outcome["error"]))
+    steps: list[dict[str, Any]] = [
+        each.data for each in read_journal(Path(spec.job_dir) / JOURNAL_FILE) if each.kind == METRICS
+    ]
+    return Measured(
+        step_s=statistics.fmean(data["timeline"]["period_s"] for data in steps[workload.num_warmup_steps :]),
+        device_nbytes=device_nbytes + at_kernels[-1] - at_kernels[0],
+        arena_nbytes=blocks["arena"],
+        ssd_nbytes=blocks["ssd"],
+    )
+
+
+def _used_nbytes(folder: Path, pattern: str) -> int:
+    return sum(path.stat().st_blocks * _BLOCK_NBYTES for path in folder.glob(pattern) if path.is_file())
+
+
+def main() -> None:
+    """Train as the folder says."""
+    print(json.dumps(asdict(train(Path(sys.argv[1])))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The planner: how long it takes, and whether its promise is kept. `python -m benchmarks.planner [--quick]`
+
+First, how long the integer programs take for Ratel's shapes (its table IV). Then jobs on this machine: all are planned
+with a profile of the machine that is measured first and with times of their own blocks, and simulated, and what is
+predicted is written to disk; only then they are run, each in a process of its own, with the memory that was planned.
+Measured peaks are the kernel's. The device is the CPU: its memory is that process's private memory.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import num_cores
+from benchmarks.planned_run import JOB_FILE, Measured, run_planned
+from benchmarks.report import Report, parse_options
+from benchmarks.workload import ModelShape, Workload, model_config
+from windlass.actors.planned_job import simulate_planned
+from windlass.actors.planning import PlanQuestion, Profiles, best_plan, limits_of, planned_job, with_part
+from windlass.engine.model_profile import config_of_shape
+from windlass.planner import placement_json
+from windlass.planner.hardware import GIB, Hardware, example_machines
+from windlass.planner.plan import ACTIVATION_SLOT_NBYTES
+from windlass.planner.published_models import RATEL_SHAPES
+from windlass.planner.solver import solve_job
+from windlass.planner.speeds import speeds_of
+from windlass.planner.step_costs import Tier
+from windlass.planner.yaml_files import load
+from windlass.service.doctor import measure_hardware
+from windlass.service.settings import Settings
+from windlass.storage.ids import Formats, Precision, StatePrecision
+
+MIB = 2**20
+_NUM_TOKENS = 1024
+_BATCH_SIZE = 8
+_NUM_SOLVES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A job, and what it may take. Budgets in MiB; None: what the machine has."""
+
+    title: str
+    hidden: int
+    num_layers: int
+    batch_size: int
+    sequence_length: int
+    num_microbatches: int = 1
+    clip_norm: float | None = None
+    device_mib: int | None = None
+    memory_mib: int | None = None  # of the device and the arena together
+
+    def workload(self, *, num_timed_steps: int) -> Workload:
+        """To be written."""
+        return Workload(
+            shape=ModelShape(
+                hidden=self.hidden,
+                num_layers=self.num_layers,
+                vocab=4096,
+                intermediate=self.hidden * 11 // 4,
+                num_heads=self.hidden // 64,
+            ),
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            num_warmup_steps=2,
+            num_timed_steps=num_timed_steps,
+            num_threads=num_cores(),
+            seed=1,
+        )
+
+
+CASES = (
+    Case(title="all on the device", hidden=512, num_layers=16, batch_size=8, sequence_length=256),
+    Case(
+        title="deep and narrow, clipping", hidden=384, num_layers=32, batch_size=8, sequence_length=256, clip_norm=1.0
+    ),
+    Case(title="wide", hidden=1280, num_layers=6, batch_size=4, sequence_length=256),
+    Case(title="little device memory", hidden=768, num_layers=12, batch_size=4, sequence_length=256, device_mib=500),
+    Case(title="little memory: SSDs", hidden=1024, num_layers=10, batch_size=4, sequence_length=256, memory_mib=1100),
+    Case(
+        title="little memory, clipping",
+        hidden=768,
+        num_layers=16,
+        batch_size=4,
+        sequence_length=256,
+        memory_mib=1100,
+        clip_norm=1.0,
+    ),
+    Case(title="micro-batches", hidden=640, num_layers=16, batch_size=16, sequence_length=128, num_microbatches=4),
+    Case(
+        title="micro-batches, little memory",
+        hidden=896,
+        num_layers=10,
+        batch_size=8,
+        sequence_length=256,
+        num_microbatches=2,
+        memory_mib=1300,
+    ),
+    Case(title="long sequences", hidden=512, num_layers=12, batch_size=2, sequence_length=1024, device_mib=700),
+)
+QUICK_CASES = (Case(title="small", hidden=128, num_layers=4, batch_size=2, sequence_length=64),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What is promised. Bytes of the device are of what the engine allocates."""
+
+    step_s: float
+    bound_s: float  # by the cost model alone
+    device_nbytes: int
+    arena_nbytes: int
+    ssd_nbytes: int
+
+
+def solve_times(*, quick: bool) -> dict[str, float]:
+    """Seconds of all programs of a job, by the model's billions of parameters and whether gradients are kept."""
+    machine = load(Hardware, example_machines()["rtx4090-server"])
+    sizes = sorted(RATEL_SHAPES)[: 1 if quick else None]
+    found = {}
+    for size in sizes:
+        config = config_of_shape(RATEL_SHAPES[size], num_tokens=_NUM_TOKENS)
+        for clips in (False, True):
+            question = PlanQuestion(
+                config=config, hardware=machine, batch_size=_BATCH_SIZE, sequence_length=_NUM_TOKENS, clips=clips
+            )
+            job = planned_job(question, Profiles(question).of(_BATCH_SIZE, _NUM_TOKENS), 1)
+            taken = []
+            for _ in range(_NUM_SOLVES):
+                start_s = time.perf_counter()
+                solve_job(job, speeds_of(machine), limits_of(machine))
+                taken.append(time.perf_counter() - start_s)
+            found[f"{size}B{', clipping' if clips else ''}"] = statistics.median(taken)
+    return found
+
+
+def predict(case: Case, folder: Path, machine: Hardware, kernel_dir: Path, *, num_timed_steps: int) -> Predicted:
+    """Write the workload, plan it, and write what is planned and what is predicted into its folder."""
+    workload = case.workload(num_timed_steps=num_timed_steps)
+    workload.write(folder)
+    if case.memory_mib is not None:
+        # Above what the planner leaves to processes.
+        gib = case.memory_mib / 1024 + machine.host.memory_gib - limits_of(machine).host_nbytes / GIB
+        machine = with_part(machine, host=with_part(machine.host, memory_gib=gib))
+    question = PlanQuestion(
+        config=model_config(workload.shape, workload.sequence_length),
+        hardware=machine,
+        batch_size=case.batch_size,
+        sequence_length=case.sequence_length,
+        num_microbatches=case.num_microbatches,
+        clips=case.clip_norm is not None,
+        device_memory_nbytes=None if case.device_mib is None else case.device_mib * MIB,
+        measures=True,
+    )
+    profiles = Profiles(question)
+    job, solution = best_plan(question, profiles)
+    formats = Formats(Precision.BF16, StatePrecision.FP32)
+    simulated = simulate_planned(solution, profiles.layout, formats, num_cores=num_cores())
+    found = Predicted(
+        step_s=simulated.step_s,
+        bound_s=solution.step_s,
+        device_nbytes=solution.nbytes[Tier.DEVICE],
+        arena_nbytes=solution.plan.arena_nbytes,
+        ssd_nbytes=solution.plan.ssd_nbytes + solution.plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
+    )
+    planned = {
+        "num_microbatches": job.num_microbatches,
+        "clip_norm": case.clip_norm,
+        "placement": placement_json.to_json(solution.placement),
+        "arena_nbytes": solution.plan.arena_nbytes,
+        "kernel_dir": str(kernel_dir),
+        "predicted": asdict(found),
+    }
+    (folder / JOB_FILE).write_text(json.dumps(planned))
+    return found
+
+
+def errors_of(predicted: Predicted, measured: Measured) -> dict[str, float]:
+    """Measured over predicted, less one."""
+    names = ("step_s", "device_nbytes", "arena_nbytes", "ssd_nbytes")
+    return {name: getattr(measured, name) / getattr(predicted, name) - 1 for name in names}
+
+
+def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) -> dict[str, float]:
+    """The table of what was promised and what came; the largest errors."""
+    rows, step_errors, peak_errors = [], [], []
+    for case, predicted, measured in cases:
+        if measured.error is not None:
+            rows.append((case.title, f"failed: {measured.error}", *[""] * 9))
+            continue
+        errors = errors_of(predicted, measured)
+        step_errors.append(abs(errors["step_s"]))
+        peak_errors += [abs(error) for name, error in errors.items() if name != "step_s"]
+        cells = [
+            f"{predicted.bound_s:.3f}",
+            f"{predicted.step_s:.3f}",
+            f"{measured.step_s:.3f}",
+            f"{errors['step_s']:+.1%}",
+        ]
+        for name in ("device_nbytes", "arena_nbytes", "ssd_nbytes"):
+            sizes = (getattr(predicted, name) / MIB, getattr(measured, name) / MIB)
+            cells += [f"{sizes[0]:.0f} / {sizes[1]:.0f}", f"{errors[name]:+.1%}"]
+        rows.append((case.title, *cells))
+    header = ("job", "bound, s", "predicted, s", "measured, s", "error", "device, MiB", "error", "arena, MiB", "error")
+    report.add_table((*header, "SSD, MiB", "error"), rows)
+    return {"step_error_max": max(step_errors, default=1.0), "peak_error_max": max(peak_errors, default=1.0)}
+
+
+def main() -> None:
+    """Solve, predict, run, report, end with the line of ratios."""
+    options = parse_options("planner", __doc__, quick="one small model, one small job")
+    cases = QUICK_CASES if options.quick else CASES
+    num_timed_steps = 2 if options.quick else 8
+    report = Report(
+        "The planner", options.directory, {"form": "quick" if options.quick else "full", "training": "bf16"}
+    )
+    times = solve_times(quick=options.quick)
+    report.add("", f"Solving, seconds (Ratel's shapes, batch {_BATCH_SIZE} x {_NUM_TOKENS}, its server):")
+    report.add_table(("model", "solved in, s"), [(name, f"{seconds:.3f}") for name, seconds in times.items()])
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
+        directory = Path(name).resolve()
+        torch.set_num_threads(num_cores())
+        machine = measure_hardware(Settings(home=directory, ssd_dirs=(directory / "measured",)), tell=lambda _: None)
+        report.add(f"This machine, measured: {machine.model_dump_json(exclude_none=True)}")
+        promises = [
+            (case, predict(case, directory / str(i), machine, directory / "kernels", num_timed_steps=num_timed_steps))
+            for i, case in enumerate(cases)
+        ]
+        found = [(case, predicted, run_planned(directory / str(i))) for i, (case, predicted) in enumerate(promises)]
+    ratios = add_promises(report, found)
+    report.add(
+        "Predicted / measured. The step is the simulator's; its bound is the cost model's. All predictions were on",
+        "disk before the first job ran. Arena and SSD: what the kernel has given them in the last step.",
+    )
+    report.finish({"solve_s_max": max(times.values()), **ratios})
+
+
+if __name__ == "__main__":
+    main()

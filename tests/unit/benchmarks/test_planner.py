@@ -1,0 +1,75 @@
+"""What `benchmarks.planner` promises, and what it makes of what came."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.planned_run import JOB_FILE, Measured, planned_spec
+from benchmarks.planner import CASES, QUICK_CASES, Predicted, add_promises, errors_of, predict, solve_times
+from benchmarks.report import Report
+from windlass.planner.hardware import Hardware
+from windlass.planner.yaml_files import parse
+
+PREDICTED = Predicted(step_s=2.0, bound_s=1.5, device_nbytes=100, arena_nbytes=200, ssd_nbytes=400)
+MACHINE = parse(
+    Hardware,
+    {
+        "gpus": {"count": 0, "memory_gib": 4, "tflops": 0.1},
+        "host": {"memory_gib": 4, "memory_gb_per_s": 10, "adam_params_per_s": 1e8},
+        "pcie": {"h2d_gb_per_s": 5, "d2h_gb_per_s": 5},
+        "ssds": {"count": 1, "read_gb_per_s": 1, "write_gb_per_s": 1, "capacity_gib": 10},
+    },
+    "here",
+)
+
+
+class Tables(Report):
+    """Keeps what would be printed."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, ...]] = []
+
+    def add_table(self, header: Any, rows: Any) -> None:
+        self.rows += rows
+
+
+def test_errors_are_of_what_was_predicted() -> None:
+    measured = Measured(step_s=2.2, device_nbytes=95, arena_nbytes=200, ssd_nbytes=404)
+    errors = errors_of(PREDICTED, measured)
+    assert errors == pytest.approx(
+        {"step_s": 0.1, "device_nbytes": -0.05, "arena_nbytes": 0.0, "ssd_nbytes": 0.01}, abs=1e-9
+    )
+    report = Tables()
+    ratios = add_promises(report, [(CASES[0], PREDICTED, measured)])
+    assert ratios == {"step_error_max": pytest.approx(0.1), "peak_error_max": pytest.approx(0.05)}
+    assert report.rows[0][:5] == (CASES[0].title, "1.500", "2.000", "2.200", "+10.0%")
+
+
+def test_a_job_that_failed_is_told_and_keeps_no_promise() -> None:
+    report = Tables()
+    ratios = add_promises(report, [(CASES[0], PREDICTED, Measured(error="no room"))])
+    assert ratios == {"step_error_max": 1.0, "peak_error_max": 1.0}
+    assert report.rows[0][1] == "failed: no room"
+
+
+def test_what_is_predicted_is_on_disk_and_is_what_runs(tmp_path: Path) -> None:
+    found = predict(QUICK_CASES[0], tmp_path / "0", MACHINE, tmp_path / "kernels", num_timed_steps=2)
+    planned = json.loads((tmp_path / "0" / JOB_FILE).read_text())
+    assert planned["predicted"]["step_s"] == found.step_s > 0
+    spec = planned_spec(tmp_path / "0")
+    assert spec.host_memory_nbytes == found.arena_nbytes
+    assert len(spec.placement.activations) == QUICK_CASES[0].num_layers
+    assert spec.total_steps == 4
+
+
+def test_at_least_eight_jobs_of_different_kinds_are_promised() -> None:
+    assert len(CASES) >= 8
+    assert len({(case.hidden, case.num_layers) for case in CASES}) >= 6
+    assert {case.clip_norm is None for case in CASES} == {True, False}
+    assert {case.num_microbatches for case in CASES} > {1, 2}
+
+
+def test_programs_are_timed() -> None:
+    assert set(solve_times(quick=True)) == {"6B", "6B, clipping"}
