@@ -61,7 +61,9 @@ def plan_job(order: PlanOrder) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes {"ok": true, ...}, or {"ok": false, "error": {code, message, param}}; exit code 0."""
+    """Writes {"ok": true, ...}, with a plan or with warnings, or {"ok": false, "error": {code, message, param}}; exit
+    code 0.
+    """
     parser = argparse.ArgumentParser(description="Plan a job.")
     parser.add_argument("--question", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
@@ -71,6 +73,9 @@ def main() -> None:
         result: dict[str, Any] = {"ok": True, **plan_job(order)}
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
+    except (RuntimeError, MemoryError) as error:
+        # Such as experts, whose shapes follow from the data: the job runs without a plan.
+        result = {"ok": True, "warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
     except (OSError, ValueError) as error:
         result = _refusal("invalid_model", f"the model folder cannot be read: {error}")
     options.result.write_text(json.dumps(result))

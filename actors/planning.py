@@ -1,5 +1,6 @@
 """A job's plan before there is a job: from a model and a machine to times, peaks, choices, reasons."""
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -148,7 +149,8 @@ class Profiles:
             if self._question.measures:
                 is_gpu = self._question.hardware.gpus.count > 0
                 device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
-                profile = with_times(profile, self._question.config, self._question.precision, device)
+                with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here: rates must do
+                    profile = with_times(profile, self._question.config, self._question.precision, device)
             self._known[shape] = profile
         return self._known[shape]
 

@@ -130,12 +130,13 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
     from windlass.actors.planning import answer
     from windlass.actors.planning_limits import find
     from windlass.engine.partition import UnsupportedArchitectureError
+    from windlass.engine.rehearsal import DeviceNeedUnknownError
 
     try:
         if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
             return found.number, found.num_params, found.planned
         return 0, 0, answer(question)
-    except UnsupportedArchitectureError as error:
+    except (UnsupportedArchitectureError, DeviceNeedUnknownError) as error:
         raise CommandError(f"--model: {error}") from None
 
 

@@ -192,7 +192,7 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
             f"{data['num_validation_examples']} validation examples, {model['num_params']} parameters, "
             f"{total_steps} steps"
         ),
-        warnings=(*model.get("warnings", ()), *data.get("warnings", ())),
+        warnings=tuple(warning for result in results.values() for warning in result.get("warnings", ())),
     )
 
 

@@ -103,5 +103,8 @@ def _run(settings: Settings, question: dict[str, Any]) -> dict[str, Any]:
             raise ApiError(error.message, param=error.param, code=error.code) from None
         finally:
             preparation.stop()
-    plan: dict[str, Any] = results[PLAN_JOB]["plan"]
+    found = results[PLAN_JOB]
+    if "plan" not in found:
+        raise ApiError(f"model: {'; '.join(found['warnings'])}", param="model", code="not_planned")
+    plan: dict[str, Any] = found["plan"]
     return plan

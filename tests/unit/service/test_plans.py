@@ -189,3 +189,13 @@ def test_placements_survive_json() -> None:
     assert from_json(json.loads(json.dumps(to_json(PLACEMENT)))) == PLACEMENT
     with pytest.raises(ValueError, match="host_blocks"):
         from_json({"host_blocks": "all"})
+
+
+def test_a_job_without_a_plan_is_queued_with_a_warning(stage: Stage) -> None:
+    job_id = stage.submit()
+    stage.tick()
+    why = "no plan was made: DeviceNeedUnknownError: experts"
+    stage.preparations[-1].ending = {**PREPARED, "plan_job": {"ok": True, "warnings": [why]}}
+    stage.tick(2)
+    assert stage.job(job_id).status is JobStatus.RUNNING
+    assert why in stage.messages(job_id)

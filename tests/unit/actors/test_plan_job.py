@@ -1,0 +1,83 @@
+"""Plans as a process of their own makes them: files in, files out."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PretrainedConfig
+
+from tests.unit.engine.architectures import ARCHITECTURES
+from windlass.actors import plan_job
+from windlass.planner.hardware import Hardware, example_machines
+from windlass.planner.placement_json import from_json
+from windlass.planner.yaml_files import load
+
+
+def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    config.save_pretrained(tmp_path / "model")
+    question = {
+        "model_dir": str(tmp_path / "model"),
+        "hardware": load(Hardware, example_machines()["rtx4090-server"]).model_dump(),
+        "batch_size": 2,
+        "num_microbatches": 1,
+        "sequence_length": 16,
+        "precision": "bf16",
+        "state_precision": "fp32",
+        "clips": True,
+        "num_optimizers": 1,
+        "host_memory_nbytes": None,
+        "device_memory_nbytes": None,
+        **changes,
+    }
+    (tmp_path / "question.json").write_text(json.dumps(question))
+    arguments = ["plan_job", "--question", str(tmp_path / "question.json"), "--result", str(tmp_path / "result.json")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    plan_job.main()
+    return json.loads((tmp_path / "result.json").read_text())
+
+
+def config_of(name: str) -> Any:
+    config = ARCHITECTURES[name].config(tied=False, dropout=0.0)
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    return config
+
+
+def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch)
+    assert found["ok"]
+    assert found["plan"]["feasible"]
+    placement = from_json(found["placement"])
+    assert len(placement.activations) == len(config_of("Qwen2").layer_types)
+    assert found["arena_nbytes"] > 0
+
+
+def test_the_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, host_memory_nbytes=24 << 20)
+    assert found["plan"]["feasible"]
+    assert found["arena_nbytes"] <= 24 << 20
+
+
+def test_what_does_not_fit_is_no_error_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, device_memory_nbytes=1024)
+    assert found["ok"]
+    assert not found["plan"]["feasible"]
+    assert "placement" not in found
+
+
+def test_a_model_that_cannot_be_gone_through_by_shapes_gets_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> Any:
+        raise RuntimeError("shapes follow from the data")
+
+    monkeypatch.setattr(plan_job, "answer", refuse)
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch)
+    assert found == {"ok": True, "warnings": ["no plan was made: RuntimeError: shapes follow from the data"]}
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, model_dir=str(tmp_path / "nothing"))
+    assert not found["ok"]
+    assert found["error"]["param"] == "model"
