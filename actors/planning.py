@@ -26,7 +26,7 @@ from windlass.storage.ids import Formats, Precision, StatePrecision
 _WORTH = 0.05
 _MOST_MEMORY_GIB = 1 << 16
 # How often the program is asked again, where the device's memory does not suffice for what it leaves out.
-_MAX_CORRECTIONS = 6
+_MAX_CORRECTIONS = 10
 _MEMORIES = (
     ("{} GiB of host memory", "host", "memory_gib"),
     ("{} GiB of GPU memory", "gpus", "memory_gib"),
@@ -168,13 +168,16 @@ def _solve(question: PlanQuestion, num_microbatches: int, profiles: Profiles) ->
         if question.num_layers is not None:  # there is no such model to go through
             return job, solution
         need = profiles.device_need(question, job, solution)
-        together = need.nbytes + solution.plan.arena_nbytes if speeds.shares_cores else 0
-        excess = max(need.nbytes - given.device_nbytes, together - given.host_nbytes)
+        # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
+        nbytes = need.settled_nbytes if speeds.shares_cores else need.nbytes
+        together = nbytes + solution.plan.arena_nbytes if speeds.shares_cores else 0
+        excess = max(nbytes - given.device_nbytes, together - given.host_nbytes)
         if excess <= 0:
-            return job, replace(solution, nbytes={**solution.nbytes, Tier.DEVICE: need.nbytes})
-        limits = replace(limits, device_nbytes=limits.device_nbytes - excess)
+            return job, replace(solution, nbytes={**solution.nbytes, Tier.DEVICE: nbytes})
+        # What takes the place of what is left out may take more itself.
+        limits = replace(limits, device_nbytes=limits.device_nbytes - 1.25 * excess)
         if speeds.shares_cores:
-            limits = replace(limits, host_nbytes=limits.host_nbytes - excess)
+            limits = replace(limits, host_nbytes=limits.host_nbytes - 1.25 * excess)
     raise DoesNotFitError({Tier.DEVICE: int(excess), Tier.HOST: 0, Tier.SSD: 0})
 
 

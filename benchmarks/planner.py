@@ -225,10 +225,11 @@ def main() -> None:
         torch.set_num_threads(num_cores())
         machine = measure_hardware(Settings(home=directory, ssd_dirs=(directory / "measured",)), tell=lambda _: None)
         report.add(f"This machine, measured: {machine.model_dump_json(exclude_none=True)}")
-        promises = [
-            (case, predict(case, directory / str(i), machine, directory / "kernels", num_timed_steps=num_timed_steps))
-            for i, case in enumerate(cases)
-        ]
+        promises = []
+        for i, case in enumerate(cases):
+            folder = directory / str(i)
+            predicted = predict(case, folder, machine, directory / "kernels", num_timed_steps=num_timed_steps)
+            promises.append((case, predicted))
         found = [(case, predicted, run_planned(directory / str(i))) for i, (case, predicted) in enumerate(promises)]
     ratios = add_promises(report, found)
     report.add(
