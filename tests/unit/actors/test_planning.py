@@ -56,6 +56,7 @@ def test_a_plan_says_what_a_step_takes_and_needs() -> None:
     assert "bound by" in report.reasons[0]
 
 
+@pytest.mark.long
 def test_layers_are_told_in_runs_that_do_the_same() -> None:
     report = answer(question(machine(gpus=6)))
     assert report.choices is not None
@@ -83,6 +84,7 @@ def test_clipping_keeps_gradients() -> None:
     assert planned_job(question(), profile, 4).grad_itemsize == 4
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
     """Each of the changes is tried: with it the job fits, with one GiB less it does not."""
     tight = machine(host=1.7, gpus=6)
@@ -96,6 +98,7 @@ def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
     assert not answer(question(machine(host=gib - 1, gpus=6))).feasible
 
 
+@pytest.mark.long
 def test_a_smaller_batch_or_shorter_sequences_are_named_where_the_gpu_is_too_small() -> None:
     small = machine(gpus=1.2)
     report = answer(question(small, num_microbatches=1, batch_size=64, sequence_length=2048))
@@ -103,6 +106,7 @@ def test_a_smaller_batch_or_shorter_sequences_are_named_where_the_gpu_is_too_sma
     assert any("GiB of GPU memory" in reason for reason in report.reasons)
 
 
+@pytest.mark.long
 def test_what_would_be_faster_is_named() -> None:
     """One SSD instead of twelve, little memory: a step waits for it."""
     slow = machine(host=8)

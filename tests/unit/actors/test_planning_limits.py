@@ -24,6 +24,7 @@ def with_number(asked: PlanQuestion, goal: Goal, number: int) -> PlanQuestion:
             return replace(asked, num_layers=number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("goal", "step"), [(Goal.LARGEST_BATCH, 1), (Goal.LONGEST_CONTEXT, 256), (Goal.MOST_LAYERS, 1)]
 )
@@ -44,6 +45,7 @@ def test_more_layers_are_more_params() -> None:
     assert found.num_params == profile.with_num_layers(found.number).numel
 
 
+@pytest.mark.long
 def test_no_more_ssds_than_are_worth_it() -> None:
     slow = machine(host=6, gpus=4)
     few = find(question(slow), Goal.FEWEST_SSDS, slack=0.02)
@@ -55,6 +57,7 @@ def test_no_more_ssds_than_are_worth_it() -> None:
     assert few.planned.report.step_s <= 1.02 * best.step_s
 
 
+@pytest.mark.long
 def test_no_more_memory_than_is_worth_it() -> None:
     found = find(question(), Goal.SMALLEST_RAM)
     assert found.planned is not None
@@ -66,6 +69,7 @@ def test_no_more_memory_than_is_worth_it() -> None:
     assert best.nbytes[Tier.HOST] > 0
 
 
+@pytest.mark.long
 def test_where_nothing_fits_nothing_is_found() -> None:
     found = find(question(machine(host=1.51)), Goal.LARGEST_BATCH)
     assert (found.number, found.planned) == (0, None)

@@ -50,6 +50,7 @@ def test_a_plan_is_told_as_json(shape: Path, home: Path) -> None:
     assert set(found["peak_gib"]) == {"gpu", "host", "ssd"}
 
 
+@pytest.mark.long
 def test_what_does_not_fit_ends_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
     tiny = tmp_path / "tiny.yaml"
     text = example_machines()["rtx4090-server"].read_text()
