@@ -11,7 +11,6 @@ from windlass.engine.device_need import device_need
 from windlass.engine.layout import ModelLayout
 from windlass.engine.measure_model import with_times
 from windlass.engine.model_profile import Profiler
-from windlass.engine.partition import Partition, build_meta_model
 from windlass.planner.device_need import DeviceNeed
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
@@ -60,6 +59,7 @@ class Planned:
 
     report: PlanReport
     solution: Solution | None = None
+    layout: ModelLayout | None = None  # of the model's blocks; None also where there is no such model (`num_layers`)
 
 
 def answer(question: PlanQuestion) -> Planned:
@@ -71,15 +71,17 @@ def answer(question: PlanQuestion) -> Planned:
         # Where it does not fit, what takes how long does not matter.
         reasons = (str(error), *_what_would_fit(question, Profiles(replace(question, measures=False))))
         return Planned(report=PlanReport(feasible=False, reasons=reasons))
-    return planned(question, job, solution)
+    return planned(question, job, solution, profiles)
 
 
-def planned(question: PlanQuestion, job: PlannedJob, solution: Solution, *, advises: bool = True) -> Planned:
+def planned(
+    question: PlanQuestion, job: PlannedJob, solution: Solution, profiles: "Profiles", *, advises: bool = True
+) -> Planned:
     """What a solution means. `advises`: what would be faster, as well."""
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
-    return Planned(report=report, solution=solution)
+    return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
 
 
 def limits_of(hardware: Hardware) -> Limits:
@@ -117,7 +119,6 @@ class Profiles:
         self._question = question
         self._profiler = Profiler(question.config, question.precision)
         self._known: dict[tuple[int, int], ModelProfile] = {}
-        self._rehearsed: Partition | None = None
 
     @property
     def layout(self) -> ModelLayout:
@@ -126,12 +127,10 @@ class Profiles:
 
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
         """Of a planned job, as its GPU worker allocates."""
-        if self._rehearsed is None:
-            self._rehearsed = Partition(build_meta_model(question.config, question.precision))
         shape = (job.model.num_examples, job.model.num_tokens)
         is_summed = job.num_microbatches > 1
         return device_need(
-            self._rehearsed,
+            self._profiler.rehearsed,
             solution.plan,
             [shape] * solution.plan.group_size,
             formats=Formats(question.precision, question.state_precision),

@@ -65,7 +65,10 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
         return Found(goal=goal, number=0, num_params=0, planned=None)
     job, solution = best_plan(question, profiles)
     return Found(
-        goal=goal, number=number, num_params=job.model.numel, planned=planned(question, job, solution, advises=False)
+        goal=goal,
+        number=number,
+        num_params=job.model.numel,
+        planned=planned(question, job, solution, profiles, advises=False),
     )
 
 

@@ -1,6 +1,5 @@
 """Profiles of models by shapes alone: no weights are read, nothing is computed or allocated."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,20 +7,11 @@ from transformers import GPT2Config, LlamaConfig
 
 from windlass.engine.block_runner import BlockRunner
 from windlass.engine.layout import ModelLayout
-from windlass.engine.partition import Partition, build_meta_model, load_config
+from windlass.engine.partition import Partition, build_meta_model
 from windlass.engine.rehearsal import Rehearsal
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
 from windlass.planner.shapes import ModelShape
 from windlass.storage.ids import BlockIndex, Precision
-
-
-def profile_folder(
-    model_dir: str | Path, precision: Precision, *, num_examples: int, num_tokens: int, device: str = "cpu"
-) -> ModelProfile:
-    """Of a Hugging Face model folder; see `profile_config`."""
-    return profile_config(
-        load_config(model_dir), precision, num_examples=num_examples, num_tokens=num_tokens, device=device
-    )
 
 
 def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
@@ -78,9 +68,8 @@ class Profiler:
         self._partition = Partition(build_meta_model(config, precision))
         self._runner = BlockRunner(self._partition, torch.device(device), seed=0)
         self._itemsize = next(self._partition.model.parameters()).element_size()
-        self._known: dict[tuple[int, int], ModelProfile] = {}
-        # A runner of its own: it goes through operations as a whole, the other one through layers alone.
-        self._rehearsed = Partition(build_meta_model(config, precision))
+        # For rehearsals, which make runners of their own: the one above must stay the only one of its partition.
+        self.rehearsed = Partition(build_meta_model(config, precision))
 
     @property
     def layout(self) -> ModelLayout:
@@ -89,12 +78,6 @@ class Profiler:
 
     def profile(self, num_examples: int, num_tokens: int) -> ModelProfile:
         """For micro-batches of `num_examples` x `num_tokens` tokens."""
-        shape = (num_examples, num_tokens)
-        if shape not in self._known:
-            self._known[shape] = self._profile(num_examples, num_tokens)
-        return self._known[shape]
-
-    def _profile(self, num_examples: int, num_tokens: int) -> ModelProfile:
         partition, layout = self._partition, self._partition.layout
         peaks = self._peaks(num_examples, num_tokens)
         found: dict[int, LayerProfile] = {}
@@ -118,8 +101,8 @@ class Profiler:
 
     def _peaks(self, num_examples: int, num_tokens: int) -> list[int]:
         """Of each block's operations on the device, where all is computed again."""
-        dtype = next(self._rehearsed.model.parameters()).dtype
-        rehearsal = Rehearsal(self._rehearsed, {}, grad_dtype=dtype, is_summed=False)
+        dtype = next(self.rehearsed.model.parameters()).dtype
+        rehearsal = Rehearsal(self.rehearsed, {}, grad_dtype=dtype, is_summed=False)
         units, head_peak_nbytes = rehearsal.units(num_examples, num_tokens)
         return [*(max(unit.forward_peak_nbytes, unit.backward_peak_nbytes) for unit in units), head_peak_nbytes]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.planner.activations import EVERY_OPERATOR, BlockActivations
 from windlass.planner.hardware import GB, GIB
-from windlass.planner.solver import RESOURCES, Solution
+from windlass.planner.solver import Solution
 from windlass.planner.step_costs import PlannedJob, Tier
 
 # What a job's processes take in host memory beside the arena: Ray, and actors of which each imports torch.
@@ -38,7 +38,6 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool) -> PlanRepor
     model = job.model
     num_tokens = model.num_examples * model.num_tokens * job.num_microbatches
     num_flops = 3 * model.num_flops * job.num_microbatches
-    busy_s = {name: sum(solution.seconds[part] for part in parts) for name, parts in RESOURCES.items()}
     nbytes = solution.nbytes
     peaks = {
         "gpu": nbytes[Tier.DEVICE] + (0 if is_cpu else DRIVER_NBYTES),
@@ -47,12 +46,12 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool) -> PlanRepor
     }
     return PlanReport(
         feasible=True,
-        reasons=(_bound_in_words(solution, busy_s),),
+        reasons=(_bound_in_words(solution),),
         step_s=step_s,
         tokens_per_s=num_tokens / step_s,
         tflops=num_flops / step_s / 1e12,
         bottleneck=solution.bottleneck,
-        busy_s=busy_s,
+        busy_s=solution.busy_s,
         peak_gib={name: nbytes / GIB for name, nbytes in peaks.items()},
         ssd_write_gb_per_step=ssd_written_nbytes(job, solution) / GB,
         choices=choices_of(job, solution),
@@ -144,7 +143,7 @@ _IN_WORDS = {
 }
 
 
-def _bound_in_words(solution: Solution, busy_s: dict[str, float]) -> str:
+def _bound_in_words(solution: Solution) -> str:
     busiest = solution.bottleneck
-    share = busy_s[busiest] / solution.step_s
-    return f"a step is bound by {_IN_WORDS[busiest]}: {busy_s[busiest]:.3g} s, {share:.0%} of the step"
+    busy_s = solution.busy_s[busiest]
+    return f"a step is bound by {_IN_WORDS[busiest]}: {busy_s:.3g} s, {busy_s / solution.step_s:.0%} of the step"

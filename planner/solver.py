@@ -11,7 +11,7 @@ from windlass.planner.activation_ways import ActivationWay
 from windlass.planner.activations import BlockActivations
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement, Plan, PlanError, make_plan
-from windlass.planner.program import Assignment, Outcome, outcome_of, shortfall, solve
+from windlass.planner.program import Assignment, outcome_of, shortfall, solve
 from windlass.planner.speeds import Speeds
 from windlass.planner.step_costs import Kind, Limits, Part, PlannedJob, StateTier, StepCosts, Tier
 
@@ -43,9 +43,26 @@ class Solution:
     cost: float  # what was made least: the step, and a little of all work in it
     seconds: dict[Part, float]  # of each part of a step
     nbytes: dict[Tier, int]
-    bottleneck: str
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Of each resource, a step."""
+        return {name: sum(self.seconds[part] for part in parts) for name, parts in _RESOURCES.items()}
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that is busy longest."""
+        return max(self.busy_s, key=self.busy_s.__getitem__)
 
 
+# The parts that each resource is busy with.
+_RESOURCES = {
+    "compute": (Part.FORWARD, Part.BACKWARD),
+    "h2d": (Part.H2D_FORWARD, Part.H2D_BACKWARD),
+    "d2h": (Part.D2H_FORWARD, Part.D2H_BACKWARD),
+    "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE),
+    "optimizer": (Part.OPTIMIZER,),
+}
 # What saves memory and is slower, each only where nothing before it fits.
 _RESORTS: tuple[dict[str, Any], ...] = tuple(
     {"spills": spills, "num_grad_buffers": num_grad_buffers, "streams": streams}
@@ -63,7 +80,7 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
     """
     missing: list[dict[Tier, int]] = []
     for resort in _RESORTS:
-        if resort.get("spills") and not job.keeps_grads:
+        if resort["spills"] and not job.keeps_grads:
             continue
         found: list[Solution] = []
         for group_size in group_sizes(job.num_microbatches):
@@ -115,7 +132,6 @@ def _solve(costs: StepCosts) -> Solution:
                 Tier.HOST: plan.arena_nbytes,
                 Tier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
             },
-            bottleneck=bottleneck_of(outcome),
         )
     raise DoesNotFitError({Tier.DEVICE: 0, Tier.HOST: int(excess), Tier.SSD: 0})
 
@@ -131,23 +147,6 @@ def _plan(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> 
         num_microbatches=job.num_microbatches,
         placement=placement,
     )
-
-
-def bottleneck_of(outcome: Outcome) -> str:
-    """The resource that is busy longest."""
-    seconds = dict(zip(Part, outcome.seconds, strict=True))
-    busy = {name: sum(seconds[part] for part in parts) for name, parts in RESOURCES.items()}
-    return max(busy, key=lambda name: busy[name])
-
-
-# The parts that each resource is busy with.
-RESOURCES = {
-    "compute": (Part.FORWARD, Part.BACKWARD),
-    "h2d": (Part.H2D_FORWARD, Part.H2D_BACKWARD),
-    "d2h": (Part.D2H_FORWARD, Part.D2H_BACKWARD),
-    "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE),
-    "optimizer": (Part.OPTIMIZER,),
-}
 
 
 def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) -> Placement:

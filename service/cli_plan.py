@@ -143,15 +143,14 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
 def _simulate(question: "PlanQuestion", planned: "Planned", path: Path) -> PlanReport:
     """With the simulated step; the timeline of the last one goes to the file."""
     from windlass.actors.planned_job import simulate_planned
-    from windlass.actors.planning import Profiles
     from windlass.actors.spans_trace import trace_of
     from windlass.storage.ids import Formats
 
-    if question.num_layers is not None:
+    if planned.layout is None:
         raise CommandError("--trace: there is no model of that many layers to simulate; leave out --find most-layers")
     assert planned.solution is not None, "there is a plan"
     formats = Formats(question.precision, question.state_precision)
-    simulated = simulate_planned(planned.solution, Profiles(question).layout, formats, num_cores=num_cores())
+    simulated = simulate_planned(planned.solution, planned.layout, formats, num_cores=num_cores())
     last = simulated.steps[-1]
     try:
         path.write_text(json.dumps(trace_of(last.spans, begins_s=last.start_s, about={"summary": last.summary})))

@@ -7,25 +7,12 @@ import pytest
 
 from benchmarks.activation_run import ActivationResult, ActivationRun
 from benchmarks.activations import WAYS, Budget, Form, add_curve, add_limits, form_of, largest, ratios_of
-from benchmarks.report import Report
+from tests.unit.benchmarks.tables import Tables
 from windlass.planner.activations import ActivationChoice
 
 BUDGET = Budget(device_nbytes=100, host_nbytes=50, ssd_nbytes=1000)
 RECOMPUTE, HOST, SSD = WAYS
 RUN = ActivationRun(hidden=8, num_layers=4, batch_size=1, sequence_length=16, choice=ActivationChoice.SWAP)
-
-
-class Tables(Report):
-    """Keeps what would be printed."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, ...]] = []
-
-    def add_table(self, header: Any, rows: Any) -> None:
-        self.rows += rows
-
-    def add(self, *lines: str) -> None:
-        """Text."""
 
 
 def machine(run: ActivationRun) -> ActivationResult:

@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.planned_run import JOB_FILE, Measured, planned_spec
 from benchmarks.planner import CASES, QUICK_CASES, Predicted, add_promises, errors_of, predict, solve_times
-from benchmarks.report import Report
+from tests.unit.benchmarks.tables import Tables
 from windlass.planner.hardware import Hardware
 from windlass.planner.yaml_files import parse
 
@@ -23,16 +22,6 @@ MACHINE = parse(
     },
     "here",
 )
-
-
-class Tables(Report):
-    """Keeps what would be printed."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, ...]] = []
-
-    def add_table(self, header: Any, rows: Any) -> None:
-        self.rows += rows
 
 
 def test_errors_are_of_what_was_predicted() -> None:

@@ -116,3 +116,10 @@ def test_extreme_numbers_are_looked_for(shape: Path, home: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.startswith("fewest-ssds: ")
     assert "billion parameters" in result.output.splitlines()[0]
+
+
+def test_a_model_that_is_not_there_is_not_simulated(shape: Path, home: Path, tmp_path: Path) -> None:
+    search = ("--find", "most-layers", "--trace", str(tmp_path / "trace.json"))
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, *search)
+    assert result.exit_code == 1
+    assert "leave out --find most-layers" in result.output
