@@ -49,6 +49,7 @@ from windlass.actors.read_ahead import ReadAhead
 from windlass.actors.spans import SpanLog
 from windlass.actors.urgent_queue import UrgentQueue
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
+from windlass.engine.openmp import release_team
 from windlass.storage.arena import Arena, SlotPool
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 
@@ -226,6 +227,7 @@ class CpuOptimizer:
                     self._model_io.export(message.path, message.step)
                     exported = ModelExported(job=self.spec.job, step=message.step, path=message.path)
                     self.send(SCHEDULER, exported)
+            release_team()  # in one process with others, one of which may compute on the CPU
 
     def _count(self, message: FlushBlock | UpdateBlock, num_chunks: int) -> None:
         with self._lock:

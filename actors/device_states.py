@@ -26,6 +26,7 @@ from windlass.actors.messages import (
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanLog
 from windlass.engine.device import Device, copy
 from windlass.engine.formats import state_dtype
+from windlass.engine.openmp import release_team
 from windlass.engine.streams import Event
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Kernel, Span, StateKind, Step
@@ -112,6 +113,8 @@ class DeviceStates:
                     self._flush(command)
                 case RestoreStates():
                     self._restore(command)
+            if not self._device.is_cuda:
+                release_team()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

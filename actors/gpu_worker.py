@@ -56,6 +56,7 @@ from windlass.engine.device import Device
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.grad_norm import squared_norm
+from windlass.engine.openmp import release_team
 from windlass.engine.partition import Partition
 from windlass.engine.self_check import check_architecture
 from windlass.planner.activations import RECOMPUTE_ALL
@@ -157,6 +158,7 @@ class GpuWorker:
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
         self._check_activations()
+        release_team()  # of whoever starts this: from here on only one thread computes
         others = (*self._feed.loops, *self._grads.loops, self._states.run, self._io.watch)
         self._threads.start(others, niceness=0 if self.device.is_cuda else NICENESS_BESIDE_COMPUTE)
         self._threads.start((self._run_compute,))

@@ -144,12 +144,12 @@ class Profiles:
         """For micro-batches of this shape."""
         shape = (num_examples, num_tokens)
         if shape not in self._known:
-            profile = self._profiler.profile(*shape)
-            if self._question.measures:
-                is_gpu = self._question.hardware.gpus.count > 0
-                device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
+            question, profile = self._question, self._profiler.profile(*shape)
+            if question.measures:
+                device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
+                sums_grads = num_examples < question.batch_size
                 with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here: rates must do
-                    profile = with_times(profile, self._question.config, self._question.precision, device)
+                    profile = with_times(profile, question.config, question.precision, device, sums_grads=sums_grads)
             self._known[shape] = profile
         return self._known[shape]
 

@@ -1,8 +1,11 @@
 """What a model's blocks take on this device: one layer of each kind, the embedding and the head, with random params.
 
-Nobody else should be using the machine meanwhile. Source: AutoHete, section 3.1 (times of a model of one block).
+Timed is all that a GPU worker does for an operation, so also that params and gradients are put into their places, and
+the norms that it tells. Nobody else should be using the machine meanwhile. Source: AutoHete, section 3.1 (times of a
+model of one block).
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -14,28 +17,39 @@ import torch
 from windlass.engine.block_runner import BlockRunner
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.grad_buffer import GradBuffer
+from windlass.engine.grad_norm import squared_norm
 from windlass.engine.model_profile import kinds_of_layers
 from windlass.engine.partition import Partition, build_meta_model
 from windlass.planner.activations import BlockActivations
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile
 from windlass.storage.ids import BlockIndex, Precision
 
-_NUM_REPEATS = 3
+# Passes are repeated until their mean is known so well, or for so long: a machine's pace changes all the time.
+_MIN_REPEATS = 3
+_STANDARD_ERROR = 0.01
+_MAX_S = 8.0
+# In a job every layer writes its activations to memory that no cache holds. Of layers with small ones as many are
+# measured as have so much together.
+_MIN_ACTIVATIONS_NBYTES = 128 << 20
 _SPREAD = 0.02  # of random params: as most models begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Of one micro-batch; medians."""
+    """Of one micro-batch; means."""
 
     forward_s: float  # of the head: forward and backward
     backward_s: float  # without computing anything again; of the embedding with its forward pass
 
 
-def with_times(profile: ModelProfile, config: Any, precision: Precision, device: torch.device) -> ModelProfile:
-    """A profile with the times that its blocks take on this device. Holds the params of some blocks meanwhile."""
-    bench = _Bench(config, precision, device, (profile.num_examples, profile.num_tokens))
-    times = bench.measure()
+def with_times(
+    profile: ModelProfile, config: Any, precision: Precision, device: torch.device, *, sums_grads: bool = False
+) -> ModelProfile:
+    """A profile with the times that its blocks take on this device. Holds the params of some blocks meanwhile.
+
+    `sums_grads`: gradients are added up over micro-batches, in fp32.
+    """
+    times = _Bench(profile, config, precision, device, sums_grads=sums_grads).measure()
 
     def timed(block: int, found: BlockProfile) -> Any:
         return replace(found, forward_s=times[block].forward_s, backward_s=times[block].backward_s)
@@ -46,37 +60,52 @@ def with_times(profile: ModelProfile, config: Any, precision: Precision, device:
 
 
 class _Bench:
-    def __init__(self, config: Any, precision: Precision, device: torch.device, shape: tuple[int, int]) -> None:
+    def __init__(
+        self, profile: ModelProfile, config: Any, precision: Precision, device: torch.device, *, sums_grads: bool
+    ) -> None:
         self._partition = Partition(build_meta_model(config, precision))
         self._kinds = kinds_of_layers(self._partition)
+        self._layers = [
+            block
+            for kind in self._kinds
+            for block in kind[: max(1, _MIN_ACTIVATIONS_NBYTES // (profile.layers[kind[0] - 1].saved_nbytes + 1))]
+        ]
         keeps = BlockActivations(recompute=False)
-        firsts = {blocks[0]: keeps for blocks in self._kinds}
-        self._runner = BlockRunner(self._partition, device, seed=0, activations=firsts)
+        self._runner = BlockRunner(self._partition, device, seed=0, activations=dict.fromkeys(self._layers, keeps))
         self._device, self._dtype = device, TORCH_DTYPE[precision]
+        self._grad_dtype = torch.float32 if sums_grads else self._dtype
+        self._sums_grads = sums_grads
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
-        self._ids = torch.randint(vocab, shape, device=device)
+        self._ids = torch.randint(vocab, (profile.num_examples, profile.num_tokens), device=device)
 
     def measure(self) -> dict[int, BlockTimes]:
         """Of each block, by what its kind takes."""
-        taken: list[dict[BlockIndex, tuple[float, float]]] = [self._pass() for _ in range(1 + _NUM_REPEATS)]
+        self._pass()  # the first one does not count
+        taken: list[dict[BlockIndex, tuple[float, float]]] = []
+        start_s = time.perf_counter()
+        while len(taken) < _MIN_REPEATS or not (_is_known(taken) or time.perf_counter() - start_s > _MAX_S):
+            taken.append(self._pass())
         found: dict[int, BlockTimes] = {}
-        representatives = [(BlockIndex(0),), *self._kinds, (self._partition.head,)]
-        for blocks in representatives:
-            forward, backward = zip(*(each[blocks[0]] for each in taken[1:]), strict=True)
-            times = BlockTimes(forward_s=statistics.median(forward), backward_s=statistics.median(backward))
+        for blocks in [(BlockIndex(0),), *self._kinds, (self._partition.head,)]:
+            forward, backward = zip(*(each[b] for each in taken for b in blocks if b in each), strict=True)
+            times = BlockTimes(forward_s=statistics.fmean(forward), backward_s=statistics.fmean(backward))
             found.update(dict.fromkeys(blocks, times))
         return found
 
     def _pass(self) -> dict[BlockIndex, tuple[float, float]]:
         """Forward and backward through what is measured."""
         runner, batch, head = self._runner, [self._ids], self._partition.head
-        blocks = [BlockIndex(0), *(kind[0] for kind in self._kinds)]
-        forward = {block: self._timed(block, lambda b=block: runner.forward(b, 1, batch)) for block in blocks}  # type: ignore[misc]
+        blocks = [BlockIndex(0), *self._layers]
+        forward = {block: self._timed(block, lambda b=block: self._forward(b)) for block in blocks}  # type: ignore[misc]
         found = {head: (self._timed(head, lambda: runner.head(1, batch), goes_backward=True), 0.0)}
         for block in reversed(blocks):
             taken = self._timed(block, lambda b=block: runner.backward(b, 1, batch), goes_backward=True)  # type: ignore[misc]
             found[block] = forward[block], taken
         return found
+
+    def _forward(self, block: BlockIndex) -> None:
+        self._runner.forward(block, 1, [self._ids])
+        squared_norm(self._runner.inputs[-1][0].flatten())
 
     def _timed(self, block: BlockIndex, run: Callable[[], object], *, goes_backward: bool = False) -> float:
         layout = self._partition.layout
@@ -85,16 +114,24 @@ class _Bench:
             numel = layout.blocks[each].numel
             flats[each] = torch.empty(numel, dtype=self._dtype, device=self._device).normal_(std=_SPREAD)
             if goes_backward:
-                grads[each] = GradBuffer(torch.empty(numel, dtype=self._dtype, device=self._device))
-        self._runner.install(block, flats, grads)
+                touched = [param.name for param in layout.blocks[each].params] if self._sums_grads else ()
+                grad = torch.zeros(numel, dtype=self._grad_dtype, device=self._device)
+                grads[each] = GradBuffer(grad, touched)
         self._wait()
         start_s = time.perf_counter()
+        self._runner.install(block, flats, grads)
         run()
-        self._wait()
-        taken = time.perf_counter() - start_s
+        if goes_backward:
+            squared_norm(grads[block].flat)
         self._runner.remove(block)
-        return taken
+        self._wait()
+        return time.perf_counter() - start_s
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _is_known(passes: list[dict[BlockIndex, tuple[float, float]]]) -> bool:
+    seconds = [math.fsum(map(sum, each.values())) for each in passes]
+    return statistics.stdev(seconds) / math.sqrt(len(seconds)) < _STANDARD_ERROR * statistics.fmean(seconds)
