@@ -11,6 +11,7 @@ from windlass.engine.device_need import device_need
 from windlass.engine.layout import ModelLayout
 from windlass.engine.measure_model import with_times
 from windlass.engine.model_profile import Profiler
+from windlass.planner.activation_ways import Ways, ways_of_layer
 from windlass.planner.device_need import DeviceNeed
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
@@ -51,6 +52,7 @@ class PlanQuestion:
     host_memory_nbytes: int | None = None  # budget of the arena; None: what the machine has
     device_memory_nbytes: int | None = None  # budget; None: what the device has
     measures: bool = False  # what blocks take, on the device of this machine, which `hardware` must be
+    ways: Ways = ways_of_layer  # what may be done with a layer's activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
         read_itemsize=sum(itemsizes[kind] for kind in formats.kinds_to_update),
         grad_itemsize=4 if num_microbatches > 1 else param_itemsize,
         num_optimizers=question.num_optimizers,
+        ways=question.ways,
     )
 
 

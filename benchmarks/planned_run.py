@@ -1,4 +1,4 @@
-"""A planned job, run in a process of its own: `python -m benchmarks.planned_run FOLDER`
+"""A planned job, run in a process of its own: `python -m benchmarks.planned_run FOLDER [STEPS]`
 
 What memory it took is asked of the kernel, never of the plan: private memory on the device's side (the device is the
 CPU), pages of the arena, blocks of the SSD directory. Prints one JSON object.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 JOB_FILE = "planned.json"  # beside the workload
 _HOME, _SSD = "home", "ssd"
+_NUM_MEMORY_STEPS = 4  # after these no job takes more
 _BLOCK_NBYTES = 512  # that `st_blocks` counts
 
 
@@ -36,21 +37,34 @@ class Measured:
 
 
 def run_planned(folder: Path) -> Measured:
-    """Train what a folder holds, in a process of its own: once for the time, and once for the memory.
+    """Train what a folder holds, in a process of its own: once for the time, and some steps once more for the memory.
 
     Where freed memory goes back to the system at once, so that what is private is what lives, a step takes twice as
     long.
     """
     from benchmarks.activation_run import MALLOC
 
-    timed = _run(folder, {})
+    timed = run_timed(folder)
     if timed.error is not None:
         return timed
-    return replace(_run(folder, MALLOC), step_s=timed.step_s)
+    return replace(_run(folder, MALLOC, num_steps=_NUM_MEMORY_STEPS), step_s=timed.step_s)
 
 
-def _run(folder: Path, environment: dict[str, str]) -> Measured:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planned_run", str(folder)]
+def run_timed(folder: Path, *, num_steps: int | None = None) -> Measured:
+    """Train what a folder holds, in a process of its own, for the time alone. `num_steps`: not all that there are."""
+    return _run(folder, {}, num_steps=num_steps)
+
+
+def _run(folder: Path, environment: dict[str, str], *, num_steps: int | None) -> Measured:
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.planned_run",
+        str(folder),
+        *map(str, filter(None, [num_steps])),
+    ]
     found = subprocess.run(command, cwd=Path.cwd(), env=os.environ | environment, capture_output=True, text=True)
     for name in (_HOME, _SSD):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -59,8 +73,8 @@ def _run(folder: Path, environment: dict[str, str]) -> Measured:
     return Measured(**json.loads(found.stdout.splitlines()[-1]))
 
 
-def planned_spec(folder: Path) -> "JobSpec":
-    """The job: the workload's, with what was planned."""
+def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
+    """The job: the workload's, with what was planned. `num_steps`: not all of the workload's."""
     from benchmarks.windlass_runner import job_spec
     from windlass.planner import placement_json
     from windlass.storage.ids import JobId
@@ -74,13 +88,14 @@ def planned_spec(folder: Path) -> "JobSpec":
         spec,
         job=JobId(f"planned-{os.getpid()}"),
         hyperparameters=hyper,
+        total_steps=num_steps or spec.total_steps,
         placement=placement_json.from_json(planned["placement"]),
         host_memory_nbytes=planned["arena_nbytes"],
         kernel_dir=planned["kernel_dir"],
     )
 
 
-def train(folder: Path) -> Measured:
+def train(folder: Path, num_steps: int | None = None) -> Measured:
     """Train in this process, all actors as threads."""
     from benchmarks.activation_run import PrivateMemory, private_nbytes
     from windlass.actors.journal import JOURNAL_FILE, METRICS, read_journal
@@ -88,7 +103,7 @@ def train(folder: Path) -> Measured:
     from windlass.actors.messages import ComputeBlock, KernelChosen, Message
     from windlass.engine.partition import partition_folder
 
-    spec, workload = planned_spec(folder), read_workload(folder)
+    spec, workload = planned_spec(folder, num_steps), read_workload(folder)
     partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
     memory, is_watched = PrivateMemory(), False
     at_kernels: list[int] = []  # private memory: when the optimizer is ready, and when states are on the device
@@ -102,7 +117,7 @@ def train(folder: Path) -> Measured:
             if not is_watched:
                 is_watched = True
                 memory.start()
-            if message.step == workload.num_steps and not blocks["ssd"]:
+            if message.step == spec.total_steps and not blocks["ssd"]:
                 blocks["ssd"] = _used_nbytes(Path(spec.ssd_dirs[0]), "*")
                 blocks["arena"] = _used_nbytes(Path(spec.arena_dir), f"windlass-{spec.job}-*")
 
@@ -128,8 +143,8 @@ def _used_nbytes(folder: Path, pattern: str) -> int:
 
 
 def main() -> None:
-    """Train as the folder says."""
-    print(json.dumps(asdict(train(Path(sys.argv[1])))))
+    """Train as the folder says; for so many steps, if a number follows."""
+    print(json.dumps(asdict(train(Path(sys.argv[1]), *map(int, sys.argv[2:])))))
 
 
 if __name__ == "__main__":

@@ -1,76 +1,37 @@
 """The planner: how long it takes, and whether its promise is kept. `python -m benchmarks.planner [--quick]`
 
-First, how long the integer programs take for Ratel's shapes (its table IV). Then jobs on this machine: all are planned
-with a profile of the machine that is measured first and with times of their own blocks, and simulated, and what is
-predicted is written to disk; only then they are run, each in a process of its own, with the memory that was planned.
-Measured peaks are the kernel's. The device is the CPU: its memory is that process's private memory.
+First, how long the integer programs take for Ratel's shapes (its table IV). Then jobs on this machine: each is planned
+with a profile of the machine that is measured first and with times of its own blocks, and simulated, and what is
+predicted is written to disk; only then it is run, in a process of its own, with the memory that was planned. Measured
+peaks are the kernel's. The device is the CPU: its memory is that process's private memory. Last, for three sizes of the
+batch, whether another amount of swapped activations would have been faster (`benchmarks/planned_swaps.py`).
 """
 
-import json
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.machine import num_cores
-from benchmarks.planned_run import JOB_FILE, Measured, run_planned
+from benchmarks.planned_case import MIB, Case, Predicted, predict, question_of
+from benchmarks.planned_run import Measured, run_planned
+from benchmarks.planned_swaps import QUICK_SWAPS, SWAPS, add_swaps, sweep
 from benchmarks.report import Report, parse_options
-from benchmarks.workload import ModelShape, Workload, model_config
-from windlass.actors.planned_job import simulate_planned
-from windlass.actors.planning import PlanQuestion, Profiles, best_plan, limits_of, planned_job, with_part
+from windlass.actors.planning import PlanQuestion, Profiles, limits_of, planned_job
 from windlass.engine.model_profile import config_of_shape
-from windlass.planner import placement_json
-from windlass.planner.hardware import GIB, Hardware, example_machines
-from windlass.planner.plan import ACTIVATION_SLOT_NBYTES
+from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.published_models import RATEL_SHAPES
 from windlass.planner.solver import solve_job
 from windlass.planner.speeds import speeds_of
-from windlass.planner.step_costs import Tier
 from windlass.planner.yaml_files import load
 from windlass.service.doctor import measure_hardware
 from windlass.service.settings import Settings
-from windlass.storage.ids import Formats, Precision, StatePrecision
 
-MIB = 2**20
 _NUM_TOKENS = 1024
 _BATCH_SIZE = 8
 _NUM_SOLVES = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A job, and what it may take. Budgets in MiB; None: what the machine has."""
-
-    title: str
-    hidden: int
-    num_layers: int
-    batch_size: int
-    sequence_length: int
-    num_microbatches: int = 1
-    clip_norm: float | None = None
-    device_mib: int | None = None
-    memory_mib: int | None = None  # of the device and the arena together
-
-    def workload(self, *, num_timed_steps: int) -> Workload:
-        """To be written."""
-        return Workload(
-            shape=ModelShape(
-                hidden=self.hidden,
-                num_layers=self.num_layers,
-                vocab=4096,
-                intermediate=self.hidden * 11 // 4,
-                num_heads=self.hidden // 64,
-            ),
-            batch_size=self.batch_size,
-            sequence_length=self.sequence_length,
-            num_warmup_steps=2,
-            num_timed_steps=num_timed_steps,
-            num_threads=num_cores(),
-            seed=1,
-        )
 
 
 CASES = (
@@ -105,17 +66,6 @@ CASES = (
 QUICK_CASES = (Case(title="small", hidden=128, num_layers=4, batch_size=2, sequence_length=64),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
-    """What is promised. Bytes of the device are of what the engine allocates."""
-
-    step_s: float
-    bound_s: float  # by the cost model alone
-    device_nbytes: int
-    arena_nbytes: int
-    ssd_nbytes: int
-
-
 def solve_times(*, quick: bool) -> dict[str, float]:
     """Seconds of all programs of a job, by the model's billions of parameters and whether gradients are kept."""
     machine = load(Hardware, example_machines()["rtx4090-server"])
@@ -134,47 +84,6 @@ def solve_times(*, quick: bool) -> dict[str, float]:
                 solve_job(job, speeds_of(machine), limits_of(machine))
                 taken.append(time.perf_counter() - start_s)
             found[f"{size}B{', clipping' if clips else ''}"] = statistics.median(taken)
-    return found
-
-
-def predict(case: Case, folder: Path, machine: Hardware, kernel_dir: Path, *, num_timed_steps: int) -> Predicted:
-    """Write the workload, plan it, and write what is planned and what is predicted into its folder."""
-    workload = case.workload(num_timed_steps=num_timed_steps)
-    workload.write(folder)
-    if case.memory_mib is not None:
-        # Above what the planner leaves to processes.
-        gib = case.memory_mib / 1024 + machine.host.memory_gib - limits_of(machine).host_nbytes / GIB
-        machine = with_part(machine, host=with_part(machine.host, memory_gib=gib))
-    question = PlanQuestion(
-        config=model_config(workload.shape, workload.sequence_length),
-        hardware=machine,
-        batch_size=case.batch_size,
-        sequence_length=case.sequence_length,
-        num_microbatches=case.num_microbatches,
-        clips=case.clip_norm is not None,
-        device_memory_nbytes=None if case.device_mib is None else case.device_mib * MIB,
-        measures=True,
-    )
-    profiles = Profiles(question)
-    job, solution = best_plan(question, profiles)
-    formats = Formats(Precision.BF16, StatePrecision.FP32)
-    simulated = simulate_planned(solution, profiles.layout, formats, num_cores=num_cores())
-    found = Predicted(
-        step_s=simulated.step_s,
-        bound_s=solution.step_s,
-        device_nbytes=solution.nbytes[Tier.DEVICE],
-        arena_nbytes=solution.plan.arena_nbytes,
-        ssd_nbytes=solution.plan.ssd_nbytes + solution.plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
-    )
-    planned = {
-        "num_microbatches": job.num_microbatches,
-        "clip_norm": case.clip_norm,
-        "placement": placement_json.to_json(solution.placement),
-        "arena_nbytes": solution.plan.arena_nbytes,
-        "kernel_dir": str(kernel_dir),
-        "predicted": asdict(found),
-    }
-    (folder / JOB_FILE).write_text(json.dumps(planned))
     return found
 
 
@@ -225,17 +134,20 @@ def main() -> None:
         torch.set_num_threads(num_cores())
         machine = measure_hardware(Settings(home=directory, ssd_dirs=(directory / "measured",)), tell=lambda _: None)
         report.add(f"This machine, measured: {machine.model_dump_json(exclude_none=True)}")
-        promises = []
+        found = []
         for i, case in enumerate(cases):
             folder = directory / str(i)
-            predicted = predict(case, folder, machine, directory / "kernels", num_timed_steps=num_timed_steps)
-            promises.append((case, predicted))
-        found = [(case, predicted, run_planned(directory / str(i))) for i, (case, predicted) in enumerate(promises)]
+            case.workload(num_timed_steps=num_timed_steps).write(folder)
+            question = question_of(case, machine)
+            predicted = predict(case, question, Profiles(question), folder, directory / "kernels")
+            found.append((case, predicted, run_planned(folder)))
+        swaps = sweep(QUICK_SWAPS if options.quick else SWAPS, machine, directory)
     ratios = add_promises(report, found)
     report.add(
-        "Predicted / measured. The step is the simulator's; its bound is the cost model's. All predictions were on",
-        "disk before the first job ran. Arena and SSD: what the kernel has given them in the last step.",
+        "Predicted / measured. The step is the simulator's; its bound is the cost model's. Each prediction was on disk",
+        "before its job ran. Arena and SSD: what the kernel has given them in the last step.",
     )
+    ratios |= add_swaps(report, swaps)
     report.finish({"solve_s_max": max(times.values()), **ratios})
 
 

@@ -4,7 +4,7 @@ Outputs of operators are held one after the other, each time the one that spares
 Source: Ratel, section IV-D (its offloading benefit, of a whole layer there).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from windlass.planner.activations import EVERY_OPERATOR, RECOMPUTE_ALL, BlockActivations
@@ -26,6 +26,10 @@ class ActivationWay:
     def swapped_nbytes(self) -> int:
         """Of all that is swapped."""
         return sum(self.out_nbytes)
+
+
+# What may be done with a layer's activations.
+Ways = Callable[[LayerProfile], Iterable[ActivationWay]]
 
 
 def by_benefit(layer: LayerProfile) -> list[OperatorProfile]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from windlass.planner.activation_ways import ActivationWay, ways_of_layer
+from windlass.planner.activation_ways import ActivationWay, Ways, ways_of_layer
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers, param_buffers
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, Work
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY, ModelSize, Placement, make_plan
@@ -64,6 +64,7 @@ class PlannedJob:
     grad_itemsize: int  # on their way to the optimizer
     num_optimizers: int = 1
     num_prefetched: int = 2  # operations whose params are on the device
+    ways: Ways = ways_of_layer  # of activations, among which to choose
 
     @property
     def size(self) -> ModelSize:
@@ -126,7 +127,7 @@ class StepCosts:
         in_memory = self._tiers()
         by_states = [Kind(blocks=blocks, tiers=in_memory) for blocks in groups]
         by_activations = [
-            Kind(blocks=tuple(blocks), activations=tuple(ways_of_layer(layer))) for layer, blocks in layers.items()
+            Kind(blocks=tuple(blocks), activations=tuple(self.job.ways(layer))) for layer, blocks in layers.items()
         ]
         return [*by_states, *by_activations]
 

@@ -1,17 +1,21 @@
 """What `benchmarks.planner` promises, and what it makes of what came."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.planned_case import Predicted, predict, question_of
 from benchmarks.planned_run import JOB_FILE, Measured, planned_spec
-from benchmarks.planner import CASES, QUICK_CASES, Predicted, add_promises, errors_of, predict, solve_times
+from benchmarks.planned_swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps, only
+from benchmarks.planner import CASES, QUICK_CASES, add_promises, errors_of, solve_times
 from tests.unit.benchmarks.tables import Tables
+from windlass.actors.planning import Profiles, best_plan
 from windlass.planner.hardware import Hardware
 from windlass.planner.yaml_files import parse
 
-PREDICTED = Predicted(step_s=2.0, bound_s=1.5, device_nbytes=100, arena_nbytes=200, ssd_nbytes=400)
+PREDICTED = Predicted(step_s=2.0, bound_s=1.5, device_nbytes=100, arena_nbytes=200, ssd_nbytes=400, swapped_nbytes=0)
 MACHINE = parse(
     Hardware,
     {
@@ -44,13 +48,41 @@ def test_a_job_that_failed_is_told_and_keeps_no_promise() -> None:
 
 
 def test_what_is_predicted_is_on_disk_and_is_what_runs(tmp_path: Path) -> None:
-    found = predict(QUICK_CASES[0], tmp_path / "0", MACHINE, tmp_path / "kernels", num_timed_steps=2)
-    planned = json.loads((tmp_path / "0" / JOB_FILE).read_text())
+    (case,), folder = QUICK_CASES, tmp_path / "0"
+    case.workload(num_timed_steps=2).write(folder)
+    question = question_of(case, MACHINE)
+    found = predict(case, question, Profiles(question), folder, tmp_path / "kernels")
+    planned = json.loads((folder / JOB_FILE).read_text())
     assert planned["predicted"]["step_s"] == found.step_s > 0
-    spec = planned_spec(tmp_path / "0")
+    spec = planned_spec(folder)
     assert spec.host_memory_nbytes == found.arena_nbytes
-    assert len(spec.placement.activations) == QUICK_CASES[0].num_layers
+    assert len(spec.placement.activations) == case.num_layers
     assert spec.total_steps == 4
+
+
+def test_of_a_sweep_all_layers_swap_as_much() -> None:
+    (case,) = QUICK_SWAPS
+    question = replace(question_of(case, MACHINE), measures=False)
+    profiles = Profiles(question)
+    swapped = []
+    for number in (0, 2, None):
+        _, solution = best_plan(replace(question, ways=only(number)), profiles)
+        choices = solution.placement.activations
+        assert len({choice.swapped for choice in choices}) == 1
+        assert {choice.recompute for choice in choices} == {number is not None}
+        swapped.append(solution.placement.host_activation_nbytes)
+    assert swapped == sorted(set(swapped))
+
+
+def test_what_was_chosen_is_compared_with_the_best_of_its_case() -> None:
+    swaps = [
+        Swap(case=case, title=title, predicted=PREDICTED, step_s=step_s)
+        for case, seconds in zip(SWAPS, ((1.0, 2.0, 1.0), (1.1, 1.0, 1.2), (0.9, 1.0, 1.2)), strict=True)
+        for title, step_s in zip(("chosen", "0 operators", "everything"), seconds, strict=True)
+    ]
+    report = Tables()
+    assert add_swaps(report, swaps) == {"choice_over_best_max": pytest.approx(1.1)}
+    assert len(report.rows) == 9
 
 
 def test_at_least_eight_jobs_of_different_kinds_are_promised() -> None:

@@ -1,0 +1,110 @@
+"""Jobs on this machine that are planned: what may be promised about each, written to disk before it runs."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.machine import num_cores
+from benchmarks.planned_run import JOB_FILE
+from benchmarks.workload import ModelShape, Workload, model_config
+from windlass.actors.planned_job import simulate_planned
+from windlass.actors.planning import PlanQuestion, Profiles, best_plan, limits_of, with_part
+from windlass.planner import placement_json
+from windlass.planner.hardware import GIB, Hardware
+from windlass.planner.plan import ACTIVATION_SLOT_NBYTES
+from windlass.planner.step_costs import Tier
+from windlass.storage.ids import Formats, Precision, StatePrecision
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A job, and what it may take. Budgets in MiB; None: what the machine has."""
+
+    title: str
+    hidden: int
+    num_layers: int
+    batch_size: int
+    sequence_length: int
+    num_microbatches: int = 1
+    clip_norm: float | None = None
+    device_mib: int | None = None
+    memory_mib: int | None = None  # of the device and the arena together
+
+    def workload(self, *, num_timed_steps: int) -> Workload:
+        """To be written."""
+        return Workload(
+            shape=ModelShape(
+                hidden=self.hidden,
+                num_layers=self.num_layers,
+                vocab=4096,
+                intermediate=self.hidden * 11 // 4,
+                num_heads=self.hidden // 64,
+            ),
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            num_warmup_steps=2,
+            num_timed_steps=num_timed_steps,
+            num_threads=num_cores(),
+            seed=1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What is promised. Bytes of the device are of what the engine allocates."""
+
+    step_s: float
+    bound_s: float  # by the cost model alone
+    device_nbytes: int
+    arena_nbytes: int
+    ssd_nbytes: int
+    swapped_nbytes: int  # room for activations that leave the device
+
+
+def question_of(case: Case, machine: Hardware) -> PlanQuestion:
+    """What the planner is asked, with the blocks' times measured here and now."""
+    if case.memory_mib is not None:
+        # Above what the planner leaves to processes.
+        gib = case.memory_mib / 1024 + machine.host.memory_gib - limits_of(machine).host_nbytes / GIB
+        machine = with_part(machine, host=with_part(machine.host, memory_gib=gib))
+    return PlanQuestion(
+        config=model_config(case.workload(num_timed_steps=1).shape, case.sequence_length),
+        hardware=machine,
+        batch_size=case.batch_size,
+        sequence_length=case.sequence_length,
+        num_microbatches=case.num_microbatches,
+        clips=case.clip_norm is not None,
+        device_memory_nbytes=None if case.device_mib is None else case.device_mib * MIB,
+        measures=True,
+    )
+
+
+def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path, kernel_dir: Path) -> Predicted:
+    """Plan a job, and write what is planned and what is predicted into its folder, beside its workload.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    _, solution = best_plan(question, profiles)
+    formats = Formats(Precision.BF16, StatePrecision.FP32)
+    simulated = simulate_planned(solution, profiles.layout, formats, num_cores=num_cores())
+    found = Predicted(
+        step_s=simulated.step_s,
+        bound_s=solution.step_s,
+        device_nbytes=solution.nbytes[Tier.DEVICE],
+        arena_nbytes=solution.plan.arena_nbytes,
+        ssd_nbytes=solution.plan.ssd_nbytes + solution.plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
+        swapped_nbytes=solution.placement.host_activation_nbytes + solution.placement.ssd_activation_nbytes,
+    )
+    planned = {
+        "num_microbatches": case.num_microbatches,
+        "clip_norm": case.clip_norm,
+        "placement": placement_json.to_json(solution.placement),
+        "arena_nbytes": solution.plan.arena_nbytes,
+        "kernel_dir": str(kernel_dir),
+        "predicted": asdict(found),
+    }
+    (folder / JOB_FILE).write_text(json.dumps(planned))
+    return found
