@@ -9,6 +9,7 @@ streams tell what is done, with the numbers that were computed. An operation is 
 the scheduler grants so many that are not done (`Ordering.max_prefetched`).
 """
 
+import contextlib
 import functools
 import queue
 import time
@@ -21,6 +22,7 @@ from windlass.actors.activation_tiers import ActivationTiers
 from windlass.actors.chunk_io import ChunkIoClient
 from windlass.actors.computation import Computation
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluation_batch_size, grad_precision
+from windlass.actors.device_memory import DeviceMemory
 from windlass.actors.device_states import DeviceStates
 from windlass.actors.given_operation import GivenOperation
 from windlass.actors.grad_offload import GradOffload
@@ -36,6 +38,8 @@ from windlass.actors.messages import (
     GradDropped,
     GradSlotsReturned,
     KernelChosen,
+    MemoryKind,
+    MemoryMeasured,
     Message,
     ModelKernelsChosen,
     OffloadGrad,
@@ -107,6 +111,7 @@ class GpuWorker:
         self._batch: list[MicroBatch] = []
         self._num_targets = 0  # of all its micro-batches
         self._evaluation: list[list[MicroBatch]] = []
+        self._told_nbytes: dict[MemoryKind, int] = {}  # of what the job takes
         self._stopping = False
 
     # --- life cycle -------------------------------------------------------------------------------------------------
@@ -119,6 +124,7 @@ class GpuWorker:
         if kernels := settle_kernels(self.context, self.partition, self.device.device, self._announce):
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
+        self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
             self._activations = ActivationTiers(
                 self.context, self.device, self._memory, self.send, self.name, self._spans
@@ -155,6 +161,7 @@ class GpuWorker:
         if (kernel := self._states.kernel) is not None:
             self.send(SCHEDULER, KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=kernel))
         self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params, self._spans)
+        self._device_memory.pause()
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
         self._check_activations()
@@ -250,6 +257,7 @@ class GpuWorker:
         start_s = time.monotonic()
         while (message := self._to_compute.get()) is not None:
             works_at(message)
+            self._device_memory.begin()
             self._load_batch(message)
             operation = GivenOperation(message, self.device, self._num_targets, is_last=self._is_last(message))
             operation.waited(SpanKind.WAIT_OPERATION, message.block, start_s)
@@ -285,8 +293,22 @@ class GpuWorker:
             if self._activations is not None:
                 self._activations.flush()
             self._grads.backward_over(message.step)
+            self._tell_memory(message)
         for event in operation.messages():
             self.send(SCHEDULER, event)
+
+    def _tell_memory(self, message: ComputeBlock) -> None:
+        """Once a step, and what has grown only."""
+        peaks = self._device_memory.peaks()
+        with contextlib.suppress(OSError):  # somebody has removed its file: no reason to lose the job
+            peaks[MemoryKind.HOST] = self._arena.held_nbytes
+        for kind, nbytes in peaks.items():
+            if nbytes > self._told_nbytes.get(kind, 0):
+                self._told_nbytes[kind] = nbytes
+                self.send(
+                    SCHEDULER,
+                    MemoryMeasured(job=message.job, step=message.step, actor=self.name, kind=kind, nbytes=nbytes),
+                )
 
     def _load_batch(self, message: ComputeBlock) -> None:
         """For the first operation of a step, or of an evaluation's group, and those that follow."""

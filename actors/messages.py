@@ -437,6 +437,28 @@ class SpansTold(Message):
     spans: tuple[WorkSpan, ...]
 
 
+# --- what a job really takes ------------------------------------------------------------------------------------------
+
+
+class MemoryKind(StrEnum):
+    """In the words of a plan's peaks."""
+
+    DEVICE = "gpu"
+    DEVICE_RESERVED = "gpu_reserved"  # what torch's allocator has taken for that; on a GPU only
+    HOST = "host"  # the arena
+    SSD = "ssd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMeasured(Message):
+    """The most of a kind of memory that an actor's part of the job has taken so far: by an allocator's or the kernel's
+    count, never by the plan's."""
+
+    actor: ActorName
+    kind: MemoryKind
+    nbytes: int
+
+
 # --- failures -------------------------------------------------------------------------------------------------------
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.journal import Journal, read_journal
+from windlass.actors.measured import NUM_FIRST_STEPS, Measured
 from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
     KernelChosen,
     LoadProgressed,
     LossComputed,
+    MemoryMeasured,
     Message,
     ModelExported,
     ModelKernelsChosen,
@@ -62,6 +64,7 @@ class _History:
 
     steps: set[int]  # whose training loss is there
     ssd_bytes_written: list[int]  # of each SSD, as of the last step
+    measured: dict[str, Any] | None = None  # what the job had taken
 
 
 def _history(journal: Path, num_ssds: int) -> _History:
@@ -69,6 +72,7 @@ def _history(journal: Path, num_ssds: int) -> _History:
     for record in read_journal(journal):
         if "train_loss" in record.data:
             history.steps.add(record.data["step"])
+        history.measured = record.data.get("measured", history.measured)
         written = record.data.get("ssd_bytes_written_by_ssd", ())
         if len(written) == num_ssds:  # else of other SSDs
             history.ssd_bytes_written = written
@@ -93,6 +97,9 @@ class Progress:
         self._started_s = 0.0
         self._step_began_s = 0.0
         self._first_step = (initial_step or 0) + 1
+        self._measured = Measured(self._first_step, self._history.measured)
+        # The last step but which the time to come is estimated by those that follow, and when it was over.
+        self._paced_from = (self._first_step - 1, 0.0)
         self._num_tokens = 0  # trained on in all steps that are over
         self.trained_tokens = 0  # in those that were told of
         self._told = initial_step or 0
@@ -128,6 +135,7 @@ class Progress:
         """
         self._started_s = self._step_began_s = time.monotonic()
         self._timeline.begin(self._started_s)
+        self._paced_from = (self._first_step - 1, self._started_s)
         if resumed is None:
             self._journal.append("message", "Loading the model's weights into the tensor store")
             return
@@ -169,10 +177,13 @@ class Progress:
                 text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"
                 self._journal.append("message", text)
                 self._step_began_s = now_s
+                self._paced_from = (self._first_step - 1, now_s)
                 self._timeline.begin(now_s)
             case SpansTold():
                 self._timeline.add(event.spans)
                 self._note_swapped(event)
+            case MemoryMeasured():
+                self._measured.note_memory(event)
             case KernelChosen():
                 self._on_kernel_chosen(event)
             case ModelKernelsChosen():
@@ -302,8 +313,9 @@ class Progress:
         self._swapped = {each: moved for each, moved in self._swapped.items() if each > step}
         data |= {name: swapped.get(kind, 0) for kind, name in _ACTIVATION_BYTES.items()}
         data["elapsed_s"] = elapsed_s
-        data["remaining_s"] = elapsed_s / (step - self._first_step + 1) * (self._shape.total_steps - step)
+        data["remaining_s"] = self._seconds_a_step(step) * (self._shape.total_steps - step)
         data |= self._ssd_metrics() | self._where_time_went(step)
+        data["measured"] = self._measured.data
         self._last_metrics |= data
         where = self._not_finite.pop(step, None)
         if data["grad_norm"] is None:
@@ -312,6 +324,13 @@ class Progress:
                 text += f"; the loss was scaled by {data['loss_scale']:g}"
             self._journal.append("message", text, level="warn")
         self._journal.append("metrics", self._step_message(data), **data)
+
+    def _seconds_a_step(self, step: int) -> float:
+        """Of those to come: as the last ones took, evaluations and all. Loading and the first steps are left out."""
+        now_s, (paced_from, began_s) = time.monotonic(), self._paced_from
+        if step == self._first_step + NUM_FIRST_STEPS - 1:
+            self._paced_from = (step, now_s)
+        return (now_s - began_s) / (step - paced_from)
 
     def _ssd_metrics(self) -> dict[str, Any]:
         """As of the last commit: what a step writes is the mean since the one before, and missing until it is known."""
@@ -333,6 +352,7 @@ class Progress:
         found = self._timeline.end_step(step)
         if found is None:
             return {}
+        self._measured.note_step(found)
         if self._keeps_spans:
             try:
                 keep_step(self._journal.path.parent / FOLDER, found)

@@ -22,6 +22,7 @@ from windlass.actors.messages import (
     KernelChosen,
     LoadProgressed,
     LossComputed,
+    MemoryMeasured,
     Message,
     ModelKernelsChosen,
     SpansTold,
@@ -215,7 +216,7 @@ class Scheduler:
                 self._fail(event)
             case Announcement():
                 self._journal.append("message", event.text)
-            case LossComputed() | KernelChosen() | ModelKernelsChosen() | SpansTold():
+            case LossComputed() | KernelChosen() | ModelKernelsChosen() | SpansTold() | MemoryMeasured():
                 self._progress.note(event)
             case LoadProgressed():
                 self.pipeline.waits.heard_from(event.actor, time.monotonic())

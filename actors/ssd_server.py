@@ -18,6 +18,8 @@ from windlass.actors.messages import (
     ActorFailed,
     CommitStore,
     FailureKind,
+    MemoryKind,
+    MemoryMeasured,
     Message,
     ReadActivations,
     ReadChunks,
@@ -100,6 +102,7 @@ class SsdServer:
         self._spans = SpanLog(name, geometry.job, send)
         self._bytes_read = 0
         self._bytes_written = 0
+        self._has_told_space = False
 
     @property
     def bytes_read(self) -> int:
@@ -428,6 +431,7 @@ class SsdServer:
             self._send(SCHEDULER, self._failure(command, error, f"the commit of step {command.step}"))
             return
         self._spans.tell(command.step)  # before: then the step's timeline has them
+        self._tell_space(command)
         committed = StoreCommitted(
             job=command.job,
             step=command.step,
@@ -436,6 +440,20 @@ class SsdServer:
             bytes_written=self._bytes_written,
         )
         self._send(SCHEDULER, committed)
+
+    def _tell_space(self, command: CommitStore) -> None:
+        """Once: an attempt has all its space when it begins to serve."""
+        if self._has_told_space:
+            return
+        self._has_told_space = True
+        try:
+            nbytes = self._volume.held_nbytes(command.job)
+        except StoreError:
+            return  # no reason to lose the job; what fails the job tells itself
+        measured = MemoryMeasured(
+            job=command.job, step=command.step, actor=self.name, kind=MemoryKind.SSD, nbytes=nbytes
+        )
+        self._send(SCHEDULER, measured)
 
     def _failure(self, message: Message, error: Exception, what: str) -> ActorFailed:
         kind = FailureKind.of(error)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from windlass.storage.disk_space import backed_nbytes
 from windlass.storage.store_errors import DirectIoRefused
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # fallocate(2)
@@ -77,6 +78,10 @@ class SsdDevice:
         """Back a range of the file with disk space, growing it as needed. Nothing to do for a raw device."""
         if not self.is_raw:
             os.posix_fallocate(self._records_fd, offset, nbytes)
+
+    def backed_nbytes(self, offset: int, nbytes: int) -> int | None:
+        """Bytes of a range of the file that have disk space; None where the file system does not tell, or is none."""
+        return None if self.is_raw else backed_nbytes(self._records_fd, offset, nbytes)
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Give a range's disk space back to the file system. Nothing to do for a raw device."""

@@ -87,6 +87,18 @@ class Volume:
         with self._locked_table("read the allocation table") as table:
             return self._of(table, job)
 
+    def held_nbytes(self, job: JobId) -> int:
+        """Bytes of the SSD that a job's space takes: as a file's system tells, if it does; else by the table.
+
+        Raises:
+            StoreMissing: the job has none.
+        """
+        taken = self.allocation(job).taken
+        with self._naming(f"look how much space job {job} takes"):
+            backed = [self.device.backed_nbytes(part.start * UNIT_NBYTES, part.count * UNIT_NBYTES) for part in taken]
+        known = [nbytes for nbytes in backed if nbytes is not None]
+        return sum(known) if len(known) == len(taken) else sum(part.count for part in taken) * UNIT_NBYTES
+
     def reserve(self, job: JobId, demand: Demand) -> Allocation:
         """Give a job its space, backed by the disk. It is not ready until `set_up`.
 

@@ -36,6 +36,7 @@ from windlass.actors.messages import (
     LoadModel,
     LoadProgressed,
     LossComputed,
+    MemoryMeasured,
     Message,
     ModelExported,
     ModelKernelsChosen,
@@ -138,6 +139,7 @@ ROWS = (
     Row(message=KernelChosen, to=(SCHEDULER,), is_awaited=False),
     Row(message=LoadProgressed, to=(SCHEDULER,), is_awaited=False),
     Row(message=SpansTold, to=(SCHEDULER,), is_awaited=False),
+    Row(message=MemoryMeasured, to=(SCHEDULER,), is_awaited=False),
 )
 # Told before training begins; the report of a fault itself; a kind of request.
 WITHOUT_CASES = {Announcement, ModelKernelsChosen, ActorFailed, SsdRequest}

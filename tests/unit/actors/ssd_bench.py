@@ -13,6 +13,7 @@ from windlass.actors.messages import (
     ChunkIoDone,
     ChunkPart,
     CommitStore,
+    MemoryMeasured,
     Message,
     ReadActivations,
     ReadChunks,
@@ -89,6 +90,7 @@ class Bench:
         self.arena = Arena.create(directory / f"arena-{len(list(directory.glob('arena-*')))}", len(KEYS) * CHUNK_NBYTES)
         self.sent: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
         self.spans: list[WorkSpan] = []
+        self.space: list[MemoryMeasured] = []
         self.server = SsdServer(
             ActorName("ssd-0"),
             str(directory),
@@ -111,18 +113,22 @@ class Bench:
         return commits[-1].step if commits else None
 
     def next(self) -> tuple[ActorName, Message]:
-        """But for spans, which come when they come."""
-        while isinstance(message := (sent := self.sent.get(timeout=WAIT_S))[1], SpansTold):
-            self.spans += message.spans
+        """But for spans and space, which come when they come."""
+        while isinstance(message := (sent := self.sent.get(timeout=WAIT_S))[1], SpansTold | MemoryMeasured):
+            if isinstance(message, SpansTold):
+                self.spans += message.spans
+            else:
+                self.space.append(message)
         return sent
 
     def is_silent(self) -> bool:
         """Nothing more has been told."""
         while not self.sent.empty():
             message = self.sent.get()[1]
-            if not isinstance(message, SpansTold):
+            if isinstance(message, SpansTold):
+                self.spans += message.spans
+            elif not isinstance(message, MemoryMeasured):
                 return False
-            self.spans += message.spans
         return True
 
     def items(self, keys: Sequence[ChunkKey], *, gradient: bool) -> tuple[ChunkIo, ...]:

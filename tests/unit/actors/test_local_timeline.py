@@ -1,5 +1,6 @@
 """A real job's timeline: its spans cover the step, and their bytes are those that the SSD servers counted."""
 
+import statistics
 import time
 from collections import Counter, defaultdict
 from itertools import pairwise, product
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.training import has_direct_io, journal_of, make_partition, make_spec
+from windlass.actors.context import make_context
 from windlass.actors.local import run_local
 from windlass.actors.messages import Message, SpanKind, SpansTold, StoreCommitted, WorkSpan
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, TO_DEVICE
@@ -22,6 +24,7 @@ from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName
 
 NUM_STEPS = 10
+HUGE_PAGE_NBYTES = 2 << 20  # the last one may not be full
 READS = (SpanKind.READ_PARAMS, SpanKind.READ_STATES, SpanKind.READ_GRAD)
 WRITES = (SpanKind.WRITE_STATES, SpanKind.WRITE_GRAD)
 
@@ -195,3 +198,20 @@ def test_a_disk_that_takes_no_timeline_does_not_end_the_job(tmp_path: Path, monk
     told = [record for record in journal_of(run.spec) if "Timelines are not kept" in record.message]
     assert [record.level for record in told] == ["warn"]
     assert "No space left" in told[0].message
+
+
+def test_what_the_job_took_is_told_with_each_step(run: Run) -> None:
+    """Of the arena and the SSDs all is taken when the job begins; of the device as much as the steps came to."""
+    measured = [record.data["measured"] for record in journal_of(run.spec) if "measured" in record.data]
+    assert [each["num_steps"] for each in measured] == [0, 0, *range(1, NUM_STEPS - 1)]
+    assert measured[1]["step_s"] is None
+    periods = [summary["period_s"] for summary in run.summaries().values()]
+    assert measured[-1]["step_s"] == pytest.approx(statistics.fmean(periods[2:]), abs=1e-5)
+    peaks = [each["peak_bytes"] for each in measured]
+    assert all(set(each) == {"gpu", "host", "ssd"} for each in peaks)
+    plan = make_context(run.spec, run.layout, "").plan
+    assert all(plan.arena_nbytes <= each["host"] <= plan.arena_nbytes + HUGE_PAGE_NBYTES for each in peaks)
+    # An extent is rounded up to 4096 bytes of each state, and an area has a head.
+    assert all(plan.ssd_nbytes <= each["ssd"] < plan.ssd_nbytes + (64 << 20) for each in peaks)
+    assert [each["gpu"] for each in peaks] == sorted(each["gpu"] for each in peaks)
+    assert peaks[-1]["gpu"] > 0

@@ -9,7 +9,7 @@ import pytest
 
 from tests.training import journal_of, losses_of, metrics_of
 from tests.unit.actors.scheduler_stage import NUM_TARGETS, TIERED, Stage, failure, warnings_of
-from windlass.actors import scheduler
+from windlass.actors import progress, scheduler
 from windlass.actors.job_spec import System, UpdateOrder
 from windlass.actors.messages import (
     ActorFailed,
@@ -31,6 +31,15 @@ from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.scheduler import INTERRUPTED, ActorLostError, JobFailedError
 from windlass.planner.plan import Placement
 from windlass.storage.ids import Attempt, Kernel, Step
+
+
+class Clock:
+    """That goes on by hand."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @pytest.fixture
@@ -398,3 +407,23 @@ def test_another_kernel_than_before_is_told(tmp_path: Path) -> None:
         warnings = warnings_of(stage.spec)
         assert len(warnings) == num_warnings
         assert all("updated with the compiled kernel: the results may differ" in each for each in warnings)
+
+
+def test_time_left_is_that_of_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes 1000 s, the first two steps 50 s each, those that follow 10 s."""
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    stage = Stage(tmp_path, total_steps=6)
+    took = {ComputeBlock: {1: 50.0, 2: 50.0}, LoadModel: {0: 1000.0}}
+
+    def look(message: Message) -> None:
+        is_first = not isinstance(message, ComputeBlock) or (message.phase is Phase.FORWARD and message.block == 0)
+        if type(message) in took and is_first:
+            clock.now += took[type(message)].get(message.step, 10.0)
+
+    stage.before = look
+    stage.run()
+    left = metrics_of(stage.spec, "remaining_s")
+    assert left[1] <= 5 * 100.0  # a step may be told of when the next has begun
+    assert left[6] == 0.0
+    assert left[5] == pytest.approx(10.0, rel=0.01)

@@ -3,6 +3,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from windlass.actors.messages import (
     ChunkPart,
     FailureKind,
     LoadModel,
+    MemoryKind,
     Message,
     ReadChunks,
     SpanKind,
@@ -275,6 +277,16 @@ class TestCommit:
         assert "step 1 cannot be committed: step 2 has been begun" in _failure(bench.next()).error
         released.set()
         bench.wait_done(1)
+
+    def test_the_first_one_comes_with_the_space_that_the_job_has(self, bench: Bench) -> None:
+        bench.write_all()
+        for step in (0, 1):
+            bench.commit(step, states_step=0)
+            assert isinstance(bench.next()[1], StoreCommitted)
+        (told,) = bench.space
+        assert (told.actor, told.kind) == ("ssd-0", MemoryKind.SSD)
+        with closing(Volume.open(bench.directory, direct=False)) as volume:
+            assert told.nbytes == volume.held_nbytes(JOB) > 0
 
     def test_without_open_writes_it_runs_at_once(self, bench: Bench) -> None:
         bench.write_all()

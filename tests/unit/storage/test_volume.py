@@ -389,3 +389,32 @@ def _overwrite(file: Path, offset: int, raw: bytes) -> None:
         os.pwrite(fd, raw, offset)
     finally:
         os.close(fd)
+
+
+class TestHeldSpace:
+    def test_a_jobs_own_is_told_and_nobody_elses(self, volume: Volume) -> None:
+        volume.reserve(OTHER, DEMAND)
+        allocation = volume.reserve(JOB, DEMAND)
+        assert volume.held_nbytes(JOB) == DEMAND.nbytes
+        volume.reserve_scratch(
+            JOB, Demand(head_nbytes=0, extent_nbytes=UNIT_NBYTES, num_extents=2), nonce=allocation.nonce
+        )
+        assert volume.held_nbytes(JOB) == DEMAND.nbytes + 2 * UNIT_NBYTES
+
+    def test_what_the_file_system_has_taken_back_does_not_count(self, volume: Volume) -> None:
+        allocation = volume.reserve(JOB, DEMAND)
+        if volume.device.backed_nbytes(allocation.head_offset, UNIT_NBYTES) is None:
+            pytest.skip("the file system does not tell")
+        volume.device.discard(allocation.head_offset, UNIT_NBYTES)
+        assert volume.held_nbytes(JOB) == DEMAND.nbytes - UNIT_NBYTES
+
+    def test_the_table_tells_where_the_file_system_does_not(
+        self, volume: Volume, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        volume.reserve(JOB, DEMAND)
+        monkeypatch.setattr(type(volume.device), "backed_nbytes", lambda *_: None)
+        assert volume.held_nbytes(JOB) == DEMAND.nbytes
+
+    def test_who_has_nothing(self, volume: Volume) -> None:
+        with pytest.raises(StoreMissing):
+            volume.held_nbytes(JOB)
