@@ -1,6 +1,8 @@
 """A planned job, simulated: what its steps take with queues and waits, of which the planner's sums know nothing."""
 
+import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -40,12 +42,16 @@ class SimulatedSteps:
     steps: Sequence[StepSpans]
 
 
-def simulate_planned(solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int) -> SimulatedSteps:
+def simulate_planned(
+    solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int, limit_s: float = math.inf
+) -> SimulatedSteps:
     """The steps of a planned job on its machine. `num_cores`: of one whose device is the CPU.
 
     Raises:
         Stuck: the job would not end.
+        TooLong: the simulation has taken `limit_s`.
     """
+    until_s = time.monotonic() + limit_s
     speeds = solution.costs.speeds
     spec, layout = _spec_of(solution, formats), _in_fewer_chunks(layout)
     if layout.chunk_numel != solution.costs.job.model.chunk_numel:
@@ -60,7 +66,8 @@ def simulate_planned(solution: Solution, layout: ModelLayout, formats: Formats, 
     ssds = (ssd,) * speeds.num_ssds
     context = _with_fewer_slots(make_context(spec, layout, "", ssds))
     rates = rates_of(speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
-    steps = simulate(context, job_shape(context, lambda _: "{}"), rates, work_of(solution))[_NUM_FIRST_STEPS:]
+    shape, work = job_shape(context, lambda _: "{}"), work_of(solution)
+    steps = simulate(context, shape, rates, work, is_late=lambda: time.monotonic() > until_s)[_NUM_FIRST_STEPS:]
     return SimulatedSteps(step_s=statistics.fmean(step.summary["period_s"] for step in steps), steps=steps)
 
 

@@ -16,7 +16,7 @@ from windlass.planner.device_need import DeviceNeed
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.reach import largest, smallest
-from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport, report_of
+from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, TIER_NAMES, PlanReport, report_of, with_limits
 from windlass.planner.solver import DoesNotFitError, Solution, solve_job
 from windlass.planner.speeds import speeds_of
 from windlass.planner.step_costs import Limits, PlannedJob, Tier
@@ -72,7 +72,9 @@ def answer(question: PlanQuestion) -> Planned:
     except DoesNotFitError as error:
         # Where it does not fit, what takes how long does not matter.
         reasons = (str(error), *_what_would_fit(question, Profiles(replace(question, measures=False))))
-        return Planned(report=PlanReport(feasible=False, reasons=reasons))
+        missing = {name: error.missing[tier] for tier, name in TIER_NAMES.items()}
+        report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
+        return Planned(report=with_limits(report, limits_of_question(question)))
     return planned(question, job, solution, profiles)
 
 
@@ -81,6 +83,7 @@ def planned(
 ) -> Planned:
     """What a solution means. `advises`: what would be faster, as well."""
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
+    report = with_limits(report, limits_of_question(question))
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.actors.messages import SpanKind, WorkSpan
 
 FOLDER = "timeline"  # in the job's folder
+SIMULATED_FOLDER = "simulated"  # beside what was planned
 KEPT_STEPS = 8
 
 _PREFIX = "step-"

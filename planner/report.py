@@ -3,17 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
+from windlass.planner.activation_ways import ways_of_layer
 from windlass.planner.activations import EVERY_OPERATOR, BlockActivations
 from windlass.planner.hardware import GB, GIB
+from windlass.planner.model_profile import LayerProfile
 from windlass.planner.solver import Solution
-from windlass.planner.step_costs import PlannedJob, Tier
+from windlass.planner.step_costs import Limits, PlannedJob, Tier
+
+_Any = TypeVar("_Any")
 
 # What a job's processes take in host memory beside the arena: Ray, and actors of which each imports torch.
 PROCESSES_NBYTES = 3 * GIB // 2
 # What a GPU's driver and libraries take of its memory, in no allocator's books.
 DRIVER_NBYTES = 3 * GIB // 4
+# What people are told of.
+TIER_NAMES = {Tier.DEVICE: "gpu", Tier.HOST: "host", Tier.SSD: "ssd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +33,10 @@ class PlanReport:
     tflops: float | None = None  # of the model, 10^12 a second: what is computed again does not count
     bottleneck: str | None = None
     busy_s: dict[str, float] | None = None  # of each resource, a step
-    peak_gib: dict[str, float] | None = None  # gpu, host, ssd
+    peak_gib: dict[str, float] | None = None  # gpu, host, ssd; with what is left to processes and the driver
+    engine_gib: dict[str, float] | None = None  # ... without: what the job itself allocates, as it can be measured
+    limit_gib: dict[str, float] | None = None  # of that: what the machine and the job's budgets leave
+    missing_bytes: dict[str, int] | None = None  # where nothing fits: of each kind of memory
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
 
@@ -53,9 +62,16 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool) -> PlanRepor
         bottleneck=solution.bottleneck,
         busy_s=solution.busy_s,
         peak_gib={name: nbytes / GIB for name, nbytes in peaks.items()},
+        engine_gib={name: nbytes[tier] / GIB for tier, name in TIER_NAMES.items()},
         ssd_write_gb_per_step=ssd_written_nbytes(job, solution) / GB,
         choices=choices_of(job, solution),
     )
+
+
+def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
+    """The same with what the job may take."""
+    by_tier = {Tier.DEVICE: limits.device_nbytes, Tier.HOST: limits.host_nbytes, Tier.SSD: limits.ssd_nbytes}
+    return replace(report, limit_gib={name: by_tier[tier] / GIB for tier, name in TIER_NAMES.items()})
 
 
 def with_step(report: PlanReport, step_s: float) -> PlanReport:
@@ -104,8 +120,10 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
         "layers_in_pieces": len(plan.streamed_blocks),
         "grad_buffers_on_gpu": plan.num_grad_buffers,
         "commit_every": plan.commit_every,
+        "states": _states_of_blocks(solution, num_blocks),
         "activations": [
-            {"layers": layers, **activations_in_words(choice)} for layers, choice in _runs(placement.activations)
+            {"layers": layers, **activations_in_words(choice), **_sizes_mib(model_layer, choice)}
+            for layers, (choice, model_layer) in _runs(list(zip(placement.activations, job.model.layers, strict=True)))
         ],
         "activations_on_host_gib": placement.host_activation_nbytes / GIB,
         "activations_on_ssd_gib": placement.ssd_activation_nbytes / GIB,
@@ -125,12 +143,35 @@ def activations_in_words(choice: BlockActivations) -> dict[str, Any]:
     return found
 
 
-def _runs(choices: Sequence[BlockActivations]) -> list[tuple[str, BlockActivations]]:
-    """Layers, from 0, that follow each other and do the same."""
+def _states_of_blocks(solution: Solution, num_blocks: int) -> list[dict[str, Any]]:
+    """Where blocks rest, from 0, the embedding; those that follow each other and do the same in one entry."""
+    plan = solution.plan
+    placed = [
+        {
+            "rest_on": "gpu" if block in plan.device_blocks else "host" if block in plan.host_blocks else "ssd",
+            "in_pieces": block in plan.streamed_blocks,
+            "grads_on_ssd": block in plan.spilled_blocks,
+        }
+        for block in range(num_blocks)
+    ]
+    return [{"blocks": blocks, **found} for blocks, found in _runs(placed)]
+
+
+def _sizes_mib(layer: LayerProfile, choice: BlockActivations) -> dict[str, float]:
+    """Of what a layer leaves for its backward pass, of one micro-batch: by what becomes of it."""
+    way = next(way for way in ways_of_layer(layer) if way.choice == choice)
+    everything = layer.input_nbytes + layer.saved_nbytes
+    again = 0 if not choice.recompute else max(0, everything - way.held_nbytes - way.swapped_nbytes)
+    sizes = {"kept_mib": way.held_nbytes, "swapped_mib": way.swapped_nbytes, "recomputed_mib": again}
+    return {name: nbytes / 2**20 for name, nbytes in sizes.items()}
+
+
+def _runs(each: Sequence[_Any]) -> list[tuple[str, _Any]]:
+    """What is the same for neighbours, with the numbers that it is of, from 0."""
     found = []
-    for choice, group in groupby(enumerate(choices), key=lambda pair: pair[1]):
+    for same, group in groupby(enumerate(each), key=lambda pair: pair[1]):
         numbers = [number for number, _ in group]
-        found.append((f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), choice))
+        found.append((f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), same))
     return found
 
 

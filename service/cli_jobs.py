@@ -19,6 +19,7 @@ from windlass.service.client import ServiceClient
 from windlass.service.errors import ApiError
 from windlass.service.home import find_serving
 from windlass.service.model_ids import model_dir
+from windlass.service.plan_view import in_words
 from windlass.service.settings import Settings, load_settings
 from windlass.storage.ids import Precision, StatePrecision
 
@@ -89,7 +90,9 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
     with _client(load_settings(home)) as client:
         found = client.job(job)
         metrics = [event for event in client.events(job) if event["type"] == "metrics"]
-    extra = found["windlass"]
+        extra = found["windlass"]
+        is_measured = "measured" in (extra["last_metrics"] or {})
+        compared = in_words(client.plan(job)) if extra["has_plan"] or is_measured else {}
     rows = {
         "job": found["id"],
         "status": found["status"],
@@ -100,6 +103,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,
         "last metrics": metrics[-1]["message"] if metrics else None,
         "trained tokens": found["trained_tokens"],
+        **compared,
         "SSD wear": extra["ssd_wear"] and extra["ssd_wear"]["summary"],
         "created": _time(found["created_at"]),
         "will finish": found["estimated_finish"] and _time(found["estimated_finish"]),

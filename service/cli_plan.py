@@ -178,7 +178,7 @@ def _print(found: PlanReport) -> None:
     )
     print()
     activations = numbers["choices"]["activations"]
-    print_columns([(name, _shown(value)) for name, value in numbers["choices"].items() if name != "activations"])
+    print_columns([(name, _shown(each)) for name, each in numbers["choices"].items() if not isinstance(each, list)])
     print()
     rows = [("layers", "input", "rest", "kept", "swapped")]
     rows += [

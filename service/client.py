@@ -67,6 +67,10 @@ class ServiceClient:
         """One job."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}")
 
+    def plan(self, job_id: str) -> dict[str, Any]:
+        """What was planned for a job, and what was measured since."""
+        return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/plan")
+
     def cancel(self, job_id: str) -> dict[str, Any]:
         """Cancel a job, or ask its runner to stop."""
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/cancel")

@@ -15,6 +15,7 @@ from windlass.planner.plan import Placement
 from windlass.service.hyperparameters import JobSettings, WindlassSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
+from windlass.service.plan_view import predicted_of
 from windlass.service.preparation import (
     CHECK_MODEL,
     PLAN_JOB,
@@ -33,6 +34,8 @@ ARENA_DIR = Path("/dev/shm")
 # for what the SSD servers need.
 _GPU_WORKER_THREADS = 2
 _SSD_SERVER_THREADS = 1
+# How long a job's plan may be simulated, before it is queued.
+_SIMULATION_S = 60.0
 # Without a GPU: one core updates about as fast as SSDs bring the states.
 _CORES_TO_ONE_THAT_UPDATES = 8
 _DEADLINE_S = 120.0
@@ -115,9 +118,10 @@ def preparation_order(
         numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
         folder_of_model = _model_dir(settings, job.model)
         threads = measuring_threads(settings, machinery, hardware)
-        return plan_question(
+        question = plan_question(
             settings, hardware, model_dir=folder_of_model, asked=asked.windlass, compute_threads=threads, **numbers
         )
+        return question | {"simulation_s": _SIMULATION_S}
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
     return PreparationOrder(
@@ -207,10 +211,10 @@ def load_plan(settings: Settings, job_id: str) -> dict[str, Any] | None:
 
 def planned_seconds(settings: Settings, job: Job) -> float | None:
     """What the rest of a job takes by its plan; None without one. Measured steps tell better, once there are any."""
-    found = load_plan(settings, job.id)
-    if found is None or job.total_steps is None:
+    predicted = predicted_of(load_plan(settings, job.id))
+    if predicted is None or job.total_steps is None:
         return None
-    return float(found["plan"]["step_s"]) * (job.total_steps - (job.step or 0))
+    return float(predicted["step_s"]) * (job.total_steps - (job.step or 0))
 
 
 def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpec:

@@ -16,7 +16,7 @@ from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
 from windlass.service.hyperparameters import JobSettings
-from windlass.service.job_specs import job_dir
+from windlass.service.job_specs import job_dir, load_plan
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.schemas import CheckpointObject, CreateJob, EventObject, JobObject, event_ordinal
 from windlass.storage.sql.errors import NotFound
@@ -164,7 +164,12 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     rows = list(jobs)
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes
-    return [JobObject.of(job, last_metrics.get(job.id), rated_nbytes) for job in rows]
+    return [
+        JobObject.of(
+            job, last_metrics.get(job.id), rated_nbytes, has_plan=load_plan(context.settings, job.id) is not None
+        )
+        for job in rows
+    ]
 
 
 def _made_before(session: Session, key: str | None, digest: str) -> Job | None:

@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from windlass.actors.spans_file import SIMULATED_FOLDER, held_steps, load_step
+from windlass.actors.spans_trace import trace_of
 from windlass.planner.hardware import Hardware
 from windlass.service.context import ContextDep
 from windlass.service.doctor import measured_hardware
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import GREATEST_MICROBATCH_SIZE, WindlassSettings
-from windlass.service.job_specs import Machinery, load_plan, measuring_threads, plan_question
+from windlass.service.job_specs import Machinery, job_dir, load_plan, measuring_threads, plan_question
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
+from windlass.service.plan_view import view_of
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step
 from windlass.service.settings import Settings
+from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
 
 _POLL_S = 0.05
@@ -72,18 +77,37 @@ def create_plan(context: ContextDep, body: CreatePlan) -> dict[str, Any]:
 
 @router.get("/jobs/{job_id}/plan")
 def get_plan(context: ContextDep, job_id: str) -> dict[str, Any]:
-    """What was planned for a job before it was queued."""
+    """What was planned for a job before it was queued, and what was measured since."""
     with context.database.read() as session:
         JobRepository(session).get(job_id)
+        measured = EventRepository(session).last_measured(job_id)
     found = load_plan(context.settings, job_id)
-    if found is None:
+    if found is None and measured is None:
         raise ApiError(
             f"job {job_id} has no plan: it is not validated yet, or this machine was not measured (`windlass doctor`) "
             "when it was",
             status=404,
             code="plan_not_found",
         )
-    return {"object": "fine_tuning.job.plan", "job_id": job_id, **found["plan"]}
+    return {"object": "fine_tuning.job.plan", "job_id": job_id, **view_of(found, measured)}
+
+
+@router.get("/jobs/{job_id}/plan/timeline")
+def get_planned_timeline(context: ContextDep, job_id: str) -> JSONResponse:
+    """What each resource does in a step of the planned job, as it was simulated: a trace as of a measured step."""
+    with context.database.read() as session:
+        JobRepository(session).get(job_id)
+    folder = job_dir(context.settings, job_id) / "prepare" / SIMULATED_FOLDER
+    held = held_steps(folder)
+    found = load_step(folder, held[-1]) if held else None
+    if found is None:
+        raise ApiError(
+            f"job {job_id} has no simulated timeline: it has no plan, or the simulation would have taken too long",
+            status=404,
+            code="timeline_not_held",
+        )
+    about = {"job_id": job_id, "simulated": True, "summary": found.summary}
+    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about))
 
 
 def _folder(settings: Settings, model: str) -> Path:

@@ -153,7 +153,12 @@ class JobObject(BaseModel):
 
     @classmethod
     def of(
-        cls, job: Job, last_metrics: dict[str, Any] | None = None, ssd_endurance_nbytes: Sequence[float] = ()
+        cls,
+        job: Job,
+        last_metrics: dict[str, Any] | None = None,
+        ssd_endurance_nbytes: Sequence[float] = (),
+        *,
+        has_plan: bool = False,
     ) -> "JobObject":
         """What clients see of a row, the metrics of the last step, and their meaning for SSDs of these ratings."""
         hyperparameters = dict(job.method["supervised"]["hyperparameters"])
@@ -192,6 +197,7 @@ class JobObject(BaseModel):
                 "started_at": _seconds(job.started_at),
                 "waiting_reason": job.waiting_reason,
                 "cancel_requested": job.cancel_requested,
+                "has_plan": has_plan,
                 "last_metrics": last_metrics,
                 "ssd_wear": None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
             },

@@ -7,6 +7,7 @@ real actors would tell, and from them the same timeline.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 
@@ -14,24 +15,29 @@ from windlass.actors.context import JobContext
 from windlass.actors.messages import SpanKind
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.simulation.job import SimulatedJob
-from windlass.actors.simulation.resources import Rates, Stuck, Work
+from windlass.actors.simulation.resources import Rates, Stuck, TooLong, Work
 from windlass.actors.spans_file import StepSpans
 from windlass.actors.timeline import Timeline
 
-__all__ = ["Rates", "Stuck", "Work", "simulate"]
+__all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate"]
 
 
-def simulate(context: JobContext, shape: JobShape, rates: Rates, work: Work) -> list[StepSpans]:
+def simulate(
+    context: JobContext, shape: JobShape, rates: Rates, work: Work, *, is_late: Callable[[], bool] = lambda: False
+) -> list[StepSpans]:
     """The timelines of all steps of a job, as the real job would tell them; evaluations are left out.
+
+    `is_late` is asked again and again, whether the simulation has taken as long as it may.
 
     Raises:
         ValueError: the rates are of other SSDs, or what is swapped is not what the plan says or has room for.
         Stuck: the job does not end. That would be a defect of the policy, the plan or this simulation.
+        TooLong: it is late.
     """
     _check_rates(context, rates)
     _check_swapped(context, work)
     shape = replace(shape, num_evaluation_groups=0)
-    found = SimulatedJob(context, shape, rates, work).run()
+    found = SimulatedJob(context, shape, rates, work).run(is_late)
     timeline = Timeline(
         shape.num_blocks,
         keeps_grads=shape.keeps_grads,

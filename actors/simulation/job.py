@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from windlass.actors.context import JobContext
@@ -23,11 +24,14 @@ from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.trainer import Trainer
 from windlass.actors.policy.waits import Instruction
 from windlass.actors.simulation.optimizer import Optimizer
-from windlass.actors.simulation.resources import Process, Rates, Stuck, Work
+from windlass.actors.simulation.resources import Process, Rates, Stuck, TooLong, Work
 from windlass.actors.simulation.worker import Worker
 from windlass.actors.simulation.world import World
 from windlass.actors.spans import NO_BLOCK, WHOLE_BLOCK
 from windlass.storage.ids import ActorName, Step
+
+# Events between two looks at the time.
+_LOOK_EVERY = 1000
 
 
 class SimulatedJob:
@@ -42,10 +46,16 @@ class SimulatedJob:
         }
         self._worker = Worker(self._world)
 
-    def run(self) -> list[WorkSpan]:
-        """The spans of all steps, until the last one is committed. Raises `Stuck`."""
+    def run(self, is_late: Callable[[], bool]) -> list[WorkSpan]:
+        """The spans of all steps, until the last one is committed. Raises `Stuck`, and `TooLong` once it is late."""
         self._issue(self._pipeline.start(0.0))
-        self._world.env.run()
+        env = self._world.env
+        while env.peek() < math.inf:
+            if is_late():
+                raise TooLong
+            for _ in range(_LOOK_EVERY):
+                if env.peek() < math.inf:
+                    env.step()
         pipeline = self._pipeline
         if not pipeline.finished:
             waits = ", ".join(f"{wait}" for wait in itertools.islice(pipeline.waits.outstanding.values(), 5))

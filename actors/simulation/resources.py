@@ -51,6 +51,10 @@ class Stuck(RuntimeError):
     """A simulated job that does not end: what it waits for never comes."""
 
 
+class TooLong(RuntimeError):
+    """A simulation that has taken as long as it may."""
+
+
 class Log:
     """The clock, and the spans that the real actors would tell."""
 

@@ -11,6 +11,8 @@ from windlass.storage.sql.errors import NotFound
 from windlass.storage.sql.models import Checkpoint, JobEvent, JobMetrics
 from windlass.storage.sql.paging import Page, page_of
 
+_NUM_TO_SEARCH = 10
+
 
 class EventRepository:
     """What happened to jobs, within the caller's transaction."""
@@ -77,6 +79,13 @@ class EventRepository:
             tuple_(JobMetrics.job_id, JobMetrics.step).in_(last.group_by(JobMetrics.job_id))
         )
         return {row.job_id: row.data for row in self._session.scalars(query)}
+
+    def last_measured(self, job_id: str) -> dict[str, Any] | None:
+        """What a job's runner told last of what the job takes; None if it never did."""
+        query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step.desc())
+        # The last steps may have been evaluated only, so far.
+        rows = self._session.scalars(query.limit(_NUM_TO_SEARCH))
+        return next((row.data["measured"] for row in rows if "measured" in row.data), None)
 
     def checkpoints(self, job_id: str, *, limit: int, after: str | None) -> Page[Checkpoint]:
         """A job's checkpoints, latest step first; NotFound if `after` is not one of them."""

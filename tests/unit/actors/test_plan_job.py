@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from tests.unit.engine.architectures import ARCHITECTURES
 from windlass.actors import plan_job
+from windlass.actors.spans_file import SIMULATED_FOLDER, held_steps, load_step
 from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.placement_json import from_json
 from windlass.planner.yaml_files import load
@@ -51,6 +52,9 @@ def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.Mon
     placement = from_json(found["placement"])
     assert len(placement.activations) == len(config_of("Qwen2").layer_types)
     assert found["arena_nbytes"] > 0
+    assert found["plan"]["engine_gib"]["host"] == found["arena_nbytes"] / 2**30
+    assert all(found["plan"]["engine_gib"][tier] <= gib for tier, gib in found["plan"]["limit_gib"].items())
+    assert "simulated" not in found
 
 
 def test_the_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +68,8 @@ def test_what_does_not_fit_is_no_error_here(tmp_path: Path, monkeypatch: pytest.
     assert found["ok"]
     assert not found["plan"]["feasible"]
     assert "placement" not in found
+    assert found["plan"]["missing_bytes"]["gpu"] > 0
+    assert found["plan"]["limit_gib"]["gpu"] == 1024 / 2**30
 
 
 def test_a_model_that_cannot_be_gone_through_by_shapes_gets_no_plan(
@@ -81,3 +87,24 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, model_dir=str(tmp_path / "nothing"))
     assert not found["ok"]
     assert found["error"]["param"] == "model"
+
+
+def test_what_is_planned_is_simulated_where_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, simulation_s=600.0)
+    simulated, folder = found["simulated"], tmp_path / SIMULATED_FOLDER
+    assert simulated["step_s"] >= 0.99 * found["plan"]["step_s"]  # which knows no queues
+    (step,) = held_steps(folder)
+    held = load_step(folder, step)
+    assert held is not None
+    assert held.summary == simulated["summary"]
+    assert "gpu-0/compute" in held.summary["busy_s"]
+    assert "warnings" not in found
+
+
+def test_a_simulation_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, simulation_s=1e-9)
+    assert found["plan"]["feasible"]
+    assert "simulated" not in found
+    (warning,) = found["warnings"]
+    assert "it takes longer than 1e-09 s" in warning
+    assert not (tmp_path / SIMULATED_FOLDER).exists()

@@ -51,8 +51,18 @@ def test_a_plan_says_what_a_step_takes_and_needs() -> None:
     assert report.peak_gib["gpu"] <= MACHINE.gpus.memory_gib
     assert report.peak_gib["host"] <= MACHINE.host.memory_gib
     assert report.bottleneck == max(report.busy_s, key=lambda name: report.busy_s[name])  # type: ignore[index]
-    states = [report.choices[f"states_on_{tier}"] for tier in ("gpu", "host", "ssd")]
-    assert sum(states) == 26
+    states = {tier: report.choices[f"states_on_{tier}"] for tier in ("gpu", "host", "ssd")}
+    assert sum(states.values()) == 26
+    counted = dict.fromkeys(states, 0)
+    for run in report.choices["states"]:
+        first, *last = map(int, run["blocks"].split("-"))
+        counted[run["rest_on"]] += last[0] - first + 1 if last else 1
+    assert counted == states
+    for run in report.choices["activations"]:
+        sizes = run["kept_mib"], run["swapped_mib"], run["recomputed_mib"]
+        assert min(sizes) >= 0
+        assert (run["rest"] == "recomputed") == (sizes[2] > 0)
+        assert (run["input"] == "swapped" or "swapped" in run or run["rest"] == "swapped") == (sizes[1] > 0)
     assert "bound by" in report.reasons[0]
 
 

@@ -1,5 +1,6 @@
 """Plans over HTTP, and what becomes of a job by its plan."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -10,18 +11,29 @@ from transformers import LlamaConfig
 
 from tests.unit.service.api_client import context_of, serve
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
+from windlass.actors.journal import METRICS, JournalRecord
+from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.spans_file import SIMULATED_FOLDER, StepSpans, keep_step
 from windlass.planner.activations import BlockActivations
-from windlass.planner.hardware import example_machines
+from windlass.planner.hardware import GIB, example_machines
 from windlass.planner.placement_json import from_json, to_json
 from windlass.planner.plan import Placement
+from windlass.service import cli_jobs
+from windlass.service.client import ServiceClient
 from windlass.service.doctor import HARDWARE_FILE
 from windlass.service.job_specs import job_dir
 from windlass.service.preparation import Results
 from windlass.service.settings import Settings
+from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.statuses import JobStatus
 
 MACHINE = yaml.safe_load(example_machines()["rtx4090-server"].read_text())
-PLAN: dict[str, Any] = {"feasible": True, "reasons": ["a step is bound by the SSDs"], "step_s": 3.0}
+PLAN: dict[str, Any] = {
+    "feasible": True,
+    "reasons": ["a step is bound by the SSDs"],
+    "step_s": 3.0,
+    "engine_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0},
+}
 PLACEMENT = Placement(
     host_blocks=(0, 2),
     num_cached_params=3,
@@ -107,16 +119,114 @@ def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
     assert response.json()["error"]["code"] == "plan_not_found"
     keep_plan(context_of(client).settings, job["id"])
     plan = client.get(path).json()
-    assert plan == {"object": "fine_tuning.job.plan", "job_id": job["id"], **PLAN}
+    assert PLAN.items() <= plan.items()
+    assert (plan["object"], plan["job_id"]) == ("fine_tuning.job.plan", job["id"])
+    assert plan["predicted"] == {"step_s": 3.0, "peak_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0}}
+    assert plan["measured"] is plan["error"] is plan["simulated"] is None
     assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan").status_code == 404
+    assert client.get(f"/v1/fine_tuning/jobs/{job['id']}").json()["windlass"]["has_plan"] is True
 
 
-def keep_plan(settings: Settings, job_id: str) -> None:
+def keep_plan(settings: Settings, job_id: str, **more: Any) -> None:
     folder = job_dir(settings, job_id) / "prepare"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan_job.json").write_text(
-        json.dumps({"ok": True, "plan": PLAN, "placement": to_json(PLACEMENT), "arena_nbytes": 1 << 20})
+    found = {"ok": True, "plan": PLAN, "placement": to_json(PLACEMENT), "arena_nbytes": 1 << 20, **more}
+    (folder / "plan_job.json").write_text(json.dumps(found))
+
+
+def tell_measured(client: TestClient, job_id: str, *steps: tuple[int, dict[str, Any]]) -> None:
+    """As the job's runner tells of its steps."""
+    records = [
+        JournalRecord(
+            attempt=1, seq=seq, created_at=0.0, kind=METRICS, level="info", message="", data={"step": step, **data}
+        )
+        for seq, (step, data) in enumerate(steps, start=1)
+    ]
+    with context_of(client).database.write() as session:
+        import_journal(session, job_id, 1, records)
+
+
+def measured_as(step_s: float | None, **nbytes: int) -> dict[str, Any]:
+    return {"measured": {"step_s": step_s, "num_steps": 0 if step_s is None else 7, "peak_bytes": nbytes}}
+
+
+def new_job(client: TestClient, file_id: str) -> tuple[str, str]:
+    """Its id, and where its plan is."""
+    job_id = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id}).json()["id"]
+    return job_id, f"/v1/fine_tuning/jobs/{job_id}/plan"
+
+
+def test_what_was_measured_stands_beside_what_was_predicted(client: TestClient, file_id: str) -> None:
+    job_id, path = new_job(client, file_id)
+    summary = {"period_s": 4.0, "busy_s": {"ssd-0": 3.5}}
+    keep_plan(context_of(client).settings, job_id, simulated={"step_s": 4.0, "summary": summary})
+    tell_measured(client, job_id, (1, measured_as(None, gpu=2 * GIB)))
+    plan = client.get(path).json()
+    assert plan["measured"]["step_s"] is None
+    assert plan["error"] == {"step_s": None, "peak_gib": {"gpu": 0.0, "host": None, "ssd": None}}
+    told = measured_as(5.0, gpu=3 * GIB, gpu_reserved=4 * GIB, host=4 * GIB, ssd=6 * GIB)
+    tell_measured(client, job_id, (1, {}), (2, told), (3, {"valid_loss": 1.0}))
+    plan = client.get(path).json()
+    assert plan["step_s"] == 3.0  # by the cost model
+    assert plan["predicted"]["step_s"] == 4.0  # with queues and waits
+    assert plan["simulated"]["summary"] == summary
+    assert plan["measured"] == {
+        "step_s": 5.0,
+        "num_steps": 7,
+        "peak_gib": {"gpu": 3.0, "host": 4.0, "ssd": 6.0},
+        "gpu_reserved_gib": 4.0,
+    }
+    assert plan["error"] == {"step_s": 0.25, "peak_gib": {"gpu": 0.5, "host": 0.0, "ssd": -0.25}}
+
+
+def test_a_job_without_a_plan_is_measured_all_the_same(client: TestClient, file_id: str) -> None:
+    job_id, path = new_job(client, file_id)
+    tell_measured(client, job_id, (1, measured_as(2.0, host=GIB)))
+    plan = client.get(path).json()
+    assert plan["predicted"] is plan["error"] is plan["feasible"] is plan["step_s"] is None
+    assert plan["measured"]["peak_gib"] == {"gpu": None, "host": 1.0, "ssd": None}
+    assert client.get(f"/v1/fine_tuning/jobs/{job_id}").json()["windlass"]["has_plan"] is False
+
+
+def test_the_command_line_shows_both(
+    client: TestClient, file_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id, _ = new_job(client, file_id)
+    service = ServiceClient(str(client.base_url))
+    service._http = client
+    monkeypatch.setattr(cli_jobs, "_client", lambda _: contextlib.nullcontext(service))
+    home = context_of(client).settings.home
+
+    def shown() -> str:
+        cli_jobs.show(job_id, home)
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "step time" not in shown()
+    keep_plan(context_of(client).settings, job_id)
+    assert "step time predicted 3 s device memory" in shown()
+    tell_measured(client, job_id, (1, measured_as(3.3, gpu=GIB, host=4 * GIB)))
+    lines = (
+        "step time predicted 3 s, measured 3.3 s (+10.0%)",
+        "device memory predicted 2 GiB, measured 1 GiB (-50.0%)",
+        "host buffers predicted 4 GiB, measured 4 GiB (+0.0%)",
+        "SSD space predicted 8 GiB",
     )
+    assert " ".join(lines) in shown()
+
+
+def test_the_simulated_step_is_a_trace(client: TestClient, file_id: str) -> None:
+    job_id, path = new_job(client, file_id)
+    response = client.get(f"{path}/timeline")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "timeline_not_held")
+    span = WorkSpan("ssd-0", SpanKind.READ_STATES, 4, 2, 7, 11.0, 12.0, 4096)
+    kept = StepSpans(step=4, start_s=10.0, end_s=14.0, summary={"period_s": 4.0}, spans=(span,))
+    folder = job_dir(context_of(client).settings, job_id) / "prepare"
+    folder.mkdir(parents=True)
+    keep_step(folder / SIMULATED_FOLDER, kept)
+    trace = client.get(f"{path}/timeline").json()
+    assert [event["ts"] for event in trace["traceEvents"] if event["ph"] == "X"] == [1e6]
+    assert trace["otherData"] == {"job_id": job_id, "simulated": True, "summary": {"period_s": 4.0}}
+    assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan/timeline").status_code == 404
 
 
 # --- the dispatcher -------------------------------------------------------------------------------------------------
@@ -138,6 +248,7 @@ def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
     assert question["host_memory_nbytes"] == 4 * 2**30
     assert question["device_memory_nbytes"] == 2 * 2**30
     assert question["hardware"]["host"]["memory_gib"] == 768
+    assert question["simulation_s"] > 0
     json.dumps(question)
 
 
@@ -172,6 +283,10 @@ def test_the_plan_tells_when_a_job_will_finish(stage: Stage, monkeypatch: pytest
     assert job.status is JobStatus.RUNNING
     assert job.total_steps == 4
     assert job.estimated_finish == 1e9 + 4 * 3.0
+    with contextlib.closing(stage.journal(job_id, 1)) as journal:
+        journal.append("metrics", "Step 1", step=1, total_steps=4, train_loss=2.0, remaining_s=50.0)
+    stage.tick()
+    assert stage.job(job_id).estimated_finish == 1e9 + 50.0  # by the step that was measured
 
 
 def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:
