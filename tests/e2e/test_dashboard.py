@@ -4,82 +4,20 @@ import math
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+from playwright.sync_api import Page, expect
 
-from benchmarks.screenshot import NoBrowserError, find_browser, open_browser, take_screenshot
+from benchmarks.screenshot import take_screenshot
 from tests.e2e.live_service import LiveService
+from tests.e2e.pages import TIMELINE, OpenPage
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.statuses import JobStatus
 
 SCREENSHOT_VARIABLE = "WINDLASS_TEST_SCREENSHOT"
 SCRIPT = "<script>window.wasInjected = 1</script><img src=x onerror='window.wasInjected = 1'>"
-_PATIENCE_MS = 15_000
-# What Chromium itself prints while the service is away; a page can't keep it from that.
-_CONNECTION_LOST = re.compile(r"net::ERR_(CONNECTION|INCOMPLETE_CHUNKED|EMPTY_RESPONSE|NETWORK)")
-
-# The summary of a step's timeline, in seconds.
-TIMELINE = {
-    "period_s": 6.6,
-    "busy_s": {"gpu-0/compute": 5.94, "gpu-0/h2d": 1.32, "gpu-0/d2h": 0.66, "optimizer-0": 6.27, "ssd-0": 3.3},
-    "stall_s": {"update": 0.528, "commit": 0.132},
-    "busiest": "optimizer-0",
-    "overlap_efficiency": 0.95,
-    "dependency_bound_s": 4.4,
-}
-
-expect.set_options(timeout=_PATIENCE_MS)
-
-OpenPage = Callable[..., Page]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    try:
-        find_browser()
-    except NoBrowserError as error:
-        pytest.skip(str(error))
-    with open_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[LiveService]:
-    service = LiveService(tmp_path)
-    service.start()
-    yield service
-    service.close()
-
-
-@pytest.fixture
-def open_page(browser: Browser, service: LiveService) -> Iterator[OpenPage]:
-    """Opens pages; whatever they complain about on their console, but for `expected`, fails the test."""
-    complaints: list[str] = []
-    contexts = []
-
-    def open_page(fragment: str = "", *, width: int = 1280, height: int = 860, expected: str = "^$") -> Page:
-        def note(message: ConsoleMessage) -> None:
-            is_expected = _CONNECTION_LOST.search(message.text) or re.search(expected, message.text)
-            if message.type in ("error", "warning") and not is_expected:
-                complaints.append(message.text)
-
-        context = browser.new_context(viewport={"width": width, "height": height})
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(_PATIENCE_MS)
-        page.on("console", note)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(f"{service.url}/{fragment}")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
 
 
 def wait_for_curve(page: Page, train: list[int], valid: list[int] | None = None) -> dict[str, Any]:

@@ -30,8 +30,11 @@ export const getMetrics = (id) => request(`${job(id)}/metrics`);
 export const listMessages = (id, limit) => request(`${job(id)}/events?type=message&limit=${limit}`);
 export const listCheckpoints = (id) => request(`${job(id)}/checkpoints?limit=100`);
 export const getFile = (id) => request(`/v1/files/${encodeURIComponent(id)}`);
-/** Where the last step's timeline is that the service holds. */
-export const timelineUrl = (id) => `/v1/fine_tuning/jobs/${encodeURIComponent(id)}/timeline`;
+export const getPlan = (id) => request(`${job(id)}/plan`);
+/** Where the last step's timeline is that the service holds, and that of a step as it was simulated. */
+export const timelineUrl = (id) => `${job(id)}/timeline`;
+export const plannedTimelineUrl = (id) => `${job(id)}/plan/timeline`;
+export const getTrace = (url) => request(url);
 
 export const fileContentUrl = (id) => `/v1/files/${encodeURIComponent(id)}/content`;
 

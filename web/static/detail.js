@@ -6,6 +6,8 @@ import { Curve } from "./curve.js";
 import { byId, make, setBadge, setOptional, setPairs, setText } from "./dom.js";
 import * as format from "./format.js";
 import { TERMINAL, nameOf, progressOf, reasonOf } from "./jobs.js";
+import { drawLanes, noteLanes } from "./lanes.js";
+import { renderPlan } from "./plan.js";
 import { renderTimeline } from "./timeline.js";
 
 const MAX_LOG_LINES = 500;
@@ -23,10 +25,14 @@ export class Detail {
   #logChanged = false;
   #checkpoints = [];
   #files = new Map(); // id: name
+  #plan = null;
+  #planOf = null; // what it was read for: a job's state
   #problem = null;
 
   constructor(jobs) {
     this.#jobs = jobs;
+    byId("lanes").addEventListener("toggle", () => byId("lanes").open && this.#drawLanes());
+    byId("lanes-again").addEventListener("click", () => this.#drawLanes());
   }
 
   /** Select a job, or none, and read what the list does not know of it. A job that is selected already is read again. */
@@ -88,8 +94,7 @@ export class Detail {
     this.#renderHead(entry);
     this.#renderProgress(entry);
     this.#renderFigures(entry);
-    const { id } = entry.job;
-    renderTimeline(entry.metrics?.timeline ?? null, { url: api.timelineUrl(id), name: `${id}-timeline.json` });
+    this.#renderPlan(entry);
     this.#renderSettings(entry);
     if (this.#curveChanged) this.#renderCurve(TERMINAL.has(entry.job.status));
     if (this.#logChanged) this.#renderLog();
@@ -100,7 +105,10 @@ export class Detail {
     this.#logChanged = true;
     this.#checkpoints = [];
     this.#files.clear();
+    this.#plan = this.#planOf = null;
     this.#problem = null;
+    byId("lanes").open = false;
+    byId("lanes-rows").replaceChildren();
     byId("log").replaceChildren();
     byId("chart").hidden = true;
     byId("legend").hidden = true;
@@ -133,6 +141,49 @@ export class Detail {
     this.render();
   }
 
+  /** A plan is made before a job is queued, and may be another one when an attempt begins. */
+  async #readPlan({ job }) {
+    const state = `${job.id} ${job.status} ${job.windlass.attempt}`;
+    if (!job.windlass.has_plan || this.#planOf === state) return;
+    this.#planOf = state;
+    try {
+      const plan = await api.getPlan(job.id);
+      if (this.#planOf !== state) return;
+      this.#plan = plan;
+      this.render();
+    } catch (error) {
+      // Where the service is away it is asked again when something is drawn next.
+      if (this.#planOf === state && !(error instanceof api.Refusal)) this.#planOf = null;
+    }
+  }
+
+  #renderPlan(entry) {
+    this.#readPlan(entry);
+    const { id } = entry.job;
+    renderPlan(this.#plan, entry.measured);
+    renderTimeline(entry.timeline, this.#plan?.simulated?.summary ?? null, {
+      measured: { url: api.timelineUrl(id), name: `${id}-timeline.json` },
+      planned: { url: api.plannedTimelineUrl(id), name: `${id}-planned-timeline.json` },
+    });
+  }
+
+  async #drawLanes() {
+    const { id } = this;
+    const isMeasured = this.#jobs.get(id)?.timeline != null;
+    noteLanes("Reading…");
+    try {
+      const [planned, measured] = await Promise.all([
+        this.#plan?.simulated ? api.getTrace(api.plannedTimelineUrl(id)) : null,
+        isMeasured ? api.getTrace(api.timelineUrl(id)) : null,
+      ]);
+      if (this.id !== id) return;
+      drawLanes({ planned, measured });
+      noteLanes(null);
+    } catch (error) {
+      if (this.id === id) noteLanes(error instanceof api.Refusal ? error.message : "The service did not answer.");
+    }
+  }
+
   #renderHead(entry) {
     const { job } = entry;
     setText(byId("detail-name"), nameOf(job));
@@ -142,7 +193,9 @@ export class Detail {
     setOptional(byId("detail-reason"), reasonOf(entry));
     byId("detail-error").hidden = job.error === null;
     setText(byId("detail-error-code"), job.error ? format.words(job.error.code ?? "failed") : "");
-    setText(byId("detail-error-message"), job.error?.message ?? "");
+    // Where a plan tells what is missing, and what would fit, it is not all said twice.
+    const refusal = this.#plan?.feasible === false ? this.#plan.reasons[0] : null;
+    setText(byId("detail-error-message"), refusal ?? job.error?.message ?? "");
     const cancel = byId("cancel");
     cancel.hidden = TERMINAL.has(job.status);
     cancel.disabled = job.windlass.cancel_requested;

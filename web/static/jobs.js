@@ -29,7 +29,10 @@ export class Jobs {
     // The stream brings metrics in order; an answer may overtake it or fall behind.
     const metrics = known ? known.metrics : job.windlass.last_metrics;
     const finishAt = TERMINAL.has(job.status) ? null : (known?.finishAt ?? job.estimated_finish);
-    this.#jobs.set(job.id, { job, metrics, finishAt, message: known?.message ?? null });
+    // What an evaluation alone does not tell of.
+    const timeline = known?.timeline ?? metrics?.timeline ?? null;
+    const measured = known?.measured ?? metrics?.measured ?? null;
+    this.#jobs.set(job.id, { job, metrics, timeline, measured, finishAt, message: known?.message ?? null });
   }
 
   remove(id) {
@@ -62,6 +65,8 @@ export class Jobs {
     const { data } = event;
     const sameStep = known.metrics?.step === data.step;
     known.metrics = sameStep ? { ...known.metrics, ...data } : data;
+    known.timeline = data.timeline ?? known.timeline;
+    known.measured = data.measured ?? known.measured;
     if (data.remaining_s != null) known.finishAt = event.created_at + data.remaining_s;
     if (data.ssd_bytes_written_step_by_ssd == null) return false;
     // The forecast of wear comes with the job. It settles: read at steps 1, 2, 4, 8, … it is never far off.

@@ -1,4 +1,5 @@
-// What the time of the last step went to: how long each resource was busy, and why the device waited.
+// What the time of the last step went to, beside what was planned: how long each resource was busy, and why the device
+// waited.
 
 import { byId, make, setOptional, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -19,43 +20,82 @@ const CAUSES = {
 // Smaller shares of a step are not worth a word.
 const LEAST_SHARE = 0.01;
 
-/** Show a step's summary, null for none; `trace`: where its whole timeline is, and the name of the file. */
-export function renderTimeline(summary, trace) {
-  byId("timeline-panel").hidden = !summary;
-  if (!summary) return;
-  const { period_s: period, busy_s: busy, stall_s: stalls } = summary;
+/**
+ * Show a step's summary beside that of the simulated one, each null for none; `traces`: where their whole timelines
+ * are, and the names of the files.
+ */
+export function renderTimeline(summary, planned, traces) {
+  byId("timeline-panel").hidden = !summary && !planned;
+  if (byId("timeline-panel").hidden) return;
+  setText(byId("timeline-title"), summary ? "Busy in the last step" : "Busy in a step, as planned");
+  renderBars(summary, planned);
+  const took = [summary && tookOf(summary), planned && plannedOf(planned)];
+  setText(byId("timeline-summary"), took.filter(Boolean).join(" "));
+  setOptional(byId("timeline-waits"), summary && waitsOf(summary));
+  setTrace(byId("timeline-trace"), summary && traces.measured);
+  setTrace(byId("timeline-planned-trace"), planned && traces.planned);
+}
+
+function renderBars(summary, planned) {
   const list = byId("timeline-bars");
-  const names = Object.keys(busy).sort();
-  if (list.dataset.names !== names.join()) {
-    list.dataset.names = names.join();
-    list.replaceChildren(...names.map(bar));
+  const steps = [summary, planned];
+  const names = [...new Set(steps.flatMap((step) => Object.keys(step?.busy_s ?? {})))].sort();
+  const key = JSON.stringify([names, steps.map(Boolean)]);
+  if (list.dataset.key !== key) {
+    list.dataset.key = key;
+    list.replaceChildren(...names.map((name) => bar(name, summary !== null, planned !== null)));
   }
   names.forEach((name, index) => {
-    const [, meter, share] = list.children[index].children;
-    meter.value = period > 0 ? busy[name] / period : 0;
-    setText(share, percent(meter.value));
-    list.children[index].classList.toggle("busiest", name === summary.busiest);
+    const item = list.children[index];
+    const shares = steps.map((step) => (step && step.period_s > 0 ? (step.busy_s[name] ?? 0) / step.period_s : null));
+    const meters = [...item.querySelectorAll("progress")];
+    const known = shares.filter((share) => share !== null);
+    known.forEach((share, which) => (meters[which].value = share));
+    setText(item.lastChild, known.map(percent).join(" · "));
+    item.classList.toggle("busiest", name === (summary ?? planned).busiest);
   });
-  const bound = summary.dependency_bound_s;
+  const isBoth = summary !== null && planned !== null;
+  list.classList.toggle("both", isBoth);
+  byId("timeline-keys").hidden = !isBoth;
+}
+
+function tookOf({ period_s: period, dependency_bound_s: bound }) {
   const least = bound === null ? "" : `; its longest chain of work that must be serial takes ${format.small(bound)} s`;
-  setText(byId("timeline-summary"), `The step took ${format.small(period)} s${least}.`);
+  return `The step took ${format.small(period)} s${least}.`;
+}
+
+const plannedOf = ({ period_s: period }) => `Simulated, it takes ${format.small(period)} s.`;
+
+function waitsOf({ period_s: period, stall_s: stalls }) {
   const waits = Object.entries(stalls)
     .filter(([, seconds]) => seconds > LEAST_SHARE * period)
     .sort(([, a], [, b]) => b - a)
     .map(([cause, seconds]) => `${CAUSES[cause] ?? format.words(cause)} ${percent(seconds / period)}`);
-  setOptional(byId("timeline-waits"), waits.length ? `The device waited for: ${waits.join(", ")}.` : null);
-  byId("timeline-trace").href = trace.url;
-  byId("timeline-trace").download = trace.name;
+  return waits.length ? `The device waited for: ${waits.join(", ")}.` : null;
+}
+
+function setTrace(link, trace) {
+  link.hidden = !trace;
+  if (!trace) return;
+  link.href = trace.url;
+  link.download = trace.name;
 }
 
 const percent = (share) => `${Math.round(100 * share)} %`;
 
-function bar(name) {
+function bar(name, isMeasured, isPlanned) {
   const item = make("li");
   const [actor, part] = name.split("/");
   const title = part ? `${actor} ${NAMES[part] ?? part}` : actor;
-  const meter = make("progress");
-  meter.setAttribute("aria-label", `${title}: busy share of the step`);
-  item.append(make("span", title), meter, make("span", "", "share"));
+  const meters = make("span", "", "meters");
+  if (isMeasured) meters.append(meter(`${title}: busy share of the step`));
+  if (isPlanned) meters.append(meter(`${title}: planned share of the step`, "planned"));
+  item.append(make("span", title), meters, make("span", "", "share"));
   return item;
+}
+
+function meter(label, className = "") {
+  const element = make("progress", "", className);
+  element.setAttribute("aria-label", label);
+  return element;
 }

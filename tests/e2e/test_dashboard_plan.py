@@ -1,0 +1,178 @@
+"""What the page shows of a job's plan, and of what was measured beside it."""
+
+import json
+import re
+from typing import Any
+
+from playwright.sync_api import expect
+
+from tests.e2e.live_service import HYPERPARAMETERS, LiveService
+from tests.e2e.pages import TIMELINE, OpenPage
+from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.spans_file import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
+from windlass.service.job_specs import job_dir
+from windlass.storage.sql.statuses import JobStatus
+
+PLANNED_SUMMARY: dict[str, Any] = {
+    "period_s": 6.0,
+    "busy_s": {"gpu-0/compute": 5.4, "gpu-0/h2d": 1.2, "optimizer-0": 5.7, "ssd-0": 3.6},
+    "stall_s": {},
+    "busiest": "optimizer-0",
+    "overlap_efficiency": 0.95,
+    "dependency_bound_s": 4.0,
+}
+PLAN: dict[str, Any] = {
+    "feasible": True,
+    "reasons": ["a step is bound by the update of the parameters on the CPU: 5.5 s, 98% of the step"],
+    "step_s": 5.6,
+    "tokens_per_s": 4964.0,
+    "bottleneck": "optimizer",
+    "busy_s": {"compute": 5.32, "h2d": 1.1, "d2h": 0.6, "ssd": 3.4, "optimizer": 5.5},
+    "peak_gib": {"gpu": 10.75, "host": 21.5, "ssd": 48.0},
+    "engine_gib": {"gpu": 10.0, "host": 20.0, "ssd": 48.0},
+    "limit_gib": {"gpu": 23.25, "host": 30.0, "ssd": 900.0},
+    "choices": {
+        "num_microbatches": 4,
+        "group_size": 2,
+        "states": [
+            {"blocks": "0", "rest_on": "gpu", "in_pieces": False, "grads_on_ssd": False},
+            {"blocks": "1-2", "rest_on": "host", "in_pieces": False, "grads_on_ssd": False},
+            {"blocks": "3-5", "rest_on": "ssd", "in_pieces": True, "grads_on_ssd": True},
+        ],
+        "activations": [
+            {"layers": "0-2", "kept_mib": 0.0, "swapped_mib": 16.0, "recomputed_mib": 240.0},
+            {"layers": "3", "kept_mib": 256.0, "swapped_mib": 0.0, "recomputed_mib": 0.0},
+        ],
+    },
+}
+MEASURED = {"step_s": 6.6, "num_steps": 12, "peak_bytes": {"gpu": 11 << 30, "host": 20 << 30, "ssd": 48 << 30}}
+
+
+def keep_plan(service: LiveService, job_id: str, plan: dict[str, Any], *spans: WorkSpan) -> None:
+    """As a job's preparation leaves it, with spans of a simulated step."""
+    folder = job_dir(service.settings, job_id) / "prepare"
+    folder.mkdir(parents=True)
+    found: dict[str, Any] = {"ok": True, "plan": plan}
+    if spans:
+        found["simulated"] = {"step_s": PLANNED_SUMMARY["period_s"], "summary": PLANNED_SUMMARY}
+        simulated = StepSpans(step=4, start_s=0.0, end_s=6.0, summary=PLANNED_SUMMARY, spans=spans)
+        keep_step(folder / SIMULATED_FOLDER, simulated)
+    (folder / "plan_job.json").write_text(json.dumps(found))
+
+
+def span(resource: str, kind: SpanKind, start_s: float, end_s: float) -> WorkSpan:
+    return WorkSpan(resource, kind, 2, 1, -1, start_s, end_s, 0)
+
+
+def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.submit()
+    page = open_page(f"#/jobs/{job_id}")
+    expect(page.locator("#detail-status")).to_have_text("validating files")
+    expect(page.locator("#plan-panel")).to_be_hidden()
+    keep_plan(service, job_id, PLAN, span("gpu-0/compute", SpanKind.FORWARD, 0.0, 3.0))
+    resolved = {"hyperparameters": dict(HYPERPARAMETERS), "total_steps": 10}
+    service.move(job_id, JobStatus.VALIDATING_FILES, JobStatus.QUEUED, "Files validated", **resolved)
+    rows = page.locator("#plan-numbers tr")
+    expect(rows).to_have_text(
+        ["A step6 s–", "Device memory10.0 GiB–23.3 GiB", "Host buffers20.0 GiB–30.0 GiB", "SSD space48.0 GiB–900 GiB"]
+    )
+    # Six blocks, and four layers below those between the first and the last.
+    tiers = page.eval_on_selector_all("#plan-states .cell", "cells => cells.map(cell => cell.className)")
+    assert tiers == ["cell rest-gpu", *["cell rest-host"] * 2, *["cell rest-ssd in-pieces"] * 3]
+    expect(page.locator("#plan-states .cell").nth(3)).to_have_attribute(
+        "title", re.compile("block 3, layer 2: .* SSDs")
+    )
+    fates = page.eval_on_selector_all(
+        "#plan-activations .cell", "cells => cells.map(cell => [...cell.children].map(part => part.className))"
+    )
+    assert fates == [[], *[["swapped", "recomputed"]] * 3, ["kept"], []]
+    edges = "cells => cells.map(cell => Math.round(cell.getBoundingClientRect().left))"
+    assert page.eval_on_selector_all("#plan-states .cell", edges) == page.eval_on_selector_all(
+        "#plan-activations .cell", edges
+    )
+    expect(page.locator("#plan-busy .busiest")).to_have_text("the CPU updates98 %")
+    expect(page.locator("#plan-reasons li")).to_have_text(PLAN["reasons"])
+    # What was simulated is there before anything was measured.
+    expect(page.locator("#timeline-title")).to_have_text("Busy in a step, as planned")
+    expect(page.locator("#timeline-bars .busiest")).to_have_text("optimizer-095 %")
+    expect(page.locator("#timeline-trace")).to_be_hidden()
+
+    service.move(job_id, JobStatus.QUEUED, JobStatus.RUNNING, "Fine-tuning job started", attempt=1)
+    service.train(job_id, 1, 2.0, measured={"step_s": None, "num_steps": 0, "peak_bytes": {"host": 20 << 30}})
+    expect(rows.nth(2)).to_have_text("Host buffers20.0 GiB20.0 GiB0 %30.0 GiB")
+    expect(rows.nth(0)).to_have_text("A step6 s–")
+    service.train(job_id, 2, 1.9, measured=MEASURED, timeline=TIMELINE)
+    service.validate(job_id, 3, 2.0)  # tells nothing of it
+    expect(rows.nth(0)).to_have_text("A step6 s6.6 s+10 %")
+    expect(rows.nth(1)).to_have_text("Device memory10.0 GiB11.0 GiB+10 %23.3 GiB")
+    expect(page.locator("#plan-note")).to_have_text("The measured step is the mean of 12 steps.")
+
+
+def test_a_measured_step_is_drawn_beside_the_planned_one(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.run()
+    simulated = (span("gpu-0/compute", SpanKind.FORWARD, 0.0, 2.0), span("gpu-0/compute", SpanKind.BACKWARD, 2.0, 6.0))
+    keep_plan(service, job_id, PLAN, *simulated, span("ssd-0", SpanKind.READ_STATES, 3.0, 4.5))
+    real = (span("gpu-0/compute", SpanKind.FORWARD, 100.0, 103.3), span("ssd-0", SpanKind.WRITE_STATES, 99.0, 101.0))
+    step = StepSpans(step=2, start_s=100.0, end_s=106.6, summary=TIMELINE, spans=real)
+    keep_step(job_dir(service.settings, job_id) / FOLDER, step)
+    service.train(job_id, 2, 1.9, measured=MEASURED, timeline=TIMELINE)
+    page = open_page(f"#/jobs/{job_id}")
+    bars = page.locator("#timeline-bars li")
+    expect(bars).to_have_text(
+        [
+            "gpu-0 computes90 % · 90 %",
+            "gpu-0 copies out10 % · 0 %",
+            "gpu-0 copies in20 % · 20 %",
+            "optimizer-095 % · 95 %",
+            "ssd-050 % · 60 %",
+        ]
+    )
+    expect(page.get_by_label("ssd-0: planned share of the step")).to_have_js_property("value", 0.6)
+    expect(page.locator("#timeline-summary")).to_contain_text("The step took 6.6 s;")
+    expect(page.locator("#timeline-summary")).to_contain_text("Simulated, it takes 6 s.")
+    planned_url = f"/v1/fine_tuning/jobs/{job_id}/plan/timeline"
+    expect(page.locator("#timeline-planned-trace")).to_have_attribute("href", planned_url)
+    page.click("#lanes summary")
+    expect(page.locator("#lanes .lane")).to_have_text(
+        ["gpu-0/computeplannedforwardbackward", "measuredforward", "ssd-0plannedstates", "measuredstates"]
+    )
+    # One scale: the longer step fills it; what lies before a step's period is cut off.
+    drawn = page.eval_on_selector_all("#lanes path", "paths => paths.map(path => path.getAttribute('d'))")
+    per_s = 1000 / 6.6
+    assert drawn == [
+        f"M0 0H{2 * per_s:.2f}V1H0Z",
+        f"M{2 * per_s:.2f} 0H{6 * per_s:.2f}V1H{2 * per_s:.2f}Z",
+        "M0 0H500V1H0Z",
+        f"M{3 * per_s:.2f} 0H{4.5 * per_s:.2f}V1H{3 * per_s:.2f}Z",
+        f"M0 0H{per_s:.2f}V1H0Z",
+    ]
+    expect(page.locator("#lanes-keys li")).to_have_text(["forward", "backward", "states"])
+    expect(page.locator("#lanes-scale")).to_have_text("The rows are 6.6 s long. Measured is step 2.")
+    colors = page.eval_on_selector_all("#lanes path", "paths => paths.map(path => getComputedStyle(path).fill)")
+    assert len(set(colors)) == 3
+
+
+def test_a_job_that_does_not_fit_says_what_lacks_and_what_would_do(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.submit()
+    reasons = ["no plan fits; it lacks 2.00 GiB of host memory", "it fits with a batch of 4", "it fits with 8 GiB"]
+    refused = {"feasible": False, "reasons": reasons, "missing_bytes": {"gpu": 0, "host": 2 << 30, "ssd": 0}}
+    keep_plan(service, job_id, refused)
+    error = {"code": "does_not_fit", "message": "; ".join(reasons), "param": None}
+    service.move(job_id, JobStatus.VALIDATING_FILES, JobStatus.FAILED, "The job failed", error=error)
+    page = open_page(f"#/jobs/{job_id}")
+    expect(page.locator("#detail-error-code")).to_have_text("does not fit")
+    expect(page.locator("#detail-error-message")).to_have_text(reasons[0])
+    expect(page.locator("#refusal-missing")).to_have_text("Host buffers2.0 GiB too little")
+    expect(page.locator("#refusal-changes li")).to_have_text(reasons[1:])
+    expect(page.locator("#plan-panel")).to_be_hidden()
+    expect(page.locator("#timeline-panel")).to_be_hidden()
+
+
+def test_a_job_without_a_plan_shows_what_it_takes(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.run()
+    service.train(job_id, 2, 1.9, measured=MEASURED)
+    page = open_page(f"#/jobs/{job_id}", width=390, height=844)
+    expect(page.locator("#plan-title")).to_have_text("Measured")
+    expect(page.locator("#plan-numbers tr").first).to_have_text("A step–6.6 s")
+    expect(page.locator("#plan-details")).to_be_hidden()
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
