@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from windlass.planner.hardware import save_hardware, unusual
+from windlass.planner.hardware import unusual
 from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
-from windlass.service.doctor import HARDWARE_FILE, DoctorError, check_limits, measure_hardware
-from windlass.service.home import find_serving
+from windlass.service.doctor import HARDWARE_FILE, check_limits
+from windlass.service.home import find_serving, prepare_home
 from windlass.service.lifecycle import running_jobs, shut_down, start_detached
 from windlass.service.machine import Drive, inspect_machine
+from windlass.service.measured_machine import ensure_measured, measure_and_save
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import Settings, load_settings
 from windlass.service.supervisor import Supervisor
@@ -31,6 +32,10 @@ def up(
         bool, typer.Option("--detach", help="Go on in the background, and return once it answers.")
     ] = False,
     port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option(help="Measure the machine where it was not yet, or has changed (default: the setting `measure`)."),
+    ] = None,
     home: Home = None,
 ) -> None:
     """Start the service, or take up the jobs of one that was killed."""
@@ -38,6 +43,9 @@ def up(
         # The environment wins over the settings file, and reaches the processes that are started.
         os.environ["WINDLASS_PORT"] = str(port)
     settings = load_settings(home)
+    if (settings.measure if measure is None else measure) and find_serving(settings.home) is None:
+        prepare_home(settings.home)
+        ensure_measured(settings, lambda line: print(line, flush=True))
     if detach:
         serving = start_detached(settings)
         print(f"windlass is up at {serving.url} (process {serving.process.pid}); end it with `windlass down`")
@@ -117,9 +125,7 @@ def doctor(
 
 
 def _measure(settings: Settings, path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        raise DoctorError(f"{path} cannot be written: there is no folder {path.parent}")
-    hardware = measure_hardware(settings, tell=lambda line: print(line, flush=True))
+    hardware = measure_and_save(settings, path, lambda line: print(line, flush=True))
     print_columns(
         [
             (f"{group}.{name}", value)
@@ -129,7 +135,6 @@ def _measure(settings: Settings, path: Path) -> None:
     )
     for warning in unusual(hardware):
         print(f"! {warning}")
-    save_hardware(hardware, path)
     print(f"saved as {path}")
 
 

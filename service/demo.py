@@ -4,12 +4,13 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import follow_job
-from windlass.service.client import ServiceClient
+from windlass.service.client import RequestRefusedError, ServiceClient
 from windlass.service.demo_data import write_demo_files
 from windlass.service.home import find_serving
 from windlass.service.model_ids import model_dir
@@ -66,6 +67,7 @@ def _run(settings: Settings, num_train: int) -> None:
                 "windlass": _JOB,
             }
         )
+        _show_plan(client, job["id"])
         job = follow_job(client, job["id"])
     if job["status"] != "succeeded":
         reason = job["error"]["message"] if job["error"] else "see its events"
@@ -88,11 +90,30 @@ def _start_service(settings: Settings) -> str:
     serving = find_serving(settings.home)
     if serving is None:
         command = [str(Path(sys.executable).with_name("windlass")), "up", "--detach", "--home", str(settings.home)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:  # the first time the machine is measured
+                print(f"      {line}", end="", flush=True)
         serving = find_serving(settings.home)
     if serving is None:
         raise CommandError(f"the service did not start; see {settings.home / 'logs'}")
     return serving.url
+
+
+def _show_plan(client: ServiceClient, job_id: str) -> None:
+    """What was planned before the job was queued."""
+    while client.job(job_id)["status"] == "validating_files":
+        time.sleep(0.5)
+    try:
+        plan = client.plan(job_id)
+    except RequestRefusedError as error:
+        print(f"      not planned: {error}")
+        return
+    if not plan["feasible"]:
+        return  # the job's error says so
+    peaks = ", ".join(f"{name} {gib:.2f} GiB" for name, gib in plan["peak_gib"].items())
+    print(f"      planned: {plan['step_s']:.3g} s a step, {plan['tokens_per_s']:.0f} tokens a second; peaks: {peaks}")
+    print(f"      {plan['reasons'][0]}", flush=True)
 
 
 def _show(settings: Settings, base: Path, name: str, validation: Path, url: str) -> None:

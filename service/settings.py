@@ -55,6 +55,7 @@ class Settings(BaseSettings):
     compute_threads: int | None = Field(default=None, ge=1)  # of a job's GPU worker; None: by cores and GPUs
     optimizer_threads: int | None = Field(default=None, ge=1)  # of each optimizer; None: by cores and GPUs
     max_file_mib: int = Field(default=512, ge=1)
+    measure: bool = True  # `windlass up` measures the machine, where it was not yet
 
     @field_validator("ssd_dirs", "ssd_endurance_tbw", mode="before")
     @classmethod

@@ -32,7 +32,13 @@ class Installation:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "WINDLASS_HOME": str(self.home), "WINDLASS_PORT": str(self.port), "HF_HUB_OFFLINE": "1"}
+        return {
+            **os.environ,
+            "WINDLASS_HOME": str(self.home),
+            "WINDLASS_PORT": str(self.port),
+            "WINDLASS_MEASURE": "0",  # half a minute for each home
+            "HF_HUB_OFFLINE": "1",
+        }
 
     def run(self, *arguments: str, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
         """The command's exit code and what it printed."""

@@ -129,6 +129,15 @@ def test_doctor_measures_and_saves_what_it_measured(installation: Installation) 
     assert "no folder" in installation.refused("doctor", "--save", str(installation.home / "missing" / "x.yaml"))
 
 
+@pytest.mark.long
+def test_up_measures_a_machine_once(installation: Installation) -> None:
+    printed = installation.ok("up", "--detach", "--measure", timeout_s=600)
+    assert "was not measured yet" in printed
+    assert load(Hardware, installation.home / "hardware.yaml").ssds.count == 2
+    installation.ok("down")
+    assert "measur" not in installation.ok("up", "--detach", "--measure")
+
+
 def test_doctor_tells_what_the_machine_has(installation: Installation) -> None:
     printed = installation.ok("doctor", "--quick")
     assert f"cores {len(os.sched_getaffinity(0))}" in " ".join(printed.split())
