@@ -6,7 +6,7 @@ from windlass.actors.context import JobContext
 from windlass.engine.activations_host import ActivationMemoryError
 from windlass.engine.activations_need import activation_need
 from windlass.engine.block_runner import BlockRunner
-from windlass.planner.activations import BlockActivations
+from windlass.planner.activations import EVERY_OPERATOR, BlockActivations
 from windlass.storage.ids import BlockIndex
 
 
@@ -35,3 +35,25 @@ def require_activation_room(context: JobContext, runner: BlockRunner, shapes: Se
             f"{placement.host_activation_nbytes}) and ssd_activation_nbytes (now {placement.ssd_activation_nbytes}) of "
             f"the placement together at least {need.num_slots * slot_nbytes} bytes, or let fewer layers swap"
         )
+
+
+def unknown_operators(context: JobContext, runner: BlockRunner, shape: tuple[int, int]) -> dict[BlockIndex, list[str]]:
+    """Operators that the plan holds and layers do not call here, as on another device: they are computed again.
+
+    Of layers with the same choice the first is looked at. `shape`: of a micro-batch.
+    """
+    found: dict[BlockIndex, list[str]] = {}
+    choices: dict[BlockActivations, BlockIndex] = {}
+    for block, choice in layer_activations(context).items():
+        choices.setdefault(choice, block)
+    for choice, block in choices.items():
+        if not (names := (choice.kept | choice.swapped) - {EVERY_OPERATOR}):
+            continue
+        try:
+            called = {operator.name for operator in runner.operators(block, *shape).operators}
+        except Exception:  # noqa: BLE001  # whatever a model does with tensors that have no contents
+            continue
+        called |= {name.partition("#")[0] for name in called}
+        if missing := sorted(names - called):
+            found[block] = missing
+    return found

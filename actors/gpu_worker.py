@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from windlass.actors.activation_room import layer_activations, require_activation_room
+from windlass.actors.activation_room import layer_activations, require_activation_room, unknown_operators
 from windlass.actors.activation_tiers import ActivationTiers
 from windlass.actors.chunk_io import ChunkIoClient
 from windlass.actors.computation import Computation
@@ -238,6 +238,8 @@ class GpuWorker:
         shapes = self.dataset.largest_shapes(self.hyper.batch_size, self.hyper.num_microbatches)
         try:
             require_activation_room(self.context, self.runner, shapes[: plan.group_size])
+            for block, names in unknown_operators(self.context, self.runner, shapes[0]).items():
+                self._announce(f"layers like block {block} do not call {', '.join(names)} here: it is computed again")
         except ActivationNeedUnknownError as error:
             self._announce(f"{error}. If they find too little room, the job ends in its first step")
 

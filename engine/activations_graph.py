@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from windlass.engine.activations_replay import Layer, Names, storage_ref
+from windlass.engine.activations_replay import Layer, Names, is_worth_swapping, storage_ref
 from windlass.engine.activations_swap import SwappedView, UnitSwaps
 from windlass.engine.streamed_layer import StreamedLayer
 from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations, Place
@@ -166,7 +166,7 @@ class _Hooks:
         place = self._params.find(tensor) if tensor.numel() else None
         if place is not None:
             return place
-        if tensor.device == self._device and tensor.numel() and self._is_swapped(tensor):
+        if tensor.device == self._device and is_worth_swapping(tensor) and self._is_swapped(tensor):
             return self._swaps.leave(tensor)
         return _Kept(tensor.detach(), tensor._version)
 

@@ -20,7 +20,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engine.activations_swap import SwappedView, UnitSwaps
-from windlass.planner.activations import BlockActivations, Place
+from windlass.planner.activations import ATTENTION, LEAST_SWAPPED_NBYTES, BlockActivations, Place
+
+# By device, types, shapes and version of torch another one of these is called: choices mean all of them alike.
+_FORMS_OF_ATTENTION = frozenset(
+    f"aten._scaled_dot_product_{form}.default"
+    for form in (
+        "cudnn_attention",
+        "efficient_attention",
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+)
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,7 +45,7 @@ class RecomputeMismatchError(RuntimeError):
 class OperatorFacts:
     """What an operator's schema tells."""
 
-    name: str
+    name: str  # as choices name it
     is_view: bool
     written: tuple[int | str, ...]  # arguments that it changes
     returns_written: bool  # one argument is changed and returned, and nothing else
@@ -53,7 +65,7 @@ def facts_of(operator: Any) -> OperatorFacts:
         if a.alias_info is not None and a.alias_info.is_write
     )
     return OperatorFacts(
-        name=str(operator),
+        name=ATTENTION if str(operator) in _FORMS_OF_ATTENTION else str(operator),
         # What asks for a tensor's device computes nothing, and is asked now and then only.
         is_view=operator.namespace == "prim" or any(alias is not None and not alias.is_write for alias in aliases),
         written=written,
@@ -76,6 +88,11 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 def storage_ref(tensor: torch.Tensor) -> StorageWeakRef:
     """Names a tensor's storage; while the name exists, no other storage gets it."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def is_worth_swapping(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is to be swapped leaves the device."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() >= LEAST_SWAPPED_NBYTES
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -251,7 +268,7 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
             return item
         if self._copies:
             item = item.clone()
-        if place is Place.SWAPPED and item.device == self._device and item.numel():
+        if place is Place.SWAPPED and item.device == self._device and is_worth_swapping(item):
             return self._swaps.leave(item)
         return item.detach()
 

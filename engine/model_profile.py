@@ -5,13 +5,18 @@ from typing import Any
 import torch
 from transformers import GPT2Config, LlamaConfig
 
+from windlass.engine.activations_profile import OperatorCost
 from windlass.engine.block_runner import BlockRunner
 from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import Partition, build_meta_model
 from windlass.engine.rehearsal import Rehearsal
+from windlass.planner.activations import ATTENTION
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
 from windlass.planner.shapes import ModelShape
 from windlass.storage.ids import BlockIndex, Precision
+
+# Source: torch's kernel of memory-efficient attention, `kAlignLSE`.
+_PADDED_TOKENS = 32
 
 
 def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
@@ -59,11 +64,13 @@ def kinds_of_layers(partition: Partition) -> list[tuple[BlockIndex, ...]]:
 class Profiler:
     """Profiles one model for micro-batches of any shape.
 
-    `device`: where it will be computed, as operators choose their kernels by that. Layers that hold params of the same
-    shapes are gone through once.
+    `device`: where it is gone through, as operators choose their kernels by that. `for_gpu`: it will be computed on one
+    all the same; what attention puts out is counted as there. Layers that hold params of the same shapes are gone
+    through once.
     """
 
-    def __init__(self, config: Any, precision: Precision, *, device: str = "cpu") -> None:
+    def __init__(self, config: Any, precision: Precision, *, device: str = "cpu", for_gpu: bool = False) -> None:
+        self._for_gpu = for_gpu
         self._hidden_size = config.get_text_config().hidden_size
         self._partition = Partition(build_meta_model(config, precision))
         self._runner = BlockRunner(self._partition, torch.device(device), seed=0)
@@ -118,7 +125,7 @@ class Profiler:
             operators=tuple(
                 OperatorProfile(
                     name=operator.name,
-                    outputs_nbytes=operator.outputs_nbytes,
+                    outputs_nbytes=self._outputs_nbytes(operator, num_tokens),
                     num_flops=operator.num_flops,
                     is_saved=operator.is_saved,
                     reads=operator.reads,
@@ -126,3 +133,11 @@ class Profiler:
                 for operator in cost.operators
             ),
         )
+
+    def _outputs_nbytes(self, operator: OperatorCost, num_tokens: int) -> tuple[int, ...]:
+        if not self._for_gpu or not operator.name.startswith(f"{ATTENTION}#"):
+            return operator.outputs_nbytes
+        # Some kernel there pads the tokens of what it puts out beside the output: sums, a row for each head.
+        output, *others = operator.outputs_nbytes
+        padded = -(-num_tokens // _PADDED_TOKENS) * _PADDED_TOKENS
+        return output, *(-(-nbytes // num_tokens) * padded for nbytes in others)

@@ -4,10 +4,11 @@ Outputs of operators are held one after the other, each time the one that spares
 Source: Ratel, section IV-D (its offloading benefit, of a whole layer there).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from windlass.planner.activations import EVERY_OPERATOR, RECOMPUTE_ALL, BlockActivations
+from windlass.planner.activations import EVERY_OPERATOR, LEAST_SWAPPED_NBYTES, RECOMPUTE_ALL, BlockActivations
 from windlass.planner.model_profile import NO_WORK, LayerProfile, OperatorProfile, Work
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES
 
@@ -51,8 +52,13 @@ def by_benefit(layer: LayerProfile) -> list[OperatorProfile]:
     return order
 
 
-def ways_of_layer(layer: LayerProfile, *, slot_nbytes: int = ACTIVATION_SLOT_NBYTES) -> Iterator[ActivationWay]:
+@functools.lru_cache(maxsize=256)
+def ways_of_layer(layer: LayerProfile, *, slot_nbytes: int = ACTIVATION_SLOT_NBYTES) -> tuple[ActivationWay, ...]:
     """With its input on the device or swapped: the first so many operators held on the device, or swapped."""
+    return tuple(_ways(layer, slot_nbytes))
+
+
+def _ways(layer: LayerProfile, slot_nbytes: int) -> Iterator[ActivationWay]:
     order = by_benefit(layer)
     saved = tuple(layer.saved)
     for swap_input in (False, True):
@@ -85,11 +91,13 @@ def _counted(
 ) -> ActivationWay:
     # Where nothing is computed again, the input is held as far as autograd saves it.
     input_nbytes = layer.input_nbytes if choice.recompute or layer.saves_input else 0
-    gone = [nbytes for operator in layer.operators if operator in swapped for nbytes in operator.outputs_nbytes]
+    of_swapped = [nbytes for operator in layer.operators if operator in swapped for nbytes in operator.outputs_nbytes]
+    gone = [nbytes for nbytes in of_swapped if nbytes >= LEAST_SWAPPED_NBYTES]
     out = [input_nbytes, *gone] if choice.swap_input else gone
+    held_nbytes = sum(operator.nbytes for operator in held) + sum(of_swapped) - sum(gone)
     return ActivationWay(
         choice=choice,
-        held_nbytes=sum(operator.nbytes for operator in held) + (0 if choice.swap_input else input_nbytes),
+        held_nbytes=held_nbytes + (0 if choice.swap_input else input_nbytes),
         out_nbytes=tuple(out),
         num_slots=sum(-(-nbytes // slot_nbytes) for nbytes in out),
         again=again,

@@ -1,13 +1,18 @@
 """What the forward pass leaves for the backward pass: kept on the device, swapped out of it, or computed again.
 
 An operator is named as torch names it, `aten.mm.default`; `aten.mm.default#2` is its third call in the block, and `*`
-stands for all. Views are no operators: they follow what they look into.
+stands for all. Views are no operators: they follow what they look into. Scaled-dot-product attention has one name,
+whichever kernel of torch's computes it: plans for GPUs are made where there is none.
 """
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 EVERY_OPERATOR = "*"
+ATTENTION = "aten.scaled_dot_product_attention.default"
+# What is smaller stays on the device also where its operator is swapped: seeds of random numbers, of which some kernels
+# of attention put out two. A slot and a copy for each would cost more than they spare.
+LEAST_SWAPPED_NBYTES = 64
 
 
 class Place(Enum):

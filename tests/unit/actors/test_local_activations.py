@@ -270,3 +270,13 @@ def test_a_need_that_only_computing_shows_is_told(tmp_path: Path, watched: Watch
     assert re.search(r"ActivationMemoryError: no room for .* raise host_activation_nbytes", outcome["error"]["message"])
     (pool,) = watched.pools
     assert pool.statistics.in_use_nbytes == 0
+
+
+def test_operators_that_the_device_does_not_call_are_told(tmp_path: Path, watched: Watched) -> None:
+    kept = BlockActivations(
+        kept=frozenset({"aten.mm.default", "aten.mm.default#0", "aten.of_another_device.default#0"})
+    )
+    spec = job(tmp_path / "job", placement=placed((kept,) * NUM_LAYERS))
+    assert run(spec)["status"] == "succeeded"
+    (told,) = (record.message for record in journal_of(spec) if "is computed again" in record.message)
+    assert "layers like block 1 do not call aten.of_another_device.default#0 here" in told

@@ -8,13 +8,13 @@ import torch
 
 from tests.unit.engine.activation_runs import SEED, STEP, MemoryStore, Run
 from tests.unit.engine.architectures import ARCHITECTURES, NUM_LAYERS, make_batch, make_model, plain_step
-from windlass.planner.activations import BlockActivations
+from windlass.planner.activations import ATTENTION, BlockActivations
 from windlass.storage.ids import BlockIndex, Precision
 
 ALL = frozenset({"*"})
 MATRIX = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
-ATTENTION = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default", "aten._softmax.default"})
-RANDOM = frozenset({"aten.native_dropout.default", "aten.bernoulli_.float", "aten.bernoulli.p", *ATTENTION})
+EITHER_ATTENTION = frozenset({ATTENTION, "aten._softmax.default"})
+RANDOM = frozenset({"aten.native_dropout.default", "aten.bernoulli_.float", "aten.bernoulli.p", *EITHER_ATTENTION})
 POLICIES = {
     "input swapped": BlockActivations(swap_input=True),
     "all kept": BlockActivations(recompute=False),
@@ -23,7 +23,7 @@ POLICIES = {
     "matrix products kept": BlockActivations(kept=MATRIX),
     "matrix products swapped": BlockActivations(swap_input=True, swapped=MATRIX),
     "first kept, others swapped": BlockActivations(
-        kept=frozenset(f"{name}#0" for name in MATRIX), swapped=MATRIX | ATTENTION
+        kept=frozenset(f"{name}#0" for name in MATRIX), swapped=MATRIX | EITHER_ATTENTION
     ),
     "random ones kept": BlockActivations(kept=RANDOM),
     "every output kept": BlockActivations(kept=ALL),
