@@ -1,21 +1,22 @@
 """A job's plan before there is a job: from a model and a machine to times, peaks, choices, reasons."""
 
 import contextlib
+import copy
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel
 
+from windlass.actors.planning_trials import numbers_of_microbatches, what_would_fit, with_part
 from windlass.engine.device_need import device_need
 from windlass.engine.layout import ModelLayout
 from windlass.engine.measure_model import with_times
 from windlass.engine.model_profile import Profiler
+from windlass.engine.rehearsal import Rehearsed
 from windlass.planner.activation_ways import Ways, ways_of_layer
 from windlass.planner.device_need import DeviceNeed
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
-from windlass.planner.reach import largest, smallest
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, TIER_NAMES, PlanReport, report_of, with_limits
 from windlass.planner.solver import DoesNotFitError, Solution, solve_job
 from windlass.planner.speeds import speeds_of
@@ -24,15 +25,8 @@ from windlass.storage.ids import Formats, Precision, StatePrecision
 
 # What is worth mentioning: a change that makes a step shorter by at least so much of it.
 _WORTH = 0.05
-_MOST_MEMORY_GIB = 1 << 16
 # How often the program is asked again, where the device's memory does not suffice for what it leaves out.
 _MAX_CORRECTIONS = 10
-_MEMORIES = (
-    ("{} GiB of host memory", "host", "memory_gib"),
-    ("{} GiB of GPU memory", "gpus", "memory_gib"),
-    ("{} GiB on each SSD", "ssds", "capacity_gib"),
-)
-_Part = TypeVar("_Part", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +48,16 @@ class PlanQuestion:
     measures: bool = False  # what blocks take, on the device of this machine, which `hardware` must be
     ways: Ways = ways_of_layer  # what may be done with a layer's activations
 
+    @property
+    def limits(self) -> Limits:
+        """What the job may take: of what its machine has, as much as its budgets allow."""
+        limits = limits_of(self.hardware)
+        return replace(
+            limits,
+            host_nbytes=min(limits.host_nbytes, self.host_memory_nbytes or limits.host_nbytes),
+            device_nbytes=min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
@@ -71,10 +75,10 @@ def answer(question: PlanQuestion) -> Planned:
         job, solution = best_plan(question, profiles)
     except DoesNotFitError as error:
         # Where it does not fit, what takes how long does not matter.
-        reasons = (str(error), *_what_would_fit(question, Profiles(replace(question, measures=False))))
+        reasons = (str(error), *what_would_fit(question, profiles.unmeasured()))
         missing = {name: error.missing[tier] for tier, name in TIER_NAMES.items()}
         report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
-        return Planned(report=with_limits(report, limits_of_question(question)))
+        return Planned(report=with_limits(report, question.limits))
     return planned(question, job, solution, profiles)
 
 
@@ -83,7 +87,7 @@ def planned(
 ) -> Planned:
     """What a solution means. `advises`: what would be faster, as well."""
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
-    report = with_limits(report, limits_of_question(question))
+    report = with_limits(report, question.limits)
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
@@ -122,9 +126,16 @@ class Profiles:
     """Of one model, for any micro-batches; times are measured once for each shape."""
 
     def __init__(self, question: PlanQuestion) -> None:
-        self._question = question
-        self._profiler = Profiler(question.config, question.precision)
+        self._measures, self._question = question.measures, question
+        self._profiler = Profiler(question.config, question.precision, for_gpu=question.hardware.gpus.count > 0)
         self._known: dict[tuple[int, int], ModelProfile] = {}
+        self._rehearsed = Rehearsed()
+
+    def unmeasured(self) -> "Profiles":
+        """The same, which measures no shapes any more."""
+        found = copy.copy(self)
+        found._measures = False
+        return found
 
     @property
     def layout(self) -> ModelLayout:
@@ -144,14 +155,26 @@ class Profiles:
             num_microbatches=job.num_microbatches,
             num_ahead=job.num_prefetched,
             max_tokens=shape[0] * shape[1],
+            rehearsed=self._rehearsed,
         )
+
+    def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
+        """For the solver."""
+        profile = self.of(-(-question.batch_size // num_microbatches), question.sequence_length)
+        if question.num_layers is not None:
+            profile = profile.with_num_layers(question.num_layers)
+        return planned_job(question, profile, num_microbatches)
+
+    def solve(self, question: PlanQuestion, num_microbatches: int) -> Solution:
+        """See `_solve`."""
+        return _solve(question, num_microbatches, self)[1]
 
     def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
         """For micro-batches of this shape."""
         shape = (num_examples, num_tokens)
         if shape not in self._known:
             question, profile = self._question, self._profiler.profile(*shape)
-            if question.measures:
+            if self._measures:
                 device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
                 sums_grads = num_examples < question.batch_size
                 with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here: rates must do
@@ -162,11 +185,8 @@ class Profiles:
 
 def _solve(question: PlanQuestion, num_microbatches: int, profiles: Profiles) -> tuple[PlannedJob, Solution]:
     """With the device's memory counted exactly: what the program leaves out is taken off its limit, until it fits."""
-    profile = profiles.of(-(-question.batch_size // num_microbatches), question.sequence_length)
-    if question.num_layers is not None:
-        profile = profile.with_num_layers(question.num_layers)
-    job = planned_job(question, profile, num_microbatches)
-    speeds, given = speeds_of(question.hardware), limits_of_question(question)
+    job = profiles.job(question, num_microbatches)
+    speeds, given = speeds_of(question.hardware), question.limits
     limits = given
     for _ in range(_MAX_CORRECTIONS):
         solution = solve_job(job, speeds, limits)
@@ -183,17 +203,8 @@ def _solve(question: PlanQuestion, num_microbatches: int, profiles: Profiles) ->
         limits = replace(limits, device_nbytes=limits.device_nbytes - 1.25 * excess)
         if speeds.shares_cores:
             limits = replace(limits, host_nbytes=limits.host_nbytes - 1.25 * excess)
-    raise DoesNotFitError({Tier.DEVICE: int(excess), Tier.HOST: 0, Tier.SSD: 0})
-
-
-def limits_of_question(question: PlanQuestion) -> Limits:
-    """What a job may take: of what its machine has, as much as its budgets allow."""
-    limits = limits_of(question.hardware)
-    return replace(
-        limits,
-        host_nbytes=min(limits.host_nbytes, question.host_memory_nbytes or limits.host_nbytes),
-        device_nbytes=min(limits.device_nbytes, question.device_memory_nbytes or limits.device_nbytes),
-    )
+    short = Tier.HOST if speeds.shares_cores else Tier.DEVICE
+    raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(excess)})
 
 
 def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution]:
@@ -202,12 +213,9 @@ def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, S
     Raises:
         DoesNotFitError: nothing fits.
     """
-    if question.num_microbatches is not None:
-        return _solve(question, question.num_microbatches, profiles)
     best: tuple[PlannedJob, Solution] | None = None
     missing: DoesNotFitError | None = None
-    number = 1
-    while number <= question.batch_size:
+    for number in numbers_of_microbatches(question):
         try:
             found = _solve(question, number, profiles)
         except DoesNotFitError as error:
@@ -216,53 +224,10 @@ def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, S
             if best is not None and found[1].cost >= best[1].cost:
                 break
             best = found
-        number *= 2
     if best is None:
         assert missing is not None, "a batch has at least one example"
         raise missing
     return best
-
-
-def fits(question: PlanQuestion, profiles: Profiles) -> bool:
-    """Whether there is a plan."""
-    try:
-        best_plan(question, profiles)
-    except DoesNotFitError:
-        return False
-    return True
-
-
-def _what_would_fit(question: PlanQuestion, profiles: Profiles) -> list[str]:
-    """The nearest change of each kind, the cheapest first."""
-    found = []
-    if question.num_microbatches is not None and fits(replace(question, num_microbatches=None), profiles):
-        job, _ = best_plan(replace(question, num_microbatches=None), profiles)
-        found.append(f"it fits with {job.num_microbatches} micro-batches")
-    free = replace(question, num_microbatches=None)
-    if batch := largest(lambda size: fits(replace(free, batch_size=size), profiles), most=question.batch_size - 1):
-        found.append(f"it fits with a batch of {batch}")
-    else:
-        shorter = largest(
-            lambda tokens: fits(replace(free, batch_size=1, sequence_length=tokens), profiles),
-            most=question.sequence_length - 1,
-        )
-        if shorter:
-            found.append(f"it fits with a batch of 1 and sequences of {shorter} tokens")
-    for words, part, key in _MEMORIES:
-
-        def fits_with(gib: int, part: str = part, key: str = key) -> bool:
-            changed = with_part(getattr(question.hardware, part), **{key: gib})
-            return fits(replace(question, hardware=with_part(question.hardware, **{part: changed})), profiles)
-
-        gib = smallest(fits_with, most=_MOST_MEMORY_GIB)
-        if gib is not None:
-            found.append(f"it fits with {words.format(gib)}")
-    return found or ["it fits with more of every kind of memory only"]
-
-
-def with_part(part: _Part, **changes: Any) -> _Part:
-    """A machine, or a part of one, with other numbers."""
-    return part.model_copy(update=changes)
 
 
 def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
@@ -283,7 +248,7 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
     found = []
     for words, update in twice.items():
         changed = with_part(hardware, **update)
-        other = solve_job(job, speeds_of(changed), limits_of_question(replace(question, hardware=changed)))
+        other = solve_job(job, speeds_of(changed), replace(question, hardware=changed).limits)
         if other.step_s < (1 - _WORTH) * solution.step_s:
             found.append(f"with {words} a step takes {other.step_s:.3g} s")
     return found

@@ -1,5 +1,6 @@
 """How far a machine goes with a job, and how much of it a job needs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from windlass.actors.planning import (
@@ -7,21 +8,38 @@ from windlass.actors.planning import (
     PlanQuestion,
     Profiles,
     best_plan,
-    fits,
-    limits_of_question,
     planned,
-    with_part,
 )
-from windlass.planner.reach import DEFAULT_SLACK, Goal, largest, smallest
-from windlass.planner.solver import DoesNotFitError, solve_job
+from windlass.actors.planning_trials import largest_fitting, with_part
+from windlass.planner.reach import DEFAULT_SLACK, Goal, smallest
+from windlass.planner.solver import DoesNotFitError, Solution, solve_job
 from windlass.planner.speeds import speeds_of
 
-# What is looked for is at most this.
-_MOST_EXAMPLES = 1 << 14
-_MOST_LAYERS = 1 << 11
-_MOST_TOKENS = 1 << 21
-# Contexts are looked for in steps of so many tokens.
 _TOKENS_STEP = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """For the largest number: in steps of `step`, at most so many of them."""
+
+    ask: Callable[[PlanQuestion, int], PlanQuestion]  # for so many steps
+    most: int
+    step: int = 1
+
+
+_SEARCHES = {
+    Goal.LARGEST_BATCH: _Search(
+        ask=lambda question, number: replace(question, batch_size=number, num_microbatches=1), most=1 << 14
+    ),
+    Goal.LONGEST_CONTEXT: _Search(
+        ask=lambda question, steps: replace(
+            question, sequence_length=steps * _TOKENS_STEP, num_microbatches=question.batch_size
+        ),
+        most=(1 << 21) // _TOKENS_STEP,
+        step=_TOKENS_STEP,
+    ),
+    Goal.MOST_LAYERS: _Search(ask=lambda question, number: replace(question, num_layers=number), most=1 << 11),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +49,7 @@ class Found:
     goal: Goal
     number: int
     num_params: int
+    question: PlanQuestion  # with that number
     planned: Planned | None
 
 
@@ -41,34 +60,24 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
     """
     question = replace(question, measures=False)
     profiles = Profiles(question)
-    match goal:
-        case Goal.LARGEST_BATCH:
-            question = replace(question, num_microbatches=1)
-            number = largest(lambda size: fits(replace(question, batch_size=size), profiles), most=_MOST_EXAMPLES)
-            question = replace(question, batch_size=number)
-        case Goal.LONGEST_CONTEXT:
-            question = replace(question, num_microbatches=question.batch_size)
-            number = _TOKENS_STEP * largest(
-                lambda steps: fits(replace(question, sequence_length=steps * _TOKENS_STEP), profiles),
-                most=_MOST_TOKENS // _TOKENS_STEP,
-            )
-            question = replace(question, sequence_length=number)
-        case Goal.MOST_LAYERS:
-            number = largest(lambda layers: fits(replace(question, num_layers=layers), profiles), most=_MOST_LAYERS)
-            question = replace(question, num_layers=number)
-        case Goal.FEWEST_SSDS:
-            number, question = _fewest(question, profiles, "ssds", "count", question.hardware.ssds.count, slack)
-        case Goal.SMALLEST_RAM:
-            most = int(question.hardware.host.memory_gib)
-            number, question = _fewest(question, profiles, "host", "memory_gib", most, slack)
+    most = int(question.hardware.host.memory_gib)
+    if goal is Goal.FEWEST_SSDS:
+        number, found = _fewest(question, profiles, "ssds", "count", question.hardware.ssds.count, slack)
+    elif goal is Goal.SMALLEST_RAM:
+        number, found = _fewest(question, profiles, "host", "memory_gib", most, slack)
+    else:
+        search = _SEARCHES[goal]
+        steps = largest_fitting(lambda each: search.ask(question, each), profiles, most=search.most)
+        number, found = steps * search.step, search.ask(question, steps)
     if not number:
-        return Found(goal=goal, number=0, num_params=0, planned=None)
-    job, solution = best_plan(question, profiles)
+        return Found(goal=goal, number=0, num_params=0, question=question, planned=None)
+    job, solution = best_plan(found, profiles)
     return Found(
         goal=goal,
         number=number,
         num_params=job.model.numel,
-        planned=planned(question, job, solution, profiles, advises=False),
+        question=found,
+        planned=planned(found, job, solution, profiles, advises=False),
     )
 
 
@@ -87,13 +96,19 @@ def _fewest(
     except DoesNotFitError:
         return 0, question
 
-    def is_enough(number: int) -> bool:
-        other = with_number(number)
+    def is_short(solve: Callable[[PlanQuestion], Solution], number: int) -> bool:
         try:
-            found = solve_job(job, speeds_of(other.hardware), limits_of_question(other))
+            return solve(with_number(number)).step_s > (1 + slack) * best.step_s
         except DoesNotFitError:
-            return False
-        return found.step_s <= (1 + slack) * best.step_s
+            return True
 
-    number = smallest(is_enough, most=most) or most
+    def by_program(other: PlanQuestion) -> Solution:
+        return solve_job(job, speeds_of(other.hardware), other.limits)
+
+    def exactly(other: PlanQuestion) -> Solution:
+        return profiles.solve(other, job.num_microbatches)
+
+    least = smallest(lambda number: not is_short(by_program, number), most=most) or most
+    more = smallest(lambda number: not is_short(exactly, least - 1 + number), most=most - least + 1)
+    number = most if more is None else least - 1 + more
     return number, replace(with_number(number), num_microbatches=job.num_microbatches)

@@ -8,7 +8,8 @@ from benchmarks.machine import num_cores
 from benchmarks.planned_run import JOB_FILE
 from benchmarks.workload import ModelShape, Workload, model_config
 from windlass.actors.planned_job import simulate_planned
-from windlass.actors.planning import PlanQuestion, Profiles, best_plan, limits_of, with_part
+from windlass.actors.planning import PlanQuestion, Profiles, best_plan, limits_of
+from windlass.actors.planning_trials import with_part
 from windlass.planner import placement_json
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES

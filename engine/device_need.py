@@ -6,7 +6,7 @@ import torch
 
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.partition import Partition
-from windlass.engine.rehearsal import Rehearsal
+from windlass.engine.rehearsal import Rehearsal, Rehearsed
 from windlass.planner.device_buffers import grad_buffers_of_job, param_buffers, summed_in_fp32
 from windlass.planner.device_need import DeviceNeed, UnitNeed, evaluation_moments, step_moments
 from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, cut_layers, largest_piece
@@ -26,13 +26,15 @@ def device_need(
     max_tokens: int,
     evaluation_shapes: Sequence[tuple[int, int]] = (),
     device: str = "cpu",
+    rehearsed: Rehearsed | None = None,
 ) -> DeviceNeed:
     """What a job has on its device at the worst moment of a step or of an evaluation.
 
     `shapes`: (examples, tokens) of the micro-batches of a step's largest group, `evaluation_shapes` of an evaluation's.
     `grad_precision`: of gradients on their way to the optimizer. `num_microbatches`: of a step. `num_ahead`: operations
     whose params may have been asked for (`Ordering.max_prefetched`). `max_tokens`: the most that a micro-batch may ever
-    have, in evaluation too: buffers are made for that. No runner of the partition may be in use.
+    have, in evaluation too: buffers are made for that. `rehearsed`: what was found before, and grows. No runner of the
+    partition may be in use.
 
     Raises:
         DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
@@ -40,7 +42,12 @@ def device_need(
     layout = partition.layout
     choices = {BlockIndex(i): choice for i, choice in enumerate(plan.layer_activations, start=1)}
     rehearsal = Rehearsal(
-        partition, choices, grad_dtype=TORCH_DTYPE[grad_precision], is_summed=num_microbatches > 1, device=device
+        partition,
+        choices,
+        grad_dtype=TORCH_DTYPE[grad_precision],
+        is_summed=num_microbatches > 1,
+        device=device,
+        rehearsed=rehearsed,
     )
     moments = [
         *step_moments(*_units(rehearsal, shapes), has_ssd_store=plan.num_ssd_activations > 0),

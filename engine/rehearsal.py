@@ -6,6 +6,7 @@ for itself while it runs is not known (but for `LivingStorages`' one case), and 
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,6 +71,35 @@ class _ImaginedStore:
         return tuple(handle.nbytes for handle in self._back)
 
 
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """What a rehearsal went through, but for its layers' choices of activations."""
+
+    num_examples: int
+    num_tokens: int
+    train: bool
+    grad_dtype: torch.dtype
+    is_summed: bool
+    in_fp32: frozenset[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What does not depend on the choices."""
+
+    embedding: UnitNeed
+    head_peak_nbytes: int
+    kinds: list[object]  # of each layer: equal ones need the same under the same choice
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsed:
+    """What rehearsals of one partition on one device have found, so that later ones need not go through it again."""
+
+    found: dict[_Passes, _Found] = field(default_factory=dict)
+    layers: dict[tuple[_Passes, object, BlockActivations], UnitNeed] = field(default_factory=dict)
+
+
 class Rehearsal:
     """Operations of a model, gone through with fake tensors. No other runner of the partition may be in use."""
 
@@ -81,17 +111,19 @@ class Rehearsal:
         grad_dtype: torch.dtype,
         is_summed: bool,
         device: str = "cpu",
+        rehearsed: Rehearsed | None = None,
     ) -> None:
         """`activations`: as a BlockRunner's. `grad_dtype`: of gradients on their way to the optimizer.
 
         `is_summed`: gradients are added to what other micro-batches left. `device`: where it will be computed, as
-        operators choose their kernels by that.
+        operators choose their kernels by that. `rehearsed`: what others of the partition have found; it grows.
         """
         self._partition = partition
         self._activations = activations
         self._grad_dtype = grad_dtype
         self._in_fp32: set[int] = set()  # blocks whose gradients are summed in that
         self._is_summed = is_summed
+        self._rehearsed = Rehearsed() if rehearsed is None else rehearsed
         self._device = torch.device(device)
         self._store = _ImaginedStore(self._device)
         self._runner = BlockRunner(partition, self._device, seed=0, activations=activations, store=self._store)
@@ -117,46 +149,63 @@ class Rehearsal:
             DeviceNeedUnknownError: a block has operators whose output shapes torch does not know without computing, or
                 a Python autograd function that starts kernels of its own.
         """
-        head, is_sliced = self._partition.head, num_examples * num_tokens > self.num_tokens_of_head_slice
+        is_sliced = num_examples * num_tokens > self.num_tokens_of_head_slice
         self._in_fp32 = summed_in_fp32(self._partition.layout.shared, is_sliced=is_sliced)
+        passes = _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, frozenset(self._in_fp32))
+        rehearsed, choices = self._rehearsed, [self._choice(block) for block in range(1, self._partition.head)]
+        found = rehearsed.found.get(passes)
+        if found is None or any(
+            (passes, kind, choice) not in rehearsed.layers for kind, choice in zip(found.kinds, choices, strict=True)
+        ):
+            found = self._go_through(passes)
+        layers = [rehearsed.layers[passes, kind, choice] for kind, choice in zip(found.kinds, choices, strict=True)]
+        return [found.embedding, *layers], found.head_peak_nbytes
+
+    def _go_through(self, passes: _Passes) -> _Found:
+        """Through all that is not known yet."""
+        head, train, rehearsed = self._partition.head, passes.train, self._rehearsed
         self._runner.model.train(train)
-        kinds: dict[object, UnitNeed] = {}
-        units = []
         with self._fake:
-            batch = [torch.zeros(num_examples, num_tokens, dtype=torch.long, device=self._device)]
+            batch = [torch.zeros(passes.num_examples, passes.num_tokens, dtype=torch.long, device=self._device)]
             with _unknown_where(0):
                 output_nbytes, held_nbytes, forward_peak_nbytes = self._forward_of_embedding(batch, keep=train)
             hidden = self._runner.inputs.pop()[0]
-            for block in range(1, head):
-                kind = self._kind(BlockIndex(block))
-                if kind not in kinds:
+            kinds = [self._kind(BlockIndex(block)) for block in range(1, head)]
+            for block, kind in enumerate(kinds, start=1):
+                if (key := (passes, kind, self._choice(block))) not in rehearsed.layers:
                     with _unknown_where(block):
                         find = self._layer if train else self._evaluated_layer
-                        kinds[kind] = find(BlockIndex(block), hidden, batch)
-                units.append(kinds[kind])
-            with _unknown_where(head):
-                head_peak_nbytes = self._head(hidden, train=train)
-            with _unknown_where(0):
-                backward_peak_nbytes = self._backward(BlockIndex(0), hidden, batch) if train else 0
+                        rehearsed.layers[key] = find(BlockIndex(block), hidden, batch)
+            if passes not in rehearsed.found:
+                with _unknown_where(head):
+                    head_peak_nbytes = self._head(hidden, train=train)
+                with _unknown_where(0):
+                    backward_peak_nbytes = self._backward(BlockIndex(0), hidden, batch) if train else 0
+                embedding = UnitNeed(
+                    output_nbytes=output_nbytes,
+                    held_nbytes=held_nbytes,
+                    swapped=(),
+                    forward_peak_nbytes=forward_peak_nbytes,
+                    backward_peak_nbytes=backward_peak_nbytes,
+                )
+                rehearsed.found[passes] = _Found(embedding=embedding, head_peak_nbytes=head_peak_nbytes, kinds=kinds)
         self._runner.forget()
-        embedding = UnitNeed(
-            output_nbytes=output_nbytes,
-            held_nbytes=held_nbytes,
-            swapped=(),
-            forward_peak_nbytes=forward_peak_nbytes,
-            backward_peak_nbytes=backward_peak_nbytes,
-        )
-        return [embedding, *units], head_peak_nbytes
+        return rehearsed.found[passes]
 
     # --- inside: all of it is done with fake tensors ----------------------------------------------------------------
 
+    def _choice(self, block: int) -> BlockActivations:
+        return self._activations.get(BlockIndex(block), RECOMPUTE_ALL)
+
     def _kind(self, block: BlockIndex) -> object:
-        """Equal for layers that go through the same operators, as far as their modules and arguments show."""
+        """Equal for layers that go through the same operators, as far as their modules and arguments show.
+
+        With the same choice of activations, that is.
+        """
         call = self._runner.calls[0][block - 1]
         layer = self._partition.layers[block - 1]
         shapes = tuple(site.param.shape for site in self._partition.sites[block])
-        choice = self._activations.get(block, RECOMPUTE_ALL)
-        return choice, repr(layer), shapes, block in self._in_fp32, _kind_of((call.args, call.kwargs))
+        return repr(layer), shapes, block in self._in_fp32, _kind_of((call.args, call.kwargs))
 
     def _forward_of_embedding(self, batch: list[torch.Tensor], *, keep: bool) -> tuple[int, int, int]:
         """What it puts out, holds, and takes at its peak."""
@@ -166,7 +215,7 @@ class Rehearsal:
 
     def _layer(self, block: BlockIndex, hidden: torch.Tensor, batch: list[torch.Tensor]) -> UnitNeed:
         """`hidden`: like what enters it."""
-        policy = self._activations.get(block, RECOMPUTE_ALL)
+        policy = self._choice(block)
         # Only after its first forward pass does a runner know whether a layer has Python autograd functions.
         for _ in range(2 if policy.recompute and policy.needs_grad else 1):
             self._enter(hidden)

@@ -9,6 +9,7 @@ here the ways are given by the caller. Solved by HiGHS, of SciPy.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,15 +111,24 @@ def outcome_of(program: Program, assignment: Assignment) -> Outcome:
 
 def solve(program: Program) -> Assignment | None:
     """The best assignment that fits; None if none does."""
-    found = _Variables(program).minimize(is_elastic=False)
+    found = _Variables(program).minimize()
     return None if found is None else found[0]
 
 
 def shortfall(program: Program) -> tuple[float, ...]:
     """Bytes that are missing on each tier, where nothing fits: as small a share of the limits as there can be."""
-    found = _Variables(program).minimize(is_elastic=True)
+    found = _Variables(program).minimize(elastic=range(len(program.limits)))
     assert found is not None, "without limits everything fits"
     return found[1]
+
+
+def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -> float | None:
+    """The least bytes by which this tier's limit is to be raised, the others' staying; None: that does not help.
+
+    `beside`: tiers whose limits are raised with it, whatever by.
+    """
+    found = _Variables(program).minimize(elastic=(tier, *beside), only=tier)
+    return None if found is None else found[1][tier]
 
 
 class _Variables:
@@ -146,7 +156,10 @@ class _Variables:
             self._nbytes[overflow.source, -1], self._nbytes[overflow.target, -1] = -self._moved_unit, self._moved_unit
         self._movable = np.array([way.movable_nbytes for way in ways]) / self._moved_unit
 
-    def minimize(self, *, is_elastic: bool) -> tuple[Assignment, tuple[float, ...]] | None:
+    def minimize(
+        self, *, elastic: Collection[int] = (), only: int | None = None
+    ) -> tuple[Assignment, tuple[float, ...]] | None:
+        """The step's time; of what `elastic` tiers lack, if there are any, all or `only` one."""
         program, num_ways = self._program, self._num_ways
         num_tiers = len(program.limits)
         step = num_ways + 1
@@ -158,15 +171,16 @@ class _Variables:
         costs = np.zeros(width)
         costs[: num_ways + 1] = SPARE_WEIGHT * self._seconds.sum(axis=0)
         costs[step] = 1.0
-        if is_elastic:
+        if elastic:
             costs[:] = 0.0
-            costs[step + 1 :] = 1.0
+            costs[[step + 1 + tier for tier in (elastic if only is None else (only,))]] = 1.0
         integrality = np.zeros(width)
         integrality[:num_ways] = 1
         upper = np.full(width, np.inf)
         upper[:num_ways] = [alike.count for alike in program.blocks for _ in alike.ways]
         upper[num_ways] = np.inf if program.overflow else 0.0
-        upper[step + 1 :] = np.inf if is_elastic else 0.0
+        upper[step + 1 :] = 0.0
+        upper[[step + 1 + tier for tier in elastic]] = np.inf
         found = milp(
             costs,
             constraints=constraints,

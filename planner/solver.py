@@ -3,7 +3,8 @@
 For each size of the groups, an integer program decides the rest (see `step_costs`); the best of all is taken.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from windlass.planner.activation_ways import ActivationWay
 from windlass.planner.activations import BlockActivations
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement, Plan, PlanError, make_plan
-from windlass.planner.program import Assignment, outcome_of, shortfall, solve
+from windlass.planner.program import Assignment, Program, outcome_of, shortfall, shortfall_of, solve
 from windlass.planner.speeds import Speeds
 from windlass.planner.step_costs import Kind, Limits, Part, PlannedJob, StateTier, StepCosts, Tier
 
@@ -22,14 +23,23 @@ _MAX_CORRECTIONS = 5
 
 
 class DoesNotFitError(ValueError):
-    """No plan fits. `missing`: bytes of each tier, as little as there can be."""
+    """No plan fits."""
 
-    def __init__(self, missing: dict[Tier, int]) -> None:
-        self.missing = missing
+    def __init__(self, find_missing: Callable[[], dict[Tier, int]]) -> None:
+        """`find_missing`: see `missing`; takes its time, and many a search only asks whether something fits."""
+        super().__init__()
+        self._find_missing = find_missing
+
+    @functools.cached_property
+    def missing(self) -> dict[Tier, int]:
+        """Bytes of each tier, as little as there can be."""
+        return self._find_missing()
+
+    def __str__(self) -> str:
         parts = [
-            f"{nbytes / 2**30:.2f} GiB of {tier.name.lower()} memory" for tier, nbytes in missing.items() if nbytes
+            f"{nbytes / 2**30:.2f} GiB of {tier.name.lower()} memory" for tier, nbytes in self.missing.items() if nbytes
         ]
-        super().__init__(f"no plan fits; it lacks {' and '.join(parts) or 'memory'}")
+        return f"no plan fits; it lacks {' and '.join(parts) or 'memory'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +88,7 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
     Raises:
         DoesNotFitError: none fits.
     """
-    missing: list[dict[Tier, int]] = []
+    missing: list[DoesNotFitError] = []
     for resort in _RESORTS:
         if resort["spills"] and not job.keeps_grads:
             continue
@@ -88,10 +98,43 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
             try:
                 found.append(_solve(costs))
             except DoesNotFitError as error:
-                missing.append(error.missing)
+                missing.append(error)
         if found:
             return min(found, key=lambda solution: solution.cost)
-    raise DoesNotFitError(min(missing, key=lambda lacking: sum(lacking.values())))
+    raise DoesNotFitError(lambda: min((each.missing for each in missing), key=lambda lacking: sum(lacking.values())))
+
+
+def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) -> float | None:
+    """How large the limit of a tier must be at least; what plans take beyond their program is not in it.
+
+    None: however large it is, the other limits are too small. Groups are of one micro-batch, or of all: what lies
+    between does not take less.
+    """
+    found: list[float] = []
+    # The cores' memory is the device's as well, and more of it.
+    beside = (Tier.DEVICE,) if speeds.shares_cores and tier is Tier.HOST else ()
+    given = (limits.device_nbytes, limits.host_nbytes, limits.ssd_nbytes)[tier]
+    for resort in _RESORTS:
+        if resort["spills"] and not job.keeps_grads:
+            continue
+        for group_size in {1, job.num_microbatches}:
+            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
+            lacking = shortfall_of(costs.program(costs.kinds()), tier, beside=beside)
+            if lacking is not None:
+                found.append(given + lacking)
+    return min(found, default=None)
+
+
+def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
+    """Whether there is an assignment; what plans take beyond their program is not in it. Groups: see `least_nbytes`."""
+    for resort in reversed(_RESORTS):  # what saves most first
+        if resort["spills"] and not job.keeps_grads:
+            continue
+        for group_size in {1, job.num_microbatches}:
+            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
+            if solve(costs.program(costs.kinds())) is not None:
+                return True
+    return False
 
 
 def group_sizes(num_microbatches: int) -> list[int]:
@@ -109,8 +152,7 @@ def _solve(costs: StepCosts) -> Solution:
         program = costs.program(kinds)
         assignment = solve(program)
         if assignment is None:
-            lacking = shortfall(program)
-            raise DoesNotFitError({tier: int(lacking[tier]) for tier in Tier})
+            raise DoesNotFitError(functools.partial(_shortfall, program, costs.speeds))
         placement, outcome = _placement(costs, kinds, assignment), outcome_of(program, assignment)
         on_device = outcome.nbytes[Tier.DEVICE] if costs.speeds.shares_cores else 0.0
         try:
@@ -133,7 +175,14 @@ def _solve(costs: StepCosts) -> Solution:
                 Tier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
             },
         )
-    raise DoesNotFitError({Tier.DEVICE: 0, Tier.HOST: int(excess), Tier.SSD: 0})
+    raise DoesNotFitError(lambda: {Tier.DEVICE: 0, Tier.HOST: int(excess), Tier.SSD: 0})
+
+
+def _shortfall(program: Program, speeds: Speeds) -> dict[Tier, int]:
+    lacking = {tier: int(nbytes) for tier, nbytes in zip(Tier, shortfall(program), strict=True)}
+    if speeds.shares_cores:  # the device's memory is the host's, and was counted there
+        lacking[Tier.DEVICE] = 0
+    return lacking
 
 
 def _plan(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> Plan:

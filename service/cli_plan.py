@@ -1,6 +1,7 @@
 """The command `plan`: what a job would take on a machine, before anything runs."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,14 +24,16 @@ from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
     from windlass.actors.planning import Planned, PlanQuestion
+    from windlass.actors.planning_compare import Comparison
 
 _MEASURED = "measured"
+_MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
 
 
 def plan(
     model: Annotated[str, typer.Option(help="A model's folder or name, or a YAML file with a shape's numbers.")],
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples of a step.")],
-    seq_len: Annotated[int, typer.Option(min=8, help="Tokens of an example.")],
+    batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples of a step.")],
+    seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens of an example.")],
     hardware: Annotated[
         str, typer.Option(help="A YAML file, the name of a published machine, or 'measured': what `doctor` saved.")
     ] = _MEASURED,
@@ -47,12 +50,17 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(help="Simulate some steps (minutes, for large models), and write their timeline.")
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also tell what the systems of the papers would take (docs/papers.md).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     home: Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")] = None,
 ) -> None:
     """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
     settings = load_settings(home)
     machine = _hardware(settings, hardware)
+    if math.isnan(slack):
+        raise CommandError("--slack: nan: give a number from 0 to 1")
     if num_microbatches is not None and num_microbatches > batch_size:
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
@@ -69,13 +77,15 @@ def plan(
         clips=clip,
         measures=hardware == _MEASURED,
     )
-    number, num_params, planned = _answer(question, find, slack)
+    number, num_params, question, planned = _answer(question, find, slack)
     found = planned.report
     if trace is not None and planned.solution is not None:
         found = _simulate(question, planned, trace)
+    compared = _compare(question, planned) if compare else None
     if as_json:
         of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
-        print(json.dumps(of_search | asdict(found), indent=2))
+        of_systems = {} if compared is None else {"compare": asdict(compared)}
+        print(json.dumps(of_search | asdict(found) | of_systems | {"warnings": unusual(machine)}, indent=2))
     else:
         for warning in unusual(machine):
             print(f"! {warning}")
@@ -83,6 +93,9 @@ def plan(
             print(f"{find}: {number} ({num_params / 1e9:.3g} billion parameters)")
             print()
         _print(found)
+        if compared is not None:
+            print()
+            _print_comparison(found, compared)
     if not found.feasible:
         raise typer.Exit(2)
 
@@ -121,12 +134,18 @@ def _question(settings: Settings, model: str, *, sequence_length: int, **fields:
                 f"--model: there is no model in {folder}; name a folder with a config.json, or a YAML file with "
                 f"{', '.join(ModelShape.model_fields)}"
             )
-        config = load_config(str(folder))
+        try:
+            config = load_config(str(folder))
+        except ValueError as error:
+            raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
+        longest = getattr(config, "max_position_embeddings", None)
+        if isinstance(longest, int) and sequence_length > longest:
+            raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
     return PlanQuestion(config=config, sequence_length=sequence_length, **fields)
 
 
-def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "Planned"]:
-    """What was found, with so many parameters; 0 where nothing was looked for, or nothing fits."""
+def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
+    """What was found, with so many parameters, for which job; 0 where nothing was looked for, or nothing fits."""
     from windlass.actors.planning import answer
     from windlass.actors.planning_limits import find
     from windlass.engine.partition import UnsupportedArchitectureError
@@ -134,8 +153,8 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
 
     try:
         if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
-            return found.number, found.num_params, found.planned
-        return 0, 0, answer(question)
+            return found.number, found.num_params, found.question, found.planned
+        return 0, 0, question, answer(question)
     except (UnsupportedArchitectureError, DeviceNeedUnknownError) as error:
         raise CommandError(f"--model: {error}") from None
 
@@ -157,6 +176,27 @@ def _simulate(question: "PlanQuestion", planned: "Planned", path: Path) -> PlanR
     except OSError as error:
         raise CommandError(f"--trace: {path} cannot be written: {error}") from None
     return with_step(planned.report, simulated.step_s)
+
+
+def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":
+    from windlass.actors.planning_compare import comparison
+
+    return comparison(question, planned)
+
+
+def _print_comparison(own: PlanReport, compared: "Comparison") -> None:
+    if compared.systems:
+        found = ("-", "-", "-", "no")
+        if own.step_s is not None and own.tokens_per_s is not None:
+            found = (f"{own.step_s:.3g}", f"{own.tokens_per_s:.4g}", str(own.bottleneck), "yes")
+        rows = [("system", "step, s", "tokens a second", "busiest", "fits"), ("windlass", *found)]
+        for each in compared.systems:
+            lacks = ", ".join(f"{gib:.1f} GiB of {memory} memory" for memory, gib in each.missing_gib.items())
+            fits = f"no: lacks {lacks}" if lacks else "yes"
+            rows.append((each.system, f"{each.step_s:.3g}", f"{each.tokens_per_s:.4g}", each.bottleneck, fits))
+        print_columns(rows)
+    for note in compared.notes:
+        print(note)
 
 
 def _print(found: PlanReport) -> None:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.actors.test_planning import machine, question
-from windlass.actors.planning import PlanQuestion, Profiles, best_plan, fits
+from windlass.actors.planning import PlanQuestion, Profiles, best_plan
 from windlass.actors.planning_limits import find
+from windlass.actors.planning_trials import fits
 from windlass.planner.reach import Goal
 from windlass.planner.step_costs import Tier
 

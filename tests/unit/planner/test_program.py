@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -18,6 +19,7 @@ from windlass.planner.program import (
     Way,
     outcome_of,
     shortfall,
+    shortfall_of,
     solve,
 )
 
@@ -133,6 +135,18 @@ def test_with_what_is_missing_it_fits(program: Program) -> None:
         overflow=program.overflow,
     )
     assert solve(raised) is not None
+
+
+@settings(max_examples=200, deadline=None)
+@given(PROGRAMS)
+def test_with_what_one_tier_lacks_it_fits_or_that_does_not_help(program: Program) -> None:
+    for tier, limit in enumerate(program.limits):
+        lacks = shortfall_of(program, tier)
+        all_nbytes = sum(alike.count * max(map(sum, (way.nbytes for way in alike.ways))) for alike in program.blocks)
+        more = (sum(program.nbytes) + all_nbytes if lacks is None else lacks) + 1e5
+        limits = (*program.limits[:tier], limit + more, *program.limits[tier + 1 :])
+        raised = replace(program, limits=limits)
+        assert (lacks is None) == (solve(raised) is None)
 
 
 def test_the_step_is_the_largest_bound() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from tests.unit.planner.profiles import make_job, make_profile, make_speeds
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY, STAGED_ACTIVATIONS
 from windlass.planner.program import outcome_of, solve
-from windlass.planner.solver import DoesNotFitError, Solution, group_sizes, solve_job
+from windlass.planner.solver import DoesNotFitError, Solution, group_sizes, least_nbytes, may_fit, solve_job
 from windlass.planner.step_costs import Limits, Part, PlannedJob, StepCosts, Tier
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
@@ -84,6 +84,25 @@ def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
     with pytest.raises(DoesNotFitError, match="GiB of ssd memory") as caught:
         solve_job(make_job(), make_speeds(), limits(1000, 1000, 100))
     assert caught.value.missing[Tier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
+
+
+@pytest.mark.parametrize(("tier", "num_microbatches"), [(Tier.DEVICE, 1), (Tier.HOST, 4), (Tier.SSD, 2)])
+def test_the_least_memory_of_a_tier_is_what_a_plan_needs_of_it(tier: Tier, num_microbatches: int) -> None:
+    job, speeds = make_job(num_microbatches=num_microbatches, keeps_grads=True), make_speeds()
+    names = {Tier.DEVICE: "device_nbytes", Tier.HOST: "host_nbytes", Tier.SSD: "ssd_nbytes"}
+
+    def limited(nbytes: float) -> Limits:
+        return replace(limits(200, 400, 4000), **{names[tier]: nbytes})
+
+    least = least_nbytes(job, speeds, limited(MIB), tier)
+    assert least is not None
+    assert may_fit(job, speeds, limited(least + 1000))
+    assert solve_job(job, speeds, limited(least + 2 * MIB)).nbytes[tier] > 0
+    assert not may_fit(job, speeds, limited(least - MIB))
+    with pytest.raises(DoesNotFitError):
+        solve_job(job, speeds, limited(least - MIB))
+    other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+    assert least_nbytes(job, speeds, replace(limited(MIB), **{names[other]: MIB}), tier) is None
 
 
 def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:

@@ -13,6 +13,7 @@ from windlass.service.cli_errors import reported
 from windlass.service.cli_plan import plan
 
 SHAPE = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n"
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 32}
 JOB = ("--batch-size", "4", "--seq-len", "64")
 
 
@@ -50,6 +51,20 @@ def test_a_plan_is_told_as_json(shape: Path, home: Path) -> None:
     assert set(found["peak_gib"]) == {"gpu", "host", "ssd"}
 
 
+def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--compare")
+    result = run(*job)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    (start,) = (index for index, line in enumerate(lines) if line.startswith("system "))
+    assert lines[start + 1].startswith("windlass ")
+    assert any(line.startswith("ZeRO-Infinity ") and line.endswith("yes") for line in lines[start:])
+    found = json.loads(run(*job, "--json").output)
+    systems = {each["system"]: each for each in found["compare"]["systems"]}
+    assert {"ZeRO-Infinity", "G10", "Ratel"} <= set(systems)
+    assert {"step_s", "tokens_per_s", "bottleneck", "fits", "missing_gib"} <= set(systems["Ratel"])
+
+
 @pytest.mark.long
 def test_what_does_not_fit_ends_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
     tiny = tmp_path / "tiny.yaml"
@@ -83,10 +98,17 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
         (("--model", "{shape}", "--hardware", "no-such-machine"), "published machine"),
         (("--model", "{shape}"), "windlass doctor"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
+        (("--model", "{shape}", "--hardware", "{shape}/.."), "shape.yaml/.."),
+        (("--model", "{folder}", "--hardware", "rtx4090-server"), "config of folder cannot be used"),
+        (("--model", "{short}", "--hardware", "rtx4090-server"), "--seq-len: 64: the model in"),
     ],
 )
 def test_bad_input_gets_one_line(arguments: tuple[str, ...], words: str, shape: Path, home: Path) -> None:
-    result = run(*(each.format(shape=shape) for each in arguments), *JOB)
+    names = {"shape": shape, "folder": shape.parent / "folder", "short": shape.parent / "short"}
+    for name, config in (("folder", {"model_type": "none of any library"}), ("short", LLAMA)):
+        names[name].mkdir()
+        (names[name] / "config.json").write_text(json.dumps(config))
+    result = run(*(each.format(**names) for each in arguments), *JOB)
     assert result.exit_code == 1
     assert words in result.output
     assert len(result.output.strip().splitlines()) == 1
@@ -123,3 +145,13 @@ def test_a_model_that_is_not_there_is_not_simulated(shape: Path, home: Path, tmp
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, *search)
     assert result.exit_code == 1
     assert "leave out --find most-layers" in result.output
+
+
+@pytest.mark.parametrize("job", [("--batch-size", "0", "--seq-len", "64"), ("--batch-size", "4", "--seq-len", "1e9")])
+def test_numbers_out_of_range_are_refused(job: tuple[str, ...], shape: Path, home: Path) -> None:
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *job)
+    assert result.exit_code == 2
+    assert "Invalid value for" in result.output
+    slack = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--slack", "nan")
+    assert slack.exit_code == 1
+    assert "--slack: nan" in slack.output

@@ -1,0 +1,49 @@
+"""A job's plan beside what the systems of the papers would take for the same job on the same machine."""
+
+from dataclasses import dataclass, replace
+
+from windlass.actors.planning import Planned, PlanQuestion, Profiles
+from windlass.actors.planning_trials import with_part
+from windlass.planner.comparison import ComparedSystem, compare
+from windlass.planner.hardware import Hardware
+from windlass.planner.solver import Solution
+from windlass.storage.ids import Precision
+
+_KIND = (
+    "the others get the whole batch at once, SSDs at full rate, fp32 states and the least memory; "
+    "nothing waits in their figures, or in windlass's unless simulated"
+)
+_NO_CLIPPING = "what updates within the backward pass cannot clip gradients, as this job does"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`systems` is empty where there is nothing to compare; `notes` then says why, else how to read them."""
+
+    systems: tuple[ComparedSystem, ...]
+    notes: tuple[str, ...]
+
+
+def comparison(question: PlanQuestion, planned: Planned) -> Comparison:
+    """Of a job that was planned. Compute is as fast for everybody: as fast as the plan counts with."""
+    if question.precision is Precision.FP32:
+        return Comparison(systems=(), notes=("nothing to compare: the papers' systems compute in 16 bit, not in fp32",))
+    hardware = question.hardware
+    if planned.solution is not None:
+        hardware = _with_planned_tflops(hardware, planned.solution)
+    try:
+        whole_batch = Profiles(replace(question, measures=False)).of(question.batch_size, question.sequence_length)
+        if question.num_layers is not None:
+            whole_batch = whole_batch.with_num_layers(question.num_layers)
+        systems = compare(hardware, whole_batch)
+    except ValueError as error:
+        return Comparison(systems=(), notes=(f"nothing to compare: {error}",))
+    does_not_clip = question.clips and any(system.updates_in_backward for system in systems)
+    return Comparison(systems=tuple(systems), notes=(_KIND, _NO_CLIPPING) if does_not_clip else (_KIND,))
+
+
+def _with_planned_tflops(hardware: Hardware, solution: Solution) -> Hardware:
+    """As if the GPU did all operations at the rate at which it does the plan's, whose times may be measured ones."""
+    costs, model = solution.costs, solution.costs.job.model
+    compute_s = sum(sum(costs.compute_s(block)) for block in model.blocks)
+    return with_part(hardware, gpus=with_part(hardware.gpus, tflops=3 * model.num_flops / compute_s / 1e12))

@@ -1,0 +1,188 @@
+"""Whether jobs would fit, and the nearest change that makes one fit.
+
+Each question of that kind tries many jobs. The integer program alone tells quickly which ones cannot fit; a job counts
+as fitting only when its device's memory was gone through exactly, so that is done at the border only.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel
+
+from windlass.planner.hardware import GIB
+from windlass.planner.reach import largest, smallest
+from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES
+from windlass.planner.solver import DoesNotFitError, least_nbytes, may_fit
+from windlass.planner.speeds import speeds_of
+from windlass.planner.step_costs import Tier
+
+if TYPE_CHECKING:
+    from windlass.actors.planning import PlanQuestion, Profiles
+
+_Part = TypeVar("_Part", bound=BaseModel)
+_FEW_TOKENS = 64  # of an example; shorter ones are worth no search
+
+
+def with_part(part: _Part, **changes: Any) -> _Part:
+    """A machine, or a part of one, with other numbers."""
+    return part.model_copy(update=changes)
+
+
+def fits(question: "PlanQuestion", profiles: "Profiles") -> bool:
+    """Whether there is a plan."""
+    return _fitting_number(question, profiles) is not None
+
+
+def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", *, most: int) -> int:
+    """The largest number up to `most` for which a job fits, where all smaller ones do; 0 if not even for 1.
+
+    By the program first: what it leaves out moves the border by little.
+    """
+    number = largest(lambda each: _may_fit(ask(each), profiles), most=most)
+    does_not, step = number + 1, max(1, number // 32)
+    while number and not fits(ask(number), profiles):
+        does_not, number, step = number, max(0, number - step), 2 * step
+    while does_not - number > 1:
+        middle = (number + does_not) // 2
+        number, does_not = (middle, does_not) if fits(ask(middle), profiles) else (number, middle)
+    return number
+
+
+def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
+    """The nearest change of each kind, the cheapest first. Of a job that does not fit."""
+    found = [_other_microbatches(question, profiles), _smaller(question, profiles)]
+    found += [_with_more(question, profiles, memory) for memory in _MEMORIES]
+    told = [f"it fits with {words}" for words in found if words is not None]
+    return told or ["it fits with more of every kind of memory only"]
+
+
+def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
+    """Those that are asked for, or may be chosen: twice as many each time."""
+    if question.num_microbatches is not None:
+        yield question.num_microbatches
+        return
+    number = 1
+    while number <= question.batch_size:
+        yield number
+        number *= 2
+
+
+def _may_fit(question: "PlanQuestion", profiles: "Profiles") -> bool:
+    speeds, limits = speeds_of(question.hardware), question.limits
+    return any(may_fit(profiles.job(question, number), speeds, limits) for number in numbers_of_microbatches(question))
+
+
+def _fitting_number(question: "PlanQuestion", profiles: "Profiles") -> int | None:
+    """Of micro-batches, with which it fits."""
+    speeds, limits = speeds_of(question.hardware), question.limits
+    for number in numbers_of_microbatches(question):
+        if may_fit(profiles.job(question, number), speeds, limits):
+            try:
+                profiles.solve(question, number)
+            except DoesNotFitError:
+                continue
+            return number
+    return None
+
+
+def _other_microbatches(question: "PlanQuestion", profiles: "Profiles") -> str | None:
+    if question.num_microbatches is None:
+        return None
+    number = _fitting_number(replace(question, num_microbatches=None), profiles)
+    return None if number is None else f"{number} micro-batches"
+
+
+def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
+    """A smaller batch, in micro-batches of one or two examples; or one example, and that shorter."""
+
+    def cut(batch_size: int) -> "PlanQuestion":
+        number = 1 << max(0, batch_size.bit_length() - 1)
+        return replace(question, batch_size=batch_size, num_microbatches=number)
+
+    if batch_size := largest_fitting(cut, profiles, most=question.batch_size - 1):
+        return f"a batch of {batch_size} in {cut(batch_size).num_microbatches} micro-batches"
+
+    def one(num_tokens: int) -> "PlanQuestion":
+        return replace(question, batch_size=1, num_microbatches=1, sequence_length=num_tokens)
+
+    num_tokens = question.sequence_length
+    if num_tokens <= _FEW_TOKENS or not fits(one(_FEW_TOKENS), profiles):
+        return None
+    while not fits(one(num_tokens := max(_FEW_TOKENS, num_tokens * 3 // 4)), profiles):
+        pass
+    return f"a batch of 1 and sequences of {num_tokens} tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """One kind, as machines and budgets name it."""
+
+    words: str
+    part: str  # of the machine, and its key
+    key: str
+    tier: Tier
+    budget: str | None  # a field of the question
+    others_nbytes: int  # what is taken besides by what is not the job's
+
+
+_MEMORIES = (
+    _Memory(
+        words="host memory",
+        part="host",
+        key="memory_gib",
+        tier=Tier.HOST,
+        budget="host_memory_nbytes",
+        others_nbytes=PROCESSES_NBYTES,
+    ),
+    _Memory(
+        words="GPU memory",
+        part="gpus",
+        key="memory_gib",
+        tier=Tier.DEVICE,
+        budget="device_memory_nbytes",
+        others_nbytes=DRIVER_NBYTES,
+    ),
+    _Memory(words="each SSD", part="ssds", key="capacity_gib", tier=Tier.SSD, budget=None, others_nbytes=0),
+)
+
+
+def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) -> str | None:
+    """The smallest size of one kind of memory with which the job fits; of its budget, where that is what is short."""
+    is_cpu = question.hardware.gpus.count == 0
+    if is_cpu and memory.tier is Tier.DEVICE:
+        return None  # it is the host's
+    speeds, limits = speeds_of(question.hardware), question.limits
+    jobs = (profiles.job(question, number) for number in numbers_of_microbatches(question))
+    least = [nbytes for job in jobs if (nbytes := least_nbytes(job, speeds, limits, memory.tier)) is not None]
+    if not least:
+        return None
+    part = getattr(question.hardware, memory.part)
+    is_budget = memory.budget is not None and getattr(question, memory.budget) is not None
+    # GiB of a budget are the job's alone.
+    others_nbytes = 0 if is_budget else memory.others_nbytes
+    num_parts = part.count if memory.tier is Tier.SSD else 1
+    least_gib = max(1, math.ceil((min(least) + others_nbytes) / num_parts / GIB))
+
+    def with_gib(gib: int) -> "PlanQuestion":
+        enough, budgets = float(gib), dict[str, Any]()
+        if is_budget:
+            enough = max(getattr(part, memory.key), gib + memory.others_nbytes / GIB)
+            budgets[str(memory.budget)] = gib * GIB
+        changed = with_part(part, **{memory.key: enough})
+        return replace(question, hardware=with_part(question.hardware, **{memory.part: changed}), **budgets)
+
+    # Not everything that the program fits in fits exactly; but if so much more does not help, this memory is not short.
+    most = least_gib
+    if not fits(with_gib(least_gib + most), profiles):
+        return None
+    more = smallest(lambda number: fits(with_gib(least_gib - 1 + number), profiles), most=most)
+    gib = least_gib - 1 + more if more is not None else least_gib + most
+    if memory.tier is Tier.SSD:
+        return f"{gib} GiB on {memory.words}"
+    if not is_budget:
+        return f"{gib} GiB of {memory.words}"
+    needs = getattr(with_gib(gib).hardware, memory.part)
+    beside = "" if needs == part else f", on a machine with {getattr(needs, memory.key):.1f} GiB"
+    return f"a budget of {gib} GiB of {memory.words}{beside}"

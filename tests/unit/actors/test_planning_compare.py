@@ -1,0 +1,51 @@
+"""A plan beside what other systems would take."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.actors.test_planning import MACHINE, question
+from windlass.actors import planning
+from windlass.actors.planning_compare import comparison
+from windlass.engine.model_profile import config_of_shape
+from windlass.planner.shapes import ModelShape
+from windlass.planner.stage_times import POLICIES, stage_times
+from windlass.storage.ids import Precision
+
+ASKED = replace(
+    question(batch_size=4),
+    config=config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=512),
+)
+
+
+def test_compute_is_as_fast_for_all_as_the_plan_counts_with() -> None:
+    planned = planning.answer(ASKED)
+    assert planned.solution is not None
+    found = {each.system: each for each in comparison(ASKED, planned).systems}
+    assert set(found) == set(POLICIES)
+    costs, model = planned.solution.costs, planned.solution.costs.job.model
+    assert planned.solution.costs.job.num_microbatches == 1
+    compute_s = sum(sum(costs.compute_s(block)) for block in model.blocks)
+    tflops = 3 * model.num_flops / compute_s / 1e12
+    hardware = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"tflops": tflops})})
+    times = stage_times(POLICIES["FlashNeuron"], hardware, model)
+    assert times.forward.gpu_s + times.backward.gpu_s == pytest.approx(compute_s)  # nothing is computed again
+    assert found["FlashNeuron"].step_s == pytest.approx(times.iteration_s)
+
+
+def test_notes_say_who_could_not_clip() -> None:
+    planned = planning.answer(ASKED)
+    assert any("clip" in note for note in comparison(ASKED, planned).notes)
+    unclipped = replace(ASKED, clips=False)
+    assert not any("clip" in note for note in comparison(unclipped, planned).notes)
+
+
+def test_what_cannot_be_compared_is_told() -> None:
+    planned = planning.answer(ASKED)
+    fp32 = comparison(replace(ASKED, precision=Precision.FP32), planned)
+    assert (fp32.systems, len(fp32.notes)) == ((), 1)
+    assert "not in fp32" in fp32.notes[0]
+    cpu = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"count": 0})})
+    without = comparison(replace(ASKED, hardware=cpu), planned)
+    assert (without.systems, len(without.notes)) == ((), 1)
+    assert "this machine has none" in without.notes[0]
