@@ -8,21 +8,31 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from windlass.planner.yaml_files import Part
 
 GIB = 2**30
 GB = 10**9
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+# Beyond any unit that could have been meant; the solver's arithmetic has an end too.
+_LEAST, _MOST = 1e-6, 1e15
+
+
+def _not_too_small(value: float) -> float:
+    if value < _LEAST:
+        raise ValueError(f"{value!r}: input should be at least {_LEAST:g}")
+    return value
+
+
+Rate = Annotated[float, Field(gt=0, le=_MOST, allow_inf_nan=False), AfterValidator(_not_too_small)]
+Count = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class Gpus(Part):
     """All alike. `tflops`: 10^12 operations a second of one, in large matrix products in the training precision."""
 
-    count: Annotated[int, Field(ge=0)]
+    count: Annotated[int, Field(ge=0, le=10_000)]
     memory_gib: Rate
     tflops: Rate
     name: str | None = None
@@ -80,11 +90,12 @@ _USUAL = {
     "ssds.combined_gb_per_s": (0.05, 2000),
     "network_gb_per_s": (0.05, 1000),
 }
-_UNITS = {
-    "gib": "GiB are 2^30 bytes",
-    "gb_per_s": "GB are 10^9 bytes, not bits",
-    "tflops": "10^12 operations",
-    "params_per_s": "parameters",
+# By the end of a key: its unit, and what a person may have written instead, as so many of that unit.
+_UNITS: dict[str, tuple[str, dict[str, float]]] = {
+    "gib": ("GiB are 2^30 bytes", {"MiB": 2**-10, "bytes": 2**-30, "TiB": 2**10}),
+    "gb_per_s": ("GB are 10^9 bytes, not bits", {"MB/s": 1e-3, "bytes/s": 1e-9, "TB/s": 1e3}),
+    "tflops": ("10^12 operations", {"GFLOPS": 1e-3, "FLOPS": 1e-12, "PFLOPS": 1e3}),
+    "params_per_s": ("parameters", {"billions": 1e9, "millions": 1e6}),
 }
 
 
@@ -102,9 +113,12 @@ def unusual(hardware: Hardware) -> list[str]:
             value = None if value is None else getattr(value, part)
         if value is None or low <= value <= high:
             continue
-        unit = next((words for suffix, words in _UNITS.items() if key.endswith(suffix)), "a number of pieces")
+        unit, others = next((each for suffix, each in _UNITS.items() if key.endswith(suffix)), ("pieces", {}))
+        meant = [name for name, factor in others.items() if low <= value * factor <= high]
+        guess = f", or were {' or '.join(meant)} meant?" if meant else ""
         found.append(
-            f"{key}: {value:g} is {'less' if value < low else 'more'} than any machine has; is the unit right? ({unit})"
+            f"{key}: {value:g} is {'less' if value < low else 'more'} than any machine has; is the unit right? "
+            f"({unit}{guess})"
         )
     return found
 

@@ -6,7 +6,9 @@ from pydantic import Field, model_validator
 
 from windlass.planner.yaml_files import Part
 
-_Size = Annotated[int, Field(ge=1)]
+# Far beyond any model; what is larger still is a slip of the keyboard, and would take for ever.
+_MOST_LAYERS = 10_000
+_Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class ModelShape(Part):
@@ -14,7 +16,7 @@ class ModelShape(Part):
     of them it has Llama's.
     """
 
-    num_layers: _Size
+    num_layers: Annotated[int, Field(ge=1, le=_MOST_LAYERS)]
     hidden_size: _Size
     num_heads: _Size
     vocab_size: _Size

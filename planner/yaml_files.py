@@ -1,5 +1,6 @@
 """YAML files that people write: read, checked, and every problem told with file, key and value."""
 
+import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,17 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class _Loader(yaml.SafeLoader):
+    """Takes no key twice: the last would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See yaml.SafeLoader."""
+        scalars = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := sorted({key for key in scalars if scalars.count(key) > 1}):
+            raise yaml.YAMLError(f"{', '.join(twice)} is given twice, at line {node.start_mark.line + 1} or below")
+        return super().construct_mapping(node, deep)
+
+
 def load(kind: type[Model], path: Path) -> Model:
     """Read a file. Raises `YamlFileError`."""
     try:
@@ -27,7 +39,7 @@ def load(kind: type[Model], path: Path) -> Model:
     except (OSError, UnicodeDecodeError) as error:
         raise YamlFileError(f"{path}: cannot be read: {error}") from None
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, _Loader)  # it is a safe one
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, too many brackets
         raise YamlFileError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     return parse(kind, found, str(path))
@@ -36,23 +48,59 @@ def load(kind: type[Model], path: Path) -> Model:
 def parse(kind: type[Model], found: Any, source: str) -> Model:
     """Check what a file holds. Raises `YamlFileError`; `source` is what its lines begin with."""
     if not isinstance(found, Mapping):
-        keys = ", ".join(name for name, field in kind.model_fields.items() if field.is_required())
-        raise YamlFileError(f"{source}: holds {found!r}; a mapping with {keys} is needed")
+        raise YamlFileError(f"{source}: holds {found!r}; a mapping with {', '.join(_required(kind))} is needed")
     try:
         return kind.model_validate(found)
     except ValidationError as error:
-        raise YamlFileError("\n".join(f"{source}: {line}" for line in _lines(error))) from None
+        raise YamlFileError("\n".join(f"{source}: {line}" for line in _lines(kind, error))) from None
 
 
-def _lines(error: ValidationError) -> Iterator[str]:
+def _lines(kind: type[BaseModel], error: ValidationError) -> Iterator[str]:
     for each in error.errors():
         key = ".".join(map(str, each["loc"]))
         prefix = f"{key}: " if key else ""
-        if each["type"] == "missing":
-            yield f"{key}: is missing"
-        elif each["type"] == "extra_forbidden":
-            yield f"{key}: is not a key here"
-        elif each["type"] == "value_error":
-            yield f"{prefix}{each['ctx']['error']}"
-        else:
-            yield f"{prefix}{each['input']!r}: {each['msg'][:1].lower()}{each['msg'][1:]}"
+        value = each["input"]
+        match each["type"]:
+            case "missing":
+                yield f"{key}: is missing"
+            case "extra_forbidden":
+                yield f"{key}: is not a key here{_suggestion(kind, each['loc'])}"
+            case "value_error":
+                yield f"{prefix}{each['ctx']['error']}"
+            case "model_type":
+                keys = ", ".join(_required(_part_at(kind, each["loc"])))
+                yield f"{prefix}{value!r}: a mapping with {keys} is needed"
+            case _:
+                yield f"{prefix}{value!r}: {each['msg'][:1].lower()}{each['msg'][1:]}{_hint(value)}"
+
+
+def _required(kind: type[BaseModel]) -> list[str]:
+    return [name for name, field in kind.model_fields.items() if field.is_required()]
+
+
+def _part_at(kind: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
+    """The mapping that is at a place, or around it."""
+    for key in place:
+        field = kind.model_fields.get(str(key))
+        part = None if field is None else field.annotation
+        if not (isinstance(part, type) and issubclass(part, BaseModel)):
+            break
+        kind = part
+    return kind
+
+
+def _suggestion(kind: type[BaseModel], place: tuple[int | str, ...]) -> str:
+    keys = list(_part_at(kind, place).model_fields)
+    near = difflib.get_close_matches(str(place[-1]), keys, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(keys)}"
+
+
+def _hint(value: object) -> str:
+    """Where a person sees a number and YAML does not."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    return "; to YAML this is text: write it without quotes, and an exponent as in 5.0e+9"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from windlass.actors.spans_file import SIMULATED_FOLDER, held_steps, load_step
 from windlass.actors.spans_trace import trace_of
-from windlass.planner.hardware import Hardware
+from windlass.planner.hardware import Hardware, unusual
 from windlass.service.context import ContextDep
 from windlass.service.doctor import measured_hardware
 from windlass.service.errors import ApiError
@@ -72,7 +72,8 @@ def create_plan(context: ContextDep, body: CreatePlan) -> dict[str, Any]:
         compute_threads=measuring_threads(settings, Machinery.here(), hardware) if body.hardware is None else None,
     )
     plan = _run(settings, question)
-    return {"object": "fine_tuning.plan", "model": body.model, "hardware": hardware.model_dump(), **plan}
+    about = {"model": body.model, "hardware": hardware.model_dump(), "warnings": unusual(hardware)}
+    return {"object": "fine_tuning.plan", **about, **plan}
 
 
 @router.get("/jobs/{job_id}/plan")

@@ -46,7 +46,11 @@ def test_the_examples_are_usual_machines(name: str) -> None:
         ("gpus.count", 1.5, "integer"),
         ("gpus.count", True, "integer"),
         ("gpus.memory_gib", True, "number"),
-        ("gpus", [], "dictionary"),
+        ("gpus", [], "a mapping with count, memory_gib, tflops is needed"),
+        ("gpus.tflops", "5.0e9", "to YAML this is text: write it without quotes"),
+        ("gpus.tflops", 1e300, "less than or equal to 1000000000000000"),
+        ("gpus.tflops", 1e-300, "at least 1e-06"),
+        ("ssds.count", 10**9, "less than or equal to 10000"),
         ("ssds.count", 0, "greater than or equal to 1"),
         ("ssds.combined_gb_per_s", 0, "greater than 0"),
         ("network_gb_per_s", -1, "greater than 0"),
@@ -77,13 +81,25 @@ def test_all_problems_are_told_at_once() -> None:
         parse(Hardware, found, "machine.yaml")
     assert sorted(str(caught.value).splitlines()) == [
         "machine.yaml: gpus.tflops: 0: input should be greater than 0",
-        "machine.yaml: host.memory_gb: is not a key here",
+        "machine.yaml: host.memory_gb: is not a key here; did you mean memory_gib?",
         "machine.yaml: pcie.d2h_gb_per_s: is missing",
     ]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "- 1", "gpus: [", "\t", "gpus", "gpus: 2026-13-45", "[" * 5000, "!!python/object/apply:os.system [ls]"]
+    "text",
+    [
+        "gpus: {}\ngpus: {}",
+        "gpus: {count: 1, count: 2}",
+        "",
+        "- 1",
+        "gpus: [",
+        "\t",
+        "gpus",
+        "gpus: 2026-13-45",
+        "[" * 5000,
+        "!!python/object/apply:os.system [ls]",
+    ],
 )
 def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "machine.yaml"
@@ -103,8 +119,11 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("host.memory_gib", 128 * 2**30, "GiB are 2^30 bytes"),
-        ("ssds.read_gb_per_s", 6000, "GB are 10^9 bytes"),
+        ("host.memory_gib", 128 * 2**30, "GiB are 2^30 bytes, or were bytes meant?"),
+        ("host.memory_gib", 128 * 2**10, "or were MiB meant?"),
+        ("ssds.capacity_gib", 0.9, "GiB are 2^30 bytes, or were TiB meant?"),
+        ("ssds.read_gb_per_s", 6000, "GB are 10^9 bytes, not bits, or were MB/s meant?"),
+        ("gpus.tflops", 1.5e14, "or were FLOPS meant?"),
         ("pcie.h2d_gb_per_s", 0.02, "less than any machine has"),
         ("host.adam_params_per_s", 2.0, "parameters"),
     ],
@@ -116,3 +135,10 @@ def test_a_unit_that_is_probably_wrong_is_doubted_and_taken(key: str, value: flo
     (warning,) = unusual(parse(Hardware, found, "machine.yaml"))
     assert warning.startswith(f"{key}: {value:g} ")
     assert said in warning
+
+
+def test_a_key_that_is_given_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump(profile()) + "gpus: {}\n")
+    with pytest.raises(YamlFileError, match="gpus is given twice"):
+        load(Hardware, path)

@@ -30,7 +30,10 @@ def test_two_optional_numbers_make_it_a_llama(tmp_path: Path) -> None:
         ),
         ({"num_layers": 0}, "shape.yaml: num_layers: 0: input should be greater than or equal to 1"),
         ({"vocab_size": -5}, "shape.yaml: vocab_size: -5: input should be greater than or equal to 1"),
-        ({"layers": 4}, "shape.yaml: layers: is not a key here"),
+        ({"layers": 4}, "shape.yaml: layers: is not a key here; did you mean num_layers?"),
+        ({"n_embd": 4}, "shape.yaml: n_embd: is not a key here; there are " + ", ".join(ModelShape.model_fields)),
+        ({"num_layers": 10**6}, "shape.yaml: num_layers: 1000000: input should be less than or equal to 10000"),
+        ({"hidden_size": 10**9}, "shape.yaml: hidden_size: 1000000000: input should be less than or equal to 16777216"),
     ],
 )
 def test_what_cannot_be_is_refused_by_key(change: dict[str, int], line: str) -> None:

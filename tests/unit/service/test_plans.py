@@ -77,6 +77,15 @@ def test_a_plan_for_another_machine(planning: TestClient) -> None:
     assert not list(context_of(planning).settings.home.glob("plan-*"))
 
 
+def test_units_that_are_probably_wrong_are_doubted(planning: TestClient) -> None:
+    in_mib = MACHINE | {"gpus": MACHINE["gpus"] | {"memory_gib": 24576}}
+    plan = ask(planning, hardware=in_mib).json()
+    assert plan["feasible"]
+    (warning,) = plan["warnings"]
+    assert "gpus.memory_gib: 24576" in warning
+    assert "were MiB meant?" in warning
+
+
 def test_a_plan_for_this_machine_needs_its_profile(planning: TestClient) -> None:
     response = ask(planning)
     assert response.status_code == 400
@@ -100,7 +109,12 @@ def test_what_does_not_fit_is_an_answer_as_well(planning: TestClient) -> None:
     [
         ({"model": "nobody"}, 404, "model"),
         ({"batch_size": 0}, 400, "batch_size"),
+        ({"batch_size": 10**6}, 400, "batch_size"),
         ({"hardware": MACHINE | {"host": {"memory_gib": -1}}}, 400, "hardware"),
+        ({"hardware": MACHINE | {"host": MACHINE["host"] | {"memory_gib": 1e-300}}}, 400, "hardware.host.memory_gib"),
+        ({"hardware": MACHINE | {"gpus": MACHINE["gpus"] | {"tflops": 1e300}}}, 400, "hardware.gpus.tflops"),
+        ({"hardware": MACHINE | {"gpus": 3}}, 400, "hardware.gpus"),
+        ({"hardware": MACHINE | {"ssd": {}}}, 400, "hardware.ssd"),
         ({"windlass": {"sequence_length": 4096}}, 400, "windlass.sequence_length"),
         ({"windlass": {"precision": "int4"}}, 400, "windlass.precision"),
     ],
