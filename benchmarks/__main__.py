@@ -15,6 +15,7 @@ NAMES = (
     "overflow",
     "planner",
     "scheduler",
+    "simulator",
     "ssd",
     "ssds",
     "step",

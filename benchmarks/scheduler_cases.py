@@ -136,7 +136,7 @@ class Bench:
         self._folder = folder
         self._workload = workload
         self._free: list[dict[str, Any]] = []  # timelines of the reference's steps
-        workload.write(folder)
+        workload.write_here(folder)
 
     def reference(self, compute_s: float) -> tuple[Reference, Result]:
         """What a step is, as it trains without throttles; and how long that takes."""

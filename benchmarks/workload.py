@@ -70,11 +70,19 @@ class Workload:
         return self.num_warmup_steps + self.num_timed_steps
 
     def write(self, folder: Path) -> None:
-        """Make the folder hold the workload, the model's initial weights and the batches."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / WORKLOAD_FILE).write_text(json.dumps(asdict(self)))
+        """Make the folder hold the workload, the model's initial weights and the batches; loads no torch here."""
+        self._describe(folder)
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.workload", str(folder)]
         subprocess.run(command, check=True, stderr=subprocess.PIPE)
+
+    def write_here(self, folder: Path) -> None:
+        """The same in this process."""
+        self._describe(folder)
+        prepare(folder)
+
+    def _describe(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / WORKLOAD_FILE).write_text(json.dumps(asdict(self)))
 
 
 def read_workload(folder: Path) -> Workload:

@@ -1,4 +1,7 @@
-"""A machine in this process whose links and compute are slow, and declared: what the simulator is compared with."""
+"""A machine in this process whose links, SSDs and compute are slow, and declared: what the simulator is compared with.
+
+As `throttle.py`, but product by product and copy by copy: layers wait in the midst of what they compute.
+"""
 
 import contextlib
 import time
