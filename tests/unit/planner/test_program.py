@@ -108,9 +108,20 @@ def fits(program: Program, outcome: Outcome) -> bool:
     return all(used <= limit * (1 + 1e-6) + 1 for used, limit in zip(outcome.nbytes, program.limits, strict=True))
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(PROGRAMS)
 def test_equals_a_search_through_everything(program: Program) -> None:
+    assert_best(program)
+
+
+@pytest.mark.long
+@settings(max_examples=5000, deadline=None)
+@given(PROGRAMS)
+def test_equals_it_thousands_of_times(program: Program) -> None:
+    assert_best(program)
+
+
+def assert_best(program: Program) -> None:
     best, found = best_of_all(program), solve(program)
     assert (best is None) == (found is None)
     if best is None or found is None:
@@ -121,7 +132,7 @@ def test_equals_a_search_through_everything(program: Program) -> None:
     assert outcome.cost == pytest.approx(best.cost, rel=2e-6, abs=1e-6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(PROGRAMS)
 def test_with_what_is_missing_it_fits(program: Program) -> None:
     missing = shortfall(program)
