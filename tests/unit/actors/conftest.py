@@ -1,5 +1,10 @@
+import os
+import threading
+from collections.abc import Sequence
+
 import pytest
 
+from tests.unit.actors.ssd_bench import WAIT_S, Hang
 from windlass.actors import gpu_worker
 from windlass.planner import plan
 
@@ -15,3 +20,24 @@ def small_activation_slots(monkeypatch: pytest.MonkeyPatch) -> int:
 def unchecked_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tiny model is checked before a job with choices of its own: for tests that break it, or run many jobs."""
     monkeypatch.setattr(gpu_worker, "check_architecture", lambda *_: None)
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Hang:
+    """Make the SSD hang in so many calls of a function of `os`."""
+
+    def replace_call(name: str, num_calls: int = 1000) -> tuple[threading.Event, threading.Event]:
+        entered, released = threading.Event(), threading.Event()
+        real, calls = getattr(os, name), iter(range(num_calls))
+
+        def call(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if next(calls, None) is not None:
+                entered.set()
+                assert released.wait(WAIT_S)
+            moved: int = real(fd, buffers, offset)
+            return moved
+
+        monkeypatch.setattr(os, name, call)
+        return entered, released
+
+    return replace_call

@@ -1,14 +1,18 @@
 """What the tests of an SSD server share: one that is asked for the chunks of a small job, and what it answers."""
 
+import contextlib
+import errno
 import queue
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.unit.storage.stores import BF16
 from windlass.actors.messages import (
     ActivationIoDone,
+    ActorFailed,
     ChunkIo,
     ChunkIoDone,
     ChunkPart,
@@ -58,6 +62,8 @@ GEOMETRY = StoreGeometry(
 )
 KEYS = [ChunkKey(BlockIndex(block), ChunkIndex(chunk)) for block in range(2) for chunk in range(3)]
 WAIT_S = 30.0
+# What tells that the SSD hangs, and what ends it.
+Hang = Callable[..., tuple[threading.Event, threading.Event]]
 
 
 def threads(num_threads: int) -> IoSettings:
@@ -222,3 +228,25 @@ class Bench:
 
     def content(self) -> bytes:
         return bytes(self.arena.buffer(Span(0, self.arena.nbytes)))
+
+
+@contextlib.contextmanager
+def running(bench: Bench) -> Iterator[Bench]:
+    """Starts its server, and stops it in the end."""
+    bench.setup()
+    yield bench
+    bench.server.stop()
+
+
+def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """A call that moves bytes, on an SSD that is broken."""
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def failure_of(sent: tuple[ActorName, Message]) -> ActorFailed:
+    """What the server told its scheduler."""
+    to, message = sent
+    assert to == "scheduler"
+    assert isinstance(message, ActorFailed)
+    assert message.actor == "ssd-0"
+    return message

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.late_streams import LateStreams
-from tests.unit.actors.test_gpu_worker import STEP, Bench
+from tests.unit.actors.worker_bench import STEP, Bench, running
 from windlass.actors.messages import BlockBackwardDone, BlockComputed, OffloadGrad, Phase
 from windlass.engine import device as device_module
 from windlass.engine.streams import StartThreads, Stream
@@ -53,11 +53,9 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(device_module, "open_streams", open_streams)
         bench = LateBench(tmp_path, placement=Placement(num_cached_params=100))
     (bench.streams,) = opened
-    bench.worker.setup()
-    yield bench
-    bench.streams.is_held_up = False
-    bench.worker.stop()
-    bench.arena.close()
+    with running(bench):
+        yield bench
+        bench.streams.is_held_up = False
 
 
 @pytest.mark.parametrize("bench", [0], indirect=True)

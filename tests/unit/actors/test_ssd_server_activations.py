@@ -10,9 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.actors.ssd_bench import CHUNK_NBYTES, GEOMETRY, JOB, KEYS, WAIT_S, WORKER, Bench
-from windlass.actors.messages import ActivationIoDone, ActorFailed, ChunkIoDone, Message, SpanKind, StoreCommitted
-from windlass.storage.ids import ActorName, Attempt, JobId, Span, Step
+from tests.unit.actors.ssd_bench import (
+    CHUNK_NBYTES,
+    GEOMETRY,
+    JOB,
+    KEYS,
+    WAIT_S,
+    WORKER,
+    Bench,
+    fail,
+    failure_of,
+    running,
+)
+from windlass.actors.messages import ActivationIoDone, ChunkIoDone, SpanKind, StoreCommitted
+from windlass.storage.ids import Attempt, JobId, Span, Step
 from windlass.storage.transfers import Backend, IoSettings, uring_refusal
 from windlass.storage.volume import Volume
 
@@ -24,10 +35,8 @@ HERE, THERE = Span(0, 2 * MIB + 4096), Span(8 * MIB, 2 * MIB + 4096)
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path, num_scratch_slots=NUM_SLOTS)
-    bench.setup()
-    yield bench
-    bench.server.stop()
+    with running(Bench(tmp_path, num_scratch_slots=NUM_SLOTS)) as bench:
+        yield bench
 
 
 def put(bench: Bench, span: Span, seed: int) -> bytes:
@@ -36,22 +45,11 @@ def put(bench: Bench, span: Span, seed: int) -> bytes:
     return content
 
 
-def failure(answer: tuple[ActorName, Message]) -> ActorFailed:
-    to, message = answer
-    assert to == "scheduler"
-    assert isinstance(message, ActorFailed)
-    return message
-
-
 def scratch_offset(bench: Bench, slot: int, job: JobId = JOB) -> int:
     volume = Volume.open(bench.directory, direct=False)
     start = volume.allocation(job).scratch[0].start
     volume.close()
     return start * MIB + slot * MIB
-
-
-def broken(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    raise OSError(errno.EIO, "Input/output error")
 
 
 def test_come_back_bit_exact_and_each_request_is_answered(bench: Bench) -> None:
@@ -116,7 +114,7 @@ def test_a_commit_has_nothing_to_do_with_them(bench: Bench, monkeypatch: pytest.
     bench.commit(0)
     assert isinstance(bench.next()[1], StoreCommitted)
     released.set()
-    assert "could not write" in failure(bench.next()).error
+    assert "could not write" in failure_of(bench.next()).error
     bench.write_all(step=3)
     bench.commit(3)
     assert isinstance(bench.next()[1], StoreCommitted)
@@ -146,9 +144,9 @@ def test_a_failing_ssd_is_named_and_nothing_is_answered(
     bench.wait_done(1)
     ask: Callable[..., None] = bench.write_activations if call == "pwritev" else bench.read_activations
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, broken)
+        patch.setattr(os, call, fail)
         ask([2], Span(0, MIB))
-        told = failure(bench.next())
+        told = failure_of(bench.next())
     verb = "write" if call == "pwritev" else "read"
     for fact in (str(bench.directory), JOB, "scratch slot 2", f"could not {verb}: [Errno 5]", "check the disk"):
         assert fact in told.error
@@ -166,7 +164,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_place(bench: Bench) -> None:
     volume.device.write_records(at, bytes([volume.device.read_records(at, 1)[0] ^ 4]))
     volume.close()
     bench.read_activations([4, 0, 2], THERE)
-    told = failure(bench.next())
+    told = failure_of(bench.next())
     for fact in (str(bench.directory), JOB, "scratch slot 0 (swapped activations)", "checksum is wrong", "replace it"):
         assert fact in told.error
     assert bench.is_silent()
@@ -174,11 +172,11 @@ def test_a_flipped_bit_is_an_error_that_names_the_place(bench: Bench) -> None:
 
 def test_what_is_no_slot_or_no_place_in_the_arena_is_refused(bench: Bench) -> None:
     bench.write_activations([NUM_SLOTS], Span(0, MIB))
-    assert "slots (6,) are not all of the 6 of its scratch" in failure(bench.next()).error
+    assert "slots (6,) are not all of the 6 of its scratch" in failure_of(bench.next()).error
     bench.write_activations([0], Span(bench.arena.nbytes, MIB))
-    assert "outside the arena" in failure(bench.next()).error
+    assert "outside the arena" in failure_of(bench.next()).error
     bench.read_activations([1], Span(0, MIB))
-    assert "cannot read 1048576 bytes: 0 were written there" in failure(bench.next()).error
+    assert "cannot read 1048576 bytes: 0 were written there" in failure_of(bench.next()).error
 
 
 def test_a_hanging_ssd_is_named_and_what_lands_late_is_not_told(
@@ -199,7 +197,7 @@ def test_a_hanging_ssd_is_named_and_what_lands_late_is_not_told(
     monkeypatch.setattr(os, "preadv", hang)
     bench.read_activations([1], Span(0, MIB), deadline_s=0.05, block=4)
     assert entered.wait(WAIT_S)
-    told = failure(bench.next())
+    told = failure_of(bench.next())
     for fact in (str(bench.directory), "within 0.05 s", "check the disk", "read of activations of block 4, step 3"):
         assert fact in told.error
     released.set()
@@ -226,9 +224,9 @@ def test_a_newer_attempt_finds_them_gone_and_the_older_one_is_refused(tmp_path: 
     newer = Bench(tmp_path, geometry=replace(GEOMETRY, attempt=Attempt(2)), num_scratch_slots=2)
     newer.setup()
     newer.read_activations([0], Span(0, MIB))
-    assert "0 were written there" in failure(newer.next()).error
+    assert "0 were written there" in failure_of(newer.next()).error
     older.write_activations([1], Span(0, MIB))
-    assert "attempt 2 has taken over" in failure(older.next()).error
+    assert "attempt 2 has taken over" in failure_of(older.next()).error
     older.server.stop()
     content = put(newer, Span(0, 2 * MIB), 5)
     newer.write_activations([0, 1], Span(0, 2 * MIB))
