@@ -87,30 +87,33 @@ class Hyperparameters:
         return self.order_of_updates in (UpdateOrder.KEPT, UpdateOrder.AFTER_BACKWARD)
 
 
+_FIRST_ATTEMPT = Attempt(1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """One attempt at a job. Paths are absolute and on every node the same."""
 
     job: JobId
-    attempt: Attempt
+    attempt: Attempt = _FIRST_ATTEMPT
     model_dir: str  # config, tokenizer, safetensors
-    initialization: Initialization
+    initialization: Initialization = Initialization.WEIGHTS
     layout_file: str  # what `windlass.engine.check_model` wrote: the model's blocks
     dataset_dir: str  # what `windlass.engine.prepare` wrote
-    num_validation_examples: int  # 0: no validation data
+    num_validation_examples: int = 0  # 0: no validation data
     job_dir: str  # journal and logs
     output_dir: str  # the final model's folder; checkpoints go beside it as `{output_dir}-step-{n}`
     ssd_dirs: tuple[str, ...]  # one SSD server each; none: all states rest in host memory, and a crash loses the job
-    arena_dir: str  # "/dev/shm"
+    arena_dir: str = "/dev/shm"
     hyperparameters: Hyperparameters
     total_steps: int
-    checkpoint_every: int | None  # steps; None: only the final model
-    evaluate_every: int | None  # steps; None: only at the end. Without validation data never
-    num_cpu_optimizers: int
-    compute_threads: int  # of the GPU worker's process
-    optimizer_threads: int  # of each optimizer
-    kernel_dir: str | None  # where compiled update kernels are kept; None: nowhere
-    host_memory_nbytes: int | None  # budget for the arena; None: what the machine has free
+    checkpoint_every: int | None = None  # steps; None: only the final model
+    evaluate_every: int | None = None  # steps; None: only at the end. Without validation data never
+    num_cpu_optimizers: int = 1
+    compute_threads: int = 1  # of the GPU worker's process
+    optimizer_threads: int = 1  # of each optimizer
+    kernel_dir: str | None = None  # where compiled update kernels are kept; None: nowhere
+    host_memory_nbytes: int | None = None  # budget for the arena; None: what the machine has free
     deadline_s: float  # longest wait for any one thing within a step
     placement: Placement = field(default_factory=Placement)  # where things rest, as far as somebody has decided
     ordering: Ordering = field(default_factory=Ordering)  # `effective_ordering` is what holds

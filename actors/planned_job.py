@@ -18,7 +18,7 @@ from windlass.planner.activation_ways import ways_of_layer
 from windlass.planner.solver import Solution
 from windlass.planner.speeds import Speeds
 from windlass.storage.checksum import GRANULE_NBYTES
-from windlass.storage.ids import Attempt, Formats, JobId
+from windlass.storage.ids import Formats, JobId
 from windlass.storage.transfers import DEFAULT_IO
 
 # Steps that are simulated, and how many of the first are not steady yet.
@@ -131,16 +131,13 @@ def _spec_of(solution: Solution, formats: Formats) -> JobSpec:
     job = solution.costs.job
     return JobSpec(
         job=JobId("planned"),
-        attempt=Attempt(1),
         model_dir="",
         initialization=Initialization.RANDOM,
         layout_file="",
         dataset_dir="",
-        num_validation_examples=0,
         job_dir="",
         output_dir="",
         ssd_dirs=tuple(map(str, range(solution.costs.speeds.num_ssds))),
-        arena_dir="",
         hyperparameters=Hyperparameters(
             epochs=1,
             batch_size=job.model.num_examples * job.num_microbatches,
@@ -159,12 +156,7 @@ def _spec_of(solution: Solution, formats: Formats) -> JobSpec:
             state_precision=formats.states,
         ),
         total_steps=_NUM_STEPS,
-        checkpoint_every=None,
-        evaluate_every=None,
         num_cpu_optimizers=job.num_optimizers,
-        compute_threads=1,
-        optimizer_threads=1,
-        kernel_dir=None,
         host_memory_nbytes=solution.plan.arena_nbytes,
         deadline_s=1.0,
         placement=solution.placement,

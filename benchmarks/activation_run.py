@@ -161,7 +161,7 @@ def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
     """A job on random tokens with random weights, in bf16, its states on one SSD."""
     from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
     from windlass.engine.activations_need import activation_need_of_model
-    from windlass.storage.ids import Attempt, JobId, Precision
+    from windlass.storage.ids import JobId, Precision
 
     _write_model(run, folder / "model")
     _write_tokens(run, folder / "data")
@@ -175,16 +175,13 @@ def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
         host_nbytes = need.num_slots * ACTIVATION_SLOT_NBYTES
     return JobSpec(
         job=JobId(f"benchmark-{os.getpid()}"),
-        attempt=Attempt(1),
         model_dir=str(folder / "model"),
         initialization=Initialization.RANDOM,
         layout_file=str(folder / "layout.json"),
         dataset_dir=str(folder / "data"),
-        num_validation_examples=0,
         job_dir=str(folder / "job"),
         output_dir=str(folder / "out"),
         ssd_dirs=(str(folder / "ssd"),),
-        arena_dir="/dev/shm",
         hyperparameters=Hyperparameters(
             epochs=1,
             batch_size=run.batch_size,
@@ -202,13 +199,7 @@ def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
             seed=1,
         ),
         total_steps=run.num_steps,
-        checkpoint_every=None,
-        evaluate_every=None,
-        num_cpu_optimizers=1,
         compute_threads=num_cores,
-        optimizer_threads=1,
-        kernel_dir=None,
-        host_memory_nbytes=None,
         deadline_s=_DEADLINE_S,
         placement=Placement(
             activations=activations,

@@ -6,6 +6,7 @@ imported once its environment is set, as it reads it then.
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,6 @@ from benchmarks.throttle import Throttle
 from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
 from windlass.actors.job_spec import (
     Hyperparameters,
-    Initialization,
     JobSpec,
     Schedule,
     System,
@@ -39,7 +39,7 @@ from windlass.planner.plan import Placement
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
 from windlass.storage.arena import remove_leftovers
-from windlass.storage.ids import Attempt, JobId, Precision, StatePrecision
+from windlass.storage.ids import JobId, Precision, StatePrecision
 
 _POLL_S = 0.05
 _DEADLINE_S = 300.0
@@ -192,17 +192,13 @@ def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Pa
     """The workload as a job of the service, with the threads that the service gives it."""
     compute_threads, optimizer_threads = Machinery(num_cores=workload.num_threads, num_gpus=0).threads(1)
     return JobSpec(
-        job=JobId("benchmark"),
-        attempt=Attempt(1),
+        job=JobId(f"benchmark-{os.getpid()}"),
         model_dir=str(folder / MODEL_DIR),
-        initialization=Initialization.WEIGHTS,
         layout_file=str(home / "layout.json"),
         dataset_dir=str(folder / DATASET_DIR),
-        num_validation_examples=0,
         job_dir=str(home),
         output_dir=str(home / "trained"),
         ssd_dirs=tuple(str(directory) for directory in ssd_dirs),
-        arena_dir=str(ARENA_DIR),
         hyperparameters=Hyperparameters(
             epochs=1,
             batch_size=workload.batch_size,
@@ -220,13 +216,9 @@ def job_spec(workload: Workload, folder: Path, home: Path, ssd_dirs: Sequence[Pa
             seed=workload.seed,
         ),
         total_steps=workload.num_steps,
-        checkpoint_every=None,
-        evaluate_every=None,
-        num_cpu_optimizers=1,
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
         kernel_dir=str(folder / "kernels"),
-        host_memory_nbytes=None,
         deadline_s=_DEADLINE_S,
     )
 

@@ -17,14 +17,14 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config, get_cosine_schedule_with_warmup
 
-from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Optimizer, Schedule
+from windlass.actors.job_spec import Hyperparameters, JobSpec, Optimizer, Schedule
 from windlass.actors.journal import JournalRecord, read_journal
 from windlass.engine.data import FORMAT_VERSION, NO_TARGET
 from windlass.engine.dataset import MicroBatch, PreparedDataset
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.partition import Partition, build_meta_model, load_config
 from windlass.storage.calibration import Calibration
-from windlass.storage.ids import Attempt, JobId, Kernel, Precision
+from windlass.storage.ids import JobId, Kernel, Precision
 from windlass.storage.transfers import DEFAULT_IO
 from windlass.storage.volume import VOLUME_FILE, Volume
 from windlass.storage.volume_format import HEADER_UNITS, UNIT_NBYTES
@@ -127,25 +127,16 @@ def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds:
     spec = JobSpec(
         # A name of its own: tests look for leftovers in /dev/shm, where others run at the same time.
         job=JobId(f"ftjob-{secrets.token_hex(8)}"),
-        attempt=Attempt(1),
         model_dir=str(model_dir),
-        initialization=Initialization.WEIGHTS,
         layout_file=str(root / "layout.json"),
         dataset_dir=str(dataset_dir),
         num_validation_examples=NUM_VALIDATION_EXAMPLES,
         job_dir=str(root / "job"),
         output_dir=str(root / "out"),
         ssd_dirs=tuple(str(root / f"ssd{i}") for i in range(num_ssds)),
-        arena_dir="/dev/shm",
         hyperparameters=dataclasses.replace(HYPERPARAMETERS, **hyper),
         total_steps=30,
-        checkpoint_every=None,
         evaluate_every=15,
-        num_cpu_optimizers=1,
-        compute_threads=1,
-        optimizer_threads=1,
-        kernel_dir=None,
-        host_memory_nbytes=None,
         deadline_s=60.0,
     )
     spec = dataclasses.replace(spec, **changes)

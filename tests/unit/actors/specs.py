@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
+from windlass.actors.job_spec import Hyperparameters, JobSpec, Schedule
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.storage.ids import Attempt, BlockIndex, JobId, Kernel, Precision
 
@@ -29,23 +29,14 @@ SPEC = JobSpec(
     job=JobId("ftjob-1"),
     attempt=Attempt(2),
     model_dir="/models/base",
-    initialization=Initialization.WEIGHTS,
     layout_file="/jobs/1/layout.json",
     dataset_dir="/jobs/1/data",
-    num_validation_examples=0,
     job_dir="/jobs/1",
     output_dir="/models/out",
     ssd_dirs=("/ssd0", "/ssd1"),
-    arena_dir="/dev/shm",
     hyperparameters=HYPERPARAMETERS,
     total_steps=10,
-    checkpoint_every=None,
-    evaluate_every=None,
     num_cpu_optimizers=2,
-    compute_threads=1,
-    optimizer_threads=1,
-    kernel_dir=None,
-    host_memory_nbytes=None,
     deadline_s=30.0,
 )
 
