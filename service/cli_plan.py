@@ -1,7 +1,6 @@
 """The command `plan`: what a job would take on a machine, before anything runs."""
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,8 +58,6 @@ def plan(
     """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
     settings = load_settings(home)
     machine = _hardware(settings, hardware)
-    if math.isnan(slack):
-        raise CommandError("--slack: nan: give a number from 0 to 1")
     if num_microbatches is not None and num_microbatches > batch_size:
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
