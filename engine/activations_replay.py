@@ -173,6 +173,16 @@ class Replay:
         return output
 
 
+@functools.cache
+def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+    """What operators on a device, and on the host, take their random numbers from."""
+    # Where tensors are fake, there need not be such a device.
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return (torch.default_generator,)
+    current = torch.cuda.current_device()  # CUDA's generators are there once it is in use
+    return (torch.default_generator, torch.cuda.default_generators[current if device.index is None else device.index])
+
+
 def record(
     layer: Layer, entering: torch.Tensor, policy: BlockActivations, swaps: UnitSwaps, *, copies: bool = False
 ) -> tuple[torch.Tensor, Replay, bool]:
@@ -215,10 +225,7 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._operators: list[_Operator] = []
         self._num_calls: dict[str, int] = {}
         self._maker: dict[StorageWeakRef, int] = {}
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = generators_of(device)
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd would save it; the second pass must make it."""

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from windlass.engine.activations import ActivationStore
 from windlass.engine.activations_graph import LentParams
 from windlass.engine.activations_profile import LayerCost, list_operators
-from windlass.engine.activations_replay import Layer
+from windlass.engine.activations_replay import Layer, generators_of
 from windlass.engine.activations_unit import Unit
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.param_pieces import StreamedParams
@@ -369,7 +369,10 @@ class BlockRunner:
             self._params.streamed.begin_microbatch(is_last=is_last)
 
     def _seed(self, step: int, microbatch: int, block: int) -> None:
-        torch.manual_seed(random_key(self.seed, step, self.first_microbatch + microbatch, block))
+        key = random_key(self.seed, step, self.first_microbatch + microbatch, block)
+        # Not `torch.manual_seed`: for each kind of device that a machine does not have, it keeps a stack trace.
+        for generator in generators_of(self.device):
+            generator.manual_seed(key)
 
     def _on_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._mode_on_call(index, args, kwargs)

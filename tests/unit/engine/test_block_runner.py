@@ -1,5 +1,7 @@
 """How the runner follows the activations' policies; that gradients stay the same is in test_activations_parity."""
 
+import traceback
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -97,7 +99,7 @@ def test_a_graph_asks_for_the_latest_first() -> None:
     run.head(TARGETS)
     prefetched = [index for event, index in store.events if event == "prefetch"]
     assert prefetched == list(reversed(range(len(prefetched))))
-    assert num_puts == 2 * len(prefetched)  # of the first micro-batch alone
+    assert 0 < len(prefetched) < num_puts  # of the first micro-batch alone
 
 
 def test_inputs_that_left_are_no_more_on_the_device() -> None:
@@ -157,3 +159,13 @@ def test_a_step_that_is_given_up_leaves_nothing_in_the_store() -> None:
     assert store.counts.held_nbytes > 0
     run.forward(BlockIndex(0), BATCH)
     assert store.counts.held_nbytes == 0
+
+
+def test_random_numbers_are_seeded_without_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` keeps one for each kind of device that is not there; they take longer than a small layer."""
+    num_traces = []
+    monkeypatch.setattr(traceback, "format_stack", lambda *_: num_traces.append(1) or [])
+    run = run_of({})
+    num_traces.clear()
+    run.step(BATCH, TARGETS)
+    assert num_traces == []
