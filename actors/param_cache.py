@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from windlass.actors.context import JobContext
 from windlass.actors.messages import ParamLoan, Phase
 from windlass.storage.arena import SlotPool
-from windlass.storage.ids import ChunkKey, Span, Step
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 
 
 @dataclass(slots=True)
@@ -20,6 +20,11 @@ class _Entry:
     span: Span
     step: Step | None  # whose params lie there; None while they are lent
     awaits_update: bool = False  # which will read them soon
+
+    @property
+    def may_make_room(self) -> bool:
+        """It is not lent, and nobody needs it at once."""
+        return self.step is not None and not self.awaits_update
 
 
 class ParamCache:
@@ -32,6 +37,8 @@ class ParamCache:
         self._head = head
         self._reads_params = reads_params
         self._entries: dict[ChunkKey, _Entry] = {}
+        # What may make room, by its block: all of a block are needed at the same time.
+        self._replaceable: dict[BlockIndex, dict[ChunkKey, None]] = {}
         self._now = 0  # place of what was used last, in its group's way through the blocks
         self._lock = threading.Lock()
 
@@ -52,7 +59,7 @@ class ParamCache:
             entry = self._entries.get(key)
             if entry is None or entry.step is None:
                 return None
-            del self._entries[key]
+            self._remove(key)
             if entry.step != step:
                 self._slots.release([entry.span])
                 return None
@@ -68,7 +75,7 @@ class ParamCache:
             if key in self._entries or not self._make_room(key, entry):
                 self._slots.release([span])
             else:
-                self._entries[key] = entry
+                self._keep(key, entry)
 
     def lend(self, key: ChunkKey, from_step: Step) -> ParamLoan | None:
         """A slot for an optimizer to update the params of `key` in, with or without those of `from_step`."""
@@ -76,13 +83,14 @@ class ParamCache:
             entry = self._entries.get(key)
             if entry is not None and entry.step == from_step:
                 entry.step = None
+                self._keep(key, entry)
                 return ParamLoan(key, entry.span, is_filled=True)
             if entry is not None:
                 return None
             span = self._slot_for(key)
             if span is None:
                 return None
-            self._entries[key] = _Entry(span, None)
+            self._keep(key, _Entry(span, None))
             return ParamLoan(key, span, is_filled=False)
 
     def take_back(self, key: ChunkKey, step: Step, span: Span) -> None:
@@ -92,6 +100,24 @@ class ParamCache:
             assert entry.step is None, "what comes back was lent"
             assert entry.span == span
             entry.step, entry.awaits_update = step, False
+            self._keep(key, entry)
+
+    def _keep(self, key: ChunkKey, entry: _Entry) -> None:
+        self._entries[key] = entry
+        if entry.may_make_room:
+            self._replaceable.setdefault(key.block, {})[key] = None
+        else:
+            self._cannot_make_room(key)
+
+    def _remove(self, key: ChunkKey) -> Span:
+        self._cannot_make_room(key)
+        return self._entries.pop(key).span
+
+    def _cannot_make_room(self, key: ChunkKey) -> None:
+        of_block = self._replaceable.get(key.block, {})
+        of_block.pop(key, None)
+        if not of_block:
+            self._replaceable.pop(key.block, None)
 
     def _slot_for(self, key: ChunkKey) -> Span | None:
         """A free slot within the capacity, or that of something needed later; None if there is neither."""
@@ -99,27 +125,24 @@ class ParamCache:
             spans = self._slots.try_acquire(1)
             if spans:
                 return spans[0]
-        victim = self._later_than(self._next_use(key, awaits_update=False))
-        return None if victim is None else self._entries.pop(victim).span
+        victim = self._later_than(self._next_use(key.block, awaits_update=False))
+        return None if victim is None else self._remove(victim)
 
     def _make_room(self, key: ChunkKey, entry: _Entry) -> bool:
         if len(self._entries) < self._capacity:
             return True
-        victim = self._later_than(self._next_use(key, awaits_update=entry.awaits_update))
+        victim = self._later_than(self._next_use(key.block, awaits_update=entry.awaits_update))
         if victim is None:
             return False
-        self._slots.release([self._entries.pop(victim).span])
+        self._slots.release([self._remove(victim)])
         return True
 
     def _later_than(self, use: int) -> ChunkKey | None:
-        """What is not lent and needed last, if that is after `use`."""
-        uses = {
-            key: self._next_use(key, awaits_update=entry.awaits_update)
-            for key, entry in self._entries.items()
-            if entry.step is not None
-        }
-        last = max(uses, key=lambda key: uses[key], default=None)
-        return None if last is None or uses[last] <= use else last
+        """What may make room and is needed last, if that is after `use`."""
+        last = max(self._replaceable, key=lambda block: self._next_use(block, awaits_update=False), default=None)
+        if last is None or self._next_use(last, awaits_update=False) <= use:
+            return None
+        return next(iter(self._replaceable[last]))
 
     def _place(self, block: int, phase: Phase) -> int:
         """In the order of a group: forward through the blocks, the head, backward. Evaluation comes before a step."""
@@ -133,8 +156,8 @@ class ParamCache:
             case _:
                 return -1
 
-    def _next_use(self, key: ChunkKey, *, awaits_update: bool) -> int:
-        forward, backward = key.block, 2 * self._head - key.block
+    def _next_use(self, block: BlockIndex, *, awaits_update: bool) -> int:
+        forward, backward = block, 2 * self._head - block
         if awaits_update:
             return self._now
         if self._now < forward:

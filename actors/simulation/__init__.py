@@ -19,7 +19,13 @@ from windlass.actors.simulation.resources import Rates, Stuck, TooLong, Work
 from windlass.actors.spans_file import StepSpans
 from windlass.actors.timeline import Timeline
 
-__all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate"]
+__all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate", "steady_step_s"]
+
+# Steps of which the first is not like the others: there is no step before it.
+_LEAST_STEPS = 3
+_MOST_STEPS = 6
+# Of a step: what differs less from the step before is steady.
+_STEADY = 0.01
 
 
 def simulate(
@@ -34,10 +40,8 @@ def simulate(
         Stuck: the job does not end. That would be a defect of the policy, the plan or this simulation.
         TooLong: it is late.
     """
-    _check_rates(context, rates)
-    _check_swapped(context, work)
     shape = replace(shape, num_evaluation_groups=0)
-    found = SimulatedJob(context, shape, rates, work).run(is_late)
+    found = _job(context, shape, rates, work).run(is_late)
     timeline = Timeline(
         shape.num_blocks,
         keeps_grads=shape.keeps_grads,
@@ -57,6 +61,29 @@ def simulate(
         assert ended is not None, f"the simulated job has no step {step}"
         steps.append(ended)
     return steps
+
+
+def steady_step_s(context: JobContext, shape: JobShape, rates: Rates, work: Work) -> float:
+    """What a step takes once one takes as long as the one before, whatever number of steps the job has.
+
+    Raises:
+        ValueError, Stuck: as `simulate`.
+    """
+    # One more than is looked at: at the end of a job everything is committed.
+    shape = replace(shape, num_evaluation_groups=0, total_steps=_MOST_STEPS + 1)
+    job = _job(context, shape, rates, work, keeps_spans=False)
+    periods_s = [job.period_s(step) for step in range(1, _LEAST_STEPS)]
+    while len(periods_s) < _MOST_STEPS:
+        periods_s.append(job.period_s(len(periods_s) + 1))
+        if abs(periods_s[-1] - periods_s[-2]) <= _STEADY * periods_s[-1]:
+            break
+    return (periods_s[-1] + periods_s[-2]) / 2
+
+
+def _job(context: JobContext, shape: JobShape, rates: Rates, work: Work, *, keeps_spans: bool = True) -> SimulatedJob:
+    _check_rates(context, rates)
+    _check_swapped(context, work)
+    return SimulatedJob(context, shape, rates, work, keeps_spans=keeps_spans)
 
 
 def _check_rates(context: JobContext, rates: Rates) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import simpy
 
 from windlass.actors.messages import SpanKind
-from windlass.actors.simulation.resources import Finding, Process, Signal
 from windlass.actors.simulation.ssd_activations import SsdActivations
+from windlass.actors.simulation.waiting import Finding, Process, Queue, Signal
 from windlass.actors.simulation.world import World
 from windlass.actors.spans import COMPUTE, WHOLE_BLOCK
 from windlass.actors.swap_parts import Moment, SsdSwap
@@ -92,7 +92,8 @@ class _HostActivations:
         self._num_free = world.context.plan.num_host_activations
         self._num_returning = 0
         self._leaving_nbytes = 0
-        self._outward, self._inward = simpy.Store(world.env), simpy.Store(world.env)
+        self._outward: Queue[_HostSwap] = Queue(world.env)
+        self._inward: Queue[_HostSwap] = Queue(world.env)
         self._changed = Signal(world.env)
         world.env.process(self._run_outward())
         world.env.process(self._run_inward())
@@ -122,7 +123,7 @@ class _HostActivations:
 
     def _run_outward(self) -> Process:
         while True:
-            swap = yield self._outward.get()
+            swap = yield from self._outward.get()
             step, _, block = swap.left_in
             yield from self.world.copy_out(swap.nbytes, SpanKind.COPY_ACTIVATIONS_OUT, step, block)
             self._leaving_nbytes -= swap.nbytes
@@ -131,7 +132,7 @@ class _HostActivations:
 
     def _run_inward(self) -> Process:
         while True:
-            swap = yield self._inward.get()
+            swap = yield from self._inward.get()
             yield swap.left
             step, _, block = swap.left_in
             yield from self.world.copy_in(swap.nbytes, SpanKind.COPY_ACTIVATIONS_IN, step, block)

@@ -55,10 +55,10 @@ class SharedCores:
         self._num_changes += 1
         if self._tasks:
             soonest = min(self._tasks, key=lambda task: task.left_s)
-            self._env.process(self._end(soonest, self._num_changes))
+            end, change = self._env.timeout(max(0.0, soonest.left_s) / self._speed), self._num_changes
+            end.callbacks.append(lambda _: self._end(soonest, change))
 
-    def _end(self, task: _Task, change: int) -> Generator[simpy.Event, Any, None]:
-        yield self._env.timeout(max(0.0, task.left_s) / self._speed)
+    def _end(self, task: _Task, change: int) -> None:
         if change != self._num_changes:
             return  # something else began or ended meanwhile
         self._go_on()

@@ -4,10 +4,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import simpy
-
 from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, OffloadGrad, Phase, SpanKind
-from windlass.actors.simulation.resources import Process, Signal
+from windlass.actors.simulation.waiting import Process, Queue, Signal, Slots
 from windlass.actors.simulation.world import World
 from windlass.planner.device_buffers import grad_buffers
 from windlass.planner.plan import PARTIAL_GRAD_ITEMSIZE
@@ -32,13 +30,13 @@ class Grads:
         self.world = world
         env, layout, plan = world.env, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
-        self._to_offload = simpy.Store(env)
-        self._permits = simpy.Container(env, capacity=plan.num_grad_buffers, init=plan.num_grad_buffers)
+        self._to_offload: Queue[OffloadGrad | _Partial] = Queue(env)
+        self._permits = Slots(env, plan.num_grad_buffers)
         numels: dict[int, int] = {block.index: block.numel for block in layout.blocks}
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
         numbers = grad_buffers(numels, resident=plan.device_blocks, num_waiting=num_waiting)
         numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
-        self._flats = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in numbers.items()}
+        self._flats = {numel: Slots(env, n) for numel, n in numbers.items()}
         self._being_summed: set[Use] = set()  # of what does not rest on the device
         self._expected: deque[ComputeBlock] = deque()
         self._left: set[Use] = set()
@@ -57,11 +55,11 @@ class Grads:
         """Buffers for an operation's sums, with what the group before has summed."""
         for use in self._uses(operation):
             if use[0] == use[1]:
-                yield self._permits.get(1)
+                yield from self._permits.take()
             if operation.group > 0:
                 yield from self._take_back(use)
             else:
-                yield self._flat(use[1]).get(1)
+                yield from self._flat(use[1]).take()
             self._being_summed.add(use)
 
     def set_aside(self, operation: ComputeBlock) -> None:
@@ -75,7 +73,7 @@ class Grads:
         for use in [use for use in self._being_summed if use[1] == block]:
             self._being_summed.remove(use)
             if use[0] != block:
-                self._flat(block).put(1)
+                self._flat(block).give_back()
 
     def request(self, message: OffloadGrad) -> None:
         """Begins to bring a complete gradient to where it is kept."""
@@ -85,23 +83,23 @@ class Grads:
         resident = self.world.context.plan.device_blocks
         return [(operation.block, block) for block in operation.blocks if block not in resident]
 
-    def _flat(self, block: BlockIndex) -> simpy.Container:
+    def _flat(self, block: BlockIndex) -> Slots:
         return self._flats[self.world.context.layout.blocks[block].numel]
 
     def _run(self) -> Process:
         world = self.world
         while True:
-            request = yield self._to_offload.get()
+            request = yield from self._to_offload.get()
             if isinstance(request, _Partial):
                 yield from self._leave(request)
                 continue
             keys = world.context.layout.chunk_keys(request.block)
-            yield world.grad_slots.get(len(keys))
-            self._permits.put(1)
+            yield from world.grad_slots.take(len(keys))
+            self._permits.give_back()
             for key in keys:
-                nbytes = world.grad_itemsize * world.context.chunk_numel(key)
+                nbytes = world.grad_itemsize * world.chunk_numel(key)
                 yield from world.copy_out(nbytes, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk)
-            self._flat(request.block).put(1)
+            self._flat(request.block).give_back()
             if request.block in world.context.plan.spilled_blocks:
                 world.env.process(self._spill(request, keys))
             else:
@@ -111,9 +109,9 @@ class Grads:
         world = self.world
 
         def spill(key: ChunkKey) -> Process:
-            nbytes, step = world.grad_itemsize * world.context.chunk_numel(key), request.step
+            nbytes, step = world.grad_itemsize * world.chunk_numel(key), request.step
             yield from world.chunk_move(key, nbytes, SpanKind.WRITE_GRAD, step, (step, request.block))
-            world.grad_slots.put(1)
+            world.grad_slots.give_back()
 
         yield world.env.all_of([world.env.process(spill(key)) for key in keys])
         self._offloaded(request, tuple(GradChunk(key, None) for key in keys))
@@ -131,11 +129,11 @@ class Grads:
     def _leave(self, partial: _Partial) -> Process:
         user, block = partial.use
         if user == block:
-            self._permits.put(1)
+            self._permits.give_back()
         for key in self.world.context.layout.chunk_keys(block):
             nbytes, step = self._partial_nbytes(key), partial.operation.step
             yield from self.world.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
-        self._flat(block).put(1)
+        self._flat(block).give_back()
         self._left.add(partial.use)
         self._changed.tell()
 
@@ -146,7 +144,7 @@ class Grads:
             uses = self._uses(operation)
             for use in uses:
                 self._left.remove(use)
-                yield self._flat(use[1]).get(1)
+                yield from self._flat(use[1]).take()
                 for key in self.world.context.layout.chunk_keys(use[1]):
                     nbytes, step = self._partial_nbytes(key), operation.step
                     yield from self.world.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
@@ -159,4 +157,4 @@ class Grads:
     def _partial_nbytes(self, key: ChunkKey) -> int:
         """Sums are in the type in which gradients travel, those of tied uses in fp32."""
         itemsize = PARTIAL_GRAD_ITEMSIZE if key.block in self._tied else self.world.grad_itemsize
-        return itemsize * self.world.context.chunk_numel(key)
+        return itemsize * self.world.chunk_numel(key)

@@ -24,7 +24,8 @@ from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.trainer import Trainer
 from windlass.actors.policy.waits import Instruction
 from windlass.actors.simulation.optimizer import Optimizer
-from windlass.actors.simulation.resources import Process, Rates, Stuck, TooLong, Work
+from windlass.actors.simulation.resources import Rates, Stuck, TooLong, Work
+from windlass.actors.simulation.waiting import Process
 from windlass.actors.simulation.worker import Worker
 from windlass.actors.simulation.world import World
 from windlass.actors.spans import NO_BLOCK, WHOLE_BLOCK
@@ -37,18 +38,21 @@ _LOOK_EVERY = 1000
 class SimulatedJob:
     """All actors of a job, and what they tell."""
 
-    def __init__(self, context: JobContext, shape: JobShape, rates: Rates, work: Work) -> None:
-        self._world = World(context, shape, rates, work, self._tell)
+    def __init__(
+        self, context: JobContext, shape: JobShape, rates: Rates, work: Work, *, keeps_spans: bool = True
+    ) -> None:
+        """`keeps_spans`: for who wants them; else only the ends of steps are known."""
+        self._world = World(context, shape, rates, work, self._tell, keeps_spans=keeps_spans)
         self._pipeline = Pipeline(shape, Trainer(scales_loss=False), Step(0))
         self._optimizers = {
             name: Optimizer(self._world, name, context.plan.states[index].num_slots)
             for index, name in enumerate(shape.optimizers)
         }
         self._worker = Worker(self._world)
-
-    def run(self, is_late: Callable[[], bool]) -> list[WorkSpan]:
-        """The spans of all steps, until the last one is committed. Raises `Stuck`, and `TooLong` once it is late."""
         self._issue(self._pipeline.start(0.0))
+
+    def run(self, is_late: Callable[[], bool] = lambda: False) -> list[WorkSpan]:
+        """The spans of all steps, until the last one is committed. Raises `Stuck`, and `TooLong` once it is late."""
         env = self._world.env
         while env.peek() < math.inf:
             if is_late():
@@ -56,11 +60,21 @@ class SimulatedJob:
             for _ in range(_LOOK_EVERY):
                 if env.peek() < math.inf:
                     env.step()
-        pipeline = self._pipeline
-        if not pipeline.finished:
-            waits = ", ".join(f"{wait}" for wait in itertools.islice(pipeline.waits.outstanding.values(), 5))
-            raise Stuck(f"the simulated job ends at step {pipeline.committed} and waits for: {waits or 'nothing'}")
+        if not self._pipeline.finished:
+            raise self._stuck()
         return self._world.spans
+
+    def period_s(self, step: int) -> float:
+        """From the end of the backward pass before that step to the end of its own; runs as far. Raises `Stuck`."""
+        ends_s = self._world.step_ends_s
+        while len(ends_s) < step:
+            try:
+                self._world.env.run(until=self._world.step_ended.next)
+            except RuntimeError:
+                if self._world.env.peek() < math.inf:
+                    raise
+                raise self._stuck() from None  # there is nothing left that could happen
+        return ends_s[step - 1] - (ends_s[step - 2] if step > 1 else 0.0)
 
     def _tell(self, event: Message) -> None:
         self._later(lambda: self._issue(self._pipeline.handle(event, self._world.env.now)))
@@ -87,6 +101,11 @@ class SimulatedJob:
                 self._optimizers[to].update(message)
             case _:
                 self._worker.post(message)
+
+    def _stuck(self) -> Stuck:
+        pipeline = self._pipeline
+        waits = ", ".join(f"{wait}" for wait in itertools.islice(pipeline.waits.outstanding.values(), 5))
+        return Stuck(f"the simulated job ends at step {pipeline.committed} and waits for: {waits or 'nothing'}")
 
     def _commit(self, message: CommitStore, ssd: ActorName) -> Process:
         start_s = self._world.env.now

@@ -9,14 +9,12 @@ import functools
 from collections.abc import Callable
 from operator import itemgetter
 
-import simpy
-
 from windlass.actors.messages import BlockBackwardDone, BlockComputed, ComputeBlock, Phase, PrefetchParams, SpanKind
 from windlass.actors.simulation.activations import Activations, Away
 from windlass.actors.simulation.grads import Grads
 from windlass.actors.simulation.params import Fetch, ParamFeed
 from windlass.actors.simulation.pieces import Pieces
-from windlass.actors.simulation.resources import Process
+from windlass.actors.simulation.waiting import Process, Queue
 from windlass.actors.simulation.world import World
 from windlass.actors.spans import COMPUTE, WHOLE_BLOCK
 from windlass.actors.swap_parts import Moment
@@ -36,7 +34,7 @@ class Operations:
         self._pieces = pieces
         self._activations = Activations(world)
         self._away: dict[tuple[int, int], list[Away]] = {}  # by block and micro-batch
-        self._to_compute = simpy.Store(world.env)
+        self._to_compute: Queue[ComputeBlock] = Queue(world.env)
         world.env.process(self._run())
 
     def compute(self, operation: ComputeBlock) -> None:
@@ -55,7 +53,7 @@ class Operations:
         world, plan = self.world, self.world.context.plan
         while True:
             start_s = world.env.now
-            operation = yield self._to_compute.get()
+            operation = yield from self._to_compute.get()
             self._note(SpanKind.WAIT_OPERATION, operation, operation.block, start_s)
             fetches: list[Fetch] = []
             for block in operation.blocks:
@@ -69,6 +67,7 @@ class Operations:
                 self._note(SpanKind.WAIT_GRAD_BUFFER, operation, operation.block, start_s)
             computing = self._compute(operation, fetches[0].request)
             yield from world.compute.carry_out(computing, SpanKind(operation.phase), operation.step, operation.block)
+            self._note_end_of_step(operation)
             for fetch in fetches:
                 self._feed.release(fetch)
             if goes_backward and operation.group < plan.num_groups - 1:
@@ -89,6 +88,12 @@ class Operations:
                     is_finite=True,
                 )
             )
+
+    def _note_end_of_step(self, operation: ComputeBlock) -> None:
+        is_last_group = operation.group == self.world.context.plan.num_groups - 1
+        last = Phase.BACKWARD if self.world.shape.num_blocks > 1 else Phase.HEAD
+        if operation.block == 0 and operation.phase is last and is_last_group:
+            self.world.end_step()
 
     def _note(self, kind: SpanKind, operation: ComputeBlock, block: int, start_s: float) -> None:
         self.world.note(COMPUTE, kind, operation.step, block, WHOLE_BLOCK, start_s)

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import simpy
-
 from windlass.actors.messages import BlockFlushed, BlockUpdated, FlushBlock, GradChunk, SpanKind, UpdateBlock
 from windlass.actors.read_ahead import Ahead
-from windlass.actors.simulation.resources import Process, Resource, Signal
+from windlass.actors.simulation.resources import Resource
+from windlass.actors.simulation.waiting import Process, Queue, Signal, Slots
 from windlass.actors.simulation.world import World
 from windlass.actors.urgent_queue import UrgentQueue
 from windlass.storage.ids import ActorName, ChunkKey
@@ -28,10 +27,10 @@ class Optimizer:
     def __init__(self, world: World, name: ActorName, num_slots: int) -> None:
         self.world = world
         self.name = name
-        self._resource = Resource(world, name, uses_cores=True)
-        self._slots = simpy.Container(world.env, capacity=num_slots, init=num_slots)
+        self._resource = Resource(world, name)
+        self._slots = Slots(world.env, num_slots)
         self._to_begin: UrgentQueue[_Chunk] = UrgentQueue(world.shape.ordering.queues)
-        self._arrived = simpy.Store(world.env)
+        self._arrived: Queue[_Chunk] = Queue(world.env)
         self._ahead = Ahead()
         self._changed = Signal(world.env)
         self._num_left: dict[tuple[int, int], int] = {}
@@ -52,7 +51,7 @@ class Optimizer:
         writes = [
             world.chunk_move(
                 key,
-                world.state_itemsize * world.context.chunk_numel(key),
+                world.state_itemsize * world.chunk_numel(key),
                 SpanKind.WRITE_STATES,
                 step,
                 (step + 1, message.block),
@@ -68,10 +67,10 @@ class Optimizer:
         while True:
             yield from self._changed.until(lambda: bool(self._to_begin) and ahead.may_begin)
             ahead.num_ahead += 1
-            yield self._slots.get(1)
+            yield from self._slots.take()
             chunk = self._to_begin.get()
             if chunk.grad.key in world.host_slots:
-                self._slots.put(1)
+                self._slots.give_back()
                 ahead.num_at_hand += 1
                 self._arrived.put(chunk)
                 continue
@@ -90,34 +89,32 @@ class Optimizer:
 
     def _read(self, chunk: _Chunk) -> Process:
         world, update, key = self.world, chunk.update, chunk.grad.key
-        formats, numel = world.context.formats, world.context.chunk_numel(key)
+        formats, numel = world.context.formats, world.chunk_numel(key)
         kinds = set(formats.kinds_to_update)
         if chunk.loan is not None and chunk.loan.is_filled:
             kinds.discard(formats.param_kind)
-        reads = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
+        moves = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
         if chunk.grad.span is None:
-            reads.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
-        moves = [
-            world.env.process(world.chunk_move(key, nbytes, kind, update.from_step, (update.step, key.block)))
-            for nbytes, kind in reads
-        ]
-        yield world.env.all_of(moves)
+            moves.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
+        # Of one SSD, and as urgent as each other: one after the other.
+        for nbytes, kind in moves:
+            yield from world.chunk_move(key, nbytes, kind, update.from_step, (update.step, key.block))
         self._ahead.num_at_hand += 1
         self._arrived.put(chunk)
 
     def _run_updates(self) -> Process:
         world = self.world
         while True:
-            chunk = yield self._arrived.get()
+            chunk = yield from self._arrived.get()
             self._ahead.num_ahead -= 1
             self._changed.tell()
             update, key = chunk.update, chunk.grad.key
-            duration_s = world.context.chunk_numel(key) / world.rates.optimizer_params
+            duration_s = world.chunk_numel(key) / world.rates.optimizer_params
             yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
             self._ahead.num_at_hand -= 1
             self._changed.tell()
             if chunk.grad.span is not None:
-                world.grad_slots.put(1)
+                world.grad_slots.give_back()
             if key in world.host_slots:
                 self._done(update)
             else:
@@ -125,9 +122,9 @@ class Optimizer:
 
     def _write_back(self, chunk: _Chunk) -> Process:
         world, update, key = self.world, chunk.update, chunk.grad.key
-        nbytes = world.state_itemsize * world.context.chunk_numel(key)
+        nbytes = world.state_itemsize * world.chunk_numel(key)
         yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
-        self._slots.put(1)
+        self._slots.give_back()
         if chunk.loan is not None:
             world.cache.take_back(key, update.step, chunk.loan.span)
         self._done(update)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import simpy
 
 from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
-from windlass.actors.simulation.resources import Finding, Process, Signal
+from windlass.actors.simulation.waiting import Finding, Process, Queue, Signal, Slots
 from windlass.actors.simulation.world import World
 from windlass.planner.device_buffers import param_buffers
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
@@ -32,7 +32,9 @@ class ParamFeed:
         self.world = world
         self._is_ready = is_ready
         env, context = world.env, world.context
-        self._requests, self._arrived, self._fetching = simpy.Store(env), simpy.Store(env), simpy.Store(env)
+        self._requests: Queue[PrefetchParams] = Queue(env)
+        self._arrived: Queue[tuple[Fetch, ChunkKey, Span | None]] = Queue(env)
+        self._fetching: Queue[Fetch] = Queue(env)
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
         self._created = Signal(env)
         numbers = param_buffers(
@@ -41,7 +43,7 @@ class ParamFeed:
             resident=context.plan.device_blocks,
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
-        self._buffers = {numel: simpy.Container(env, capacity=n, init=n) for numel, n in numbers.items()}
+        self._buffers = {numel: Slots(env, n) for numel, n in numbers.items()}
         for loop in (self._run_requests, self._run_arrivals, self._tell):
             env.process(loop())
 
@@ -60,7 +62,7 @@ class ParamFeed:
     def release(self, fetch: Fetch) -> None:
         """The operation is computed."""
         if fetch.numel is not None:
-            self._buffers[fetch.numel].put(1)
+            self._buffers[fetch.numel].give_back()
         for key, span in fetch.held:
             self._give_back(fetch, key, span)
 
@@ -72,7 +74,7 @@ class ParamFeed:
     def _run_requests(self) -> Process:
         world = self.world
         while True:
-            request = yield self._requests.get()
+            request = yield from self._requests.get()
             keys = world.context.layout.chunk_keys(request.block)
             fetch = Fetch(request, world.env.event(), world.env.event())
             if request.block in world.context.plan.device_blocks:
@@ -80,7 +82,7 @@ class ParamFeed:
             else:
                 fetch.numel = world.context.layout.blocks[request.block].numel - self._first(request.block)
                 fetch.num_missing = len(keys)
-                yield self._buffers[fetch.numel].get(1)
+                yield from self._buffers[fetch.numel].take()
             self._fetches[(request.op, request.block)] = fetch
             self._created.tell()
             self._fetching.put(fetch)
@@ -99,7 +101,6 @@ class ParamFeed:
         batch = world.context.plan.fetch_batch
         for start in range(0, len(missing), batch):
             some = missing[start : start + batch]
-            spans: list[Span] = []
             while not (spans := world.param_slots.try_acquire(len(some))):
                 yield world.param_slots_changed.next
             for key, span in zip(some, spans, strict=True):
@@ -107,15 +108,15 @@ class ParamFeed:
 
     def _read(self, fetch: Fetch, key: ChunkKey, span: Span) -> Process:
         world, step = self.world, fetch.request.step
-        nbytes = world.param_itemsize * world.context.chunk_numel(key)
+        nbytes = world.param_itemsize * world.chunk_numel(key)
         yield from world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
         self._arrived.put((fetch, key, span))
 
     def _run_arrivals(self) -> Process:
         world = self.world
         while True:
-            fetch, key, span = yield self._arrived.get()
-            start, stop = world.context.layout.chunk_range(key)
+            fetch, key, span = yield from self._arrived.get()
+            start, stop = world.chunk_ranges[key]
             nbytes = world.param_itemsize * max(0, stop - max(start, self._first(key.block)))
             if nbytes:
                 yield from world.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, fetch.request.step, key.block, key.chunk)
@@ -135,7 +136,7 @@ class ParamFeed:
 
     def _tell(self) -> Process:
         while True:
-            fetch = yield self._fetching.get()
+            fetch = yield from self._fetching.get()
             yield fetch.arrived
             self._is_ready(fetch)
             fetch.ready.succeed()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import simpy
 
 from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
-from windlass.actors.simulation.resources import Process
+from windlass.actors.simulation.waiting import Process, Queue
 from windlass.actors.simulation.world import World
 from windlass.planner.param_pieces import NUM_PIECE_BUFFERS
 from windlass.storage.ids import BlockIndex
@@ -43,7 +43,7 @@ class Pieces:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._to_copy = simpy.Store(world.env)
+        self._to_copy: Queue[_Copy] = Queue(world.env)
         # What lies in each buffer since its last use, that which was used longest ago first.
         self._last: list[_Use | None] = [None] * NUM_PIECE_BUFFERS
         self._uses: dict[int, deque[_Use]] = {}  # by operation: those to come
@@ -92,7 +92,7 @@ class Pieces:
 
     def _run(self) -> Process:
         while True:
-            copy = yield self._to_copy.get()
+            copy = yield from self._to_copy.get()
             if copy.free is not None:
                 yield copy.free
             request = copy.request

@@ -1,19 +1,20 @@
 """What a simulated machine is made of: resources that do one thing at a time, and what they are told to do."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import heapq
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import simpy
 
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.simulation.cores import SharedCores
+from windlass.actors.simulation.waiting import Process
 from windlass.actors.spans import WHOLE_BLOCK
 
-_Found = TypeVar("_Found")
-# What waits for events, and comes to something in the end.
-Finding = Generator[simpy.Event, Any, _Found]
-Process = Finding[None]
+# Of a piece: what is left of a transfer beside that is nothing, as times are sums.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,9 @@ class TooLong(RuntimeError):
 class Log:
     """The clock, and the spans that the real actors would tell."""
 
-    def __init__(self, num_cores: int | None = None) -> None:
+    def __init__(self, num_cores: int | None = None, *, keeps_spans: bool = True) -> None:
         """`num_cores`: that those resources share which use them; None: each has what it needs."""
+        self._keeps_spans = keeps_spans
         self.env = simpy.Environment()
         self.spans: list[WorkSpan] = []
         self._cores = None if num_cores is None else SharedCores(self.env, num_cores)
@@ -75,64 +77,129 @@ class Log:
         self, resource: str, kind: SpanKind, step: int, block: int, chunk: int, start_s: float, nbytes: int = 0
     ) -> None:
         """Something that began then is over."""
-        self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.env.now, nbytes))
-
-
-class Signal:
-    """What several processes may wait for, again and again."""
-
-    def __init__(self, env: simpy.Environment) -> None:
-        self._env = env
-        self.next = env.event()
-
-    def tell(self) -> None:
-        """Something has changed: who waits looks again."""
-        told, self.next = self.next, self._env.event()
-        told.succeed()
-
-    def until(self, condition: Callable[[], bool]) -> Process:
-        """Waits until it holds."""
-        while not condition():
-            yield self.next
+        if self._keeps_spans:
+            self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.env.now, nbytes))
 
 
 class Resource:
-    """Does one thing after the other, the most urgent first."""
+    """Does one thing after the other, in the order in which they come."""
 
-    def __init__(self, log: Log, name: str, *, uses_cores: bool = False) -> None:
+    def __init__(self, log: Log, name: str) -> None:
         self._log = log
         self._name = name
-        self._uses_cores = uses_cores
-        self._turns = simpy.PriorityResource(log.env, capacity=1)
+        self._is_busy = False
+        self._waiting: deque[simpy.Event] = deque()
 
     def work(
-        self,
-        duration_s: float,
-        kind: SpanKind,
-        step: int,
-        block: int,
-        chunk: int = WHOLE_BLOCK,
-        nbytes: int = 0,
-        priority: tuple[int, int] = (0, 0),
-        num_pieces: int = 1,
+        self, duration_s: float, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK, nbytes: int = 0
     ) -> Process:
-        """`num_pieces`: after each of them something more urgent may go first."""
-        start_s = None
-        for _ in range(num_pieces):
-            with self._turns.request(priority=priority) as turn:  # type: ignore[arg-type]
-                yield turn
-                start_s = self._log.env.now if start_s is None else start_s
-                if self._uses_cores:
-                    yield from self._log.spend(duration_s / num_pieces)
-                else:
-                    yield self._log.env.timeout(duration_s / num_pieces)
-        assert start_s is not None, "there is at least one piece"
+        """Takes so long with all cores, where these are shared."""
+        yield from self._take_turn()
+        start_s = self._log.env.now
+        yield from self._log.spend(duration_s)
+        self._end_turn()
         self._log.note(self._name, kind, step, block, chunk, start_s, nbytes)
 
     def carry_out(self, process: Process, kind: SpanKind, step: int, block: int) -> Process:
         """Something that takes its own time, and waits for others, while nothing else has its turn."""
-        with self._turns.request(priority=(0, 0)) as turn:  # type: ignore[arg-type]
-            yield turn
-            start_s = self._log.env.now
-            yield from process
+        yield from self._take_turn()
+        start_s = self._log.env.now
+        yield from process
+        self._end_turn()
         self._log.note(self._name, kind, step, block, WHOLE_BLOCK, start_s)
+
+    def _take_turn(self) -> Process:
+        if self._is_busy:
+            turn = self._log.env.event()
+            self._waiting.append(turn)
+            yield turn
+        self._is_busy = True
+
+    def _end_turn(self) -> None:
+        """It stays busy where somebody waits, who goes on in the same moment."""
+        if self._waiting:
+            self._waiting.popleft().succeed()
+        else:
+            self._is_busy = False
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """Bytes on their way to an SSD or from it."""
+
+    urgency: tuple[tuple[int, int], int]  # and, of those that are as urgent, the order in which they came
+    left_s: float
+    piece_s: float
+    over: simpy.Event
+    start_s: float | None = None
+
+    def __lt__(self, other: "_Transfer") -> bool:
+        return self.urgency < other.urgency
+
+
+class Ssd:
+    """Moves one thing after the other, the most urgent first; something more urgent goes first after each piece."""
+
+    def __init__(self, log: Log, name: str) -> None:
+        self._log = log
+        self._name = name
+        self._waiting: list[_Transfer] = []  # heap
+        self._moving: _Transfer | None = None
+        self._since_s = 0.0
+        self._num_arrived = 0
+        self._num_ends = 0  # that were set: the last one counts
+
+    def move(
+        self,
+        duration_s: float,
+        num_pieces: int,
+        priority: tuple[int, int],
+        kind: SpanKind,
+        step: int,
+        block: int,
+        chunk: int,
+        nbytes: int,
+    ) -> Process:
+        """Returns when all pieces are moved."""
+        self._num_arrived += 1
+        over = self._log.env.event()
+        transfer = _Transfer((priority, self._num_arrived), duration_s, duration_s / num_pieces, over)
+        heapq.heappush(self._waiting, transfer)
+        if self._moving is None:
+            self._begin()
+        elif transfer < self._moving:
+            self._cut_short(self._moving)
+        yield over
+        assert transfer.start_s is not None, "it is over"
+        self._log.note(self._name, kind, step, block, chunk, transfer.start_s, nbytes)
+
+    def _begin(self) -> None:
+        self._moving = moving = heapq.heappop(self._waiting)
+        self._since_s = self._log.env.now
+        if moving.start_s is None:
+            moving.start_s = self._since_s
+        self._end_after(moving.left_s)
+
+    def _cut_short(self, moving: _Transfer) -> None:
+        """What is moving stops at the end of a piece."""
+        passed_s = self._log.env.now - self._since_s
+        piece_end_s = max(1, math.ceil(passed_s / moving.piece_s)) * moving.piece_s if moving.piece_s else 0.0
+        self._end_after(max(0.0, min(piece_end_s, moving.left_s) - passed_s))
+
+    def _end_after(self, duration_s: float) -> None:
+        self._num_ends += 1
+        end = self._log.env.timeout(duration_s, self._num_ends)
+        end.callbacks.append(self._end)
+
+    def _end(self, end: simpy.Event) -> None:
+        moving = self._moving
+        if end.value != self._num_ends or moving is None:
+            return  # something more urgent has come meanwhile
+        moving.left_s -= self._log.env.now - self._since_s
+        if moving.left_s > _ROUNDING * moving.piece_s:
+            heapq.heappush(self._waiting, moving)
+        else:
+            moving.over.succeed()
+        self._moving = None
+        if self._waiting:
+            self._begin()

@@ -1,11 +1,9 @@
 """Swapped activations that go on to simulated SSDs: as `actors.ssd_activations.SsdActivations`, with its turns."""
 
-import simpy
-
 from windlass.actors.context import aligned
 from windlass.actors.messages import SpanKind
 from windlass.actors.scratch_slots import ScratchSlots
-from windlass.actors.simulation.resources import Finding, Process, Signal
+from windlass.actors.simulation.waiting import Finding, Process, Queue, Signal
 from windlass.actors.simulation.world import World
 from windlass.actors.swap_parts import At, Moment, Part, SsdSwap, Turns, cut, slots_of_part
 
@@ -22,7 +20,8 @@ class SsdActivations:
         self._slots = ScratchSlots(
             [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [each.weight for each in context.ssds]
         )
-        self._to_copy_out, self._to_copy_in = simpy.Store(world.env), simpy.Store(world.env)
+        self._to_copy_out: Queue[Part] = Queue(world.env)
+        self._to_copy_in: Queue[Part] = Queue(world.env)
         self._turns = Turns()
         self._leaving_nbytes = 0
         self._changed = Signal(world.env)
@@ -72,7 +71,7 @@ class SsdActivations:
 
     def _run_out(self) -> Process:
         while True:
-            part = yield self._to_copy_out.get()
+            part = yield from self._to_copy_out.get()
             left_in = part.swap.left_in
             kind = SpanKind.COPY_ACTIVATIONS_OUT
             yield from self.world.copy_out(part.nbytes, kind, left_in.step, left_in.block)
@@ -97,7 +96,7 @@ class SsdActivations:
 
     def _run_in(self) -> Process:
         while True:
-            part = yield self._to_copy_in.get()
+            part = yield from self._to_copy_in.get()
             swap = part.swap
             kind = SpanKind.COPY_ACTIVATIONS_IN
             yield from self.world.copy_in(part.nbytes, kind, swap.left_in.step, swap.left_in.block)

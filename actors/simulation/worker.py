@@ -1,7 +1,5 @@
 """The simulated GPU worker: params in, compute, gradients out, and states that rest on the device."""
 
-import simpy
-
 from windlass.actors.messages import (
     BlockFlushed,
     BlockUpdated,
@@ -17,7 +15,7 @@ from windlass.actors.simulation.grads import Grads
 from windlass.actors.simulation.operations import Operations
 from windlass.actors.simulation.params import Fetch, ParamFeed
 from windlass.actors.simulation.pieces import Pieces
-from windlass.actors.simulation.resources import Process
+from windlass.actors.simulation.waiting import Process, Queue, Slots
 from windlass.actors.simulation.world import World
 from windlass.storage.ids import ChunkKey
 
@@ -30,9 +28,8 @@ class Worker:
         self._feed = ParamFeed(world, self._is_ready)
         self._grads = Grads(world)
         self._operations = Operations(world, self._feed, self._grads, Pieces(world))
-        self._commands = simpy.Store(world.env)
-        num_transit = max(1, world.context.plan.transit.num_slots)
-        self._transit = simpy.Container(world.env, capacity=num_transit, init=num_transit)
+        self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.env)
+        self._transit = Slots(world.env, max(1, world.context.plan.transit.num_slots))
         world.env.process(self._run_commands())
 
     def post(self, message: Message) -> None:
@@ -56,7 +53,7 @@ class Worker:
         """Of blocks whose states rest on the device: one after the other, as `device_states.DeviceStates`."""
         world, name = self.world, self.world.shape.gpu_worker
         while True:
-            command = yield self._commands.get()
+            command = yield from self._commands.get()
             block = command.block
             if isinstance(command, UpdateBlock):
                 duration_s = world.context.layout.blocks[block].numel / world.rates.device_params
@@ -69,8 +66,8 @@ class Worker:
 
     def _flush(self, command: FlushBlock, key: ChunkKey) -> Process:
         world, step = self.world, command.step
-        nbytes = world.state_itemsize * world.context.chunk_numel(key)
-        yield self._transit.get(1)
+        nbytes = world.state_itemsize * world.chunk_numel(key)
+        yield from self._transit.take()
         yield from world.copy_out(nbytes, SpanKind.COPY_STATES_OUT, step, key.block, key.chunk)
         yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, step, (step, key.block))
-        self._transit.put(1)
+        self._transit.give_back()

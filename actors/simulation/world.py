@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-import simpy
-
 from windlass.actors.context import JobContext, grad_itemsize, piece_bounds, ssd_name
 from windlass.actors.messages import Message, SpanKind
 from windlass.actors.param_cache import ParamCache
 from windlass.actors.policy.shape import JobShape
-from windlass.actors.simulation.resources import Log, Process, Rates, Resource, Signal, Work
+from windlass.actors.simulation.resources import Log, Rates, Resource, Ssd, Work
+from windlass.actors.simulation.waiting import Process, Signal, Slots
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import BlockIndex, ChunkKey
@@ -18,16 +17,30 @@ class World(Log):
     """One simulated machine, and the job on it."""
 
     def __init__(
-        self, context: JobContext, shape: JobShape, rates: Rates, work: Work, tell: Callable[[Message], None]
+        self,
+        context: JobContext,
+        shape: JobShape,
+        rates: Rates,
+        work: Work,
+        tell: Callable[[Message], None],
+        *,
+        keeps_spans: bool,
     ) -> None:
         """`tell` takes what actors tell the scheduler."""
-        super().__init__(rates.num_cores)
+        super().__init__(rates.num_cores, keeps_spans=keeps_spans)
+        self.step_ends_s: list[float] = []  # of all steps so far: when their backward passes were over
+        self.step_ended = Signal(self.env)
         self.context = context
         self.shape = shape
         self.rates = rates
         self.work = work
         self.tell = tell
         formats, plan = context.formats, context.plan
+        layout = context.layout
+        # First and past-last element in its block. Asked for again and again, so worked out once.
+        self.chunk_ranges: dict[ChunkKey, tuple[int, int]] = {
+            key: layout.chunk_range(key) for block in layout.blocks for key in layout.chunk_keys(block.index)
+        }
         self.host_slots = context.host_slots()
         self.param_itemsize = formats.itemsizes[formats.param_kind]
         self.state_itemsize = sum(formats.itemsizes.values())
@@ -38,11 +51,21 @@ class World(Log):
         self.param_slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots)
         self.param_slots_changed = Signal(self.env)
         self.cache = ParamCache.of_job(context, self.param_slots)
-        self.grad_slots = simpy.Container(self.env, capacity=plan.grads.num_slots, init=plan.grads.num_slots)
-        self.compute = Resource(self, COMPUTE, uses_cores=True)
-        self._links = {name: Resource(self, name, uses_cores=True) for name in (TO_DEVICE, FROM_DEVICE)}
-        self._ssds = [Resource(self, ssd_name(index)) for index in range(len(context.ssds))]
+        self.grad_slots = Slots(self.env, plan.grads.num_slots)
+        self.compute = Resource(self, COMPUTE)
+        self._links = {name: Resource(self, name) for name in (TO_DEVICE, FROM_DEVICE)}
+        self._ssds = [Ssd(self, ssd_name(index)) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None
+
+    def chunk_numel(self, key: ChunkKey) -> int:
+        """Elements of a chunk."""
+        start, stop = self.chunk_ranges[key]
+        return stop - start
+
+    def end_step(self) -> None:
+        """A step's backward pass is over."""
+        self.step_ends_s.append(self.env.now)
+        self.step_ended.tell()
 
     def copy_in(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
         """From host memory to the device."""
@@ -71,7 +94,7 @@ class World(Log):
         is_read = kind.startswith("read_")
         rate = (self.rates.ssd_read_bytes if is_read else self.rates.ssd_write_bytes)[ssd]
         num_pieces = max(1, -(-nbytes // self.context.ssds[ssd].io.piece_nbytes))
-        return self._ssds[ssd].work(nbytes / rate, kind, step, block, chunk, nbytes, priority, num_pieces)
+        return self._ssds[ssd].move(nbytes / rate, num_pieces, priority, kind, step, block, chunk, nbytes)
 
     def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Process:
         """Some of a chunk's states go to their SSD, or come from it."""

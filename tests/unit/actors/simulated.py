@@ -9,7 +9,7 @@ from windlass.actors.context import JobContext, make_context
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.scheduler import job_shape
-from windlass.actors.simulation import Rates, Work, simulate
+from windlass.actors.simulation import Rates, Work, simulate, steady_step_s
 from windlass.actors.simulation.job import SimulatedJob
 from windlass.actors.spans_file import StepSpans
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
@@ -68,6 +68,9 @@ class Simulated:
 
     def steps(self) -> list[StepSpans]:
         return simulate(self.context, self._shape, self.machine, self.work)
+
+    def steady_step_s(self) -> float:
+        return steady_step_s(self.context, self._shape, self.machine, self.work)
 
     def spans(self) -> list[WorkSpan]:
         """Of all steps."""

@@ -51,6 +51,13 @@ def test_where_the_optimizer_is_slow_priority_beats_arrival() -> None:
     assert period_s(QueueOrder.PRIORITY) < period_s(QueueOrder.FIFO) * 0.9
 
 
+def test_a_steady_step_is_found_without_timelines() -> None:
+    slow = rates(optimizer_params=12 * 2 * CHUNK / 9.0, ssd_read_bytes=(1e5, 1e5), ssd_write_bytes=(1e5, 1e5))
+    found = job(num_blocks=12, machine=slow, num_steps=8)
+    steps = found.steps()
+    assert found.steady_step_s() == pytest.approx(steps[5].summary["period_s"], rel=0.02)
+
+
 def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:
     slow = rates(optimizer_params=2 * CHUNK)  # a second a block
     hyper = {"clip_norm": 1.0}

@@ -1,0 +1,123 @@
+"""Simulated resources: who goes first, and what is waited for."""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import simpy
+
+from windlass.actors.messages import SpanKind
+from windlass.actors.simulation.resources import Log, Resource, Ssd
+from windlass.actors.simulation.waiting import Queue, Signal, Slots
+
+Steps = Generator[simpy.Event, Any, None]
+
+
+class TestSsd:
+    def moved(self, *requests: tuple[float, float, int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
+        """Start and end of each (asked at, seconds, pieces, priority), by its place."""
+        log = Log()
+        ssd = Ssd(log, "ssd-0")
+
+        def ask(chunk: int, at_s: float, duration_s: float, num_pieces: int, priority: tuple[int, int]) -> Steps:
+            yield log.env.timeout(at_s)
+            yield from ssd.move(duration_s, num_pieces, priority, SpanKind.READ_PARAMS, 1, 0, chunk, 100)
+
+        for chunk, request in enumerate(requests):
+            log.env.process(ask(chunk, *request))
+        log.env.run()
+        assert len(log.spans) == len(requests)
+        return {span.chunk: (span.start_s, span.end_s) for span in log.spans}
+
+    def test_one_after_the_other(self) -> None:
+        found = self.moved((0.0, 4.0, 4, (1, 0)), (1.0, 2.0, 2, (1, 0)), (1.5, 1.0, 1, (1, 0)))
+        assert found == {0: (0.0, 4.0), 1: (4.0, 6.0), 2: (6.0, 7.0)}
+
+    def test_what_waits_goes_by_its_urgency(self) -> None:
+        found = self.moved((0.0, 1.0, 1, (1, 0)), (0.1, 1.0, 1, (1, 2)), (0.2, 1.0, 1, (1, 1)))
+        assert found == {0: (0.0, 1.0), 2: (1.0, 2.0), 1: (2.0, 3.0)}
+
+    def test_something_more_urgent_goes_first_after_a_piece(self) -> None:
+        found = self.moved((0.0, 4.0, 4, (1, 5)), (1.5, 1.0, 1, (1, 1)), (1.6, 0.5, 1, (1, 0)))
+        assert found[2] == pytest.approx((2.0, 2.5))
+        assert found[1] == pytest.approx((2.5, 3.5))
+        assert found[0] == pytest.approx((0.0, 5.5))  # its other two pieces last
+
+    def test_what_is_in_one_piece_is_not_stopped(self) -> None:
+        found = self.moved((0.0, 4.0, 1, (1, 5)), (1.0, 1.0, 1, (1, 0)))
+        assert found == {0: (0.0, 4.0), 1: (4.0, 5.0)}
+
+
+def test_a_resource_takes_turns() -> None:
+    log = Log()
+    link = Resource(log, "link")
+
+    def ask(chunk: int, at_s: float) -> Steps:
+        yield log.env.timeout(at_s)
+        yield from link.work(2.0, SpanKind.COPY_PARAMS_IN, 1, 0, chunk, 10)
+
+    for chunk, at_s in enumerate((0.0, 1.0, 0.5, 9.0)):
+        log.env.process(ask(chunk, at_s))
+    log.env.run()
+    assert [(span.chunk, span.start_s) for span in log.spans] == [(0, 0.0), (2, 2.0), (1, 4.0), (3, 9.0)]
+
+
+def test_who_asks_for_slots_first_is_served_first() -> None:
+    env = simpy.Environment()
+    slots, taken = Slots(env, 3), []
+
+    def ask(name: str, count: int, at_s: float) -> Steps:
+        yield env.timeout(at_s)
+        yield from slots.take(count)
+        taken.append((name, env.now))
+        yield env.timeout(4.0)
+        slots.give_back(count)
+
+    for name, count, at_s in (("two", 2, 0.0), ("three", 3, 1.0), ("one", 1, 2.0)):
+        env.process(ask(name, count, at_s))
+    env.run()
+    # One is free all the time, but who wants three came before.
+    assert taken == [("two", 0.0), ("three", 4.0), ("one", 8.0)]
+
+
+def test_a_queue_hands_out_in_order() -> None:
+    env = simpy.Environment()
+    queue: Queue[str] = Queue(env)
+    got = []
+
+    def take() -> Steps:
+        while True:
+            item = yield from queue.get()
+            got.append((item, env.now))
+
+    def put() -> Steps:
+        queue.put("a")
+        queue.put("b")
+        yield env.timeout(1.0)
+        queue.put("c")
+
+    env.process(take())
+    env.process(put())
+    env.run()
+    assert got == [("a", 0.0), ("b", 0.0), ("c", 1.0)]
+
+
+def test_who_waits_for_a_signal_looks_again() -> None:
+    env = simpy.Environment()
+    signal, number, over = Signal(env), [0], []
+
+    def wait(least: int) -> Steps:
+        yield from signal.until(lambda: number[0] >= least)
+        over.append((least, env.now))
+
+    def count() -> Steps:
+        for _ in range(3):
+            yield env.timeout(1.0)
+            number[0] += 1
+            signal.tell()
+
+    for least in (2, 0, 3):
+        env.process(wait(least))
+    env.process(count())
+    env.run()
+    assert over == [(0, 0.0), (2, 2.0), (3, 3.0)]
