@@ -6,20 +6,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from windlass.actors.context import JobContext, SsdFacts, make_context
+from windlass.actors.context import JobContext, make_context
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
 from windlass.actors.messages import Phase
 from windlass.actors.scheduler import job_shape
 from windlass.actors.simulation import Rates, Work, simulate
 from windlass.actors.spans_file import StepSpans
+from windlass.actors.swap_parts import slots_of_part
 from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import CHUNK_GRANULE
 from windlass.planner.activation_ways import ways_of_layer
+from windlass.planner.plan import Placement
 from windlass.planner.solver import Solution
 from windlass.planner.speeds import Speeds
-from windlass.storage.checksum import GRANULE_NBYTES
 from windlass.storage.ids import Formats, JobId
-from windlass.storage.transfers import DEFAULT_IO
 
 # Steps that are simulated, and how many of the first are not steady yet.
 _NUM_STEPS = 4
@@ -28,10 +28,7 @@ _NUM_FIRST_STEPS = 2
 _MESSAGE_S = 0.0005
 # More chunks, or more slots of activations, than that are simulated as fewer, larger ones.
 _MAX_CHUNKS = 2000
-_MAX_ACTIVATION_SLOTS = 4000
-_MAX_PIECES = 8
-# Of a layer and micro-batch: each has slots of its own.
-_MOST_TENSORS = 32
+_MAX_ACTIVATION_SLOTS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +52,11 @@ def simulate_planned(
     speeds = solution.costs.speeds
     spec, layout = _spec_of(solution, formats), _in_fewer_chunks(layout)
     if layout.chunk_numel != solution.costs.job.model.chunk_numel:
-        cached_nbytes = solution.plan.num_cached_params * solution.plan.params.slot_nbytes
-        slot_nbytes = layout.chunk_numel * solution.costs.job.param_itemsize
-        placement = replace(solution.placement, num_cached_params=cached_nbytes // slot_nbytes)
-        spec = replace(spec, placement=placement, host_memory_nbytes=None)
-    # What is urgent goes first after each piece: so many of a chunk are enough.
-    piece_nbytes = layout.chunk_numel * sum(formats.itemsizes.values()) // _MAX_PIECES
-    piece_nbytes = max(DEFAULT_IO.piece_nbytes, piece_nbytes // GRANULE_NBYTES * GRANULE_NBYTES)
-    ssd = SsdFacts(io=replace(DEFAULT_IO, piece_nbytes=piece_nbytes), weight=1)
-    ssds = (ssd,) * speeds.num_ssds
-    context = _with_fewer_slots(make_context(spec, layout, "", ssds))
+        spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
+    work = work_of(solution)
+    context = _with_fewer_slots(make_context(spec, layout, ""), work)
     rates = rates_of(speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
-    shape, work = job_shape(context, lambda _: "{}"), work_of(solution)
+    shape = job_shape(context, lambda _: "{}")
     steps = simulate(context, shape, rates, work, is_late=lambda: time.monotonic() > until_s)[_NUM_FIRST_STEPS:]
     return SimulatedSteps(step_s=statistics.fmean(step.summary["period_s"] for step in steps), steps=steps)
 
@@ -113,17 +103,34 @@ def _in_fewer_chunks(layout: ModelLayout) -> ModelLayout:
     return replace(layout, chunk_numel=max(layout.chunk_numel, granules * CHUNK_GRANULE))
 
 
-def _with_fewer_slots(context: JobContext) -> JobContext:
-    """Room for activations in larger slots: each tensor takes at most one more of them. As many are staged."""
+def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
+    """All that the budget decided is said: with larger chunks it would decide something else."""
+    plan, placement = solution.plan, solution.placement
+    cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
+    num_host_grad_blocks = len(layout.blocks) - len(plan.spilled_blocks) if plan.spilled_blocks else None
+    return replace(
+        placement,
+        num_cached_params=cached_nbytes // (layout.chunk_numel * solution.costs.job.param_itemsize),
+        num_host_grad_blocks=num_host_grad_blocks,
+        depths=replace(placement.depths, states=plan.states[0].num_slots),
+    )
+
+
+def _with_fewer_slots(context: JobContext, work: Work) -> JobContext:
+    """Swapped activations in larger slots, as many parts on their way to the SSDs, and the same share of all there."""
     plan, pool = context.plan, context.plan.activations
-    factor = -(-pool.num_slots // _MAX_ACTIVATION_SLOTS)
+    tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer] * plan.group_size
+    factor = sum(tensors) // (_MAX_ACTIVATION_SLOTS * pool.slot_nbytes)
     if factor <= 1:
         return context
-    num_tensors = plan.group_size * sum(_MOST_TENSORS for choice in plan.layer_activations if choice.swaps)
-    num_host = -(-plan.num_host_activations // factor) + num_tensors
-    activations = replace(pool, slot_nbytes=pool.slot_nbytes * factor, num_slots=num_host + plan.num_staged_activations)
-    num_ssd = -(-plan.num_ssd_activations // factor) if plan.num_ssd_activations else 0
-    return replace(context, plan=replace(plan, activations=activations, num_ssd_activations=num_ssd))
+    slot_nbytes = factor * pool.slot_nbytes
+    needed = sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
+    share = plan.num_ssd_activations / (plan.num_host_activations + plan.num_ssd_activations)
+    num_ssd = math.ceil(needed * share)
+    num_staged = plan.num_staged_activations // slots_of_part(plan.num_staged_activations, max(1, len(context.ssds)))
+    activations = replace(pool, slot_nbytes=slot_nbytes, num_slots=needed - num_ssd + num_staged)
+    changed = replace(plan, activations=activations, num_ssd_activations=num_ssd, num_staged_activations=num_staged)
+    return replace(context, plan=changed)
 
 
 def _spec_of(solution: Solution, formats: Formats) -> JobSpec:

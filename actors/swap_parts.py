@@ -8,13 +8,11 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.actors.scratch_slots import ScratchSlots
+from windlass.planner.plan import ACTIVATION_PART_SLOTS
 from windlass.storage.ids import BlockIndex, Span, Step
 
 if TYPE_CHECKING:  # the simulator swaps no tensors
     import torch
-
-# An SSD is as fast as it can be with a few megabytes at once.
-_MAX_PART_SLOTS = 4
 
 
 class Moment(NamedTuple):
@@ -129,7 +127,7 @@ def slots_of_part(num_staged: int, num_ssds: int) -> int:
 
     Each SSD moves one part while it is asked for the next, and one is copied each way.
     """
-    return max(1, min(_MAX_PART_SLOTS, num_staged // (2 * num_ssds + 2)))
+    return max(1, min(ACTIVATION_PART_SLOTS, num_staged // (2 * num_ssds + 2)))
 
 
 def cut(swap: SsdSwap, slots: ScratchSlots, slot_nbytes: int, part_slots: int) -> Iterator[Part]:

@@ -26,6 +26,7 @@ from windlass.actors.simulation import Rates, Work, simulate
 from windlass.engine.partition import Partition, build_meta_model, load_config
 from windlass.planner import plan
 from windlass.planner.activations import ActivationChoice
+from windlass.planner.depths import Depths
 from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, Kernel, Precision
 from windlass.storage.transfers import DEFAULT_IO
@@ -174,10 +175,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
     Raises:
         CaseFailedError: the job did not end with a model.
     """
-    with (
-        patch.object(plan, "ACTIVATION_SLOT_NBYTES", _ACTIVATION_SLOT_NBYTES),
-        patch.object(plan, "LEAVING_ACTIVATION_NBYTES", _LEAVING_NBYTES),
-    ):
+    with patch.object(plan, "ACTIVATION_SLOT_NBYTES", _ACTIVATION_SLOT_NBYTES):
         spec = _spec(case, folder)
         partition = Partition(build_meta_model(load_config(spec.model_dir), Precision.FP32), _CHUNK_NUMEL)
         num_tokens = BATCH_SIZE * LENGTH // case.num_microbatches
@@ -238,7 +236,12 @@ def _spec(case: Case, folder: Path) -> JobSpec:
         kernel=Kernel.FUSED,  # nothing is compiled for updates so small
     )
     return replace(
-        spec, hyperparameters=hyper, placement=case.placement, kernel_dir=None, compute_threads=1, optimizer_threads=1
+        spec,
+        hyperparameters=hyper,
+        placement=replace(case.placement, depths=Depths(leaving_nbytes=_LEAVING_NBYTES)),
+        kernel_dir=None,
+        compute_threads=1,
+        optimizer_threads=1,
     )
 
 

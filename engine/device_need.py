@@ -50,7 +50,11 @@ def device_need(
         rehearsed=rehearsed,
     )
     moments = [
-        *step_moments(*_units(rehearsal, shapes), has_ssd_store=plan.num_ssd_activations > 0),
+        *step_moments(
+            *_units(rehearsal, shapes),
+            leaving_nbytes=plan.leaving_nbytes,
+            has_ssd_store=plan.num_ssd_activations > 0,
+        ),
         *evaluation_moments(*_units(rehearsal, evaluation_shapes, train=False)),
     ]
     moment, activations = max(moments, key=lambda each: each[1].nbytes)

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from windlass.planner.plan import LEAVING_ACTIVATION_NBYTES
-
 
 class Pass(StrEnum):
     """What is done with a block at a moment."""
@@ -90,14 +88,19 @@ class DeviceNeed:
 
 
 def step_moments(
-    units: Sequence[Sequence[UnitNeed]], head_peaks: Sequence[int], *, has_ssd_store: bool = False
+    units: Sequence[Sequence[UnitNeed]],
+    head_peaks: Sequence[int],
+    *,
+    leaving_nbytes: int,
+    has_ssd_store: bool = False,
 ) -> Iterator[tuple[Moment, MomentNeed]]:
     """What each moment of a group of micro-batches needs, in their order.
 
     `units`: of the embedding and of each layer, per micro-batch; `head_peaks`: of the head, per micro-batch.
-    `has_ssd_store`: swapped activations go on to SSDs where host memory is full.
+    `leaving_nbytes`: of what was swapped, the plan's limit on what still lies on the device. `has_ssd_store`: swapped
+    activations go on to SSDs where host memory is full.
     """
-    limit = leaving_limit(units, has_ssd_store=has_ssd_store)
+    limit = leaving_limit(units, leaving_nbytes, has_ssd_store=has_ssd_store)
     held = hidden = put = 0
 
     def need(operation_nbytes: int, returning_nbytes: int = 0) -> MomentNeed:
@@ -159,12 +162,12 @@ def evaluation_moments(
         hidden -= units[-1][m].output_nbytes
 
 
-def leaving_limit(units: Sequence[Sequence[UnitNeed]], *, has_ssd_store: bool) -> int:
-    """Of what was swapped, the most that may still lie on the device. One tensor is always let through.
+def leaving_limit(units: Sequence[Sequence[UnitNeed]], leaving_nbytes: int, *, has_ssd_store: bool) -> int:
+    """Of what was swapped, the most that may lie on the device yet. One tensor is always let through.
 
     With SSDs there are two stores, each with half of the room; what goes to the SSDs is let go of as a whole.
     """
     largest = max((nbytes for row in units for unit in row for nbytes in unit.swapped), default=0)
     if not has_ssd_store:
-        return max(LEAVING_ACTIVATION_NBYTES, largest)
-    return 2 * max(LEAVING_ACTIVATION_NBYTES // 2, largest) + largest
+        return max(leaving_nbytes, largest)
+    return 2 * max(leaving_nbytes // 2, largest) + largest

@@ -4,25 +4,19 @@ Arithmetic only. Sizes follow from the model's blocks and the machine's budget; 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from windlass.planner.activations import BlockActivations
+from windlass.planner.depths import MIN_STATE_DEPTH, Depths
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
 
-# Chunks of one block's params that may be on their way from the SSDs at once, beyond those being copied to the device.
-FETCH_DEPTH = 4
-# Chunks at one optimizer at once: one being read, one updated, one written back.
-STATE_DEPTH = 3
-MIN_STATE_DEPTH = 2
 # Chunks of states that rest on the device, on their way to or from the SSDs: one is copied while one is written.
 TRANSIT_DEPTH = 2
 # What activations in host memory take is a multiple of this. Small beside a layer's input of any size worth swapping;
 # large enough for an SSD to be fast.
 ACTIVATION_SLOT_NBYTES = 2**20
-# Slots for activations on their way between the device and the SSDs: one is copied while others are read or written.
-STAGED_ACTIVATIONS = 16
-# Activations on their way out that may still lie on the device: what a link moves while a few layers are computed.
-LEAVING_ACTIVATION_NBYTES = 512 * 2**20
+# Of these, what an SSD moves of a tensor at once, at most: with a few megabytes it is as fast as it can be.
+ACTIVATION_PART_SLOTS = 4
 # Of a sum that one group of micro-batches leaves to the next: fp32, as sums of tied uses and slices of the head always
 # are, and those over micro-batches unless the job wants less.
 PARTIAL_GRAD_ITEMSIZE = 4
@@ -84,6 +78,7 @@ class Placement:
     host_activation_nbytes: int = 0  # what is swapped goes to so much host memory first,
     ssd_activation_nbytes: int = 0  # and then to so much space on the SSDs together
     num_grad_buffers: int = MAX_GRAD_BUFFERS  # blocks whose gradients may lie on the device on their way out
+    depths: Depths = field(default_factory=Depths)  # of the buffers that things pass through
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +120,13 @@ class Plan:
     num_staged_activations: int  # of the slots of `activations`
     num_ssd_activations: int  # slots of the same size on all SSDs together
     num_grad_buffers: int  # blocks whose gradients may lie on the device on their way out
+    num_fetched_params: int  # chunks that may be on their way from the SSDs at once: so many slots of `params`
+    leaving_nbytes: int  # swapped activations that may still lie on the device
 
     @property
     def fetch_batch(self) -> int:
         """Chunks of params asked for at a time: so many that the next ones are on their way while these are copied."""
-        return max(1, min(FETCH_DEPTH, self.params.num_slots) // 2)
+        return max(1, self.num_fetched_params // 2)
 
     @property
     def num_host_activations(self) -> int:
@@ -139,7 +136,7 @@ class Plan:
     @property
     def max_leaving_nbytes(self) -> int:
         """Activations on their way to host memory that may still lie on the device; as many more on theirs to SSDs."""
-        return LEAVING_ACTIVATION_NBYTES // (2 if self.num_ssd_activations else 1)
+        return self.leaving_nbytes // (2 if self.num_ssd_activations else 1)
 
     @property
     def arena_nbytes(self) -> int:
@@ -255,7 +252,8 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     """
     num_blocks = len(model.blocks)
     kept = placement.num_host_grad_blocks if placement.num_host_grad_blocks is not None else num_blocks
-    depths = (1,) if is_naive else range(STATE_DEPTH, MIN_STATE_DEPTH - 1, -1)
+    deepest = placement.depths.states
+    depths = (1,) if is_naive else range(deepest, min(deepest, MIN_STATE_DEPTH) - 1, -1)
     asked, total = placement.num_cached_params, model.total_chunks
     wanted = asked if asked is not None else 0 if is_naive else CACHED_BLOCKS * model.typical_chunks
     has_room = keep_grads or placement.num_host_grad_blocks is not None
@@ -331,7 +329,8 @@ def _lay_out(
     num_kept = choice.num_host_grad_blocks
     spilled = () if num_kept is None else tuple(model.blocks[num_kept:])
     in_memory = placement.host_blocks or placement.device_blocks
-    num_params = min(FETCH_DEPTH, total) + _num_held(model, placement, choice) + choice.num_cached
+    num_fetched = min(placement.depths.params, total)
+    num_params = num_fetched + _num_held(model, placement, choice) + choice.num_cached
     params = Pool(offset=0, slot_nbytes=chunk * model.param_itemsize, num_slots=num_params)
     grads = Pool(
         offset=params.nbytes,
@@ -361,7 +360,7 @@ def _lay_out(
         num_slots=_num_partial_grads(model, placement) if num_groups > 1 else 0,
     )
     num_ssd_activations = -(-placement.ssd_activation_nbytes // ACTIVATION_SLOT_NBYTES)
-    num_staged = min(STAGED_ACTIVATIONS, num_ssd_activations)
+    num_staged = min(placement.depths.staged_activations, num_ssd_activations)
     activations = Pool(
         offset=partial_grads.offset + partial_grads.nbytes,
         slot_nbytes=ACTIVATION_SLOT_NBYTES,
@@ -388,4 +387,6 @@ def _lay_out(
         num_staged_activations=num_staged,
         num_ssd_activations=num_ssd_activations,
         num_grad_buffers=placement.num_grad_buffers,
+        num_fetched_params=num_fetched,
+        leaving_nbytes=placement.depths.leaving_nbytes,
     )

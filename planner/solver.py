@@ -4,20 +4,31 @@ For each size of the groups, an integer program decides the rest (see `step_cost
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from windlass.planner.activation_ways import ActivationWay
 from windlass.planner.activations import BlockActivations
+from windlass.planner.depths import Depths, depths_of
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
-from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement, Plan, PlanError, make_plan
+from windlass.planner.plan import (
+    ACTIVATION_PART_SLOTS,
+    ACTIVATION_SLOT_NBYTES,
+    Placement,
+    Plan,
+    PlanError,
+    make_plan,
+)
 from windlass.planner.program import Assignment, Program, outcome_of, shortfall, shortfall_of, solve
 from windlass.planner.speeds import Speeds
 from windlass.planner.step_costs import Kind, Limits, Part, PlannedJob, StateTier, StepCosts, Tier
 
 _Any = TypeVar("_Any")
 
+# Of host memory: where so much of it is free, no plan waits for it.
+_FREE_SHARE = 0.05
 # How often the program is asked again, where the arena takes more than the program counted.
 _MAX_CORRECTIONS = 5
 
@@ -53,6 +64,7 @@ class Solution:
     cost: float  # what was made least: the step, and a little of all work in it
     seconds: dict[Part, float]  # of each part of a step
     nbytes: dict[Tier, int]
+    has_room: bool  # in host memory: with more, another plan would hardly be better
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -88,6 +100,16 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
     Raises:
         DoesNotFitError: none fits.
     """
+    return candidates(job, speeds, limits)[0]
+
+
+def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution]:
+    """The best plans for each size of groups, with more and with less for what passes through host memory; by the cost
+    model the best of all first.
+
+    Raises:
+        DoesNotFitError: none fits.
+    """
     missing: list[DoesNotFitError] = []
     for resort in _RESORTS:
         if resort["spills"] and not job.keeps_grads:
@@ -95,12 +117,19 @@ def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
         found: list[Solution] = []
         for group_size in group_sizes(job.num_microbatches):
             costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
-            try:
-                found.append(_solve(costs))
-            except DoesNotFitError as error:
-                missing.append(error)
+            for each in _saving_memory(costs, _depths(job, speeds)):
+                try:
+                    found.append(_solve(each))
+                except DoesNotFitError as error:
+                    missing.append(error)
+                else:
+                    if found[-1].has_room:
+                        break
         if found:
-            return min(found, key=lambda solution: solution.cost)
+            best: dict[Placement, Solution] = {}
+            for solution in sorted(found, key=lambda solution: solution.cost):
+                best.setdefault(solution.placement, solution)
+            return list(best.values())
     raise DoesNotFitError(lambda: min((each.missing for each in missing), key=lambda lacking: sum(lacking.values())))
 
 
@@ -117,8 +146,10 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) ->
     for resort in _RESORTS:
         if resort["spills"] and not job.keeps_grads:
             continue
-        for group_size in {1, job.num_microbatches}:
-            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
+        for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
+            costs = StepCosts(
+                job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, **resort
+            )
             lacking = shortfall_of(costs.program(costs.kinds()), tier, beside=beside)
             if lacking is not None:
                 found.append(given + lacking)
@@ -130,11 +161,32 @@ def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
     for resort in reversed(_RESORTS):  # what saves most first
         if resort["spills"] and not job.keeps_grads:
             continue
-        for group_size in {1, job.num_microbatches}:
-            costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
+        for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
+            costs = StepCosts(
+                job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, **resort
+            )
             if solve(costs.program(costs.kinds())) is not None:
                 return True
     return False
+
+
+def _saving_memory(costs: StepCosts, depths: Iterable[Depths]) -> Iterator[StepCosts]:
+    """Each takes less for what passes through host memory, and leaves more for what rests there."""
+    for each, overflows in itertools.product(depths, (True, False)):
+        yield replace(costs, depths=each, overflows=overflows)
+
+
+def _depths(job: PlannedJob, speeds: Speeds) -> list[Depths]:
+    """What keeps all SSDs busy, and, as that takes memory, the least; one where they are the same."""
+    chunk_numel = job.size.chunk_numel
+    deep = depths_of(
+        speeds,
+        param_nbytes=chunk_numel * job.param_itemsize,
+        part_slots=ACTIVATION_PART_SLOTS,
+        slot_nbytes=ACTIVATION_SLOT_NBYTES,
+        num_optimizers=job.num_optimizers,
+    )
+    return list(dict.fromkeys((deep, Depths())))
 
 
 def group_sizes(num_microbatches: int) -> list[int]:
@@ -155,6 +207,8 @@ def _solve(costs: StepCosts) -> Solution:
             raise DoesNotFitError(functools.partial(_shortfall, program, costs.speeds))
         placement, outcome = _placement(costs, kinds, assignment), outcome_of(program, assignment)
         on_device = outcome.nbytes[Tier.DEVICE] if costs.speeds.shares_cores else 0.0
+        if costs.spills:
+            placement = _keeping_grads(costs, placement, limits.host_nbytes - on_device)
         try:
             plan = _plan(costs, placement, limits.host_nbytes - on_device)
         except PlanError:
@@ -174,6 +228,7 @@ def _solve(costs: StepCosts) -> Solution:
                 Tier.HOST: plan.arena_nbytes,
                 Tier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
             },
+            has_room=outcome.nbytes[Tier.HOST] < (1 - _FREE_SHARE) * limits.host_nbytes,
         )
     raise DoesNotFitError(lambda: {Tier.DEVICE: 0, Tier.HOST: int(excess), Tier.SSD: 0})
 
@@ -183,6 +238,14 @@ def _shortfall(program: Program, speeds: Speeds) -> dict[Tier, int]:
     if speeds.shares_cores:  # the device's memory is the host's, and was counted there
         lacking[Tier.DEVICE] = 0
     return lacking
+
+
+def _keeping_grads(costs: StepCosts, placement: Placement, host_nbytes: float) -> Placement:
+    """Gradients of as many blocks in host memory as have room beside buffers of their full depth."""
+    numbers = range(len(costs.job.model.blocks), -1, -1)
+    tried = (replace(placement, num_host_grad_blocks=number) for number in numbers)
+    fitting = (each for each in tried if _plan(costs, each, None).arena_nbytes <= host_nbytes)
+    return next(fitting, placement)
 
 
 def _plan(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> Plan:
@@ -224,10 +287,22 @@ def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) 
         num_cached_params=sum(map(costs.job.size.num_chunks, cached)) if cached else None,
         group_size=costs.group_size,
         num_grad_buffers=costs.num_grad_buffers,
+        depths=_letting_tensors_leave(costs, [way for _, way in layers], num_stores=2 if num_on_ssd else 1),
         activations=tuple(chosen),
         host_activation_nbytes=(num_slots - num_on_ssd) * ACTIVATION_SLOT_NBYTES,
         ssd_activation_nbytes=num_on_ssd * ACTIVATION_SLOT_NBYTES,
     )
+
+
+def _letting_tensors_leave(costs: StepCosts, ways: Iterable[ActivationWay], *, num_stores: int) -> Depths:
+    """A tensor is always let through, so a device has room for the largest: smaller ones may leave there together.
+
+    Where the device is the CPU, nothing leaves before something else is computed.
+    """
+    largest = max((nbytes for way in ways for nbytes in way.out_nbytes), default=0)
+    if costs.speeds.shares_cores:
+        return costs.depths
+    return replace(costs.depths, leaving_nbytes=max(costs.depths.leaving_nbytes, num_stores * largest))
 
 
 def _spread(ways: Iterable[_Any], counts: Iterable[int]) -> Iterator[_Any]:

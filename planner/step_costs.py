@@ -7,10 +7,11 @@ Sources: Ratel, equations 1 to 8 (a stage takes what its slowest resource takes)
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from windlass.planner.activation_ways import ActivationWay, Ways, ways_of_layer
+from windlass.planner.depths import Depths
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers, param_buffers
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, Work
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY, ModelSize, Placement, make_plan
@@ -101,7 +102,7 @@ class StepCosts:
     """A job on a machine, with groups of so many micro-batches.
 
     `streams`: all layers come to the device in pieces. `spills`: gradients that are kept go to the SSDs; then no states
-    rest in memory.
+    rest in memory. `overflows`: swapped activations may go on to the SSDs, for which staging buffers are there.
     """
 
     job: PlannedJob
@@ -110,7 +111,9 @@ class StepCosts:
     group_size: int
     streams: bool = False
     spills: bool = False
+    overflows: bool = True
     num_grad_buffers: int = MAX_GRAD_BUFFERS
+    depths: Depths = field(default_factory=Depths)
 
     @property
     def num_groups(self) -> int:
@@ -139,7 +142,9 @@ class StepCosts:
             nbytes=self._always_nbytes(),
             limits=(self.limits.device_nbytes, self.limits.host_nbytes, self.limits.ssd_nbytes),
             bounds=tuple(self._bounds()),
-            overflow=Overflow(source=Tier.HOST, target=Tier.SSD, seconds=self._overflow_seconds()),
+            overflow=Overflow(source=Tier.HOST, target=Tier.SSD, seconds=self._overflow_seconds())
+            if self.overflows
+            else None,
         )
 
     # --- ways -------------------------------------------------------------------------------------------------------
@@ -254,7 +259,10 @@ class StepCosts:
                 num_cached_params=0,
                 num_host_grad_blocks=0 if self.spills else None,
                 streamed_blocks=self.streamed_blocks,
-                ssd_activation_nbytes=2**40,  # however much it is, what is staged takes the same
+                depths=self.depths,
+                ssd_activation_nbytes=2**40
+                if self.overflows
+                else 0,  # however much it is, what is staged takes the same
             ),
         )
         host = plan.arena_nbytes - plan.partial_grads.nbytes
@@ -317,35 +325,53 @@ class StepCosts:
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
             yield Bound(weights=self._seconds(dict.fromkeys(alone, 1.0)))
         for parts, constant_s in _bounding_parts(
-            head_s, keeps_grads=self.job.keeps_grads, shares_cores=self.speeds.shares_cores
+            head_s,
+            self._slots_of_updates(),
+            keeps_grads=self.job.keeps_grads,
+            shares_cores=self.speeds.shares_cores,
         ):
-            yield Bound(weights=self._seconds(dict.fromkeys(parts, 1.0)), constant_s=constant_s)
+            yield Bound(weights=self._seconds(parts), constant_s=constant_s)
+
+    def _slots_of_updates(self) -> dict[Part, float]:
+        """How long a slot for states is taken: all chunks' time at one SSD and at one optimizer, by the slots."""
+        num_slots = self.job.num_optimizers * self.depths.states
+        return {
+            Part.SSD_UPDATE: self.speeds.num_ssds / num_slots,
+            Part.OPTIMIZER: self.job.num_optimizers / num_slots,
+        }
 
 
 def _bounding_parts(
-    head_s: float, *, keeps_grads: bool, shares_cores: bool
-) -> Iterator[tuple[tuple[Part, ...], float]]:
+    head_s: float, slots_of_updates: dict[Part, float], *, keeps_grads: bool, shares_cores: bool
+) -> Iterator[tuple[dict[Part, float], float]]:
+    """Weights of parts, and seconds to add."""
     p = Part
     compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE)
     h2d, d2h = (p.H2D_FORWARD, p.H2D_BACKWARD), (p.D2H_FORWARD, p.D2H_BACKWARD)
     for busy in (h2d, d2h, ssd, (p.OPTIMIZER,)):
-        yield busy, 0.0
-    yield (*compute, p.FIRST_UPDATE), 0.0
+        yield _once(*busy), 0.0
+    yield _once(*compute, p.FIRST_UPDATE), 0.0
     if shares_cores:
-        yield (*compute, *h2d, *d2h, p.OPTIMIZER), 0.0
-    of_forward: list[tuple[Part, ...]] = [(p.FORWARD,), (p.D2H_FORWARD,)]
-    of_backward: list[tuple[Part, ...]] = [(p.BACKWARD,), (p.H2D_BACKWARD,)]
+        yield _once(*compute, *h2d, *d2h, p.OPTIMIZER), 0.0
+    of_forward = [p.FORWARD, p.D2H_FORWARD]
+    of_backward = [p.BACKWARD, p.H2D_BACKWARD]
     # The last update is of what the head needs, as what is needed first goes first.
-    updates: tuple[tuple[Part, ...], ...] = ((p.OPTIMIZER,), (p.SSD_FORWARD, p.SSD_UPDATE))
+    updates = [_once(p.OPTIMIZER), slots_of_updates]
     if keeps_grads:
-        of_forward.append((p.H2D_FORWARD,))
-        of_backward += [(p.D2H_BACKWARD,), (p.SSD_BACKWARD,)]
+        of_forward.append(p.H2D_FORWARD)
+        of_backward += [p.D2H_BACKWARD, p.SSD_BACKWARD]
+        updates.append(_once(p.SSD_FORWARD, p.SSD_UPDATE))
     else:
+        updates.append(_once(p.SSD_UPDATE))
         for update in updates:
-            yield update[-1:], head_s
+            yield update, head_s
     for backward in of_backward:
         for forward in of_forward:
-            yield (*forward, *backward), 0.0
+            yield _once(forward, backward), 0.0
         if keeps_grads:
             for update in updates:
-                yield (*update, *backward), head_s
+                yield update | _once(backward), head_s
+
+
+def _once(*parts: Part) -> dict[Part, float]:
+    return dict.fromkeys(parts, 1.0)

@@ -31,6 +31,7 @@ from windlass.engine.dataset import PreparedDataset
 from windlass.engine.partition import UnsupportedArchitectureError
 from windlass.engine.streams import CpuStreams, Stream, ThreadStream
 from windlass.planner.activations import ActivationChoice, BlockActivations
+from windlass.planner.depths import Depths
 from windlass.planner.plan import Placement
 from windlass.storage.arena import SlotPool
 from windlass.storage.ids import ActorName, Attempt, Precision
@@ -108,6 +109,24 @@ def test_layers_choose_for_themselves_and_nothing_else_changes(tmp_path: Path, w
     assert losses_of(swapped) == losses_of(recomputed)
     expected = exported_params(recomputed)
     assert [name for name, param in exported_params(swapped).items() if not torch.equal(param, expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    "depths",
+    [
+        Depths(params=7, states=5, staged_activations=40, leaving_nbytes=1 << 30),
+        Depths(params=1, states=1, staged_activations=1, leaving_nbytes=0),
+    ],
+)
+def test_deeper_and_shallower_buffers_change_no_result(tmp_path: Path, watched: Watched, depths: Depths) -> None:
+    """Down to one of each: what passes through waits."""
+    recomputed = job(tmp_path / "recomputed")
+    run(recomputed)
+    placement = Placement(activations=SWAP, ssd_activation_nbytes=128 << 20, depths=depths)
+    swapped = job(tmp_path / "swapped", placement=placement)
+    assert run(swapped)["status"] == "succeeded"
+    assert watched.counts.in_nbytes > 0
+    assert losses_of(swapped) == losses_of(recomputed)
 
 
 def test_what_host_memory_has_no_room_for_goes_to_the_ssds(tmp_path: Path, watched: Watched) -> None:

@@ -24,7 +24,8 @@ from windlass.engine.layout import BlockLayout, ParamSlice
 from windlass.engine.param_pieces import PieceBuffers
 from windlass.engine.partition import UnsupportedArchitectureError
 from windlass.planner.activations import ActivationChoice
-from windlass.planner.plan import FETCH_DEPTH, Placement, PlanError
+from windlass.planner.depths import FETCH_DEPTH
+from windlass.planner.plan import Placement, PlanError
 from windlass.storage.ids import ActorName, BlockIndex, Precision
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")

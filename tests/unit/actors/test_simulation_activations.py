@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.actors.simulated import CHUNK, job, moved, rates, run
 from windlass.actors.messages import SpanKind
-from windlass.planner import plan
 from windlass.planner.activations import ActivationChoice
+from windlass.planner.depths import Depths
 from windlass.planner.plan import Placement
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")
@@ -115,13 +115,13 @@ def test_where_the_ssds_are_slow_a_step_is_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("num_host", [NUM_SLOTS, 0])
-def test_compute_waits_where_too_much_is_on_its_way_out(monkeypatch: pytest.MonkeyPatch, num_host: int) -> None:
+def test_compute_waits_where_too_much_is_on_its_way_out(num_host: int) -> None:
     """With room on the device for what leaves, copies may take as long as the forward pass; without, that waits."""
     placement = placed(num_host=num_host, num_ssd=NUM_SLOTS - num_host)
 
     def waits_s(leaving_nbytes: int) -> float:
-        monkeypatch.setattr(plan, "LEAVING_ACTIVATION_NBYTES", leaving_nbytes)
-        spans = job(swapped_nbytes=SWAPPED, placement=placement, machine=rates(d2h_bytes=NBYTES / 3.9)).spans()
+        limited = replace(placement, depths=Depths(leaving_nbytes=leaving_nbytes))
+        spans = job(swapped_nbytes=SWAPPED, placement=limited, machine=rates(d2h_bytes=NBYTES / 3.9)).spans()
         waits = [span for span in spans if span.kind is SpanKind.WAIT_ACTIVATIONS and span.step == 2]
         forward = [span for span in spans if span.kind is SpanKind.FORWARD and span.step == 2]
         return sum(span.end_s - span.start_s for span in waits if span.end_s <= forward[-1].end_s)

@@ -9,7 +9,8 @@ from tests.unit.actors.simulated import CHUNK, job, layers_of, moved, rates, run
 from windlass.actors.messages import Phase, SpanKind
 from windlass.actors.simulation import Work
 from windlass.planner.activations import ActivationChoice
-from windlass.planner.plan import FETCH_DEPTH, Placement, PlanError
+from windlass.planner.depths import FETCH_DEPTH
+from windlass.planner.plan import Placement, PlanError
 from windlass.storage.ids import BlockIndex
 
 LAYERS = (1, 2, 3, 4)

@@ -96,7 +96,7 @@ def predicted(case: Case) -> dict[Where, int]:
     of_shape = {shape: rehearsal.units(*shape) for shape in case.shapes}
     units = [[of_shape[shape][0][block] for shape in case.shapes] for block in range(partition.head)]
     peaks: dict[Where, int] = {}
-    for moment, need in step_moments(units, [of_shape[shape][1] for shape in case.shapes]):
+    for moment, need in step_moments(units, [of_shape[shape][1] for shape in case.shapes], leaving_nbytes=0):
         where = (moment.direction, moment.block)
         # In the store of these tests nothing is ever leaving.
         peaks[where] = max(peaks.get(where, 0), need.settled_nbytes)

@@ -1,5 +1,7 @@
 """Small profiles and machines for tests of the planner."""
 
+from typing import Any
+
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.speeds import Speeds
 from windlass.planner.step_costs import PlannedJob
@@ -53,7 +55,8 @@ def make_job(num_layers: int = 6, *, num_microbatches: int = 1, keeps_grads: boo
 
 def make_speeds(**changes: float) -> Speeds:
     """A machine on which everything takes about as long."""
-    rates = {
+    rates: dict[str, Any] = {
+        "num_ssds": 1,
         "device_flops": 1e12,
         "device_memory_bytes": 1e15,
         "device_params": 1e10,
@@ -63,4 +66,4 @@ def make_speeds(**changes: float) -> Speeds:
         "ssd_write_bytes": 1e9,
         "optimizer_params": 1e8,
     }
-    return Speeds(num_ssds=1, **{**rates, **changes})
+    return Speeds(**{**rates, **changes})

@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
-from windlass.planner import device_need
 from windlass.planner.device_need import (
     Moment,
     MomentNeed,
@@ -27,7 +24,7 @@ F, H, B = Pass.FORWARD, Pass.HEAD, Pass.BACKWARD
 def test_each_moment_of_a_step() -> None:
     found = [
         (moment.direction, moment.block, moment.microbatch, need.held_nbytes, need.hidden_nbytes)
-        for moment, need in step_moments(UNITS, (500, 50))
+        for moment, need in step_moments(UNITS, (500, 50), leaving_nbytes=10)
     ]
     assert found == [
         (F, 0, 0, 0, 0),
@@ -49,23 +46,22 @@ def test_each_moment_of_a_step() -> None:
 
 
 def test_the_next_unit_comes_back_while_one_is_gone_through() -> None:
-    moments = dict(step_moments(UNITS, (500, 50)))
+    moments = dict(step_moments(UNITS, (500, 50), leaving_nbytes=10))
     returning = [need.returning_nbytes for moment, need in moments.items() if moment.direction is not F]
     # During the head the last layer's first micro-batch; then the unit and the one that follows it.
     assert returning == [7, 7, 7 + 1, 1 + 7, 7 + 1, 1, 0, 0]
     assert {need.returning_nbytes for moment, need in moments.items() if moment.direction is F} == {0}
 
 
-def test_what_was_swapped_may_still_be_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_need, "LEAVING_ACTIVATION_NBYTES", 10)
-    leaving = [need.leaving_nbytes for _, need in step_moments(UNITS, (500, 50))]
+def test_what_was_swapped_may_still_be_leaving() -> None:
+    leaving = [need.leaving_nbytes for _, need in step_moments(UNITS, (500, 50), leaving_nbytes=10)]
     assert leaving == [0, 0, 7, 8, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
     # A tensor that is larger is let through alone.
     huge = replace(LAYER, swapped=(50, 3))
-    assert leaving_limit([[EMBEDDING], [huge]], has_ssd_store=False) == 50
+    assert leaving_limit([[EMBEDDING], [huge]], 10, has_ssd_store=False) == 50
     # Two stores with half of the room each; the one for the SSDs lets go of whole tensors.
-    assert leaving_limit([[EMBEDDING], [LAYER]], has_ssd_store=True) == 5 + 5 + 4
-    assert leaving_limit([[EMBEDDING], [huge]], has_ssd_store=True) == 50 + 50 + 50
+    assert leaving_limit([[EMBEDDING], [LAYER]], 10, has_ssd_store=True) == 5 + 5 + 4
+    assert leaving_limit([[EMBEDDING], [huge]], 10, has_ssd_store=True) == 50 + 50 + 50
 
 
 def test_all_of_a_moment_counts() -> None:
@@ -73,7 +69,7 @@ def test_all_of_a_moment_counts() -> None:
         held_nbytes=1, hidden_nbytes=20, returning_nbytes=300, leaving_nbytes=4000, operation_nbytes=50000
     )
     assert need.nbytes == 54321
-    moments = dict(step_moments(UNITS, (500, 50)))
+    moments = dict(step_moments(UNITS, (500, 50), leaving_nbytes=10))
     assert moments[Moment(direction=H, block=3, microbatch=0)].operation_nbytes == 500
     assert moments[Moment(direction=B, block=1, microbatch=1)].operation_nbytes == 40
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from windlass.planner.decoder_sizes import gpt_profile
+from windlass.planner.depths import LEAVING_ACTIVATION_NBYTES
 from windlass.planner.hardware import GIB
 from windlass.planner.largest_model import (
     BareModel,
@@ -14,7 +15,7 @@ from windlass.planner.largest_model import (
     least_arena_nbytes,
     most_resident_layers,
 )
-from windlass.planner.plan import LEAVING_ACTIVATION_NBYTES, PlanError, make_plan
+from windlass.planner.plan import PlanError, make_plan
 from windlass.planner.published_models import AUTOHETE_RESIDENT, AUTOHETE_SHAPES
 from windlass.planner.shapes import ModelShape
 

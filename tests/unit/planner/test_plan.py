@@ -8,13 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
+from windlass.planner.depths import FETCH_DEPTH, MIN_STATE_DEPTH, STAGED_ACTIVATIONS, STATE_DEPTH, Depths
 from windlass.planner.plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
-    FETCH_DEPTH,
-    MIN_STATE_DEPTH,
-    STAGED_ACTIVATIONS,
-    STATE_DEPTH,
     TRANSIT_DEPTH,
     ModelSize,
     Placement,
@@ -339,6 +336,29 @@ def test_swapped_activations_have_slots_of_their_own() -> None:
     assert found.arena_nbytes == before.arena_nbytes + 8 * ACTIVATION_SLOT_NBYTES
     many = plan(placement=Placement(ssd_activation_nbytes=100 * ACTIVATION_SLOT_NBYTES))
     assert many.num_staged_activations == many.activations.num_slots == STAGED_ACTIVATIONS
+
+
+def test_buffers_are_as_deep_as_the_placement_says() -> None:
+    depths = Depths(params=6, states=5, staged_activations=40, leaving_nbytes=1000)
+    on_ssd = 100 * ACTIVATION_SLOT_NBYTES
+    found = plan(
+        num_optimizers=2, placement=Placement(depths=depths, num_cached_params=1, ssd_activation_nbytes=on_ssd)
+    )
+    assert found.params.num_slots == 6 + 1
+    assert found.fetch_batch == 3
+    assert [pool.num_slots for pool in found.states] == [5, 5]
+    assert found.num_staged_activations == 40
+    assert found.max_leaving_nbytes == 500  # half for what goes to the SSDs
+    # With less memory, optimizers have fewer slots, and all else stays.
+    less = plan(
+        num_optimizers=2,
+        placement=Placement(depths=depths, num_cached_params=1, ssd_activation_nbytes=on_ssd),
+        host_memory_nbytes=found.arena_nbytes - 1,
+    )
+    assert 2 <= less.states[0].num_slots < 5
+    assert less.params == found.params
+    with pytest.raises(ValueError, match="depths: states is 0; at least 1"):
+        Depths(states=0)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given, settings
 
 from tests.unit.planner.profiles import make_job, make_profile, make_speeds
-from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY, STAGED_ACTIVATIONS
+from windlass.planner.depths import LEAVING_ACTIVATION_NBYTES, STAGED_ACTIVATIONS, STATE_DEPTH
+from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY
 from windlass.planner.program import outcome_of, solve
-from windlass.planner.solver import DoesNotFitError, Solution, group_sizes, least_nbytes, may_fit, solve_job
+from windlass.planner.solver import (
+    DoesNotFitError,
+    Solution,
+    candidates,
+    group_sizes,
+    least_nbytes,
+    may_fit,
+    solve_job,
+)
 from windlass.planner.step_costs import Limits, Part, PlannedJob, StepCosts, Tier
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
@@ -59,6 +68,38 @@ def test_what_has_no_room_in_host_memory_goes_to_the_ssds() -> None:
     slots = solution.plan.activations.num_slots
     assert slots * ACTIVATION_SLOT_NBYTES == solution.placement.host_activation_nbytes + STAGED_ACTIVATIONS * MIB
     assert solution.plan.arena_nbytes <= 150 * MIB
+
+
+def test_staging_takes_memory_only_where_something_goes_to_the_ssds() -> None:
+    job = make_job()
+    needed = solve_job(job, make_speeds(), limits(130, 1e6)).plan
+    assert needed.num_staged_activations == 0
+    fast = {"h2d_bytes": 1e12, "d2h_bytes": 1e12}
+    exact = solve_job(job, make_speeds(**fast), limits(130, 1e6))
+    assert exact.placement.host_activation_nbytes > 0
+    # To the last byte, and what is counted is what the engine lays out.
+    again = solve_job(job, make_speeds(**fast, ssd_write_bytes=1e6), limits(130, exact.plan.arena_nbytes / MIB))
+    assert again.plan.num_staged_activations == 0
+
+
+def test_with_more_ssds_buffers_are_deeper_where_memory_allows() -> None:
+    job, slow = make_job(), {"ssd_read_bytes": 1e8, "ssd_write_bytes": 1e8, "num_ssds": 8}
+    few = limits(150, 400)
+    deep = solve_job(job, make_speeds(**slow), few)
+    assert deep.placement.depths.states == 2 * 8 + 1
+    assert deep.plan.states[0].num_slots == 2 * 8 + 1
+    assert solve_job(job, make_speeds(), few).placement.depths.states == STATE_DEPTH
+    tried = candidates(job, make_speeds(**slow), few)
+    assert {each.placement.depths.states for each in tried} == {STATE_DEPTH, 2 * 8 + 1}
+    shallow = next(each for each in tried if each.placement.depths.states == STATE_DEPTH)
+    # Three of eight SSDs are busy at any time.
+    of_ssds = shallow.seconds[Part.SSD_UPDATE] * 8 / 3
+    assert shallow.step_s >= of_ssds
+
+
+def test_what_may_leave_is_as_much_as_the_largest_tensor() -> None:
+    fast = make_speeds(h2d_bytes=1e12, d2h_bytes=1e12)
+    assert solve_job(make_job(), fast, limits(200, 2000)).placement.depths.leaving_nbytes == LEAVING_ACTIVATION_NBYTES
 
 
 def test_groups_of_microbatches_are_as_large_as_pays() -> None:
