@@ -122,7 +122,7 @@ def main() -> None:
     """Solve, predict, run, report, end with the line of ratios."""
     options = parse_options("planner", __doc__, quick="one small model, one small job")
     cases = QUICK_CASES if options.quick else CASES
-    num_timed_steps = 2 if options.quick else 8
+    num_timed_steps = 2 if options.quick else 6
     report = Report(
         "The planner", options.directory, {"form": "quick" if options.quick else "full", "training": "bf16"}
     )
