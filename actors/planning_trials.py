@@ -5,7 +5,7 @@ as fitting only when its device's memory was gone through exactly, so that is do
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,7 +32,8 @@ def with_part(part: _Part, **changes: Any) -> _Part:
 
 def fits(question: "PlanQuestion", profiles: "Profiles") -> bool:
     """Whether there is a plan."""
-    return _fitting_number(question, profiles) is not None
+    # The smaller the micro-batches, the sooner a job fits, as a rule.
+    return _fitting_number(question, profiles, reversed(list(numbers_of_microbatches(question)))) is not None
 
 
 def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", *, most: int) -> int:
@@ -74,10 +75,10 @@ def _may_fit(question: "PlanQuestion", profiles: "Profiles") -> bool:
     return any(may_fit(profiles.job(question, number), speeds, limits) for number in numbers_of_microbatches(question))
 
 
-def _fitting_number(question: "PlanQuestion", profiles: "Profiles") -> int | None:
-    """Of micro-batches, with which it fits."""
+def _fitting_number(question: "PlanQuestion", profiles: "Profiles", numbers: Iterable[int]) -> int | None:
+    """The first number of micro-batches with which it fits."""
     speeds, limits = speeds_of(question.hardware), question.limits
-    for number in numbers_of_microbatches(question):
+    for number in numbers:
         if may_fit(profiles.job(question, number), speeds, limits):
             try:
                 profiles.solve(question, number)
@@ -90,7 +91,8 @@ def _fitting_number(question: "PlanQuestion", profiles: "Profiles") -> int | Non
 def _other_microbatches(question: "PlanQuestion", profiles: "Profiles") -> str | None:
     if question.num_microbatches is None:
         return None
-    number = _fitting_number(replace(question, num_microbatches=None), profiles)
+    free = replace(question, num_microbatches=None)
+    number = _fitting_number(free, profiles, numbers_of_microbatches(free))
     return None if number is None else f"{number} micro-batches"
 
 

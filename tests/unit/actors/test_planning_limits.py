@@ -70,7 +70,6 @@ def test_no_more_memory_than_is_worth_it() -> None:
     assert best.nbytes[Tier.HOST] > 0
 
 
-@pytest.mark.long
 def test_where_nothing_fits_nothing_is_found() -> None:
     found = find(question(machine(host=1.51)), Goal.LARGEST_BATCH)
     assert (found.number, found.planned) == (0, None)

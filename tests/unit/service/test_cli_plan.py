@@ -65,7 +65,6 @@ def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None
     assert {"step_s", "tokens_per_s", "bottleneck", "fits", "missing_gib"} <= set(systems["Ratel"])
 
 
-@pytest.mark.long
 def test_what_does_not_fit_ends_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
     tiny = tmp_path / "tiny.yaml"
     text = example_machines()["rtx4090-server"].read_text()

@@ -1,0 +1,142 @@
+"""What windlass itself can do, by the model that its planner counts with: `python -m benchmarks.reach [--quick]`
+
+Nothing is measured: the page is the same on every machine. The full form takes minutes and writes docs/reach.md.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from benchmarks.page import Page
+from benchmarks.report import rounded
+from windlass.actors.planning import PlanQuestion, Profiles, best_plan, planned
+from windlass.actors.planning_trials import fits, with_part
+from windlass.engine.model_profile import config_of_shape
+from windlass.planner.hardware import Hardware, example_machines
+from windlass.planner.published_models import RATEL_SHAPES
+from windlass.planner.report import PlanReport
+from windlass.planner.yaml_files import load
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reach.md"
+
+_MACHINE = "rtx4090-server"
+_NUM_EXAMPLES, _NUM_TOKENS = 32, 1024
+_RAM_GIB = (32, 64, 128, 256)
+_FEW_SSDS, _MOST_SSDS = 2, 12
+_NUM_SSDS = (1, 2, 4, 6, 8, 12)
+_RAM_OF_SSDS_GIB = 128
+_SIZES_OVER_SSDS = (13, 70)
+
+
+def machine(*, ram_gib: int, num_ssds: int) -> Hardware:
+    """Ratel's server with less of something; what its SSDs do together is limited as it is there."""
+    server = load(Hardware, example_machines()[_MACHINE])
+    host, ssds = with_part(server.host, memory_gib=float(ram_gib)), with_part(server.ssds, count=num_ssds)
+    return with_part(server, host=host, ssds=ssds)
+
+
+def page(*, quick: bool) -> tuple[str, dict[str, float]]:
+    """The text, and the figures of the last line."""
+    text = Page("What windlass can do, by its planner's model")
+    text.add(
+        f"Predictions of the planner's model ([planning](planning.md)), not measurements: plans for Ratel's server, an "
+        f"RTX 4090 of 24 GiB with up to {_MOST_SSDS} SSDs (`{_MACHINE}`), and for its shapes (its table IV). A step is "
+        f"of {_NUM_EXAMPLES} sequences of {_NUM_TOKENS} tokens, in bf16 with AdamW's states in fp32, gradients "
+        "clipped; the planner chooses micro-batches, tiers and activations. Nothing here was run.",
+        "`python -m benchmarks.reach` writes this page. How many layers keep optimizer states on the GPU over its "
+        "memory is among the [papers' tables](papers.md#states-on-the-gpu).",
+    )
+    figures = {}
+    if not quick:
+        figures = dict(_add_largest(text))
+    text.add(
+        "## Step time over the number of SSDs",
+        f"With {_RAM_OF_SSDS_GIB} GiB of RAM. All SSDs together do at most 32 GB/s there, as Ratel says of its twelve.",
+    )
+    for size in _SIZES_OVER_SSDS[:1] if quick else _SIZES_OVER_SSDS:
+        figures |= dict(_add_ssds(text, size))
+    return text.text, figures
+
+
+def _add_largest(text: Page) -> Iterator[tuple[str, float]]:
+    text.add(
+        "## The largest model on one GPU of 24 GiB",
+        "The largest of Ratel's eight shapes, 6 to 412 billion parameters, for which there is a plan. SSDs hold 28 "
+        "bytes of states a parameter, as a step never overwrites the one before it: "
+        f"{_FEW_SSDS} of them, of 3576 GiB, are full sooner than memory is.",
+    )
+    rows = []
+    for num_ssds in (_FEW_SSDS, _MOST_SSDS):
+        for ram_gib in _RAM_GIB:
+            hardware = machine(ram_gib=ram_gib, num_ssds=num_ssds)
+            sizes = sorted(RATEL_SHAPES, reverse=True)
+            size = next((size for size in sizes if fits(_question(size, hardware), _profiles(size))), 0)
+            yield f"largest_{ram_gib}_gib_{num_ssds}_ssds", size
+            head = (f"{ram_gib} GiB", str(num_ssds))
+            rows.append((*head, f"{size}B", *_cells(_report(size, hardware))) if size else (*head, "none", *"-----"))
+    text.add_table(("RAM", "SSDs", "largest", *_COLUMNS), rows)
+
+
+def _add_ssds(text: Page, size: int) -> Iterator[tuple[str, float]]:
+    rows = []
+    for num_ssds in _NUM_SSDS:
+        hardware = machine(ram_gib=_RAM_OF_SSDS_GIB, num_ssds=num_ssds)
+        if not fits(_question(size, hardware), _profiles(size)):
+            rows.append((f"{size}B", str(num_ssds), "does not fit", *"----"))
+            continue
+        report = _report(size, hardware)
+        assert report.step_s is not None, "it fits"
+        yield f"step_s_{size}b_{num_ssds}_ssds", report.step_s
+        rows.append((f"{size}B", str(num_ssds), *_cells(report)))
+    text.add_table(("model", "SSDs", *_COLUMNS), rows)
+
+
+@cache
+def _profiles(size: int) -> Profiles:
+    return Profiles(_question(size, machine(ram_gib=_RAM_GIB[-1], num_ssds=_MOST_SSDS)))
+
+
+def _question(size: int, hardware: Hardware) -> PlanQuestion:
+    return PlanQuestion(
+        config=config_of_shape(RATEL_SHAPES[size], num_tokens=_NUM_TOKENS),
+        hardware=hardware,
+        batch_size=_NUM_EXAMPLES,
+        sequence_length=_NUM_TOKENS,
+    )
+
+
+def _report(size: int, hardware: Hardware) -> PlanReport:
+    question = _question(size, hardware)
+    job, solution = best_plan(question, _profiles(size))
+    return planned(question, job, solution, _profiles(size), advises=False).report
+
+
+_COLUMNS = ("step, s", "tokens a second", "model's TFLOPS", "busiest", "RAM, GiB")
+
+
+def _cells(report: PlanReport) -> tuple[str, ...]:
+    assert report.step_s is not None, "it fits"
+    assert report.tokens_per_s is not None
+    assert report.tflops is not None
+    assert report.peak_gib is not None
+    # Three digits, and never as a power of ten.
+    numbers = [f"{float(f'{each:.3g}'):g}" for each in (report.step_s, report.tokens_per_s, report.tflops)]
+    return (*numbers, str(report.bottleneck), f"{report.peak_gib['host']:.0f}")
+
+
+def main() -> None:
+    """Compute, print, write, end with the line of figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reach", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one model over the number of SSDs; writes nothing")
+    options = parser.parse_args()
+    text, figures = page(quick=options.quick)
+    print(text)
+    if not options.quick:
+        DOCUMENT.write_text(text)
+    print(json.dumps(rounded(figures)))
+
+
+if __name__ == "__main__":
+    main()
