@@ -1,4 +1,4 @@
-"""Twenty steps in every mode: the same parameters, bit for bit, and those of plain PyTorch but for rounding.
+"""Twelve steps in every mode: the same parameters, bit for bit, and those of plain PyTorch but for rounding.
 
 Modes are what must not matter: the order of updates, how the master rests, where states, params and gradients lie, and
 what becomes of activations.
@@ -37,10 +37,10 @@ from windlass.storage.ids import Precision, StatePrecision
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots", "unchecked_activations")
 
-NUM_STEPS = 20
+NUM_STEPS = 12
 ACTIVATION_ROOM_NBYTES = 8 << 20
 LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
-# The norms of these twenty steps lie between 1.1 and 2.5.
+# The norms of these steps lie between 1.1 and 2.5.
 CLIP_NORMS = {"no clip": None, "always binds": 0.05, "sometimes binds": 1.5}
 
 
@@ -213,7 +213,7 @@ def test_steps_that_plain_pytorch_skips_are_skipped(
     """The loss of some batches is broken; the scale of the others' goes down with each."""
     spec = make_spec(
         tmp_path,
-        total_steps=NUM_STEPS,
+        total_steps=20,
         evaluate_every=None,
         precision=Precision.FP16,
         num_microbatches=3,
@@ -244,7 +244,7 @@ def broken_targets(spec: JobSpec, steps: set[int]) -> set[int]:
     hyper, dataset = spec.hyperparameters, PreparedDataset.open(spec.dataset_dir, "train")
     sums = {
         (step, i): int(microbatch.targets.clamp(min=0).sum())
-        for step in range(1, NUM_STEPS + 1)
+        for step in range(1, spec.total_steps + 1)
         for i, microbatch in enumerate(dataset.batch(step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed))
     }
     chosen = {sums[(step, 0)] for step in steps}
