@@ -52,6 +52,7 @@ def measured(folder: Path, *chosen: SpeedCase, until_s: float = FAR_S) -> list[g
 # --- all of it ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_all_of_it_runs_on_small_models(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--tiny", "--directory", str(tmp_path), "--reports", str(tmp_path)]
     command = [sys.executable, "-c", RUN_AND_LOOK, *options]

@@ -230,6 +230,9 @@ LONG = {
     "mixed-every-2-active",
     "mixed-every-2-alone",
     "mixed-every-2-third-skipped",
+    "mixed-every-3-active",
+    "host-every-2-active",
+    "host-every-2-checkpoint-and-evaluation",
     "host-every-3-second-and-third-skipped",
 }
 
