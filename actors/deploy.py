@@ -37,7 +37,8 @@ from windlass.actors.kept_kernel import keeping_kernel
 from windlass.actors.mail import Courier, Mailbox
 from windlass.actors.messages import ActorFailed, Announcement, Message
 from windlass.actors.outbox import Outbox
-from windlass.actors.scheduler import INTERRUPTED, ActorLostError, Scheduler
+from windlass.actors.scheduler import GOES_ON, INTERRUPTED, ActorLostError, Scheduler
+from windlass.actors.stop_request import StopRequest
 from windlass.engine.layout import ModelLayout
 from windlass.storage.arena import Arena, arena_path, remove_leftovers
 from windlass.storage.ids import ActorName, Attempt, JobId
@@ -176,7 +177,7 @@ class Runner:
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
         self._scheduler: Scheduler | None = None
-        self._cancelled = threading.Event()
+        self._stop = StopRequest()
         self._workers: dict[ActorName, Any] = {}
         self._alive: dict[Any, ActorName] = {}
         self._lock = threading.Lock()  # held where messages and the scheduler meet
@@ -202,12 +203,10 @@ class Runner:
     def _make_scheduler(self, context: JobContext, send: _Send, commit: CommitRecord | None) -> Scheduler:
         """It takes the messages from now on, and those that came before."""
         with self._lock:
-            scheduler = Scheduler(context, send, resume_from=commit, check_actors=self._check_workers)
+            scheduler = Scheduler(context, send, resume_from=commit, check_actors=self._check_workers, stop=self._stop)
             for message in self._early:
                 scheduler.post(message)
             self._scheduler = scheduler
-        if self._cancelled.is_set():
-            scheduler.cancel()
         return scheduler
 
     def _open_journal(self) -> Journal:
@@ -222,9 +221,11 @@ class Runner:
 
     def cancel(self) -> None:
         """The job ends after its current step."""
-        self._cancelled.set()
-        if self._scheduler is not None:
-            self._scheduler.cancel()
+        self._stop.cancel()
+
+    def pause(self) -> None:
+        """The attempt ends after its current step; the job's states stay for another."""
+        self._stop.pause()
 
     def _pulse(self) -> None:
         """Ray counts a process that hangs among the living."""
@@ -267,8 +268,9 @@ class Runner:
             commit = self._set_up_workers(addresses)
             outbox = Outbox(Courier(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
-            if outcome["status"] != INTERRUPTED:  # else the states stay, and the workers are of no use any more
-                stops = [handle.stop.remote(True) for handle in self._workers.values()]
+            if outcome["status"] != INTERRUPTED:  # else the workers are of no use any more
+                is_over = outcome["status"] not in GOES_ON
+                stops = [handle.stop.remote(is_over) for handle in self._workers.values()]
                 ray.wait(stops, num_returns=len(stops), timeout=spec.deadline_s)
         finally:
             for handle in self._workers.values():
@@ -359,3 +361,10 @@ def cancel_runner(job: JobId, attempt: Attempt) -> None:
     runner = find_runner(job, attempt)
     if runner is not None:
         runner.cancel.remote()
+
+
+def pause_runner(job: JobId, attempt: Attempt) -> None:
+    """Asks a runner to end after its current step, and to leave the job's states; does nothing when it is gone."""
+    runner = find_runner(job, attempt)
+    if runner is not None:
+        runner.pause.remote()

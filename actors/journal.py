@@ -69,7 +69,7 @@ class Journal:
         return record
 
     def append_outcome(self, status: str, message: str, error: dict[str, Any] | None = None, **data: Any) -> None:
-        """Add the attempt's last record: "succeeded", "failed" (with error {code, message, param}) or "cancelled"."""
+        """Add the attempt's last record. `status`: "failed" comes with an error {code, message, param}."""
         level = "error" if status == "failed" else "info"
         self.append(OUTCOME, message, level, status=status, error=error, **data)
 

@@ -12,8 +12,9 @@ from windlass.actors.gpu_worker import GpuWorker
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.kept_kernel import keeping_kernel
 from windlass.actors.messages import ActorFailed, Message
-from windlass.actors.scheduler import INTERRUPTED, Scheduler
+from windlass.actors.scheduler import GOES_ON, Scheduler
 from windlass.actors.ssd_server import SsdServer
+from windlass.actors.stop_request import StopRequest
 from windlass.engine.partition import Partition, partition_folder
 from windlass.storage.arena import Arena, arena_path, remove_leftovers
 from windlass.storage.ids import ActorName
@@ -33,11 +34,12 @@ def run_local(
     direct: bool = True,
     ssds: tuple[SsdFacts, ...] | None = None,
     on_message: Callable[[ActorName, Message], None] | None = None,
+    stop: StopRequest | None = None,
 ) -> dict[str, Any]:
     """Trains a job in this process, from its last commit if it has one, and returns its outcome.
 
-    `ssds` None: as they were, or are now, measured. `on_message` sees every message between actors. An exception leaves
-    the job's states where they are.
+    `ssds` None: as they were, or are now, measured. `on_message` sees every message between actors. `stop`: for others
+    to end it before. An exception, and a pause, leave the job's states where they are.
 
     Raises:
         TimeoutError: the attempt is over, but threads of it hang; the journal has its outcome.
@@ -75,7 +77,7 @@ def run_local(
         commit = last_common_commit([server.commits() for server in servers.values()])
         for server in servers.values():
             server.resume_from(commit)
-        scheduler = Scheduler(context, send, resume_from=commit)
+        scheduler = Scheduler(context, send, resume_from=commit, stop=stop)
         resumed = keeping_kernel(context, commit)
         optimizers = {
             optimizer_name(i): CpuOptimizer(optimizer_name(i), i, resumed, send) for i in range(spec.num_cpu_optimizers)
@@ -87,7 +89,7 @@ def run_local(
             actor.setup()
             ending.callback(actor.stop)
         outcome = scheduler.run()
-        is_over = outcome["status"] != INTERRUPTED
+        is_over = outcome["status"] not in GOES_ON
     return outcome
 
 

@@ -7,7 +7,6 @@ A thin shell: what runs when is decided in `actors/policy/pipeline.py`, and what
 import contextlib
 import json
 import queue
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.trainer import Trainer
 from windlass.actors.policy.waits import DeadlineMissedError, Instruction, UnexpectedEventError
 from windlass.actors.progress import Progress
+from windlass.actors.stop_request import StopRequest
 from windlass.engine.learning_rate import learning_rate
 from windlass.storage.ids import ActorName, Precision
 from windlass.storage.store_format import CommitRecord
@@ -43,6 +43,16 @@ _EXPLANATION_TICKS = 4
 
 # The outcome of an attempt that was lost through no fault of the job's: another can go on from the last commit.
 INTERRUPTED = "interrupted"
+# ... and of one that ended after a commit because it was asked to: another goes on from there.
+PAUSED = "paused"
+# With these the job is not over: its states stay where they are.
+GOES_ON = frozenset((INTERRUPTED, PAUSED))
+
+_END_IN_WORDS = {
+    "succeeded": "The model is ready",
+    "cancelled": "The job was cancelled",
+    PAUSED: "The attempt ended after a commit, as it was asked to",
+}
 
 
 class JobFailedError(Exception):
@@ -104,8 +114,12 @@ class Scheduler:
         *,
         resume_from: CommitRecord | None = None,
         check_actors: Callable[[], None] | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
-        """`resume_from`: the commit to go on from. `check_actors` raises ActorLostError when an actor is gone."""
+        """`resume_from`: the commit to go on from. `check_actors` raises ActorLostError when an actor is gone.
+
+        `stop`: what others may ask of the attempt meanwhile.
+        """
         self.context = context
         self.spec = context.spec
         self._resumed: dict[str, Any] | None = None if resume_from is None else json.loads(resume_from.trainer_state)
@@ -117,7 +131,7 @@ class Scheduler:
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
-        self._cancelled = threading.Event()
+        self._stop = stop or StopRequest()
         self._journal = Journal(Path(self.spec.job_dir) / JOURNAL_FILE, self.spec.attempt)
         self._progress = Progress(
             self.pipeline.shape,
@@ -133,10 +147,6 @@ class Scheduler:
         """Takes an event; returns at once."""
         self._events.put(message)
 
-    def cancel(self) -> None:
-        """The job ends after the step that is being computed."""
-        self._cancelled.set()
-
     def run(self) -> dict[str, Any]:
         """Works until the job is over, and returns its outcome, which is also the journal's last record."""
         with contextlib.closing(self._journal):
@@ -148,7 +158,7 @@ class Scheduler:
                 return self._end(INTERRUPTED, {"code": "process_lost", "message": str(error), "param": None})
             except DeadlineMissedError as error:
                 return self._end(INTERRUPTED, {"code": "training_stalled", "message": str(error), "param": None})
-            return self._end("cancelled" if self._cancelled.is_set() and not self._exported() else "succeeded", None)
+            return self._end(self._status(), None)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +178,7 @@ class Scheduler:
         self._carry_out(self.pipeline.start(time.monotonic()))
         next_tick_s = time.monotonic() + _TICK_S
         while not self.pipeline.finished:
-            if self._cancelled.is_set():
+            if self._is_to_stop:
                 if self.pipeline.committed < 0:
                     return
                 self._carry_out(self.pipeline.stop_after_current_step(time.monotonic()))
@@ -181,6 +191,18 @@ class Scheduler:
                 if self._check_actors is not None:
                     self._check_actors()
                 self._check_deadlines()
+
+    @property
+    def _is_to_stop(self) -> bool:
+        """A job that is paused in its last step would only have its export left, for another attempt."""
+        return self._stop.is_cancelled or (self._stop.is_paused and self.pipeline.begun < self.spec.total_steps)
+
+    def _status(self) -> str:
+        if self._exported():
+            return "succeeded"
+        if self._stop.is_cancelled:
+            return "cancelled"
+        return PAUSED if self._stop.is_paused else "succeeded"
 
     def _check_deadlines(self) -> None:
         if not self.pipeline.waits.outstanding and not self.pipeline.finished:
@@ -255,7 +277,7 @@ class Scheduler:
         return Path(self.spec.output_dir).is_dir()
 
     def _end(self, status: str, error: dict[str, Any] | None) -> dict[str, Any]:
-        message = {"succeeded": "The model is ready", "cancelled": "The job was cancelled"}.get(status)
+        message = _END_IN_WORDS.get(status)
         outcome: dict[str, Any] = {
             "status": status,
             "error": error,

@@ -138,6 +138,11 @@ class Pipeline:
         return self.waits.issue(self._advance(), now_s)
 
     @property
+    def begun(self) -> int:
+        """The last step of which anything was granted."""
+        return self._begun
+
+    @property
     def finished(self) -> bool:
         """Nothing is left to do and everything is committed."""
         over = self._next is None or self._next.step > self.commits.last_step or self._is_cut(self._next)

@@ -37,6 +37,7 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.scheduler import Scheduler
+from windlass.actors.stop_request import StopRequest
 from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, JobId, Precision, Rank, Span, Step
 from windlass.storage.store_format import CommitRecord
@@ -79,8 +80,13 @@ class Stage:
         self.bytes_written: Counter[str] = Counter()
         self.before: Callable[[Message], None] = lambda message: None
         self.check_actors: Callable[[], None] = lambda: None
+        self.stop = StopRequest()
         self.scheduler = Scheduler(
-            self.context, self._send, resume_from=resume_from, check_actors=lambda: self.check_actors()
+            self.context,
+            self._send,
+            resume_from=resume_from,
+            check_actors=lambda: self.check_actors(),
+            stop=self.stop,
         )
 
     def commit(self, step: int) -> CommitRecord:

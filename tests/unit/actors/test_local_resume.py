@@ -22,6 +22,7 @@ from windlass.actors.journal import METRICS, JournalRecord
 from windlass.actors.local import run_local
 from windlass.actors.messages import (
     CommitStore,
+    ComputeBlock,
     ExportModel,
     FlushBlock,
     LoadModel,
@@ -31,6 +32,8 @@ from windlass.actors.messages import (
     UpdateBlock,
     WriteChunks,
 )
+from windlass.actors.scheduler import PAUSED
+from windlass.actors.stop_request import StopRequest
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, Attempt, ChunkKey, JobId, Precision
@@ -161,6 +164,45 @@ def test_an_attempt_goes_on_wherever_things_rest(
     for name, param in params.items():
         assert torch.equal(exported_params(spec)[name], param), name
     assert outcome is not None
+    assert outcome["trained_tokens"] == trained_tokens
+    assert leftovers_of(spec) == []
+
+
+@pytest.mark.usefixtures("small_activation_slots")
+@pytest.mark.parametrize(
+    "placements",
+    [
+        (Placement(), HOST, SPILLED),
+        (HOST, MIXED, Placement(group_size=1)),
+        (
+            dataclasses.replace(swapping(ActivationChoice.SWAP), group_size=1, ssd_activation_nbytes=8 << 20),
+            Placement(streamed_blocks=(1, 2, 3)),
+            dataclasses.replace(MIXED, group_size=1, num_grad_buffers=1),
+        ),
+    ],
+    ids=["host and spilled", "mixed and groups", "swapped, pieces and buffers"],
+)
+def test_a_paused_attempt_is_followed_by_one_with_another_plan_and_no_step_is_trained_twice(
+    tmp_path: Path, uninterrupted: Result, placements: tuple[Placement, ...]
+) -> None:
+    spec, direct = job(tmp_path), has_direct_io(tmp_path)
+    statuses = []
+    for number, placement in enumerate(placements, start=1):
+        stop = StopRequest()
+
+        def look(to: ActorName, message: Message, stop: StopRequest = stop, last_step: int = 2 * number) -> None:
+            # Of the last attempt that is the last step: too late.
+            if isinstance(message, ComputeBlock) and message.step == last_step:
+                stop.pause()
+
+        again = dataclasses.replace(spec, attempt=Attempt(number), placement=placement)
+        outcome = run_local(again, partition=make_partition(spec), direct=direct, on_message=look, stop=stop)
+        statuses.append(outcome["status"])
+    assert statuses == [PAUSED, PAUSED, "succeeded"]
+    losses, params, trained_tokens = uninterrupted
+    assert losses_of(spec) == losses
+    for name, param in params.items():
+        assert torch.equal(exported_params(spec)[name], param), name
     assert outcome["trained_tokens"] == trained_tokens
     assert leftovers_of(spec) == []
 

@@ -28,7 +28,7 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy.ordering import Ordering, QueueOrder
-from windlass.actors.scheduler import INTERRUPTED, ActorLostError, JobFailedError
+from windlass.actors.scheduler import INTERRUPTED, PAUSED, ActorLostError, JobFailedError
 from windlass.planner.plan import Placement
 from windlass.storage.ids import Attempt, Kernel, Step
 
@@ -274,7 +274,7 @@ def test_an_answer_that_nobody_asked_for_ends_the_attempt(stage: Stage) -> None:
 
 def test_cancelled_before_it_begins(stage: Stage) -> None:
     stage.silent = {LoadModel}
-    stage.scheduler.cancel()
+    stage.stop.cancel()
     outcome = stage.run()
     assert (outcome["status"], outcome["trained_tokens"], outcome["model_dir"]) == ("cancelled", 0, None)
 
@@ -284,7 +284,7 @@ def test_cancelled_in_a_step_it_ends_with_that_step(tmp_path: Path) -> None:
 
     def cancel(message: Message) -> None:
         if isinstance(message, ComputeBlock) and message.step == 3:
-            stage.scheduler.cancel()
+            stage.stop.cancel()
 
     stage.before = cancel
     assert stage.run()["status"] == "cancelled"
@@ -298,10 +298,46 @@ def test_cancelled_when_the_model_is_written_it_has_succeeded(tmp_path: Path) ->
 
     def cancel(message: Message) -> None:
         if isinstance(message, ExportModel):
-            stage.scheduler.cancel()
+            stage.stop.cancel()
 
     stage.before = cancel
     assert stage.run()["status"] == "succeeded"
+
+
+def test_paused_in_a_step_it_ends_with_that_step_and_another_attempt_goes_on(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, checkpoint_every=2)
+
+    def pause(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.step == 2:
+            stage.stop.pause()
+
+    stage.before = pause
+    assert stage.run()["status"] == PAUSED
+    assert len(losses_of(stage.spec)) == 2
+    assert not any(isinstance(message, ExportModel) for _, message in stage.received)
+    again = Stage(tmp_path, checkpoint_every=2, resume_from=stage.commit(2), attempt=Attempt(3))
+    outcome = again.run()
+    assert (outcome["status"], outcome["trained_tokens"]) == ("succeeded", 4 * NUM_TARGETS)
+    assert [message.step for _, message in again.received if isinstance(message, ExportModel)] == [2, 4]
+    assert len(losses_of(stage.spec)) == 4
+
+
+def test_paused_in_its_last_step_it_is_finished(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+
+    def pause(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.step == 4:
+            stage.stop.pause()
+
+    stage.before = pause
+    assert stage.run()["status"] == "succeeded"
+
+
+def test_paused_and_cancelled_it_is_cancelled(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.stop.pause()
+    stage.stop.cancel()
+    assert stage.run()["status"] == "cancelled"
 
 
 def run_first_attempt(directory: Path) -> Stage:

@@ -120,7 +120,7 @@ def test_cancelled_between_commits_it_commits_the_step_it_was_in(tmp_path: Path)
 
     def cancel(message: Message) -> None:
         if isinstance(message, ComputeBlock) and message.step == 4:
-            stage.scheduler.cancel()
+            stage.stop.cancel()
 
     stage.before = cancel
     outcome = stage.run()
@@ -137,7 +137,7 @@ def test_cancelled_when_a_step_was_told_already_it_is_committed_and_told_once(tm
 
     def cancel(message: Message) -> None:
         if isinstance(message, ComputeBlock) and message.phase is Phase.EVALUATE:
-            stage.scheduler.cancel()
+            stage.stop.cancel()
 
     stage.before = cancel
     outcome = stage.run()
