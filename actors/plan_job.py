@@ -10,14 +10,29 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE
+from windlass.actors.measured_steps import load_measured
+from windlass.actors.plan_correction import MIN_STEPS, RunningJob, correct
 from windlass.actors.planned_job import simulate_planned
-from windlass.actors.planning import Planned, PlanQuestion, answer
+from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer
 from windlass.actors.simulation import Stuck, TooLong
 from windlass.actors.spans_file import SIMULATED_FOLDER, keep_step
 from windlass.engine.partition import UnsupportedArchitectureError, load_config
 from windlass.planner import placement_json
 from windlass.planner.hardware import Hardware
 from windlass.storage.ids import Formats, Precision, StatePrecision
+
+
+class RunningOrder(BaseModel):
+    """A job that runs by a plan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    timeline_dir: Path  # spans of its last steps
+    first_step: int  # in steady state
+    found: dict[str, Any]  # what was planned: see `plan_job`
+    num_steps_left: int
+    restart_s: float  # what another attempt costs
 
 
 class PlanOrder(BaseModel):
@@ -38,34 +53,66 @@ class PlanOrder(BaseModel):
     device_memory_nbytes: int | None
     compute_threads: int | None = None  # to measure with what the model's blocks take here; None: nothing is measured
     simulation_s: float = 0.0  # how long the simulation of what is planned may take; 0: there is none
+    running: RunningOrder | None = None  # to plan again by what it measured
 
 
 def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
     """What people are told (`plan`), and, if it fits, what the engine does: `placement`, and `arena_nbytes` with it.
 
-    Where it was simulated also `simulated`; the spans of a step go to `folder`.
+    Where it was simulated also `simulated`; the spans of a step go to `folder`. For a job that runs also whether that
+    `changes`, and a line for people (`told`).
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
+        RuntimeError: ... by shapes alone, or the job has not measured enough.
     """
-    fields = order.model_dump(exclude={"model_dir", "hardware", "compute_threads", "simulation_s"})
+    question = PlanQuestion(
+        config=load_config(order.model_dir),
+        hardware=order.hardware,
+        measures=order.compute_threads is not None,
+        **order.model_dump(exclude={"model_dir", "hardware", "compute_threads", "simulation_s", "running"}),
+    )
+    if order.running is not None:
+        return _plan_again(question, order.running)
     if order.compute_threads is not None:
         torch.set_num_threads(order.compute_threads)
-    planned = answer(
-        PlanQuestion(
-            config=load_config(order.model_dir),
-            hardware=order.hardware,
-            measures=order.compute_threads is not None,
-            **fields,
-        )
+    planned = answer(question)
+    found = _in_json(planned)
+    if planned.solution is not None and order.simulation_s:
+        found |= _simulated(order, planned, folder)
+    return found
+
+
+def _plan_again(question: PlanQuestion, order: RunningOrder) -> dict[str, Any]:
+    profiles = Profiles(question)
+    is_cpu = question.hardware.gpus.count == 0
+    steps = load_measured(order.timeline_dir, profiles.layout, first_step=order.first_step, shares_cores=is_cpu)
+    if len(steps) < MIN_STEPS:
+        raise RuntimeError(f"of its steps from {order.first_step} on, {len(steps)} are held; {MIN_STEPS} are needed")
+    plan = order.found["plan"]
+    running = RunningJob(
+        placement=placement_json.from_json(order.found["placement"]),
+        arena_nbytes=order.found["arena_nbytes"],
+        spills_grads=plan["choices"]["kept_grads_on_ssd"] > 0,
+        step_s=plan["step_s"],
+        compute_s=plan["busy_s"]["compute"],
+        peak_gib=plan["peak_gib"],
+        num_steps_left=order.num_steps_left,
+        restart_s=order.restart_s,
     )
+    corrected = correct(question, profiles, running, steps)
+    found = _in_json(corrected.planned)
+    if not corrected.changes:
+        found |= {name: order.found[name] for name in ("placement", "arena_nbytes")}
+    return {**found, "changes": corrected.changes, "told": corrected.in_words}
+
+
+def _in_json(planned: Planned) -> dict[str, Any]:
     found: dict[str, Any] = {"plan": asdict(planned.report)}
     if (solution := planned.solution) is not None:
         # With less memory for the arena the placement is refused, with more other buffers grow.
         placement = placement_json.to_json(solution.placement)
         found |= {"placement": placement, "arena_nbytes": solution.plan.arena_nbytes}
-        if order.simulation_s:
-            found |= _simulated(order, planned, folder)
     return found
 
 
@@ -99,6 +146,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         order = PlanOrder.model_validate_json(options.question.read_text())
+        if order.running is not None:
+            os.nice(NICENESS_BESIDE_COMPUTE)
         result: dict[str, Any] = {"ok": True, **plan_job(order, options.result.parent)}
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,18 @@ from windlass.engine.measure_model import with_times
 from windlass.engine.model_profile import Profiler
 from windlass.engine.rehearsal import Rehearsed
 from windlass.planner.activation_ways import Ways, ways_of_layer
+from windlass.planner.correction import Correction
 from windlass.planner.device_need import DeviceNeed
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, TIER_NAMES, PlanReport, report_of, with_limits
 from windlass.planner.solver import DoesNotFitError, Solution, solve_job
-from windlass.planner.speeds import speeds_of
+from windlass.planner.speeds import Speeds, speeds_of
 from windlass.planner.step_costs import Limits, PlannedJob, Tier
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 # What is worth mentioning: a change that makes a step shorter by at least so much of it.
-_WORTH = 0.05
+WORTH = 0.05
 # How often the program is asked again, where the device's memory does not suffice for what it leaves out.
 _MAX_CORRECTIONS = 10
 
@@ -47,6 +48,8 @@ class PlanQuestion:
     device_memory_nbytes: int | None = None  # budget; None: what the device has
     measures: bool = False  # what blocks take, on the device of this machine, which `hardware` must be
     ways: Ways = ways_of_layer  # what may be done with a layer's activations
+    # By what the job's own steps measured, with as many micro-batches; then nothing else is measured.
+    correction: Correction = field(default_factory=Correction)
 
     @property
     def limits(self) -> Limits:
@@ -57,6 +60,11 @@ class PlanQuestion:
             host_nbytes=min(limits.host_nbytes, self.host_memory_nbytes or limits.host_nbytes),
             device_nbytes=min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes),
         )
+
+    @property
+    def speeds(self) -> Speeds:
+        """Of the machine, as far as it is known."""
+        return self.correction.of_speeds(speeds_of(self.hardware))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +145,12 @@ class Profiles:
         found._measures = False
         return found
 
+    def corrected(self, question: PlanQuestion) -> "Profiles":
+        """The same, with the times that the question's `correction` has, and no others that are measured."""
+        found = self.unmeasured()
+        found._question, found._known = question, {}
+        return found
+
     @property
     def layout(self) -> ModelLayout:
         """Of the model's blocks."""
@@ -179,14 +193,14 @@ class Profiles:
                 sums_grads = num_examples < question.batch_size
                 with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here: rates must do
                     profile = with_times(profile, question.config, question.precision, device, sums_grads=sums_grads)
-            self._known[shape] = profile
+            self._known[shape] = question.correction.of_model(profile)
         return self._known[shape]
 
 
 def _solve(question: PlanQuestion, num_microbatches: int, profiles: Profiles) -> tuple[PlannedJob, Solution]:
     """With the device's memory counted exactly: what the program leaves out is taken off its limit, until it fits."""
     job = profiles.job(question, num_microbatches)
-    speeds, given = speeds_of(question.hardware), question.limits
+    speeds, given = question.speeds, question.limits
     limits = given
     for _ in range(_MAX_CORRECTIONS):
         solution = solve_job(job, speeds, limits)
@@ -248,7 +262,8 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
     found = []
     for words, update in twice.items():
         changed = with_part(hardware, **update)
-        other = solve_job(job, speeds_of(changed), replace(question, hardware=changed).limits)
-        if other.step_s < (1 - _WORTH) * solution.step_s:
+        faster = replace(question, hardware=changed)
+        other = solve_job(job, faster.speeds, faster.limits)
+        if other.step_s < (1 - WORTH) * solution.step_s:
             found.append(f"with {words} a step takes {other.step_s:.3g} s")
     return found

@@ -13,7 +13,6 @@ from windlass.actors.planning import (
 from windlass.actors.planning_trials import largest_fitting, with_part
 from windlass.planner.reach import DEFAULT_SLACK, Goal, smallest
 from windlass.planner.solver import DoesNotFitError, Solution, solve_job
-from windlass.planner.speeds import speeds_of
 
 _TOKENS_STEP = 256
 
@@ -103,7 +102,7 @@ def _fewest(
             return True
 
     def by_program(other: PlanQuestion) -> Solution:
-        return solve_job(job, speeds_of(other.hardware), other.limits)
+        return solve_job(job, other.speeds, other.limits)
 
     def exactly(other: PlanQuestion) -> Solution:
         return profiles.solve(other, job.num_microbatches)

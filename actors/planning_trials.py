@@ -15,7 +15,6 @@ from windlass.planner.hardware import GIB
 from windlass.planner.reach import largest, smallest
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES
 from windlass.planner.solver import DoesNotFitError, least_nbytes, may_fit
-from windlass.planner.speeds import speeds_of
 from windlass.planner.step_costs import Tier
 
 if TYPE_CHECKING:
@@ -71,13 +70,13 @@ def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
 
 
 def _may_fit(question: "PlanQuestion", profiles: "Profiles") -> bool:
-    speeds, limits = speeds_of(question.hardware), question.limits
+    speeds, limits = question.speeds, question.limits
     return any(may_fit(profiles.job(question, number), speeds, limits) for number in numbers_of_microbatches(question))
 
 
 def _fitting_number(question: "PlanQuestion", profiles: "Profiles", numbers: Iterable[int]) -> int | None:
     """The first number of micro-batches with which it fits."""
-    speeds, limits = speeds_of(question.hardware), question.limits
+    speeds, limits = question.speeds, question.limits
     for number in numbers:
         if may_fit(profiles.job(question, number), speeds, limits):
             try:
@@ -155,7 +154,7 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
     is_cpu = question.hardware.gpus.count == 0
     if is_cpu and memory.tier is Tier.DEVICE:
         return None  # it is the host's
-    speeds, limits = speeds_of(question.hardware), question.limits
+    speeds, limits = question.speeds, question.limits
     jobs = (profiles.job(question, number) for number in numbers_of_microbatches(question))
     least = [nbytes for job in jobs if (nbytes := least_nbytes(job, speeds, limits, memory.tier)) is not None]
     given = {Tier.DEVICE: limits.device_nbytes, Tier.HOST: limits.host_nbytes, Tier.SSD: limits.ssd_nbytes}[memory.tier]

@@ -1,7 +1,7 @@
 """Stretches of time: what they cover together, and what is left of some without others."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # Begin and end; those of a list are sorted and do not meet, unless it says otherwise.
 Interval = tuple[float, float]
@@ -53,3 +53,25 @@ def subtract(one: list[Interval], other: list[Interval]) -> list[Interval]:
         if start < stop:
             left.append((start, stop))
     return left
+
+
+def shared_out(kinds: Mapping[str, list[Interval]]) -> dict[str, float]:
+    """What is covered by several kinds at once counts in equal parts for each; all together it counts once."""
+    turns = sorted(
+        turn
+        for name, intervals in kinds.items()
+        for start, stop in union(intervals)
+        for turn in ((start, True, name), (stop, False, name))
+    )
+    found = dict.fromkeys(kinds, 0.0)
+    active: set[str] = set()
+    past_s = 0.0
+    for at_s, begins, name in turns:
+        for each in active:
+            found[each] += (at_s - past_s) / len(active)
+        past_s = at_s
+        if begins:
+            active.add(name)
+        else:
+            active.remove(name)
+    return found

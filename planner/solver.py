@@ -21,7 +21,7 @@ from windlass.planner.plan import (
     PlanError,
     make_plan,
 )
-from windlass.planner.program import Assignment, Program, outcome_of, shortfall, shortfall_of, solve
+from windlass.planner.program import Assignment, Outcome, Program, outcome_of, shortfall, shortfall_of, solve
 from windlass.planner.speeds import Speeds
 from windlass.planner.step_costs import Kind, Limits, Part, PlannedJob, StateTier, StepCosts, Tier
 
@@ -216,20 +216,7 @@ def _solve(costs: StepCosts) -> Solution:
             excess = max(needed - limits.host_nbytes, 1)
             costs = replace(costs, limits=replace(costs.limits, host_nbytes=costs.limits.host_nbytes - excess))
             continue
-        return Solution(
-            costs=costs,
-            placement=replace(placement, num_cached_params=plan.num_cached_params),
-            plan=plan,
-            step_s=outcome.step_s,
-            cost=outcome.cost,
-            seconds=dict(zip(Part, outcome.seconds, strict=True)),
-            nbytes={
-                Tier.DEVICE: int(outcome.nbytes[Tier.DEVICE]),
-                Tier.HOST: plan.arena_nbytes,
-                Tier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
-            },
-            has_room=outcome.nbytes[Tier.HOST] < (1 - _FREE_SHARE) * limits.host_nbytes,
-        )
+        return _solution(costs, placement, plan, outcome)
     raise DoesNotFitError(lambda: {Tier.DEVICE: 0, Tier.HOST: int(excess), Tier.SSD: 0})
 
 
@@ -246,6 +233,34 @@ def _keeping_grads(costs: StepCosts, placement: Placement, host_nbytes: float) -
     tried = (replace(placement, num_host_grad_blocks=number) for number in numbers)
     fitting = (each for each in tried if _plan(costs, each, None).arena_nbytes <= host_nbytes)
     return next(fitting, placement)
+
+
+def solution_of(costs: StepCosts, placement: Placement, arena_nbytes: int) -> Solution:
+    """What a placement comes to that was solved for before, by these costs; whether it is the best or not.
+
+    `costs`: with the group size, and what saves memory, of that time. `arena_nbytes`: as it has them.
+    """
+    kinds = costs.kinds()
+    outcome = outcome_of(costs.program(kinds), _assignment(costs, kinds, placement))
+    plan = _plan(costs, placement, arena_nbytes)
+    return _solution(costs, placement, plan, outcome)
+
+
+def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outcome) -> Solution:
+    return Solution(
+        costs=costs,
+        placement=replace(placement, num_cached_params=plan.num_cached_params),
+        plan=plan,
+        step_s=outcome.step_s,
+        cost=outcome.cost,
+        seconds=dict(zip(Part, outcome.seconds, strict=True)),
+        nbytes={
+            Tier.DEVICE: int(outcome.nbytes[Tier.DEVICE]),
+            Tier.HOST: plan.arena_nbytes,
+            Tier.SSD: plan.ssd_nbytes + plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
+        },
+        has_room=outcome.nbytes[Tier.HOST] < (1 - _FREE_SHARE) * costs.limits.host_nbytes,
+    )
 
 
 def _plan(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> Plan:
@@ -303,6 +318,29 @@ def _letting_tensors_leave(costs: StepCosts, ways: Iterable[ActivationWay], *, n
     if costs.speeds.shares_cores:
         return costs.depths
     return replace(costs.depths, leaving_nbytes=max(costs.depths.leaving_nbytes, num_stores * largest))
+
+
+def _assignment(costs: StepCosts, kinds: Sequence[Kind], placement: Placement) -> Assignment:
+    """Blocks become counts; the params that stay in host memory are those of the first blocks on the SSDs."""
+    tiers = dict.fromkeys(placement.device_blocks, StateTier.DEVICE)
+    tiers |= dict.fromkeys(placement.host_blocks, StateTier.HOST)
+    num_left = placement.num_cached_params or 0
+    for block in range(len(costs.job.model.blocks)):
+        if block not in tiers and (num_chunks := costs.job.size.num_chunks(block)) <= num_left:
+            tiers[block] = StateTier.CACHED
+            num_left -= num_chunks
+    counts = []
+    for kind in kinds:
+        if kind.tiers:
+            gone: Sequence[Any] = [tiers.get(block, StateTier.SSD) for block in kind.blocks]
+            ways: Sequence[Any] = kind.tiers
+        else:
+            gone = [placement.activations[block - 1] for block in kind.blocks]
+            ways = [way.choice for way in kind.activations]
+        counts.append(tuple(gone.count(way) for way in ways))
+        if sum(counts[-1]) < len(kind.blocks):
+            raise ValueError(f"blocks {kind.blocks} go ways that were not among those that the planner chooses from")
+    return Assignment(counts=tuple(counts), moved_nbytes=placement.ssd_activation_nbytes)
 
 
 def _spread(ways: Iterable[_Any], counts: Iterable[int]) -> Iterator[_Any]:

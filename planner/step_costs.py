@@ -299,7 +299,11 @@ class StepCosts:
     def backward_s(self, layer: LayerProfile, way: ActivationWay) -> float:
         """Of one micro-batch, with what is computed again."""
         forward_s, backward_s = self.compute_s(layer)
-        return backward_s + forward_s * self._roofline_s(way.again) / self._roofline_s(layer.work)
+        return backward_s + forward_s * self.share_again(layer, way)
+
+    def share_again(self, layer: LayerProfile, way: ActivationWay) -> float:
+        """Of a layer's forward pass, what the backward pass computes a second time."""
+        return self._roofline_s(way.again) / self._roofline_s(layer.work)
 
     def _roofline_s(self, work: Work) -> float:
         """Products, and everything's outputs written and read."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from windlass.actors.spans_intervals import Interval, clip, intersect, length, subtract, union
+from windlass.actors.spans_intervals import Interval, clip, intersect, length, shared_out, subtract, union
 
 NUM_TICKS = 40
 
@@ -44,3 +44,14 @@ def test_they_cover_what_their_ticks_cover(seed: int) -> None:
 
 def test_union_joins_what_meets() -> None:
     assert union([(2.0, 3.0), (0.0, 1.0), (1.0, 2.0), (5.0, 5.0), (6.0, 9.0), (7.0, 8.0)]) == [(0.0, 3.0), (6.0, 9.0)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_several_cover_is_shared_out_in_equal_parts(seed: int) -> None:
+    generator = random.Random(seed)
+    kinds = {name: some(generator) for name in "abc"}
+    found = shared_out(kinds)
+    for name, intervals in kinds.items():
+        share = sum(1 / sum(tick in ticks(other) for other in kinds.values()) for tick in ticks(intervals))
+        assert found[name] == pytest.approx(share)
+    assert sum(found.values()) == pytest.approx(length(union(part for each in kinds.values() for part in each)))

@@ -1,0 +1,181 @@
+"""What measured steps say of a machine, with numbers by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planner.profiles import make_job, make_speeds
+from windlass.planner.activation_ways import ways_of_layer
+from windlass.planner.activations import BlockActivations
+from windlass.planner.correction import Correction, Done, MeasuredStep, correction_of
+from windlass.planner.plan import Placement
+from windlass.planner.solver import solution_of, solve_job
+from windlass.planner.step_costs import Limits, StepCosts
+
+PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
+GB = 10**9
+NUM_LAYERS = 6
+HEAD = NUM_LAYERS + 1
+KEEP, AGAIN = BlockActivations(recompute=False), BlockActivations()
+# A layer's 100 GFLOP at 1e12 a second, the head's 20 and both its passes.
+PLANNED_COMPUTE_S = NUM_LAYERS * 0.3 + 3 * 0.02
+
+
+def costs(num_microbatches: int = 1) -> StepCosts:
+    job = make_job(NUM_LAYERS, num_microbatches=num_microbatches)
+    return StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=num_microbatches)
+
+
+def step(
+    *, forward_s: float = 0.1, backward_s: float = 0.2, head_s: float = 0.06, period_s: float = 2.0, **done: Done
+) -> MeasuredStep:
+    layers = range(1, HEAD)
+    return MeasuredStep(
+        period_s=period_s,
+        done=done,
+        forward_s={0: 0.0, HEAD: head_s} | dict.fromkeys(layers, forward_s),
+        backward_s={0: 0.0} | dict.fromkeys(layers, backward_s),
+    )
+
+
+def correct(*steps: MeasuredStep, choice: BlockActivations = KEEP, num_microbatches: int = 1) -> Correction:
+    return correction_of(
+        steps,
+        costs(num_microbatches),
+        Placement(activations=(choice,) * NUM_LAYERS),
+        planned_compute_s=PLANNED_COMPUTE_S,
+    )
+
+
+def test_a_machine_that_does_what_was_said_is_not_corrected() -> None:
+    found = correct(step(ssd_read_bytes=Done(amount=2 * GB, busy_s=1.0)))
+    assert found.factors == {"ssd_read_bytes": 1.0}
+    assert found.in_words == ()
+    assert found.of_speeds(make_speeds()) == make_speeds()
+
+
+def test_rates_are_amounts_over_the_time_of_work() -> None:
+    """Of the profile's 2 and 1 GB/s, and 1e8 parameters a second."""
+    found = correct(
+        step(
+            ssd_read_bytes=Done(amount=1.8 * GB, busy_s=1.5),
+            h2d_bytes=Done(amount=1 * GB, busy_s=0.5),
+            optimizer_params=Done(amount=3e7, busy_s=0.6),
+        )
+    )
+    speeds = found.of_speeds(make_speeds())
+    assert speeds.ssd_read_bytes == pytest.approx(1.2 * GB)
+    assert speeds.h2d_bytes == pytest.approx(2 * GB)
+    assert speeds.optimizer_params == pytest.approx(5e7)
+    assert speeds.ssd_write_bytes == make_speeds().ssd_write_bytes
+    assert found.in_words == (
+        "copies to the device move 2 GB/s, the profile said 1 GB/s",
+        "each SSD reads 1.2 GB/s, the profile said 2 GB/s",
+        "the CPU updates 5e+07 parameters a second, the profile said 1e+08",
+    )
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        Done(amount=3 << 20, busy_s=1.0),  # hardly anything moved, whatever it waited for
+        Done(amount=1 * GB, busy_s=0.05),  # so fast that it cannot matter
+        Done(),
+    ],
+)
+def test_what_hardly_worked_keeps_its_rate(done: Done) -> None:
+    found = correct(step(d2h_bytes=done))
+    assert found.factors == {}
+    assert found.of_speeds(make_speeds()) == make_speeds()
+
+
+def test_one_step_that_was_disturbed_decides_nothing() -> None:
+    usual, hangs = Done(amount=GB, busy_s=0.5), Done(amount=GB, busy_s=50.0)
+    found = correct(*(step(ssd_read_bytes=each) for each in (usual, hangs, usual)))
+    assert found.factors == {"ssd_read_bytes": 1.0}
+
+
+def test_steps_without_a_commit_say_nothing_of_writes() -> None:
+    """Where states rest in memory, they are written every few steps."""
+    nothing, written = Done(amount=1 << 20, busy_s=0.5), Done(amount=0.5 * GB, busy_s=1.0)
+    found = correct(*(step(ssd_write_bytes=each) for each in (nothing, nothing, written)))
+    assert found.factors == {"ssd_write_bytes": 0.5}
+
+
+def test_no_rate_is_believed_that_is_out_of_any_sane_range() -> None:
+    found = correct(
+        step(
+            ssd_read_bytes=Done(amount=10 << 20, busy_s=2.0),
+            h2d_bytes=Done(amount=1000 * GB, busy_s=1.0),
+        )
+    )
+    assert found.factors == {"ssd_read_bytes": pytest.approx(1 / 30), "h2d_bytes": 30.0}
+
+
+def test_what_is_computed_again_is_no_part_of_a_backward_pass() -> None:
+    kept = correct(step(forward_s=0.2, backward_s=0.5))
+    again = correct(step(forward_s=0.2, backward_s=0.7), choice=AGAIN)
+    for found in (kept, again):
+        assert found.block_s[1] == pytest.approx((0.2, 0.5))
+        assert {found.block_s[block] for block in range(1, HEAD)} == {found.block_s[1]}
+        assert found.block_s[HEAD] == (0.06, 0.0)
+    layer = make_job().model.layers[0]
+    some = next(way for way in ways_of_layer(layer) if way.choice.kept)
+    share = costs().share_again(layer, some)
+    assert 0 < share < 1
+    found = correct(step(forward_s=0.2, backward_s=0.6), choice=some.choice)
+    assert found.block_s[1] == pytest.approx((0.2, 0.6 - 0.2 * share))
+
+
+def test_times_are_of_one_microbatch() -> None:
+    found = correct(step(forward_s=0.4, backward_s=0.8), num_microbatches=4)
+    assert found.block_s[1] == pytest.approx((0.1, 0.2))
+
+
+def test_layers_that_are_alike_stay_alike() -> None:
+    uneven = step()
+    uneven = replace(uneven, forward_s={**uneven.forward_s, 1: 0.4})
+    found = correct(uneven)
+    assert len({found.block_s[block] for block in range(1, HEAD)}) == 1
+    assert found.block_s[1][0] == pytest.approx(0.9 / 6)
+    assert len(set(found.of_model(make_job(NUM_LAYERS).model).layers)) == 1
+
+
+def test_what_a_step_computes_is_told_and_bounded() -> None:
+    found = correct(step(forward_s=0.2, backward_s=0.4, head_s=0.12))
+    assert found.in_words == ("a step computes for 3.72 s, the plan said 1.86 s",)
+    found = correct(step(forward_s=20.0, backward_s=40.0, head_s=12.0))
+    taken = sum(map(sum, found.block_s.values()))
+    assert taken == pytest.approx(30 * PLANNED_COMPUTE_S)
+
+
+def test_layers_in_pieces_keep_their_times() -> None:
+    """They wait for their params while they compute."""
+    placement = Placement(activations=(AGAIN,) * NUM_LAYERS, streamed_blocks=tuple(range(1, HEAD)))
+    found = correction_of([step()], costs(), placement, planned_compute_s=PLANNED_COMPUTE_S)
+    assert set(found.block_s) == {0, HEAD}
+
+
+def test_without_steps_nothing_can_be_said() -> None:
+    with pytest.raises(ValueError, match="no steps were measured"):
+        correct()
+
+
+def test_a_plan_is_worth_what_it_was_solved_for() -> None:
+    job, limits = make_job(), Limits(device_nbytes=130 * 2**20, host_nbytes=260 * 2**20, ssd_nbytes=1e12)
+    best = solve_job(job, make_speeds(), limits)
+    again = solution_of(best.costs, best.placement, best.plan.arena_nbytes)
+    assert again.plan == best.plan
+    assert again.step_s == pytest.approx(best.step_s, rel=0.02)
+
+
+def test_a_plan_made_for_a_fast_ssd_is_slower_on_a_slow_one_than_the_one_made_for_that() -> None:
+    job = make_job(num_microbatches=4)
+    limits = Limits(device_nbytes=130 * 2**20, host_nbytes=300 * 2**20, ssd_nbytes=1e12)
+    links = {"h2d_bytes": 1e12, "d2h_bytes": 1e12}
+    wrong = solve_job(job, make_speeds(ssd_read_bytes=1e12, ssd_write_bytes=1e12, **links), limits)
+    assert wrong.placement.ssd_activation_nbytes > 0
+    slow = make_speeds(ssd_read_bytes=2e8, ssd_write_bytes=1e8, **links)
+    right = solve_job(job, slow, limits)
+    costs = replace(wrong.costs, speeds=slow)
+    assert solution_of(costs, wrong.placement, wrong.plan.arena_nbytes).step_s > 1.02 * right.step_s
