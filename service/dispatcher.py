@@ -4,6 +4,7 @@ The database is the one authority. Whatever this process remembers besides it ca
 on from the tables, the jobs' journals and the runners that are still there.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -14,16 +15,11 @@ from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt,
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JournalReader
 from windlass.service.doctor import measured_hardware
-from windlass.service.job_specs import (
-    Machinery,
-    build_job_spec,
-    job_dir,
-    planned_seconds,
-    preparation_order,
-    resolve_job,
-)
+from windlass.service.job_plans import load_plan, planned_seconds
+from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
 from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_states
 from windlass.service.outcomes import fail_job, open_journal, resume, take_in
+from windlass.service.plan_corrections import Ask, PlanCorrections, ask_planner
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
@@ -65,7 +61,10 @@ class Runners(Protocol):
         """Whether the runner is there."""
 
     def cancel(self, job: JobId, attempt: Attempt) -> None:
-        """Ask the runner to end after its step; nothing happens if there is none."""
+        """Ask the runner to end the job after its step; nothing happens if there is none."""
+
+    def pause(self, job: JobId, attempt: Attempt) -> None:
+        """Ask the runner to end the attempt after its step, so that another can go on; as `cancel`."""
 
     def kill(self, job: JobId, attempt: Attempt) -> None:
         """End the runner at once; nothing happens if there is none."""
@@ -91,6 +90,7 @@ class Dispatcher:
         machinery: Machinery,
         *,
         prepare: Callable[[PreparationOrder], Preparation] = preparation_of,
+        ask: Ask = ask_planner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
@@ -100,9 +100,10 @@ class Dispatcher:
         self._prepare = prepare
         self._clock = clock
         self._preparations: dict[str, Preparation] = {}
+        self._corrections = PlanCorrections(database, settings, ask=ask)
         self._readers: dict[str, JournalReader] = {}  # of running jobs
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
-        self._told_at: dict[str, float] = {}  # when the runner of a job to be cancelled was last told
+        self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
         self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
 
     def reconcile(self) -> None:
@@ -122,6 +123,7 @@ class Dispatcher:
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
         for job in running:
             self._guarded(job.id, self._watch, job)
+        self._corrections.drop(keep={job.id for job in running})
         for job_id, over in tuple(self._over.items()):
             self._guarded(job_id, self._see_off, job_id, over)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
@@ -133,6 +135,7 @@ class Dispatcher:
     def close(self) -> None:
         """End the preparations; runners stay."""
         self._drop_preparations(keep=())
+        self._corrections.drop(keep=())
 
     # --- running jobs -----------------------------------------------------------------------------------------------
 
@@ -141,8 +144,8 @@ class Dispatcher:
         alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
         hangs = alive and self._is_silent(job)
         lost = _HANGS if hangs else _LOST
-        if alive and job.cancel_requested:
-            self._tell_to_end(job)
+        if alive:  # whatever becomes of it, the journal is read
+            self._guarded(job.id, self._tell_to_end, job)
         reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
         try:
             is_over = take_in(
@@ -151,7 +154,7 @@ class Dispatcher:
                 job,
                 reader.read_new(),
                 lost=lost if hangs or not alive else None,
-                when_lost=resume,
+                when_lost=functools.partial(resume, self._settings),
             )
         except JournalError as error:
             with self._database.write() as session:
@@ -178,10 +181,17 @@ class Dispatcher:
         return sign is not None and now - since > _SILENT_S
 
     def _tell_to_end(self, job: Job) -> None:
-        now = self._clock()
-        if now - self._told_at.get(job.id, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
-            self._told_at[job.id] = now
-            self._runners.cancel(JobId(job.id), Attempt(job.attempt))
+        """To end the job, or the attempt; nothing is told to one that may go on."""
+        if job.cancel_requested:
+            self._tell(job, "cancel", self._runners.cancel)
+        elif job.status is JobStatus.RUNNING and self._corrections.tend(job):
+            self._tell(job, "pause", self._runners.pause)
+
+    def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
+        told, told_at = self._told.get(job.id, ("", 0.0))
+        if told != what or self._clock() - told_at >= _TELL_AGAIN_S:
+            self._told[job.id] = (what, self._clock())
+            tell(JobId(job.id), Attempt(job.attempt))
 
     def _see_off(self, job_id: str, over: _Over) -> None:
         """The device, memory and SSD space of an attempt that is over are free once its processes are gone."""
@@ -189,7 +199,7 @@ class Dispatcher:
             if not self._are_gone(job_id, over):
                 return
             over.is_gone = True
-            self._told_at.pop(job_id, None)
+            self._told.pop(job_id, None)
             self._signs.pop(job_id, None)
             remove_arenas()
         with self._database.read() as session:
@@ -291,7 +301,8 @@ class Dispatcher:
 
     def _launch(self, job: Job) -> None:
         attempt = Attempt(job.attempt + 1)
-        planned_s = planned_seconds(self._settings, job)
+        planned = load_plan(self._settings, job)
+        planned_s = planned_seconds(planned, job)
         with self._database.write() as session:
             claimed = JobRepository(session).transition(
                 job.id,
@@ -304,7 +315,7 @@ class Dispatcher:
             )
         self._over.pop(job.id, None)
         try:
-            self._runners.start(build_job_spec(self._settings, self._machinery, claimed))
+            self._runners.start(build_job_spec(self._settings, self._machinery, claimed, planned))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
             _LOG.exception("job %s could not be started", job.id)
             # Whatever did start must be gone before the next job gets the device.
@@ -312,7 +323,7 @@ class Dispatcher:
             self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:
                 if isinstance(error, RunnerLostError):
-                    resume(session, claimed, str(error))
+                    resume(self._settings, session, claimed, str(error))
                 else:
                     fail_job(session, claimed, getattr(error, "code", "start_failed"), str(error) or repr(error))
 

@@ -41,8 +41,12 @@ class RayRunners:
         return deploy.find_runner(job, attempt) is not None
 
     def cancel(self, job: JobId, attempt: Attempt) -> None:
-        """Ask the job's runner to end after its step."""
+        """Ask the job's runner to end the job after its step."""
         deploy.cancel_runner(job, attempt)
+
+    def pause(self, job: JobId, attempt: Attempt) -> None:
+        """Ask the job's runner to end the attempt after its step."""
+        deploy.pause_runner(job, attempt)
 
     def kill(self, job: JobId, attempt: Attempt) -> None:
         """End the job's runner at once; its other actors die with it."""

@@ -200,25 +200,10 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
     )
 
 
-def load_plan(settings: Settings, job_id: str) -> dict[str, Any] | None:
-    """What the planner left for a job (see `actors.plan_job`); None if nothing was planned."""
-    try:
-        found: dict[str, Any] = json.loads((job_dir(settings, job_id) / "prepare" / f"{PLAN_JOB}.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return found if "plan" in found else None
-
-
-def planned_seconds(settings: Settings, job: Job) -> float | None:
-    """What the rest of a job takes by its plan; None without one. Measured steps tell better, once there are any."""
-    predicted = predicted_of(load_plan(settings, job.id))
-    if predicted is None or job.total_steps is None:
-        return None
-    return float(predicted["step_s"]) * (job.total_steps - (job.step or 0))
-
-
-def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpec:
-    """What a queued job's runner is told, for the attempt that its row names."""
+def build_job_spec(
+    settings: Settings, machinery: Machinery, job: Job, planned: dict[str, Any] | None = None
+) -> JobSpec:
+    """What a queued job's runner is told, for the attempt that its row names. `planned`: the plan that holds for it."""
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
     asked = _settings_of(job)
@@ -226,7 +211,6 @@ def build_job_spec(settings: Settings, machinery: Machinery, job: Job) -> JobSpe
     prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
     hyper = _hyperparameters(job.hyperparameters)
     compute_threads, optimizer_threads = _threads(settings, machinery)
-    planned = load_plan(settings, job.id)
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),

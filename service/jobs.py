@@ -16,7 +16,8 @@ from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
 from windlass.service.hyperparameters import JobSettings
-from windlass.service.job_specs import job_dir, load_plan
+from windlass.service.job_plans import load_plan
+from windlass.service.job_specs import job_dir
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.schemas import CheckpointObject, CreateJob, EventObject, JobObject, event_ordinal
 from windlass.storage.sql.errors import NotFound
@@ -166,7 +167,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     rated_nbytes = context.settings.ssd_endurance_nbytes
     return [
         JobObject.of(
-            job, last_metrics.get(job.id), rated_nbytes, has_plan=load_plan(context.settings, job.id) is not None
+            job, last_metrics.get(job.id), rated_nbytes, has_plan=load_plan(context.settings, job) is not None
         )
         for job in rows
     ]

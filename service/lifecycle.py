@@ -21,7 +21,7 @@ from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.statuses import TERMINAL_STATUSES, JobStatus
 
 ERROR_PREFIX = "error: "
 _UP_TIMEOUT_S = 240.0
@@ -111,10 +111,13 @@ def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
         left = _jobs(database, JobStatus.RUNNING, JobStatus.PAUSING)
         for job in left:
             take_in(database, settings, job, open_journal(settings, job).read_new(), lost=lost, when_lost=end)
-            remove_states(settings, job)
+        statuses = {job.id: job.status for job in _jobs(database, *JobStatus)}
+        for job in left:
+            # One that had ended its attempt for another one goes on when the service is back.
+            if statuses[job.id] in TERMINAL_STATUSES:
+                remove_states(settings, job)
         remove_arenas()
-        failed = {job.id for job in _jobs(database, JobStatus.FAILED)}
-    return tuple(job.id for job in left if job.id in failed)
+    return tuple(job.id for job in left if statuses[job.id] is JobStatus.FAILED)
 
 
 @contextmanager

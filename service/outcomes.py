@@ -9,8 +9,9 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from windlass.actors.journal import JournalReader, JournalRecord
-from windlass.actors.scheduler import INTERRUPTED
+from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.service.files import RESULTS_PURPOSE
+from windlass.service.job_plans import keep_plan, plans_of
 from windlass.service.job_specs import journal_path
 from windlass.service.leftovers import output_dir
 from windlass.service.settings import Settings
@@ -25,6 +26,8 @@ from windlass.storage.sql.statuses import JobStatus
 RESULT_FILENAME = "step_metrics.csv"
 # More in a row, without a step that is newly committed, and what ends them is taken to be the job itself.
 _MAX_FRUITLESS_ATTEMPTS = 3
+# ... of those that are the first by another plan, before the one that they were fruitful by holds again.
+_MAX_FRUITLESS_BY_A_PLAN = 2
 _NUM_METRICS_TO_SEARCH = 100
 # The file's columns, and where the metrics have them.
 _COLUMNS = {
@@ -96,7 +99,7 @@ def take_in(
     return True
 
 
-def resume(session: Session, job: Job, reason: str) -> None:
+def resume(settings: Settings, session: Session, job: Job, reason: str) -> None:
     """Put a job whose attempt was lost back into the queue, unless that has been of no use lately.
 
     StatusConflict if it has ended or moved on meanwhile.
@@ -104,20 +107,45 @@ def resume(session: Session, job: Job, reason: str) -> None:
     num_fruitless = job.attempt - _last_fruitful_attempt(session, job.id)
     if JobRepository(session).get(job.id).cancel_requested:
         cancel_job(session, job)
+    elif (
+        job.status is JobStatus.RUNNING
+        and num_fruitless >= _MAX_FRUITLESS_BY_A_PLAN
+        and _fall_back(settings, session, job, reason)
+    ):
+        pass
     elif job.status is JobStatus.RUNNING and num_fruitless < _MAX_FRUITLESS_ATTEMPTS:
-        JobRepository(session).transition(
-            job.id,
-            job.status,
-            JobStatus.QUEUED,
-            message=f"Attempt {job.attempt} was lost: {reason}; going on from the last committed step",
-            level="warn",
-            expected_attempt=job.attempt,
-            estimated_finish=None,
-        )
+        _queue_again(session, job, f"Attempt {job.attempt} was lost: {reason}; going on from the last committed step")
     else:
         tried = f"; {num_fruitless} attempts in a row brought no newly committed step" if num_fruitless > 1 else ""
         advice = "check `windlass doctor` and the kernel log, and submit the job again"
         fail_job(session, job, "runner_lost", f"{reason}{tried}; {advice}")
+
+
+def _queue_again(session: Session, job: Job, message: str, *, level: str = "warn", **fields: Any) -> None:
+    """The job goes on in another attempt; before all jobs that have not begun."""
+    JobRepository(session).transition(
+        job.id,
+        job.status,
+        JobStatus.QUEUED,
+        message=message,
+        level=level,
+        expected_attempt=job.attempt,
+        estimated_finish=None,
+        **fields,
+    )
+
+
+def _fall_back(settings: Settings, session: Session, job: Job, reason: str) -> bool:
+    """Go on by the plan before, where no attempt by a corrected one has brought a step. False: it is not so."""
+    plans = plans_of(settings, job)
+    if len(plans) < 2 or not plans[-1].get("corrected") or (first := plans[-1]["from_attempt"]) is None:
+        return False
+    if job.attempt < first or _last_fruitful_attempt(session, job.id) >= first:
+        return False
+    number = keep_plan(settings, job, {**plans[-2], "from_attempt": job.attempt + 1})
+    message = f"Attempt {job.attempt} failed: {reason}; going on by the plan before, from the last committed step"
+    _queue_again(session, job, message, plan_number=number)
+    return True
 
 
 def _last_fruitful_attempt(session: Session, job_id: str) -> int:
@@ -133,11 +161,24 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
         _succeed(session, settings, job, outcome)
     elif status == JobStatus.CANCELLED:
         cancel_job(session, job)
+    elif status == PAUSED:
+        _go_on(session, job)
     elif status == JobStatus.FAILED:
         error = outcome.data.get("error") or {}
-        fail_job(session, job, error.get("code") or "runner_failed", error.get("message") or outcome.message)
+        message = error.get("message") or outcome.message
+        if not _fall_back(settings, session, job, message):
+            fail_job(session, job, error.get("code") or "runner_failed", message)
     else:
         fail_job(session, job, "runner_failed", f"the runner ended with the unknown status {status!r}")
+
+
+def _go_on(session: Session, job: Job) -> None:
+    """The attempt ended because it was asked to; its states wait for the next one."""
+    if JobRepository(session).get(job.id).cancel_requested:
+        cancel_job(session, job)
+    else:
+        message = f"Attempt {job.attempt} ended after step {job.step}, so that another goes on with the new plan"
+        _queue_again(session, job, message, level="info")
 
 
 def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:

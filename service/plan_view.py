@@ -11,7 +11,7 @@ _NAMES = {"gpu": "device memory", "host": "host buffers", "ssd": "SSD space"}
 
 
 def view_of(found: dict[str, Any] | None, measured: dict[str, Any] | None) -> dict[str, Any]:
-    """What the API answers. `found`: see `job_specs.load_plan`; without a plan its keys are null. `measured`: what the
+    """What the API answers. `found`: see `job_plans.load_plan`; without a plan its keys are null. `measured`: what the
     runner told last (`actors.measured`)."""
     plan = dict.fromkeys(field.name for field in fields(PlanReport)) if found is None else found["plan"]
     predicted, told = predicted_of(found), measured_of(measured)

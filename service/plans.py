@@ -17,7 +17,8 @@ from windlass.service.context import ContextDep
 from windlass.service.doctor import measured_hardware
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import GREATEST_MICROBATCH_SIZE, WindlassSettings
-from windlass.service.job_specs import Machinery, job_dir, load_plan, measuring_threads, plan_question
+from windlass.service.job_plans import plans_of
+from windlass.service.job_specs import Machinery, job_dir, measuring_threads, plan_question
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
 from windlass.service.plan_view import view_of
@@ -78,11 +79,11 @@ def create_plan(context: ContextDep, body: CreatePlan) -> dict[str, Any]:
 
 @router.get("/jobs/{job_id}/plan")
 def get_plan(context: ContextDep, job_id: str) -> dict[str, Any]:
-    """What was planned for a job before it was queued, and what was measured since."""
+    """The plan that a job runs by, made before it was queued or corrected since, what was measured, and earlier plans."""
     with context.database.read() as session:
-        JobRepository(session).get(job_id)
+        job = JobRepository(session).get(job_id)
         measured = EventRepository(session).last_measured(job_id)
-    found = load_plan(context.settings, job_id)
+    *before, found = plans_of(context.settings, job) or (None,)
     if found is None and measured is None:
         raise ApiError(
             f"job {job_id} has no plan: it is not validated yet, or this machine was not measured (`windlass doctor`) "
@@ -90,7 +91,8 @@ def get_plan(context: ContextDep, job_id: str) -> dict[str, Any]:
             status=404,
             code="plan_not_found",
         )
-    return {"object": "fine_tuning.job.plan", "job_id": job_id, **view_of(found, measured)}
+    shown = {**view_of(found, measured), **_correction_of(found), "before": [_with_correction(each) for each in before]}
+    return {"object": "fine_tuning.job.plan", "job_id": job_id, **shown}
 
 
 @router.get("/jobs/{job_id}/plan/timeline")
@@ -109,6 +111,16 @@ def get_planned_timeline(context: ContextDep, job_id: str) -> JSONResponse:
         )
     about = {"job_id": job_id, "simulated": True, "summary": found.summary}
     return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about))
+
+
+def _with_correction(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found["plan"], **_correction_of(found)}
+
+
+def _correction_of(found: dict[str, Any] | None) -> dict[str, Any]:
+    """`corrected`: by what the job's first steps measured. `from_attempt`: the first one that runs otherwise by it."""
+    found = found or {}
+    return {"corrected": bool(found.get("corrected")), "told": found.get("told"), "from_attempt": found.get("from_attempt")}
 
 
 def _folder(settings: Settings, model: str) -> Path:

@@ -24,6 +24,7 @@ DOWNLOAD_MODEL = "download_model"
 CHECK_MODEL = "check_model"
 PREPARE_DATA = "prepare_data"
 PLAN_JOB = "plan_job"
+QUESTION_FILE = "question.json"  # that the planner was asked
 
 _TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600}
 # Importing torch alone maps several GiB of addresses.
@@ -172,7 +173,7 @@ def preparation_of(order: PreparationOrder) -> Preparation:
 
 def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
     """Asks the planner; files go to `work_dir`, which is there."""
-    path = work_dir / "question.json"
+    path = work_dir / QUESTION_FILE
     path.write_text(json.dumps(question))
     return _step(work_dir, PLAN_JOB, ("windlass.actors.plan_job", "--question", path))
 

@@ -56,6 +56,11 @@ class EventRepository:
             query = query.where(JobEvent.ordinal < after)
         return page_of(self._session.scalars(query).all(), limit)
 
+    def first(self, job_id: str, attempt: int) -> JobEvent | None:
+        """The first event of an attempt: that it was started."""
+        where = (JobEvent.job_id == job_id, JobEvent.attempt == attempt)
+        return self._session.scalar(select(JobEvent).where(*where).order_by(JobEvent.ordinal).limit(1))
+
     def since(self, ordinal: int, *, limit: int, job_id: str | None = None) -> Sequence[JobEvent]:
         """Events after an ordinal, oldest first, of one job or of all: what a live stream sends."""
         query = select(JobEvent).where(JobEvent.ordinal > ordinal).order_by(JobEvent.ordinal).limit(limit)
@@ -71,6 +76,11 @@ class EventRepository:
         """The metrics of each step that counts, in order of steps."""
         query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step)
         return self._session.scalars(query).all()
+
+    def first_metrics(self, job_id: str, attempt: int, *, limit: int) -> Sequence[JobMetrics]:
+        """The first steps whose metrics are an attempt's, in order of steps."""
+        where = (JobMetrics.job_id == job_id, JobMetrics.attempt == attempt)
+        return self._session.scalars(select(JobMetrics).where(*where).order_by(JobMetrics.step).limit(limit)).all()
 
     def last_metrics(self, job_ids: Collection[str]) -> dict[str, dict[str, Any]]:
         """The metrics of the last step of each of these jobs that has any."""

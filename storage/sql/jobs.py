@@ -48,6 +48,7 @@ class JobFields(TypedDict, total=False):
     total_steps: int
     trained_tokens: int
     estimated_finish: float | None
+    plan_number: int
     error: dict[str, Any]
     fine_tuned_model: str
     result_files: list[str]

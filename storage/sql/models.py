@@ -78,6 +78,8 @@ class Job(Base):
     step: Mapped[int] = mapped_column(default=0)
     total_steps: Mapped[int | None]
     trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    # Of its plans, the one that its next attempt runs by; 0: as it was planned before it was queued, if it was.
+    plan_number: Mapped[int] = mapped_column(default=0)
     # The last journal record that was imported.
     journal_attempt: Mapped[int] = mapped_column(default=0)
     journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)

@@ -15,7 +15,7 @@ from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
 from windlass.service.dispatcher import Dispatcher
 from windlass.service.job_specs import Machinery
-from windlass.service.preparation import Preparation, PreparationError, PreparationOrder
+from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, PreparationOrder
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
@@ -46,6 +46,7 @@ class StandInRunners:
     alive: set[tuple[str, int]] = field(default_factory=set)
     started: list[JobSpec] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
+    paused: list[tuple[str, int]] = field(default_factory=list)
     refusal: Exception | None = None
     broken_for: str = ""
 
@@ -63,6 +64,9 @@ class StandInRunners:
 
     def cancel(self, job: JobId, attempt: Attempt) -> None:
         self.cancelled.append((job, attempt))
+
+    def pause(self, job: JobId, attempt: Attempt) -> None:
+        self.paused.append((job, attempt))
 
     def kill(self, job: JobId, attempt: Attempt) -> None:
         self.alive.discard((job, attempt))
@@ -90,6 +94,24 @@ class StandInPreparation(Preparation):
         self.stopped = True
 
 
+class StandInPlanner(Preparation):
+    """Asked about a job that runs; answers when a test has it."""
+
+    def __init__(self, work_dir: Path, question: dict[str, Any]) -> None:
+        super().__init__([], work_dir=work_dir)
+        self.question = question
+        self.answer: PreparationError | dict[str, Any] | None = None
+        self.stopped = False
+
+    def poll(self) -> dict[str, dict[str, Any]] | None:
+        if isinstance(self.answer, PreparationError):
+            raise self.answer
+        return None if self.answer is None else {PLAN_JOB: self.answer}
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
 class Stage:
     """A dispatcher with all it needs, and the short words that tests use."""
 
@@ -99,6 +121,7 @@ class Stage:
         self.database = database
         self.runners = StandInRunners()
         self.preparations: list[StandInPreparation] = []
+        self.planners: list[StandInPlanner] = []
         self.now = 1000.0
         self._machinery = Machinery(num_cores=4, num_gpus=num_gpus)
         self.dispatcher = self.new_dispatcher()
@@ -110,8 +133,18 @@ class Stage:
             self.preparations.append(StandInPreparation(order))
             return self.preparations[-1]
 
+        def ask(work_dir: Path, question: dict[str, Any]) -> Preparation:
+            self.planners.append(StandInPlanner(work_dir, question))
+            return self.planners[-1]
+
         self.dispatcher = Dispatcher(
-            self.database, self.settings, self.runners, self._machinery, prepare=prepare, clock=lambda: self.now
+            self.database,
+            self.settings,
+            self.runners,
+            self._machinery,
+            prepare=prepare,
+            ask=ask,
+            clock=lambda: self.now,
         )
         return self.dispatcher
 

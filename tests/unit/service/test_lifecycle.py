@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.service.dispatcher_stage import Stage
-from windlass.actors.scheduler import INTERRUPTED
+from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.service import lifecycle
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
@@ -44,3 +44,13 @@ def test_a_job_to_be_cancelled_is_cancelled(stage: Stage) -> None:
     stage.request_cancel(job_id)
     assert lifecycle._fail_jobs_left(stage.settings) == ()
     assert stage.status(job_id) is JobStatus.CANCELLED
+
+
+def test_a_job_whose_attempt_ended_for_another_goes_on_when_the_service_is_back(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    stage.put_states(job_id)
+    journal.append_outcome(PAUSED, "The attempt ended after a commit")
+    journal.close()
+    assert lifecycle._fail_jobs_left(stage.settings) == ()
+    assert stage.status(job_id) is JobStatus.QUEUED
+    assert stage.jobs_on_ssds() == [{job_id}, {job_id}]

@@ -1,5 +1,6 @@
 """What becomes of a job when its attempt ends, with a real database."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from windlass.storage.sql.errors import StatusConflict
 from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
+
+SETTINGS = Settings(home=Path("/nonexistent"))
 
 
 @pytest.fixture
@@ -55,8 +58,7 @@ def record(kind: str, attempt: int = 1, seq: int = 1, **data: object) -> Journal
 
 def take(database: Database, job: Job, *records: JournalRecord, lost: str | None) -> tuple[bool, list[str]]:
     losses = Losses()
-    settings = Settings(home=Path("/nonexistent"))
-    return take_in(database, settings, job, records, lost=lost, when_lost=losses), losses.reasons
+    return take_in(database, SETTINGS, job, records, lost=lost, when_lost=losses), losses.reasons
 
 
 def status(database: Database, job: Job) -> JobStatus:
@@ -90,7 +92,12 @@ def test_what_cannot_be_done_takes_nothing_in(database: Database, running: Job) 
         JobRepository(session).transition(running.id, JobStatus.RUNNING, JobStatus.QUEUED, message="")
     with pytest.raises(StatusConflict):
         take_in(
-            database, Settings(home=Path("/nonexistent")), running, [record("message")], lost="killed", when_lost=resume
+            database,
+            SETTINGS,
+            running,
+            [record("message")],
+            lost="killed",
+            when_lost=functools.partial(resume, SETTINGS),
         )
     with database.read() as session:
         job = JobRepository(session).get(running.id)
@@ -101,7 +108,7 @@ def test_a_lost_attempt_leaves_no_estimate(database: Database, running: Job) -> 
     metrics = record("metrics", step=1, train_loss=1.0, remaining_s=50.0)
     with database.write() as session:
         JobRepository(session).set_fields(running.id, estimated_finish=51.0)
-    assert take_in(database, Settings(home=Path("/nonexistent")), running, [metrics], lost="killed", when_lost=resume)
+    assert take_in(database, SETTINGS, running, [metrics], lost="killed", when_lost=functools.partial(resume, SETTINGS))
     with database.read() as session:
         job = JobRepository(session).get(running.id)
     assert (job.status, job.attempt, job.step, job.estimated_finish) == (JobStatus.QUEUED, 1, 1, None)
@@ -112,7 +119,7 @@ def test_a_cancellation_that_came_meanwhile_counts(database: Database, running: 
     with database.write() as session:
         JobRepository(session).request_cancel(running.id)
     with database.write() as session:
-        resume(session, running, "killed")
+        resume(SETTINGS, session, running, "killed")
     assert status(database, running) is JobStatus.CANCELLED
 
 
@@ -120,5 +127,5 @@ def test_a_pausing_job_that_is_lost_fails(database: Database, running: Job) -> N
     with database.write() as session:
         pausing = JobRepository(session).transition(running.id, JobStatus.RUNNING, JobStatus.PAUSING, message="")
     with database.write() as session:
-        resume(session, pausing, "killed")
+        resume(SETTINGS, session, pausing, "killed")
     assert status(database, running) is JobStatus.FAILED

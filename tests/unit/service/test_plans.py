@@ -18,13 +18,14 @@ from windlass.planner.activations import BlockActivations
 from windlass.planner.hardware import GIB, example_machines
 from windlass.planner.placement_json import from_json, to_json
 from windlass.planner.plan import Placement
-from windlass.service import cli_jobs
+from windlass.service import cli_jobs, job_plans
 from windlass.service.client import ServiceClient
 from windlass.service.doctor import HARDWARE_FILE
 from windlass.service.job_specs import job_dir
 from windlass.service.preparation import Results
 from windlass.service.settings import Settings
 from windlass.storage.sql.journal import import_journal
+from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.statuses import JobStatus
 
 MACHINE = yaml.safe_load(example_machines()["rtx4090-server"].read_text())
@@ -137,8 +138,26 @@ def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
     assert (plan["object"], plan["job_id"]) == ("fine_tuning.job.plan", job["id"])
     assert plan["predicted"] == {"step_s": 3.0, "peak_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0}}
     assert plan["measured"] is plan["error"] is plan["simulated"] is None
+    assert {"corrected": False, "told": None, "from_attempt": None, "before": []}.items() <= plan.items()
     assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan").status_code == 404
     assert client.get(f"/v1/fine_tuning/jobs/{job['id']}").json()["windlass"]["has_plan"] is True
+
+
+def test_a_corrected_plan_is_shown_with_the_one_before(client: TestClient, file_id: str) -> None:
+    job = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id}).json()
+    context = context_of(client)
+    keep_plan(context.settings, job["id"])
+    with context.database.write() as session:
+        row = JobRepository(session).get(job["id"])
+        better = {"plan": {**PLAN, "step_s": 2.0}, "corrected": True, "told": "Measured: [...]", "from_attempt": 2}
+        assert job_plans.keep_plan(context.settings, row, better) == 1
+    path = f"/v1/fine_tuning/jobs/{job['id']}/plan"
+    assert client.get(path).json()["corrected"] is False  # until the row says so
+    with context.database.write() as session:
+        JobRepository(session).set_fields(job["id"], plan_number=1)
+    plan = client.get(path).json()
+    assert (plan["corrected"], plan["step_s"], plan["from_attempt"], plan["told"]) == (True, 2.0, 2, "Measured: [...]")
+    assert [(each["corrected"], each["step_s"]) for each in plan["before"]] == [(False, 3.0)]
 
 
 def keep_plan(settings: Settings, job_id: str, **more: Any) -> None:

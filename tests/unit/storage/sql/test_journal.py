@@ -79,6 +79,19 @@ def test_a_resumed_attempt_replaces_the_metrics_it_trains_again(
     assert take(database, job, 2, metrics(7, 7, 9.9)).num_records == 0  # the lost runner's last word
 
 
+def test_the_first_steps_and_the_first_event_of_an_attempt(database: Database, make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    take(database, job, 1, record(1, message="loading"), *(metrics(seq, seq - 1, 3.0) for seq in (2, 3, 4)))
+    take(database, job, 2, record(1, attempt=2, message="resuming"), metrics(2, 3, 2.0, 2), metrics(3, 4, 1.0, 2))
+    with database.read() as session:
+        events = EventRepository(session)
+        assert [row.step for row in events.first_metrics(job.id, 1, limit=5)] == [1, 2]
+        assert [row.step for row in events.first_metrics(job.id, 2, limit=1)] == [3]
+        messages = [event.message for n in (1, 2) if (event := events.first(job.id, n)) is not None]
+        assert messages == ["loading", "resuming"]
+        assert events.first(job.id, 3) is None
+
+
 def test_an_evaluation_joins_the_metrics_of_its_step(database: Database, make_job: Callable[..., Job]) -> None:
     job = make_job()
     take(database, job, 1, metrics(1, 5, 1.5), record(2, "metrics", step=5, full_valid_loss=1.7))

@@ -1,0 +1,73 @@
+"""The plans of a job, in files of its folder: the one it was queued with, and those that came while it ran.
+
+The job's row says which one holds: an attempt runs by the plan that holds when it is launched.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.service.job_specs import job_dir
+from windlass.service.plan_view import predicted_of
+from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
+from windlass.service.settings import Settings
+from windlass.storage.sql.models import Job
+
+
+def load_plan(settings: Settings, job: Job) -> dict[str, Any] | None:
+    """The plan that holds (see `actors.plan_job`); None if nothing was planned.
+
+    One that came while the job ran also has `from_attempt`: the first that it is another one for.
+    """
+    return _load(_path(settings, job, job.plan_number))
+
+
+def plans_of(settings: Settings, job: Job) -> Sequence[dict[str, Any]]:
+    """All that the job has had, the one that holds last."""
+    found = (_load(_path(settings, job, number)) for number in range(job.plan_number + 1))
+    return [plan for plan in found if plan is not None]
+
+
+def keep_plan(settings: Settings, job: Job, found: dict[str, Any]) -> int:
+    """Lay a plan down as the job's next one; returns its number, with which it holds once the row has that.
+
+    A file that the row does not name yet is written over.
+    """
+    number = job.plan_number + 1
+    path = _path(settings, job, number)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(found))
+    partial.replace(path)
+    return number
+
+
+def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
+    """What the planner was asked before the job was queued; None if that is not known any more."""
+    try:
+        question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return question
+
+
+def planned_seconds(found: dict[str, Any] | None, job: Job) -> float | None:
+    """What the rest of a job takes by its plan; None without one. Measured steps tell better, once there are any."""
+    predicted = predicted_of(found)
+    if predicted is None or job.total_steps is None:
+        return None
+    return float(predicted["step_s"]) * (job.total_steps - (job.step or 0))
+
+
+def _path(settings: Settings, job: Job, number: int) -> Path:
+    folder = job_dir(settings, job.id)
+    return folder / "plans" / f"{number}.json" if number else folder / "prepare" / f"{PLAN_JOB}.json"
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if "plan" in found else None
