@@ -15,7 +15,6 @@ from windlass.planner.plan import Placement
 from windlass.service.hyperparameters import JobSettings, WindlassSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
-from windlass.service.plan_view import predicted_of
 from windlass.service.preparation import (
     CHECK_MODEL,
     PLAN_JOB,

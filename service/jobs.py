@@ -166,9 +166,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes
     return [
-        JobObject.of(
-            job, last_metrics.get(job.id), rated_nbytes, has_plan=load_plan(context.settings, job) is not None
-        )
+        JobObject.of(job, last_metrics.get(job.id), rated_nbytes, has_plan=load_plan(context.settings, job) is not None)
         for job in rows
     ]
 

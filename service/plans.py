@@ -79,7 +79,7 @@ def create_plan(context: ContextDep, body: CreatePlan) -> dict[str, Any]:
 
 @router.get("/jobs/{job_id}/plan")
 def get_plan(context: ContextDep, job_id: str) -> dict[str, Any]:
-    """The plan that a job runs by, made before it was queued or corrected since, what was measured, and earlier plans."""
+    """The plan that a job runs by, what was measured beside it, and the plans before it."""
     with context.database.read() as session:
         job = JobRepository(session).get(job_id)
         measured = EventRepository(session).last_measured(job_id)
@@ -120,7 +120,11 @@ def _with_correction(found: dict[str, Any]) -> dict[str, Any]:
 def _correction_of(found: dict[str, Any] | None) -> dict[str, Any]:
     """`corrected`: by what the job's first steps measured. `from_attempt`: the first one that runs otherwise by it."""
     found = found or {}
-    return {"corrected": bool(found.get("corrected")), "told": found.get("told"), "from_attempt": found.get("from_attempt")}
+    return {
+        "corrected": bool(found.get("corrected")),
+        "told": found.get("told"),
+        "from_attempt": found.get("from_attempt"),
+    }
 
 
 def _folder(settings: Settings, model: str) -> Path:

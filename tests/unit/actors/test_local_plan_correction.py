@@ -128,7 +128,7 @@ def run(spec: JobSpec, *, pause_in: int | None = None, cut_off_in: int | None = 
 @pytest.mark.parametrize("cut_off_in", [None, NUM_MEASURED + 2])
 def test_the_plan_changes_after_the_first_steps_and_the_losses_do_not(tmp_path: Path, cut_off_in: int | None) -> None:
     spec = job(tmp_path)
-    first = plan_job(order(spec))
+    first = plan_job(order(spec), tmp_path)
     with Throttle(ssd_bytes_per_s=SSD_BYTES, compute_flop_per_s=FLOP).holding_back():
         paused = run(by_plan(spec, 1, first), pause_in=NUM_MEASURED)
     assert paused is not None
@@ -140,7 +140,7 @@ def test_the_plan_changes_after_the_first_steps_and_the_losses_do_not(tmp_path: 
         num_steps_left=1000,
         restart_s=1.0,
     )
-    second = plan_job(order(spec, running))
+    second = plan_job(order(spec, running), tmp_path)
     assert "each SSD reads" in second["told"]
     assert "the profile said 3 GB/s" in second["told"]
     assert second["changes"], second["told"]

@@ -24,8 +24,8 @@ from windlass.service.doctor import HARDWARE_FILE
 from windlass.service.job_specs import job_dir
 from windlass.service.preparation import Results
 from windlass.service.settings import Settings
-from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.statuses import JobStatus
 
 MACHINE = yaml.safe_load(example_machines()["rtx4090-server"].read_text())
