@@ -94,7 +94,7 @@ def _plan_again(question: PlanQuestion, order: RunningOrder) -> dict[str, Any]:
         placement=placement_json.from_json(order.found["placement"]),
         arena_nbytes=order.found["arena_nbytes"],
         spills_grads=plan["choices"]["kept_grads_on_ssd"] > 0,
-        step_s=plan["step_s"],
+        step_s=plan["bound_s"],
         compute_s=plan["busy_s"]["compute"],
         peak_gib=plan["peak_gib"],
         num_steps_left=order.num_steps_left,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from windlass.actors.context import JobContext, make_context
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
 from windlass.actors.messages import Phase
+from windlass.actors.policy.shape import JobShape
 from windlass.actors.scheduler import job_shape
-from windlass.actors.simulation import Rates, Work, simulate
+from windlass.actors.simulation import Rates, Work, simulate, steady_step_s
 from windlass.actors.spans_file import StepSpans
 from windlass.actors.swap_parts import slots_of_part
 from windlass.engine.layout import ModelLayout
@@ -39,6 +40,15 @@ class SimulatedSteps:
     steps: Sequence[StepSpans]
 
 
+def simulated_step_s(solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int) -> float:
+    """What a step of a planned job takes in steady state, on its machine; see `simulate_planned`.
+
+    Raises:
+        Stuck: the job would not end.
+    """
+    return steady_step_s(*_simulated(solution, layout, formats, num_cores))
+
+
 def simulate_planned(
     solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int, limit_s: float = math.inf
 ) -> SimulatedSteps:
@@ -49,16 +59,21 @@ def simulate_planned(
         TooLong: the simulation has taken `limit_s`.
     """
     until_s = time.monotonic() + limit_s
-    speeds = solution.costs.speeds
+    simulated = _simulated(solution, layout, formats, num_cores)
+    steps = simulate(*simulated, is_late=lambda: time.monotonic() > until_s)[_NUM_FIRST_STEPS:]
+    return SimulatedSteps(step_s=statistics.fmean(step.summary["period_s"] for step in steps), steps=steps)
+
+
+def _simulated(
+    solution: Solution, layout: ModelLayout, formats: Formats, num_cores: int
+) -> tuple[JobContext, JobShape, Rates, Work]:
     spec, layout = _spec_of(solution, formats), _in_fewer_chunks(layout)
     if layout.chunk_numel != solution.costs.job.model.chunk_numel:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     work = work_of(solution)
     context = _with_fewer_slots(make_context(spec, layout, ""), work)
-    rates = rates_of(speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
-    shape = job_shape(context, lambda _: "{}")
-    steps = simulate(context, shape, rates, work, is_late=lambda: time.monotonic() > until_s)[_NUM_FIRST_STEPS:]
-    return SimulatedSteps(step_s=statistics.fmean(step.summary["period_s"] for step in steps), steps=steps)
+    rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
+    return context, job_shape(context, lambda _: "{}"), rates, work
 
 
 def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning_trials import numbers_of_microbatches, what_would_fit, with_part
 from windlass.engine.device_need import device_need
 from windlass.engine.layout import ModelLayout
@@ -19,13 +21,15 @@ from windlass.planner.device_need import DeviceNeed
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, TIER_NAMES, PlanReport, report_of, with_limits
-from windlass.planner.solver import DoesNotFitError, Solution, solve_job
+from windlass.planner.solver import DoesNotFitError, Solution, candidates, solve_job
 from windlass.planner.speeds import Speeds, speeds_of
 from windlass.planner.step_costs import Limits, PlannedJob, Tier
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 # What is worth mentioning: a change that makes a step shorter by at least so much of it.
 WORTH = 0.05
+# Plans that are simulated, of those that are best by the cost model.
+_MOST_SIMULATED = 4
 # How often the program is asked again, where the device's memory does not suffice for what it leaves out.
 _MAX_CORRECTIONS = 10
 
@@ -80,21 +84,27 @@ def answer(question: PlanQuestion) -> Planned:
     """The plan of a job, or what is missing and the nearest change that would fit."""
     profiles = Profiles(question)
     try:
-        job, solution = best_plan(question, profiles)
+        job, solution, step_s = fastest_plan(question, profiles)
     except DoesNotFitError as error:
         # Where it does not fit, what takes how long does not matter.
         reasons = (str(error), *what_would_fit(question, profiles.unmeasured()))
         missing = {name: error.missing[tier] for tier, name in TIER_NAMES.items()}
         report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
         return Planned(report=with_limits(report, question.limits))
-    return planned(question, job, solution, profiles)
+    return planned(question, job, solution, profiles, step_s=step_s)
 
 
 def planned(
-    question: PlanQuestion, job: PlannedJob, solution: Solution, profiles: "Profiles", *, advises: bool = True
+    question: PlanQuestion,
+    job: PlannedJob,
+    solution: Solution,
+    profiles: "Profiles",
+    *,
+    step_s: float | None = None,
+    advises: bool = True,
 ) -> Planned:
-    """What a solution means. `advises`: what would be faster, as well."""
-    report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0)
+    """What a solution means. `step_s`: as it was simulated. `advises`: what would be faster, as well."""
+    report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0, step_s=step_s)
     report = with_limits(report, question.limits)
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
@@ -197,22 +207,22 @@ class Profiles:
         return self._known[shape]
 
 
-def _solve(question: PlanQuestion, num_microbatches: int, profiles: Profiles) -> tuple[PlannedJob, Solution]:
-    """With the device's memory counted exactly: what the program leaves out is taken off its limit, until it fits."""
+def _solve(
+    question: PlanQuestion, num_microbatches: int, profiles: Profiles
+) -> tuple[PlannedJob, Solution, list[Solution]]:
+    """The best by the cost model, with the device's memory counted exactly; and others that may fit or not.
+
+    What the program leaves out is taken off its limit, until it fits.
+    """
     job = profiles.job(question, num_microbatches)
-    speeds, given = question.speeds, question.limits
-    limits = given
+    speeds, limits = question.speeds, question.limits
     for _ in range(_MAX_CORRECTIONS):
-        solution = solve_job(job, speeds, limits)
+        solution, *others = candidates(job, speeds, limits)
         if question.num_layers is not None:  # there is no such model to go through
-            return job, solution
-        need = profiles.device_need(question, job, solution)
-        # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
-        nbytes = need.settled_nbytes if speeds.shares_cores else need.nbytes
-        together = nbytes + solution.plan.arena_nbytes if speeds.shares_cores else 0
-        excess = max(nbytes - given.device_nbytes, together - given.host_nbytes)
+            return job, solution, others
+        exact, excess = _counted(question, profiles, job, solution)
         if excess <= 0:
-            return job, replace(solution, nbytes={**solution.nbytes, Tier.DEVICE: nbytes})
+            return job, exact, others
         # What takes the place of what is left out may take more itself.
         limits = replace(limits, device_nbytes=limits.device_nbytes - 1.25 * excess)
         if speeds.shares_cores:
@@ -221,27 +231,77 @@ def _solve(question: PlanQuestion, num_microbatches: int, profiles: Profiles) ->
     raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(excess)})
 
 
+def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, solution: Solution) -> tuple[Solution, float]:
+    """With the device's memory counted exactly, and by how many bytes it is too much."""
+    shares_cores, limits = solution.costs.speeds.shares_cores, question.limits
+    need = profiles.device_need(question, job, solution)
+    # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
+    nbytes = need.settled_nbytes if shares_cores else need.nbytes
+    together = nbytes + solution.plan.arena_nbytes if shares_cores else 0
+    excess = max(nbytes - limits.device_nbytes, together - limits.host_nbytes)
+    return replace(solution, nbytes={**solution.nbytes, Tier.DEVICE: nbytes}), excess
+
+
 def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution]:
-    """Over the numbers of micro-batches, if none is asked for: twice as many each time, while that is better.
+    """By the cost model alone.
 
     Raises:
         DoesNotFitError: nothing fits.
     """
-    best: tuple[PlannedJob, Solution] | None = None
+    job, solution, _ = min(_by_microbatches(question, profiles), key=lambda found: found[1].cost)
+    return job, solution
+
+
+def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution, float | None]:
+    """That which is fastest when it is simulated, of those that are best by the cost model; and what a step takes.
+
+    None where there is no such model to simulate. No resource takes less than the cost model says, so what that finds
+    slower than something simulated is not looked at.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    if question.num_layers is not None:
+        return *best_plan(question, profiles), None
+    formats = Formats(question.precision, question.state_precision)
+    options = [
+        (job, each, each is solution)
+        for job, solution, others in _by_microbatches(question, profiles)
+        for each in (solution, *others)
+    ]
+    best: tuple[PlannedJob, Solution, float] | None = None
+    num_left = _MOST_SIMULATED
+    for job, option, is_counted in sorted(options, key=lambda option: option[1].cost):
+        if best is not None and (option.step_s >= best[2] or not num_left):
+            break
+        solution, excess = (option, 0.0) if is_counted else _counted(question, profiles, job, option)
+        if excess > 0:
+            continue
+        num_left -= 1
+        simulated_s = simulated_step_s(solution, profiles.layout, formats, num_cores=len(os.sched_getaffinity(0)))
+        step_s = max(solution.step_s, simulated_s)
+        if best is None or step_s < best[2]:
+            best = job, solution, step_s
+    assert best is not None, "the first of each number of micro-batches fits"
+    return best
+
+
+def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[PlannedJob, Solution, list[Solution]]]:
+    """For the numbers of micro-batches, if none is asked for: twice as many each time, while that is better."""
+    found: list[tuple[PlannedJob, Solution, list[Solution]]] = []
     missing: DoesNotFitError | None = None
     for number in numbers_of_microbatches(question):
         try:
-            found = _solve(question, number, profiles)
+            found.append(_solve(question, number, profiles))
         except DoesNotFitError as error:
             missing = error
         else:
-            if best is not None and found[1].cost >= best[1].cost:
+            if len(found) > 1 and found[-1][1].cost >= found[-2][1].cost:
                 break
-            best = found
-    if best is None:
+    if not found:
         assert missing is not None, "a batch has at least one example"
         raise missing
-    return best
+    return found
 
 
 def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
@@ -265,5 +325,5 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
         faster = replace(question, hardware=changed)
         other = solve_job(job, faster.speeds, faster.limits)
         if other.step_s < (1 - WORTH) * solution.step_s:
-            found.append(f"with {words} a step takes {other.step_s:.3g} s")
+            found.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")
     return found

@@ -8,6 +8,7 @@ from windlass.actors.planning import (
     PlanQuestion,
     Profiles,
     best_plan,
+    fastest_plan,
     planned,
 )
 from windlass.actors.planning_trials import largest_fitting, with_part
@@ -70,13 +71,13 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
         number, found = steps * search.step, search.ask(question, steps)
     if not number:
         return Found(goal=goal, number=0, num_params=0, question=question, planned=None)
-    job, solution = best_plan(found, profiles)
+    job, solution, step_s = fastest_plan(found, profiles)
     return Found(
         goal=goal,
         number=number,
         num_params=job.model.numel,
         question=found,
-        planned=planned(found, job, solution, profiles, advises=False),
+        planned=planned(found, job, solution, profiles, step_s=step_s, advises=False),
     )
 
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from benchmarks.machine import num_cores
 from benchmarks.planned_run import JOB_FILE
 from benchmarks.workload import ModelShape, Workload, model_config
-from windlass.actors.planned_job import simulate_planned
-from windlass.actors.planning import PlanQuestion, Profiles, best_plan, limits_of
+from windlass.actors.planning import PlanQuestion, Profiles, fastest_plan, limits_of
 from windlass.actors.planning_trials import with_part
 from windlass.planner import placement_json
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES
 from windlass.planner.step_costs import Tier
-from windlass.storage.ids import Formats, Precision, StatePrecision
 
 MIB = 2**20
 
@@ -88,11 +86,10 @@ def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path
     Raises:
         DoesNotFitError: nothing fits.
     """
-    _, solution = best_plan(question, profiles)
-    formats = Formats(Precision.BF16, StatePrecision.FP32)
-    simulated = simulate_planned(solution, profiles.layout, formats, num_cores=num_cores())
+    _, solution, step_s = fastest_plan(question, profiles)
+    assert step_s is not None, "there is a model"
     found = Predicted(
-        step_s=simulated.step_s,
+        step_s=step_s,
         bound_s=solution.step_s,
         device_nbytes=solution.nbytes[Tier.DEVICE],
         arena_nbytes=solution.plan.arena_nbytes,

@@ -28,7 +28,8 @@ class PlanReport:
 
     feasible: bool
     reasons: tuple[str, ...]  # why it does not fit and what would; or what bounds it and what would make it faster
-    step_s: float | None = None
+    step_s: float | None = None  # simulated; of a model that there is not, its bound
+    bound_s: float | None = None  # by the cost model: no resource and no chain alone takes longer
     tokens_per_s: float | None = None
     tflops: float | None = None  # of the model, 10^12 a second: what is computed again does not count
     bottleneck: str | None = None
@@ -41,9 +42,10 @@ class PlanReport:
     choices: dict[str, Any] | None = None
 
 
-def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool) -> PlanReport:
-    """Of a plan that fits; what a step takes is by the cost model."""
-    step_s = solution.step_s
+def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: float | None = None) -> PlanReport:
+    """Of a plan that fits. `step_s`: simulated; None: what a step takes is by the cost model."""
+    bound_s = solution.step_s
+    step_s = bound_s if step_s is None else step_s
     model = job.model
     num_tokens = model.num_examples * model.num_tokens * job.num_microbatches
     num_flops = 3 * model.num_flops * job.num_microbatches
@@ -55,8 +57,9 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool) -> PlanRepor
     }
     return PlanReport(
         feasible=True,
-        reasons=(_bound_in_words(solution),),
+        reasons=(_bound_in_words(solution, step_s),),
         step_s=step_s,
+        bound_s=bound_s,
         tokens_per_s=num_tokens / step_s,
         tflops=num_flops / step_s / 1e12,
         bottleneck=solution.bottleneck,
@@ -72,24 +75,6 @@ def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
     """The same with what the job may take."""
     by_tier = {Tier.DEVICE: limits.device_nbytes, Tier.HOST: limits.host_nbytes, Tier.SSD: limits.ssd_nbytes}
     return replace(report, limit_gib={name: by_tier[tier] / GIB for tier, name in TIER_NAMES.items()})
-
-
-def with_step(report: PlanReport, step_s: float) -> PlanReport:
-    """The same with another time of a step, as it was simulated."""
-    assert report.step_s is not None, "it fits"
-    assert report.tokens_per_s is not None
-    assert report.tflops is not None
-    over = report.step_s / step_s
-    told = (
-        f"simulated, with queues and waits, a step takes {step_s:.3g} s; no resource or chain alone {report.step_s:.3g}"
-    )
-    return replace(
-        report,
-        step_s=step_s,
-        tokens_per_s=report.tokens_per_s * over,
-        tflops=report.tflops * over,
-        reasons=(told, *report.reasons),
-    )
 
 
 def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:
@@ -184,7 +169,7 @@ _IN_WORDS = {
 }
 
 
-def _bound_in_words(solution: Solution) -> str:
+def _bound_in_words(solution: Solution, step_s: float) -> str:
     busiest = solution.bottleneck
     busy_s = solution.busy_s[busiest]
-    return f"a step is bound by {_IN_WORDS[busiest]}: {busy_s:.3g} s, {busy_s / solution.step_s:.0%} of the step"
+    return f"a step is bound by {_IN_WORDS[busiest]}: {busy_s:.3g} s, {busy_s / step_s:.0%} of the step"

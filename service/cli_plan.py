@@ -9,7 +9,7 @@ import typer
 
 from windlass.planner.hardware import Hardware, example_machines, unusual
 from windlass.planner.reach import DEFAULT_SLACK, Goal
-from windlass.planner.report import PlanReport, with_step
+from windlass.planner.report import PlanReport
 from windlass.planner.shapes import ModelShape
 from windlass.planner.yaml_files import load
 from windlass.service.cli_errors import CommandError
@@ -46,9 +46,7 @@ def plan(
     slack: Annotated[
         float, typer.Option(min=0, max=1, help="With --find of SSDs and RAM: how much longer a step may take.")
     ] = DEFAULT_SLACK,
-    trace: Annotated[
-        Path | None, typer.Option(help="Simulate some steps (minutes, for large models), and write their timeline.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline of a simulated step to this file.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also tell what the systems of the papers would take (docs/papers.md).")
     ] = False,
@@ -77,7 +75,7 @@ def plan(
     number, num_params, question, planned = _answer(question, find, slack)
     found = planned.report
     if trace is not None and planned.solution is not None:
-        found = _simulate(question, planned, trace)
+        _trace(question, planned, trace)
     compared = _compare(question, planned) if compare else None
     if as_json:
         of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
@@ -156,8 +154,8 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
         raise CommandError(f"--model: {error}") from None
 
 
-def _simulate(question: "PlanQuestion", planned: "Planned", path: Path) -> PlanReport:
-    """With the simulated step; the timeline of the last one goes to the file."""
+def _trace(question: "PlanQuestion", planned: "Planned", path: Path) -> None:
+    """The timeline of a simulated step goes to the file."""
     from windlass.actors.planned_job import simulate_planned
     from windlass.actors.spans_trace import trace_of
     from windlass.storage.ids import Formats
@@ -172,7 +170,6 @@ def _simulate(question: "PlanQuestion", planned: "Planned", path: Path) -> PlanR
         path.write_text(json.dumps(trace_of(last.spans, begins_s=last.start_s, about={"summary": last.summary})))
     except OSError as error:
         raise CommandError(f"--trace: {path} cannot be written: {error}") from None
-    return with_step(planned.report, simulated.step_s)
 
 
 def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":
@@ -205,7 +202,7 @@ def _print(found: PlanReport) -> None:
     numbers = asdict(found)
     print_columns(
         [
-            ("step", f"{numbers['step_s']:.3g} s"),
+            ("step", f"{numbers['step_s']:.3g} s; no resource alone takes more than {numbers['bound_s']:.3g} s"),
             ("tokens a second", f"{numbers['tokens_per_s']:.4g}"),
             ("model's TFLOPS", f"{numbers['tflops']:.4g}"),
             ("written to SSDs a step", f"{numbers['ssd_write_gb_per_step']:.4g} GB"),

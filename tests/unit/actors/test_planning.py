@@ -1,17 +1,21 @@
 """Plans of jobs that do not exist yet, on machines that are described only."""
 
+import os
 from typing import Any
 
 import pytest
 
 from windlass.actors import planning
+from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning import PlanQuestion, limits_of, planned_job
+from windlass.actors.planning_trials import with_part
 from windlass.engine.model_profile import Profiler, config_of_shape
 from windlass.planner.hardware import GIB, Hardware, example_machines
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.shapes import ModelShape
+from windlass.planner.solver import Solution
 from windlass.planner.yaml_files import load
-from windlass.storage.ids import Precision, StatePrecision
+from windlass.storage.ids import Formats, Precision, StatePrecision
 
 SHAPE = ModelShape(
     num_layers=24, hidden_size=2048, num_heads=16, num_kv_heads=4, intermediate_size=5632, vocab_size=32000
@@ -64,6 +68,28 @@ def test_a_plan_says_what_a_step_takes_and_needs() -> None:
         assert (run["rest"] == "recomputed") == (sizes[2] > 0)
         assert (run["input"] == "swapped" or "swapped" in run or run["rest"] == "swapped") == (sizes[1] > 0)
     assert "bound by" in report.reasons[0]
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None:
+    hardware = machine(host=8)
+    if not has_gpu:
+        hardware = with_part(hardware, gpus=with_part(hardware.gpus, count=0))
+    asked = question(hardware)
+    profiles = planning.Profiles(asked)
+    _, fastest, step_s = planning.fastest_plan(asked, profiles)
+    _, least_bound = planning.best_plan(asked, profiles)
+    formats, num_cores = Formats(asked.precision, asked.state_precision), len(os.sched_getaffinity(0))
+    assert step_s is not None
+    assert fastest.step_s >= least_bound.step_s * (1 - 1e-3)
+
+    def simulated_s(solution: Solution) -> float:
+        return max(solution.step_s, simulated_step_s(solution, profiles.layout, formats, num_cores=num_cores))
+
+    assert step_s == simulated_s(fastest)
+    assert step_s <= simulated_s(least_bound)
+    report = answer(asked)
+    assert (report.step_s, report.bound_s) == (step_s, fastest.step_s)
 
 
 @pytest.mark.long

@@ -46,7 +46,16 @@ def test_a_plan_is_told_in_words(shape: Path, home: Path) -> None:
 def test_a_plan_is_told_as_json(shape: Path, home: Path) -> None:
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--json")
     found = json.loads(result.output)
-    keys = {"feasible", "step_s", "tokens_per_s", "tflops", "bottleneck", "peak_gib", "ssd_write_gb_per_step"}
+    keys = {
+        "feasible",
+        "step_s",
+        "bound_s",
+        "tokens_per_s",
+        "tflops",
+        "bottleneck",
+        "peak_gib",
+        "ssd_write_gb_per_step",
+    }
     assert keys | {"choices", "reasons"} <= set(found)
     assert set(found["peak_gib"]) == {"gpu", "host", "ssd"}
 
@@ -124,7 +133,6 @@ def test_simulated_steps_leave_a_trace(shape: Path, home: Path, tmp_path: Path) 
     trace = tmp_path / "trace.json"
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", str(trace))
     assert result.exit_code == 0, result.output
-    assert "simulated, with queues and waits" in result.output
     kinds = {event["name"].split()[0] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"}
     assert kinds >= {"forward", "backward"}
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", "/nowhere/trace.json")
