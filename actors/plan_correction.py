@@ -4,10 +4,12 @@ Both plans are weighed by the same corrected numbers. What was measured of the o
 predicted for a new one: no bound knows the queues and waits that are in a measurement.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning import (
     WORTH,
     Planned,
@@ -21,6 +23,7 @@ from windlass.planner.correction import MeasuredStep, correction_of
 from windlass.planner.plan import Placement
 from windlass.planner.solver import DoesNotFitError, Solution, solution_of
 from windlass.planner.step_costs import PlannedJob, StepCosts
+from windlass.storage.ids import Formats
 
 # One that something else disturbed must not decide.
 MIN_STEPS = 3
@@ -67,7 +70,7 @@ def correct(
     saved_s = share * median(step.period_s for step in steps) * running.num_steps_left
     if share >= WORTH and saved_s > running.restart_s:
         told += f"; with another plan it takes {new.step_s:.3g} s, and the job goes on with that one"
-        return CorrectedPlan(planned=planned(question, job, new, profiles), changes=True, in_words=told)
+        return CorrectedPlan(planned=_planned(question, job, new, profiles), changes=True, in_words=told)
     if share >= WORTH:
         told += (
             f"; another plan would take {new.step_s:.3g} s, but in the steps that are left it saves {saved_s:.0f} s, "
@@ -75,9 +78,15 @@ def correct(
         )
     else:
         told += "; no other plan is worth a change"
-    same = planned(question, costs.job, old, profiles)
+    same = _planned(question, costs.job, old, profiles)
     same = replace(same, report=replace(same.report, peak_gib=dict(running.peak_gib)))
     return CorrectedPlan(planned=same, changes=False, in_words=told)
+
+
+def _planned(question: PlanQuestion, job: PlannedJob, solution: Solution, profiles: Profiles) -> Planned:
+    formats, num_cores = Formats(question.precision, question.state_precision), len(os.sched_getaffinity(0))
+    simulated_s = simulated_step_s(solution, profiles.layout, formats, num_cores=num_cores)
+    return planned(question, job, solution, profiles, step_s=max(solution.step_s, simulated_s))
 
 
 def _best(question: PlanQuestion, profiles: Profiles, job: PlannedJob, old: Solution) -> tuple[PlannedJob, Solution]:

@@ -7,7 +7,7 @@ import pytest
 from windlass.actors.measured_steps import measured_step
 from windlass.actors.plan_correction import CorrectedPlan, RunningJob, correct
 from windlass.actors.planned_job import simulate_planned
-from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer, best_plan
+from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer
 from windlass.engine.model_profile import config_of_shape
 from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.shapes import ModelShape
@@ -58,7 +58,7 @@ def run(
         placement=solution.placement,
         arena_nbytes=solution.plan.arena_nbytes,
         spills_grads=report.choices["kept_grads_on_ssd"] > 0,
-        step_s=report.step_s,
+        step_s=solution.step_s,
         compute_s=report.busy_s["compute"],
         peak_gib=report.peak_gib,
         num_steps_left=num_steps_left,
@@ -70,7 +70,7 @@ def run(
 
 
 def test_a_machine_that_is_as_its_profile_says_keeps_its_plan() -> None:
-    asked = question(machine(), host_mib=600)
+    asked = question(machine(), host_mib=800)
     planned, corrected = run(asked, machine())
     assert not corrected.changes
     assert corrected.in_words.endswith("; no other plan is worth a change")
@@ -79,31 +79,13 @@ def test_a_machine_that_is_as_its_profile_says_keeps_its_plan() -> None:
     assert (after.peak_gib, after.choices) == (before.peak_gib, before.choices)
 
 
-def test_ssds_that_are_slower_than_said_get_less_to_do() -> None:
-    real = machine(ssd_gb_per_s=0.4)
-    asked = question(machine(), host_mib=600)
-    planned, corrected = run(asked, real)
-    assert corrected.changes
-    assert "each SSD reads 0.4 GB/s, the profile said 8 GB/s" in corrected.in_words
-    assert "each SSD writes 0.4 GB/s, the profile said 8 GB/s" in corrected.in_words
-    new = corrected.planned
-    assert new.solution is not None
-    assert planned.solution is not None
-    assert new.solution.placement != planned.solution.placement
-    assert new.report.ssd_write_gb_per_step is not None
-    assert planned.report.ssd_write_gb_per_step is not None
-    assert new.report.ssd_write_gb_per_step < planned.report.ssd_write_gb_per_step
-    # As it would have been planned, had the profile been right.
-    _, right = best_plan(question(real, host_mib=600), Profiles(question(real, host_mib=600)))
-    assert new.report.step_s == pytest.approx(right.step_s, rel=0.1)
-
-
-def test_another_plan_must_save_more_than_a_restart_costs() -> None:
-    asked = question(machine(), host_mib=600)
-    planned, corrected = run(asked, machine(ssd_gb_per_s=0.4), num_steps_left=2, restart_s=100.0)
+def test_what_a_plan_comes_to_is_corrected_where_no_other_is_better() -> None:
+    asked = question(machine(), host_mib=800)
+    planned, corrected = run(asked, machine(ssd_gb_per_s=0.4))
     assert not corrected.changes
-    assert "and a restart costs 100 s" in corrected.in_words
-    # What the plan that stays comes to is corrected all the same.
+    assert "each SSD reads" in corrected.in_words
+    assert "each SSD writes" in corrected.in_words
+    assert corrected.in_words.count("the profile said 8 GB/s") == 2
     assert planned.report.step_s is not None
     assert corrected.planned.report.step_s is not None
     assert corrected.planned.report.step_s > 2 * planned.report.step_s
@@ -111,7 +93,7 @@ def test_another_plan_must_save_more_than_a_restart_costs() -> None:
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_device_that_computes_slower_than_said_is_given_less_to_compute_again(gpus: int) -> None:
-    asked = question(machine(gpus=gpus), host_mib=2400 if gpus == 0 else 600)
+    asked = question(machine(gpus=gpus), host_mib=2400 if gpus == 0 else 800)
     planned, corrected = run(asked, machine(gpus=gpus, tflops=2.0))
     told, report = corrected.in_words, corrected.planned.report
     assert "a step computes for" in told
