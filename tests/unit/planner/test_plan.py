@@ -349,11 +349,11 @@ def test_buffers_are_as_deep_as_the_placement_says() -> None:
     assert [pool.num_slots for pool in found.states] == [5, 5]
     assert found.num_staged_activations == 40
     assert found.max_leaving_nbytes == 500  # half for what goes to the SSDs
-    # With less memory, optimizers have fewer slots, and all else stays.
+    # With less memory than a few slots for gradients make up for, optimizers have fewer slots, and all else stays.
     less = plan(
         num_optimizers=2,
         placement=Placement(depths=depths, num_cached_params=1, ssd_activation_nbytes=on_ssd),
-        host_memory_nbytes=found.arena_nbytes - 1,
+        host_memory_nbytes=found.arena_nbytes - 100_000,
     )
     assert 2 <= less.states[0].num_slots < 5
     assert less.params == found.params
