@@ -148,6 +148,7 @@ class Ssd:
         self._since_s = 0.0
         self._num_arrived = 0
         self._num_ends = 0  # that were set: the last one counts
+        self._ends_whole = True  # it is the end of all that was left, not of a piece
 
     def move(
         self,
@@ -178,16 +179,19 @@ class Ssd:
         self._since_s = self._log.env.now
         if moving.start_s is None:
             moving.start_s = self._since_s
-        self._end_after(moving.left_s)
+        self._end_after(moving.left_s, is_whole=True)
 
     def _cut_short(self, moving: _Transfer) -> None:
         """What is moving stops at the end of a piece."""
         passed_s = self._log.env.now - self._since_s
         piece_end_s = max(1, math.ceil(passed_s / moving.piece_s)) * moving.piece_s if moving.piece_s else 0.0
-        self._end_after(max(0.0, min(piece_end_s, moving.left_s) - passed_s))
+        is_whole = piece_end_s >= moving.left_s - _ROUNDING * moving.piece_s
+        end_s = moving.left_s if is_whole else piece_end_s
+        self._end_after(max(0.0, end_s - passed_s), is_whole=is_whole)
 
-    def _end_after(self, duration_s: float) -> None:
+    def _end_after(self, duration_s: float, *, is_whole: bool) -> None:
         self._num_ends += 1
+        self._ends_whole = is_whole
         end = self._log.env.timeout(duration_s, self._num_ends)
         end.callbacks.append(self._end)
 
@@ -195,11 +199,12 @@ class Ssd:
         moving = self._moving
         if end.value != self._num_ends or moving is None:
             return  # something more urgent has come meanwhile
-        moving.left_s -= self._log.env.now - self._since_s
-        if moving.left_s > _ROUNDING * moving.piece_s:
-            heapq.heappush(self._waiting, moving)
-        else:
+        # Not by what is left: late in a long job the clock has too few digits for a short transfer.
+        if self._ends_whole:
             moving.over.succeed()
+        else:
+            moving.left_s -= self._log.env.now - self._since_s
+            heapq.heappush(self._waiting, moving)
         self._moving = None
         if self._waiting:
             self._begin()

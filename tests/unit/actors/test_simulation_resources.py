@@ -47,6 +47,11 @@ class TestSsd:
         found = self.moved((0.0, 4.0, 1, (1, 5)), (1.0, 1.0, 1, (1, 0)))
         assert found == {0: (0.0, 4.0), 1: (4.0, 5.0)}
 
+    @pytest.mark.timeout(20)  # where it goes wrong it has no end
+    def test_what_is_shorter_than_the_clock_can_tell_ends_as_well(self) -> None:
+        found = self.moved(*[(at_s, 3.3e-9, 3, (1, 0)) for at_s in (101.1, 1e6 / 3, 1e6 / 3, 1e9)])
+        assert sorted(end_s for _, end_s in found.values()) == pytest.approx([101.1, 1e6 / 3, 1e6 / 3, 1e9])
+
 
 def test_a_resource_takes_turns() -> None:
     log = Log()
