@@ -18,7 +18,7 @@ from windlass.service.doctor import measured_hardware
 from windlass.service.job_plans import load_plan, planned_seconds
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
 from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_states
-from windlass.service.outcomes import fail_job, open_journal, resume, take_in
+from windlass.service.outcomes import fail_attempt, fail_job, open_journal, resume, take_in
 from windlass.service.plan_corrections import Ask, PlanCorrections, ask_planner
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
 from windlass.service.settings import Settings
@@ -325,7 +325,8 @@ class Dispatcher:
                 if isinstance(error, RunnerLostError):
                     resume(self._settings, session, claimed, str(error))
                 else:
-                    fail_job(session, claimed, getattr(error, "code", "start_failed"), str(error) or repr(error))
+                    code, message = getattr(error, "code", "start_failed"), str(error) or repr(error)
+                    fail_attempt(self._settings, session, claimed, code, message)
 
     # --- all of them ------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,12 @@ def fail_job(session: Session, job: Job, code: str, message: str, param: str | N
     )
 
 
+def fail_attempt(settings: Settings, session: Session, job: Job, code: str, message: str) -> None:
+    """End a job as failed, unless it may be another plan that made this attempt fail; StatusConflict as `fail_job`."""
+    if not _fall_back(settings, session, job, message):
+        fail_job(session, job, code, message)
+
+
 def cancel_job(session: Session, job: Job) -> None:
     """End a job as cancelled; StatusConflict if it has ended or moved on meanwhile."""
     JobRepository(session).transition(
@@ -166,8 +172,7 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
     elif status == JobStatus.FAILED:
         error = outcome.data.get("error") or {}
         message = error.get("message") or outcome.message
-        if not _fall_back(settings, session, job, message):
-            fail_job(session, job, error.get("code") or "runner_failed", message)
+        fail_attempt(settings, session, job, error.get("code") or "runner_failed", message)
     else:
         fail_job(session, job, "runner_failed", f"the runner ended with the unknown status {status!r}")
 

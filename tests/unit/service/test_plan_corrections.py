@@ -310,6 +310,18 @@ def test_a_plan_that_does_not_start_makes_room_for_the_one_before(stage: Stage) 
     assert stage.status(job_id) is JobStatus.FAILED
 
 
+def test_a_plan_whose_runner_cannot_even_be_made_makes_room_for_the_one_before(stage: Stage) -> None:
+    job_id, journal = corrected(stage)
+    stage.runners.refusal = RuntimeError("/dev/shm has 1 MiB left")
+    end_paused(stage, job_id, journal)
+    stage.tick()
+    assert state_of(stage.job(job_id)) == (JobStatus.QUEUED, 2, 2)
+    stage.runners.refusal = None
+    stage.tick(2)
+    assert stage.runners.started[-1].placement == OLD
+    assert state_of(stage.job(job_id)) == (JobStatus.RUNNING, 3, 2)
+
+
 def test_a_plan_whose_attempts_are_lost_makes_room_for_the_one_before(stage: Stage) -> None:
     job_id, journal = corrected(stage)
     end_paused(stage, job_id, journal)
