@@ -4,12 +4,10 @@ Both plans are weighed by the same corrected numbers. What was measured of the o
 predicted for a new one: no bound knows the queues and waits that are in a measurement.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning import (
     WORTH,
     Planned,
@@ -17,13 +15,12 @@ from windlass.actors.planning import (
     Profiles,
     best_plan,
     planned,
-    planned_job,
+    promised_step_s,
 )
 from windlass.planner.correction import MeasuredStep, correction_of
 from windlass.planner.plan import Placement
 from windlass.planner.solver import DoesNotFitError, Solution, solution_of
 from windlass.planner.step_costs import PlannedJob, StepCosts
-from windlass.storage.ids import Formats
 
 # One that something else disturbed must not decide.
 MIN_STEPS = 3
@@ -84,9 +81,8 @@ def correct(
 
 
 def _planned(question: PlanQuestion, job: PlannedJob, solution: Solution, profiles: Profiles) -> Planned:
-    formats, num_cores = Formats(question.precision, question.state_precision), len(os.sched_getaffinity(0))
-    simulated_s = simulated_step_s(solution, profiles.layout, formats, num_cores=num_cores)
-    return planned(question, job, solution, profiles, step_s=max(solution.step_s, simulated_s))
+    step_s = promised_step_s(question, profiles, solution)
+    return planned(question, job, solution, profiles, step_s=step_s)
 
 
 def _best(question: PlanQuestion, profiles: Profiles, job: PlannedJob, old: Solution) -> tuple[PlannedJob, Solution]:
@@ -100,9 +96,8 @@ def _costs(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> S
     """As the placement was found."""
     assert question.num_microbatches is not None, "a job that runs has so many"
     num, placement = question.num_microbatches, running.placement
-    profile = profiles.of(-(-question.batch_size // num), question.sequence_length)
     return StepCosts(
-        job=planned_job(question, profile, num),
+        job=profiles.job(question, num),
         speeds=question.speeds,
         limits=question.limits,
         group_size=placement.group_size or num,

@@ -56,6 +56,11 @@ class PlanQuestion:
     correction: Correction = field(default_factory=Correction)
 
     @property
+    def formats(self) -> Formats:
+        """What the states are stored as."""
+        return Formats(self.precision, self.state_precision)
+
+    @property
     def limits(self) -> Limits:
         """What the job may take: of what its machine has, as much as its budgets allow."""
         limits = limits_of(self.hardware)
@@ -124,7 +129,7 @@ def limits_of(hardware: Hardware) -> Limits:
 
 def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
     """For the solver."""
-    formats = Formats(question.precision, question.state_precision)
+    formats = question.formats
     itemsizes = formats.itemsizes
     param_itemsize = itemsizes[formats.param_kind]
     return PlannedJob(
@@ -174,7 +179,7 @@ class Profiles:
             self._profiler.rehearsed,
             solution.plan,
             [shape] * solution.plan.group_size,
-            formats=Formats(question.precision, question.state_precision),
+            formats=question.formats,
             grad_precision=Precision.FP32 if is_summed else question.precision,
             num_microbatches=job.num_microbatches,
             num_ahead=job.num_prefetched,
@@ -263,7 +268,6 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
     """
     if question.num_layers is not None:
         return *best_plan(question, profiles), None
-    formats = Formats(question.precision, question.state_precision)
     options = [
         (job, each, each is solution)
         for job, solution, others in _by_microbatches(question, profiles)
@@ -278,12 +282,18 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
         if excess > 0:
             continue
         num_left -= 1
-        simulated_s = simulated_step_s(solution, profiles.layout, formats, num_cores=len(os.sched_getaffinity(0)))
-        step_s = max(solution.step_s, simulated_s)
+        step_s = promised_step_s(question, profiles, solution)
         if best is None or step_s < best[2]:
             best = job, solution, step_s
     assert best is not None, "the first of each number of micro-batches fits"
     return best
+
+
+def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:
+    """What a step takes when it is simulated, and not less than by the cost model."""
+    num_cores = len(os.sched_getaffinity(0))
+    simulated_s = simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores)
+    return max(solution.step_s, simulated_s)
 
 
 def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[PlannedJob, Solution, list[Solution]]]:

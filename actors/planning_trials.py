@@ -157,7 +157,7 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
     speeds, limits = question.speeds, question.limits
     jobs = (profiles.job(question, number) for number in numbers_of_microbatches(question))
     least = [nbytes for job in jobs if (nbytes := least_nbytes(job, speeds, limits, memory.tier)) is not None]
-    given = {Tier.DEVICE: limits.device_nbytes, Tier.HOST: limits.host_nbytes, Tier.SSD: limits.ssd_nbytes}[memory.tier]
+    given = limits.by_tier[memory.tier]
     if not least or (min(least) <= given and memory.tier is not (Tier.HOST if is_cpu else Tier.DEVICE)):
         return None  # it does not help; or the program lacks nothing, and only the device's memory is counted otherwise
     part = getattr(question.hardware, memory.part)

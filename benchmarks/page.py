@@ -1,9 +1,14 @@
 """A page of text and tables that does not depend on the machine."""
 
+import argparse
+import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from benchmarks.report import table
+from benchmarks.report import rounded, table
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 _WIDTH = 120
 
@@ -32,3 +37,20 @@ class Page:
 def compared(published: float, computed: float, digits: int = 2) -> tuple[str, str, str]:
     """Cells: a published figure, a computed one, and their ratio."""
     return f"{published:g}", f"{computed:.{digits}f}", f"{computed / published:.2f}"
+
+
+def write_page(
+    name: str, help_text: str | None, page: Callable[[bool], tuple[str, dict[str, float]]], *, quick_help: str
+) -> None:
+    """What `python -m benchmarks.NAME [--quick]` does: compute, print, write to docs, end with the line of figures.
+
+    `page`: of whether it is the quick form, which writes nothing; returns the text and the figures.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=help_text)
+    parser.add_argument("--quick", action="store_true", help=f"{quick_help}; writes nothing")
+    options = parser.parse_args()
+    text, figures = page(options.quick)
+    print(text)
+    if not options.quick:
+        (DOCS / f"{name}.md").write_text(text)
+    print(json.dumps(rounded(figures)))

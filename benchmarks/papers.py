@@ -3,15 +3,9 @@
 Nothing is measured: the page is the same on every machine. The full form writes it to docs/papers.md.
 """
 
-import argparse
-import json
-from pathlib import Path
-
 from benchmarks import papers_largest, papers_memory, papers_stages
-from benchmarks.page import Page
-from benchmarks.report import rounded
+from benchmarks.page import Page, write_page
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "papers.md"
 _INTRODUCTION = (
     "windlass plans with arithmetic on bytes, operations and rates. Here that arithmetic is put to what three papers "
     "print that windlass follows: Ratel, MemAscend, AutoHete. *Published* is a figure of a paper. *Computed* follows "
@@ -19,7 +13,7 @@ _INTRODUCTION = (
 )
 
 
-def page(*, quick: bool) -> tuple[str, dict[str, float]]:
+def page(quick: bool) -> tuple[str, dict[str, float]]:
     """The text, and the figures of the last line."""
     text = Page("What papers print, and what arithmetic gives")
     text.add(_INTRODUCTION, "`python -m benchmarks.papers` writes this page.")
@@ -36,17 +30,5 @@ def page(*, quick: bool) -> tuple[str, dict[str, float]]:
     return text.text, figures
 
 
-def main() -> None:
-    """Compute, print, write, end with the line of figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="without windlass's own profile; writes nothing")
-    options = parser.parse_args()
-    text, figures = page(quick=options.quick)
-    print(text)
-    if not options.quick:
-        DOCUMENT.write_text(text)
-    print(json.dumps(rounded(figures)))
-
-
 if __name__ == "__main__":
-    main()
+    write_page("papers", __doc__, page, quick_help="without windlass's own profile")

@@ -19,7 +19,7 @@ from benchmarks.planned_case import MIB, Case, Predicted, predict, question_of
 from benchmarks.planned_run import Measured, run_planned
 from benchmarks.planned_swaps import QUICK_SWAPS, SWAPS, add_swaps, sweep
 from benchmarks.report import Report, parse_options
-from windlass.actors.planning import PlanQuestion, Profiles, limits_of, planned_job
+from windlass.actors.planning import PlanQuestion, Profiles, limits_of
 from windlass.engine.model_profile import config_of_shape
 from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.published_models import RATEL_SHAPES
@@ -77,7 +77,7 @@ def solve_times(*, quick: bool) -> dict[str, float]:
             question = PlanQuestion(
                 config=config, hardware=machine, batch_size=_BATCH_SIZE, sequence_length=_NUM_TOKENS, clips=clips
             )
-            job = planned_job(question, Profiles(question).of(_BATCH_SIZE, _NUM_TOKENS), 1)
+            job = Profiles(question).job(question, 1)
             taken = []
             for _ in range(_NUM_SOLVES):
                 start_s = time.perf_counter()

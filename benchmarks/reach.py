@@ -3,14 +3,10 @@
 Nothing is measured: the page is the same on every machine. The full form takes minutes and writes docs/reach.md.
 """
 
-import argparse
-import json
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
-from benchmarks.page import Page
-from benchmarks.report import rounded
+from benchmarks.page import Page, write_page
 from windlass.actors.planning import PlanQuestion, Profiles, fastest_plan, planned
 from windlass.actors.planning_trials import fits, with_part
 from windlass.engine.model_profile import config_of_shape
@@ -18,8 +14,6 @@ from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.published_models import RATEL_SHAPES
 from windlass.planner.report import PlanReport
 from windlass.planner.yaml_files import load
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "reach.md"
 
 _MACHINE = "rtx4090-server"
 _NUM_EXAMPLES, _NUM_TOKENS = 32, 1024
@@ -37,7 +31,7 @@ def machine(*, ram_gib: int, num_ssds: int) -> Hardware:
     return with_part(server, host=host, ssds=ssds)
 
 
-def page(*, quick: bool) -> tuple[str, dict[str, float]]:
+def page(quick: bool) -> tuple[str, dict[str, float]]:
     """The text, and the figures of the last line."""
     text = Page("What windlass can do, by its planner's model")
     text.add(
@@ -126,17 +120,5 @@ def _cells(report: PlanReport) -> tuple[str, ...]:
     return (*numbers, str(report.bottleneck), f"{report.peak_gib['host']:.0f}")
 
 
-def main() -> None:
-    """Compute, print, write, end with the line of figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reach", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one model over the number of SSDs; writes nothing")
-    options = parser.parse_args()
-    text, figures = page(quick=options.quick)
-    print(text)
-    if not options.quick:
-        DOCUMENT.write_text(text)
-    print(json.dumps(rounded(figures)))
-
-
 if __name__ == "__main__":
-    main()
+    write_page("reach", __doc__, page, quick_help="one model over the number of SSDs")

@@ -111,9 +111,7 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
         DoesNotFitError: none fits.
     """
     missing: list[DoesNotFitError] = []
-    for resort in _RESORTS:
-        if resort["spills"] and not job.keeps_grads:
-            continue
+    for resort in _resorts(job):
         found: list[Solution] = []
         for group_size in group_sizes(job.num_microbatches):
             costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
@@ -142,32 +140,34 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) ->
     found: list[float] = []
     # The cores' memory is the device's as well, and more of it.
     beside = (Tier.DEVICE,) if speeds.shares_cores and tier is Tier.HOST else ()
-    given = (limits.device_nbytes, limits.host_nbytes, limits.ssd_nbytes)[tier]
-    for resort in _RESORTS:
-        if resort["spills"] and not job.keeps_grads:
-            continue
-        for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
-            costs = StepCosts(
-                job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, **resort
-            )
-            lacking = shortfall_of(costs.program(costs.kinds()), tier, beside=beside)
+    for resort in _resorts(job):
+        for program in _programs_at_the_border(job, speeds, limits, resort):
+            lacking = shortfall_of(program, tier, beside=beside)
             if lacking is not None:
-                found.append(given + lacking)
+                found.append(limits.by_tier[tier] + lacking)
     return min(found, default=None)
 
 
 def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
     """Whether there is an assignment; what plans take beyond their program is not in it. Groups: see `least_nbytes`."""
-    for resort in reversed(_RESORTS):  # what saves most first
-        if resort["spills"] and not job.keeps_grads:
-            continue
-        for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
-            costs = StepCosts(
-                job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, **resort
-            )
-            if solve(costs.program(costs.kinds())) is not None:
+    for resort in reversed(_resorts(job)):  # what saves most first
+        for program in _programs_at_the_border(job, speeds, limits, resort):
+            if solve(program) is not None:
                 return True
     return False
+
+
+def _resorts(job: PlannedJob) -> list[dict[str, Any]]:
+    return [resort for resort in _RESORTS if job.keeps_grads or not resort["spills"]]
+
+
+def _programs_at_the_border(
+    job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any]
+) -> Iterator[Program]:
+    """With the groups that take least, one of which fits where anything does."""
+    for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
+        costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, **resort)
+        yield costs.program(costs.kinds())
 
 
 def _saving_memory(costs: StepCosts, depths: Iterable[Depths]) -> Iterator[StepCosts]:

@@ -87,6 +87,11 @@ class Limits:
     host_nbytes: float
     ssd_nbytes: float
 
+    @property
+    def by_tier(self) -> tuple[float, ...]:
+        """In the order of `Tier`."""
+        return (self.device_nbytes, self.host_nbytes, self.ssd_nbytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
@@ -140,7 +145,7 @@ class StepCosts:
             blocks=tuple(self._alike(kind) for kind in kinds),
             seconds=self._seconds(dict(self._always())),
             nbytes=self._always_nbytes(),
-            limits=(self.limits.device_nbytes, self.limits.host_nbytes, self.limits.ssd_nbytes),
+            limits=self.limits.by_tier,
             bounds=tuple(self._bounds()),
             overflow=Overflow(source=Tier.HOST, target=Tier.SSD, seconds=self._overflow_seconds())
             if self.overflows
@@ -260,9 +265,8 @@ class StepCosts:
                 num_host_grad_blocks=0 if self.spills else None,
                 streamed_blocks=self.streamed_blocks,
                 depths=self.depths,
-                ssd_activation_nbytes=2**40
-                if self.overflows
-                else 0,  # however much it is, what is staged takes the same
+                # However much it is, what is staged takes the same.
+                ssd_activation_nbytes=2**40 if self.overflows else 0,
             ),
         )
         host = plan.arena_nbytes - plan.partial_grads.nbytes

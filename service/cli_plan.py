@@ -158,13 +158,11 @@ def _trace(question: "PlanQuestion", planned: "Planned", path: Path) -> None:
     """The timeline of a simulated step goes to the file."""
     from windlass.actors.planned_job import simulate_planned
     from windlass.actors.spans_trace import trace_of
-    from windlass.storage.ids import Formats
 
     if planned.layout is None:
         raise CommandError("--trace: there is no model of that many layers to simulate; leave out --find most-layers")
     assert planned.solution is not None, "there is a plan"
-    formats = Formats(question.precision, question.state_precision)
-    simulated = simulate_planned(planned.solution, planned.layout, formats, num_cores=num_cores())
+    simulated = simulate_planned(planned.solution, planned.layout, question.formats, num_cores=num_cores())
     last = simulated.steps[-1]
     try:
         path.write_text(json.dumps(trace_of(last.spans, begins_s=last.start_s, about={"summary": last.summary})))

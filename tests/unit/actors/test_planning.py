@@ -1,21 +1,18 @@
 """Plans of jobs that do not exist yet, on machines that are described only."""
 
-import os
 from typing import Any
 
 import pytest
 
 from windlass.actors import planning
-from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning import PlanQuestion, limits_of, planned_job
 from windlass.actors.planning_trials import with_part
 from windlass.engine.model_profile import Profiler, config_of_shape
 from windlass.planner.hardware import GIB, Hardware, example_machines
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.shapes import ModelShape
-from windlass.planner.solver import Solution
 from windlass.planner.yaml_files import load
-from windlass.storage.ids import Formats, Precision, StatePrecision
+from windlass.storage.ids import Precision, StatePrecision
 
 SHAPE = ModelShape(
     num_layers=24, hidden_size=2048, num_heads=16, num_kv_heads=4, intermediate_size=5632, vocab_size=32000
@@ -79,15 +76,11 @@ def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None
     profiles = planning.Profiles(asked)
     _, fastest, step_s = planning.fastest_plan(asked, profiles)
     _, least_bound = planning.best_plan(asked, profiles)
-    formats, num_cores = Formats(asked.precision, asked.state_precision), len(os.sched_getaffinity(0))
     assert step_s is not None
     assert fastest.step_s >= least_bound.step_s * (1 - 1e-3)
 
-    def simulated_s(solution: Solution) -> float:
-        return max(solution.step_s, simulated_step_s(solution, profiles.layout, formats, num_cores=num_cores))
-
-    assert step_s == simulated_s(fastest)
-    assert step_s <= simulated_s(least_bound)
+    assert step_s == planning.promised_step_s(asked, profiles, fastest)
+    assert step_s <= planning.promised_step_s(asked, profiles, least_bound)
     report = answer(asked)
     assert (report.step_s, report.bound_s) == (step_s, fastest.step_s)
 
