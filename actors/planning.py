@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -221,17 +222,34 @@ def _solve(
     """
     job = profiles.job(question, num_microbatches)
     speeds, limits = question.speeds, question.limits
+    taken_off, step, excess = 0.0, 0.0, math.inf
+    too_much: float | None = None  # where so much is taken off there is no assignment
     for _ in range(_MAX_CORRECTIONS):
-        solution, *others = candidates(job, speeds, limits)
+        less = replace(limits, device_nbytes=limits.device_nbytes - taken_off)
+        if speeds.shares_cores:
+            less = replace(less, host_nbytes=limits.host_nbytes - taken_off)
+        try:
+            solution, *others = candidates(job, speeds, less)
+        except DoesNotFitError as error:
+            if not taken_off:
+                raise
+            missing, too_much = error, taken_off
+            taken_off -= step / 2
+            step /= 2
+            continue
         if question.num_layers is not None:  # there is no such model to go through
             return job, solution, others
+        last_excess = excess
         exact, excess = _counted(question, profiles, job, solution)
         if excess <= 0:
             return job, exact, others
-        # What takes the place of what is left out may take more itself.
-        limits = replace(limits, device_nbytes=limits.device_nbytes - 1.25 * excess)
-        if speeds.shares_cores:
-            limits = replace(limits, host_nbytes=limits.host_nbytes - 1.25 * excess)
+        # What takes the place of what is left out may take more itself; where that goes on, steps must grow.
+        step = max(1.25 * excess, 2 * step if excess > last_excess / 2 else 0.0)
+        if too_much is not None:
+            step = min(step, (too_much - taken_off) / 2)
+        taken_off += step
+    if too_much is not None:
+        raise missing
     short = Tier.HOST if speeds.shares_cores else Tier.DEVICE
     raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(excess)})
 

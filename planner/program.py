@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+import scipy  # its parts are imported when they are first used: most who import this solve nothing
 
 # Of two assignments whose steps take the same, the one with less work in its parts is better: so much of it counts.
 SPARE_WEIGHT = 1e-4
@@ -167,7 +167,7 @@ class _Variables:
         constraints = [*self._all_go_a_way(width), *self._bounds(width), self._tiers(width)]
         movable = np.zeros((1, width))
         movable[0, :num_ways], movable[0, num_ways] = -self._movable, 1.0
-        constraints.append(LinearConstraint(movable, ub=[0.0]))
+        constraints.append(scipy.optimize.LinearConstraint(movable, ub=[0.0]))
         costs = np.zeros(width)
         costs[: num_ways + 1] = SPARE_WEIGHT * self._seconds.sum(axis=0)
         costs[step] = 1.0
@@ -181,11 +181,11 @@ class _Variables:
         upper[num_ways] = np.inf if program.overflow else 0.0
         upper[step + 1 :] = 0.0
         upper[[step + 1 + tier for tier in elastic]] = np.inf
-        found = milp(
+        found = scipy.optimize.milp(
             costs,
             constraints=constraints,
             integrality=integrality,
-            bounds=Bounds(0.0, upper),
+            bounds=scipy.optimize.Bounds(0.0, upper),
             options={"mip_rel_gap": _GAP},
         )
         if found.x is None:
@@ -198,28 +198,28 @@ class _Variables:
         moved = float(found.x[num_ways] * self._moved_unit)
         return Assignment(counts=by_kind, moved_nbytes=moved), tuple(lacking.tolist())
 
-    def _all_go_a_way(self, width: int) -> list[LinearConstraint]:
+    def _all_go_a_way(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
         rows = np.zeros((len(self._program.blocks), width))
         start = 0
         for row, alike in enumerate(self._program.blocks):
             rows[row, start : start + len(alike.ways)] = 1.0
             start += len(alike.ways)
         numbers = [alike.count for alike in self._program.blocks]
-        return [LinearConstraint(rows, lb=numbers, ub=numbers)] if numbers else []
+        return [scipy.optimize.LinearConstraint(rows, lb=numbers, ub=numbers)] if numbers else []
 
-    def _bounds(self, width: int) -> list[LinearConstraint]:
+    def _bounds(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
         program, num_columns = self._program, self._num_ways + 1
         weights = np.array([bound.weights for bound in program.bounds])
         rows = np.zeros((len(program.bounds), width))
         rows[:, :num_columns] = weights @ self._seconds
         rows[:, num_columns] = -1.0
         constants = [bound.constant_s for bound in program.bounds]
-        return [LinearConstraint(rows, ub=-(weights @ np.array(program.seconds) + constants))]
+        return [scipy.optimize.LinearConstraint(rows, ub=-(weights @ np.array(program.seconds) + constants))]
 
-    def _tiers(self, width: int) -> LinearConstraint:
+    def _tiers(self, width: int) -> "scipy.optimize.LinearConstraint":
         program, num_columns = self._program, self._num_ways + 1
         rows = np.zeros((len(program.limits), width))
         rows[:, :num_columns] = self._nbytes / self._units[:, None]
         rows[:, num_columns + 1 :] = -np.eye(len(program.limits))
         free = (np.array(program.limits) - np.array(program.nbytes)) / self._units
-        return LinearConstraint(rows, ub=free)
+        return scipy.optimize.LinearConstraint(rows, ub=free)

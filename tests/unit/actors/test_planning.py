@@ -31,7 +31,8 @@ def machine(**memory_gib: float) -> Hardware:
 
 def question(hardware: Hardware = MACHINE, **changes: Any) -> PlanQuestion:
     fields: dict[str, Any] = {"batch_size": 8, "sequence_length": 512}
-    return PlanQuestion(config=config_of_shape(SHAPE, num_tokens=512), hardware=hardware, **{**fields, **changes})
+    fields["config"] = config_of_shape(SHAPE, num_tokens=512)
+    return PlanQuestion(hardware=hardware, **{**fields, **changes})
 
 
 def answer(asked: PlanQuestion) -> PlanReport:
@@ -72,7 +73,8 @@ def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None
     hardware = machine(host=8)
     if not has_gpu:
         hardware = with_part(hardware, gpus=with_part(hardware.gpus, count=0))
-    asked = question(hardware)
+    few_layers = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
+    asked = question(hardware, config=few_layers)
     profiles = planning.Profiles(asked)
     _, fastest, step_s = planning.fastest_plan(asked, profiles)
     _, least_bound = planning.best_plan(asked, profiles)
