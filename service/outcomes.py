@@ -179,10 +179,11 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
 
 def _go_on(session: Session, job: Job) -> None:
     """The attempt ended because it was asked to; its states wait for the next one."""
-    if JobRepository(session).get(job.id).cancel_requested:
+    now = JobRepository(session).get(job.id)  # the last steps have been imported since `job` was read
+    if now.cancel_requested:
         cancel_job(session, job)
     else:
-        message = f"Attempt {job.attempt} ended after step {job.step}, so that another goes on with the new plan"
+        message = f"Attempt {job.attempt} ended after step {now.step}, so that another goes on with the new plan"
         _queue_again(session, job, message, level="info")
 
 

@@ -81,7 +81,7 @@ class ResumeStage:
                     command, env=environment, cwd=self.settings.home, stdout=log, stderr=log
                 )
 
-    def submit(self) -> str:
+    def submit(self, num_steps: int = NUM_STEPS) -> str:
         """A job that is prepared: it has the files that the preparation leaves. Returns its id."""
         hyper = replace(HYPERPARAMETERS, clip_norm=0.5)
         new = NewJob(
@@ -107,7 +107,7 @@ class ResumeStage:
                 JobStatus.QUEUED,
                 message="",
                 hyperparameters=asdict(hyper),
-                total_steps=NUM_STEPS,
+                total_steps=num_steps,
             )
         return job_id
 

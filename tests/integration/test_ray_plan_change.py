@@ -1,0 +1,89 @@
+"""Jobs that go on with another plan, on real Ray and through the real dispatcher, and lose nothing by it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.resume_stage import ResumeStage, resume_stage
+from tests.training import has_direct_io
+from windlass.planner.activations import ActivationChoice
+from windlass.planner.placement_json import to_json
+from windlass.planner.plan import Placement
+from windlass.service.job_plans import keep_plan
+from windlass.storage.sql.jobs import JobRepository
+
+# So many that the job is not over before it is asked to end its attempt.
+NUM_STEPS = 60
+OTHER = Placement(
+    host_blocks=(0, 2),
+    device_blocks=(3,),
+    num_cached_params=4,
+    activations=ActivationChoice.SWAP.of_layers(3),
+    host_activation_nbytes=40 << 20,
+    ssd_activation_nbytes=40 << 20,
+)
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumeStage]:
+    home = tmp_path_factory.mktemp("home")
+    if not has_direct_io(home):
+        pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
+    with resume_stage(home) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stage: ResumeStage) -> tuple[dict[int, float], bytes]:
+    job_id = stage.submit(NUM_STEPS)
+    stage.finish(job_id)
+    return stage.losses(job_id), stage.model(job_id)
+
+
+def change_plan(stage: ResumeStage, job_id: str) -> None:
+    """As if the planner had found a better one: from now on it holds."""
+    job = stage.job(job_id)
+    facts: dict[str, Any] = {"plan": {"feasible": True, "reasons": [], "step_s": 0.1}, "arena_nbytes": None}
+    facts |= {"corrected": True, "told": "Measured: [...]", "from_attempt": job.attempt + 1}
+    number = keep_plan(stage.settings, job, {**facts, "placement": to_json(OTHER)})
+    with stage.database.write() as session:
+        JobRepository(session).set_fields(job_id, plan_number=number)
+
+
+def test_a_job_goes_on_with_another_plan_and_trains_no_step_twice(
+    stage: ResumeStage, undisturbed: tuple[dict[int, float], bytes]
+) -> None:
+    job_id = stage.submit(NUM_STEPS)
+    stage.wait_for_step(job_id, attempt=1, step=5)
+    change_plan(stage, job_id)
+    stage.finish(job_id)
+    job = stage.job(job_id)
+    assert (job.attempt, job.step, job.plan_number) == (2, NUM_STEPS, 1)
+    ended = [message for message in stage.messages(job_id) if message.startswith("Attempt 1 ended after step ")]
+    assert len(ended) == 1
+    last_step = int(ended[0].split()[5].strip(","))
+    assert 5 <= last_step < NUM_STEPS
+    resumed = [message for message in stage.messages(job_id) if "esuming" in message]
+    assert resumed == [f"Resuming after step {last_step}"]
+    told = {record.data["step"]: record.attempt for record in stage.journal(job_id) if "train_loss" in record.data}
+    assert told == {step: 1 if step <= last_step else 2 for step in range(1, NUM_STEPS + 1)}
+    assert (stage.losses(job_id), stage.model(job_id)) == undisturbed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["as it is asked to end", "as the next one starts"])
+def test_whatever_is_killed_meanwhile_nothing_is_lost(
+    stage: ResumeStage, undisturbed: tuple[dict[int, float], bytes], moment: str
+) -> None:
+    job_id = stage.submit(NUM_STEPS)
+    stage.wait_for_step(job_id, attempt=1, step=5)
+    change_plan(stage, job_id)
+    if moment == "as the next one starts":
+        stage.wait_for_attempt(job_id, 2)
+    stage.kill(job_id, "all")
+    stage.finish(job_id)
+    job = stage.job(job_id)
+    assert (job.step, job.plan_number) == (NUM_STEPS, 1)
+    assert job.attempt in (2, 3)
+    assert (stage.losses(job_id), stage.model(job_id)) == undisturbed
