@@ -17,7 +17,8 @@ from windlass.actors.messages import Message, SpanKind, SpansTold, StoreCommitte
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, TO_DEVICE
 from windlass.actors.spans_file import FOLDER, KEPT_STEPS, held_steps, load_step
 from windlass.actors.timeline import Stall
-from windlass.engine.device import Device
+from windlass.engine import activations_host
+from windlass.engine.device import copy
 from windlass.engine.layout import ModelLayout
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
@@ -161,14 +162,11 @@ def test_states_that_rest_in_memory_and_gradients_that_spill(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("small_activation_slots")
 def test_activations_that_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_in = Device.copy_in
+    def slowly(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.01)  # longer than the block before takes to compute
+        copy(target, source)
 
-    def slow_for_activations(self: Device, target: torch.Tensor, source: torch.Tensor) -> None:
-        if source.dtype is torch.uint8:
-            time.sleep(0.03)  # longer than the block before takes to compute, on a loaded machine as well
-        copy_in(self, target, source)
-
-    monkeypatch.setattr(Device, "copy_in", slow_for_activations)
+    monkeypatch.setattr(activations_host, "copy", slowly)
     swap = ActivationChoice.SWAP.of_layers(3)
     run = Run(tmp_path, placement=Placement(activations=swap, host_activation_nbytes=4 << 20))
     for resource, kind in ((FROM_DEVICE, SpanKind.COPY_ACTIVATIONS_OUT), (TO_DEVICE, SpanKind.COPY_ACTIVATIONS_IN)):
