@@ -151,6 +151,7 @@ class DeviceStates:
             d2h.then(working_at(message, write))
         self._slots.drain(self._context.spec.deadline_s)
         job, step, block = message.job, message.step, message.block
+        self._spans.tell(step)  # of the last commit nobody else would
         self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
 
     def _write(self, message: FlushBlock, key: ChunkKey, slot: Span, begun: Event, copied: Event) -> None:
