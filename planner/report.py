@@ -73,8 +73,7 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
 
 def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
     """The same with what the job may take."""
-    by_tier = dict(zip(Tier, limits.by_tier, strict=True))
-    return replace(report, limit_gib={name: by_tier[tier] / GIB for tier, name in TIER_NAMES.items()})
+    return replace(report, limit_gib={name: limits.by_tier[tier] / GIB for tier, name in TIER_NAMES.items()})
 
 
 def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.disk_images import IMAGE_NBYTES
+from tests.integration.resume_stage import ResumeStage, resume_stage
+from tests.training import has_direct_io
 
 MakeLoop = Callable[..., Path]
 
@@ -24,6 +26,21 @@ def require(what: str, *command: str | Path) -> str:
     if done.returncode != 0:
         pytest.skip(f"{what}: {done.stderr.strip()}")
     return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def direct_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for a home, where SSD servers can work."""
+    home = tmp_path_factory.mktemp("home")
+    if not has_direct_io(home):
+        pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
+    return home
+
+
+@pytest.fixture(scope="module")
+def stage(direct_home: Path) -> Iterator[ResumeStage]:
+    with resume_stage(direct_home) as stage:
+        yield stage
 
 
 @pytest.fixture

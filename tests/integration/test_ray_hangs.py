@@ -4,14 +4,12 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.integration.resume_stage import NUM_STEPS, ResumeStage, resume_stage
-from tests.training import has_direct_io
+from tests.integration.resume_stage import NUM_STEPS, ResumeStage, Undisturbed, resume_stage
 
 # Of the job's waits, and of the runner's silence: so long that the machine may be busy with other things.
 DEADLINE_S = 10
@@ -27,30 +25,16 @@ MOMENTS = {
 }
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    """What a job tells and makes that nobody interferes with."""
-
-    losses: dict[int, float]
-    model: bytes
-
-
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumeStage]:
-    home = tmp_path_factory.mktemp("home")
-    if not has_direct_io(home):
-        pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
+def stage(direct_home: Path) -> Iterator[ResumeStage]:
     path = os.pathsep.join(filter(None, [str(SABOTAGE), os.environ.get("PYTHONPATH")]))
-    with resume_stage(home, {"PYTHONPATH": path, "TEST_DEADLINE_S": str(DEADLINE_S)}) as stage:
+    with resume_stage(direct_home, {"PYTHONPATH": path, "TEST_DEADLINE_S": str(DEADLINE_S)}) as stage:
         yield stage
 
 
 @pytest.fixture(scope="module")
 def undisturbed(stage: ResumeStage) -> Undisturbed:
-    job_id = stage.submit()
-    stage.finish(job_id)
-    assert stage.job(job_id).attempt == 1
-    return Undisturbed(stage.losses(job_id), stage.model(job_id))
+    return stage.train_undisturbed()
 
 
 QUICK = [("gpu-0", "backward", signal.SIGSTOP)]

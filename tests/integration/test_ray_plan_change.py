@@ -1,12 +1,10 @@
 """Jobs that go on with another plan, on real Ray and through the real dispatcher, and lose nothing by it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.resume_stage import ResumeStage, resume_stage
-from tests.training import has_direct_io
+from tests.integration.resume_stage import ResumeStage, Undisturbed
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.placement_json import to_json
 from windlass.planner.plan import Placement
@@ -26,19 +24,8 @@ OTHER = Placement(
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumeStage]:
-    home = tmp_path_factory.mktemp("home")
-    if not has_direct_io(home):
-        pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
-    with resume_stage(home) as stage:
-        yield stage
-
-
-@pytest.fixture(scope="module")
-def undisturbed(stage: ResumeStage) -> tuple[dict[int, float], bytes]:
-    job_id = stage.submit(NUM_STEPS)
-    stage.finish(job_id)
-    return stage.losses(job_id), stage.model(job_id)
+def undisturbed(stage: ResumeStage) -> Undisturbed:
+    return stage.train_undisturbed(NUM_STEPS)
 
 
 def change_plan(stage: ResumeStage, job_id: str) -> None:
@@ -51,9 +38,7 @@ def change_plan(stage: ResumeStage, job_id: str) -> None:
         JobRepository(session).set_fields(job_id, plan_number=number)
 
 
-def test_a_job_goes_on_with_another_plan_and_trains_no_step_twice(
-    stage: ResumeStage, undisturbed: tuple[dict[int, float], bytes]
-) -> None:
+def test_a_job_goes_on_with_another_plan_and_trains_no_step_twice(stage: ResumeStage, undisturbed: Undisturbed) -> None:
     job_id = stage.submit(NUM_STEPS)
     stage.wait_for_step(job_id, attempt=1, step=5)
     change_plan(stage, job_id)
@@ -68,13 +53,13 @@ def test_a_job_goes_on_with_another_plan_and_trains_no_step_twice(
     assert resumed == [f"Resuming after step {last_step}"]
     told = {record.data["step"]: record.attempt for record in stage.journal(job_id) if "train_loss" in record.data}
     assert told == {step: 1 if step <= last_step else 2 for step in range(1, NUM_STEPS + 1)}
-    assert (stage.losses(job_id), stage.model(job_id)) == undisturbed
+    assert Undisturbed(stage.losses(job_id), stage.model(job_id)) == undisturbed
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["as it is asked to end", "as the next one starts"])
 def test_whatever_is_killed_meanwhile_nothing_is_lost(
-    stage: ResumeStage, undisturbed: tuple[dict[int, float], bytes], moment: str
+    stage: ResumeStage, undisturbed: Undisturbed, moment: str
 ) -> None:
     job_id = stage.submit(NUM_STEPS)
     stage.wait_for_step(job_id, attempt=1, step=5)
@@ -86,4 +71,4 @@ def test_whatever_is_killed_meanwhile_nothing_is_lost(
     job = stage.job(job_id)
     assert (job.step, job.plan_number) == (NUM_STEPS, 1)
     assert job.attempt in (2, 3)
-    assert (stage.losses(job_id), stage.model(job_id)) == undisturbed
+    assert Undisturbed(stage.losses(job_id), stage.model(job_id)) == undisturbed

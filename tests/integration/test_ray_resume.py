@@ -3,13 +3,10 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from tests.integration.resume_stage import NUM_STEPS, RAY, ResumeStage, resume_stage
-from tests.training import has_direct_io
+from tests.integration.resume_stage import NUM_STEPS, RAY, ResumeStage, Undisturbed
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.statuses import JobStatus
 
@@ -18,31 +15,9 @@ LEAST_KILLS = 30
 VICTIMS = ("ssd-0", "ssd-1", "gpu-0", "optimizer-0", "runner", "all", *RAY)
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    """What a job tells and makes that nobody interferes with."""
-
-    losses: dict[int, float]
-    model: bytes
-
-
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumeStage]:
-    home = tmp_path_factory.mktemp("home")
-    if not has_direct_io(home):
-        pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
-    with resume_stage(home) as stage:
-        yield stage
-
-
 @pytest.fixture(scope="module")
 def undisturbed(stage: ResumeStage) -> Undisturbed:
-    job_id = stage.submit()
-    stage.finish(job_id)
-    assert stage.job(job_id).attempt == 1
-    losses = stage.losses(job_id)
-    assert sorted(losses) == list(range(1, NUM_STEPS + 1))
-    return Undisturbed(losses, stage.model(job_id))
+    return stage.train_undisturbed()
 
 
 @pytest.mark.parametrize("victim", ["ssd-0", "runner", "all"])

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.training import (
-    has_direct_io,
     journal_of,
     leftovers_of,
     losses_of,
@@ -106,14 +105,11 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def home(direct_home: Path) -> Iterator[Path]:
     """A home whose Ray daemon runs."""
-    home = tmp_path_factory.mktemp("home")
-    if not has_direct_io(home):
-        pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
-    cluster = RayCluster(home)
+    cluster = RayCluster(direct_home)
     cluster.ensure_running(num_cpus=2, num_gpus=0)
-    yield home
+    yield direct_home
     cluster.stop()
 
 
