@@ -96,6 +96,7 @@ def correction_of(
         factors[name] = factor = _sane(measured / planned)
         if abs(factor - 1) >= _WORTH_TELLING:
             words.append(kind.words.format(kind.tell(factor * planned), kind.tell(planned)))
+    steps = [_without_ssds(step, costs.speeds) for step in steps]
     block_s = _block_s(steps, costs, placement)
     compute_s = median(sum(step.forward_s.values()) + sum(step.backward_s.values()) for step in steps)
     compute_s += median(step.done.get("device_params", Done()).busy_s for step in steps)
@@ -145,6 +146,23 @@ def _rate(steps: Sequence[MeasuredStep], name: str, least: float) -> float | Non
         if done.amount >= least and done.busy_s >= _LEAST_SHARE * step.period_s:
             rates.append(done.amount / done.busy_s)
     return median(rates) if rates else None
+
+
+def _without_ssds(step: MeasuredStep, speeds: Speeds) -> MeasuredStep:
+    """Where cores are shared, operations took longer by what these did for the SSDs, with which every plan counts
+    anyway. It is no more than half of it: what was done while nothing was computed slowed nothing down.
+    """
+    computed_s = sum(step.forward_s.values()) + sum(step.backward_s.values())
+    if not speeds.shares_cores or not computed_s:
+        return step
+    moved = sum(step.done[name].amount for name in ("ssd_read_bytes", "ssd_write_bytes") if name in step.done)
+    ssds_s = min(moved * speeds.num_ssds * speeds.ssd_cpu_s_per_byte, computed_s / 2)
+    share = 1 - ssds_s / computed_s
+    return replace(
+        step,
+        forward_s={block: share * seconds for block, seconds in step.forward_s.items()},
+        backward_s={block: share * seconds for block, seconds in step.backward_s.items()},
+    )
 
 
 def _sane(factor: float) -> float:

@@ -54,13 +54,16 @@ class Pcie(Part):
 
 
 class Ssds(Part):
-    """Rates and capacity of one; `combined_gb_per_s` limits the reads and writes of all together."""
+    """Rates and capacity of one; `combined_gb_per_s` limits the reads and writes of all together. `cpu_s_per_gb`: what
+    cores spend on every GB that is moved; it counts where the device is the CPU.
+    """
 
     count: Count
     read_gb_per_s: Rate
     write_gb_per_s: Rate
     capacity_gib: Rate
     combined_gb_per_s: Rate | None = None
+    cpu_s_per_gb: Rate | None = None
 
 
 class Hardware(Part):
@@ -88,11 +91,13 @@ _USUAL = {
     "ssds.write_gb_per_s": (0.05, 100),
     "ssds.capacity_gib": (1, 1_000_000),
     "ssds.combined_gb_per_s": (0.05, 2000),
+    "ssds.cpu_s_per_gb": (0.001, 10),
     "network_gb_per_s": (0.05, 1000),
 }
 # By the end of a key: its unit, and what a person may have written instead, as so many of that unit.
 _UNITS: dict[str, tuple[str, dict[str, float]]] = {
     "gib": ("GiB are 2^30 bytes", {"MiB": 2**-10, "bytes": 2**-30, "TiB": 2**10}),
+    "s_per_gb": ("seconds of one core", {"ms/GB": 1e-3, "s/byte": 1e9}),
     "gb_per_s": ("GB are 10^9 bytes, not bits", {"MB/s": 1e-3, "bytes/s": 1e-9, "TB/s": 1e3}),
     "tflops": ("10^12 operations", {"GFLOPS": 1e-3, "FLOPS": 1e-12, "PFLOPS": 1e3}),
     "params_per_s": ("parameters", {"billions": 1e9, "millions": 1e6}),

@@ -336,9 +336,13 @@ class StepCosts:
             head_s,
             self._slots_of_updates(),
             keeps_grads=self.job.keeps_grads,
-            shares_cores=self.speeds.shares_cores,
+            ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
         ):
             yield Bound(weights=self._seconds(parts), constant_s=constant_s)
+
+    def _ssd_cores(self) -> float:
+        """What a core does for the SSDs while they are all busy, as a share of that time."""
+        return self.speeds.ssd_cpu_s_per_byte * (self.speeds.read_bytes + self.speeds.write_bytes) / 2
 
     def _slots_of_updates(self) -> dict[Part, float]:
         """How long a slot for states is taken: all chunks' time at one SSD and at one optimizer, by the slots."""
@@ -350,17 +354,18 @@ class StepCosts:
 
 
 def _bounding_parts(
-    head_s: float, slots_of_updates: dict[Part, float], *, keeps_grads: bool, shares_cores: bool
+    head_s: float, slots_of_updates: dict[Part, float], *, keeps_grads: bool, ssd_cores: float | None
 ) -> Iterator[tuple[dict[Part, float], float]]:
-    """Weights of parts, and seconds to add."""
+    """Weights of parts, and seconds to add. `ssd_cores`: where the device is the CPU, see `_ssd_cores`."""
     p = Part
     compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE)
     h2d, d2h = (p.H2D_FORWARD, p.H2D_BACKWARD), (p.D2H_FORWARD, p.D2H_BACKWARD)
     for busy in (h2d, d2h, ssd, (p.OPTIMIZER,)):
         yield _once(*busy), 0.0
     yield _once(*compute, p.FIRST_UPDATE), 0.0
-    if shares_cores:
-        yield _once(*compute, *h2d, *d2h, p.OPTIMIZER), 0.0
+    if ssd_cores is not None:
+        # Products are split evenly: while one core is taken by something else, all wait for it.
+        yield _once(*compute, *h2d, *d2h, p.OPTIMIZER) | dict.fromkeys(ssd, ssd_cores), 0.0
     of_forward = [p.FORWARD, p.D2H_FORWARD]
     of_backward = [p.BACKWARD, p.H2D_BACKWARD]
     # The last update is of what the head needs, as what is needed first goes first.

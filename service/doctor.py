@@ -2,6 +2,7 @@
 
 import json
 import resource
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -100,6 +101,7 @@ def hardware_of(rates: dict[str, Any], *, memory_nbytes: int, ssds: Sequence[Ssd
             write_gb_per_s=_rounded(slowest(lambda ssd: ssd.calibration.write_bytes_per_s) / GB),
             capacity_gib=_rounded(slowest(lambda ssd: ssd.free_nbytes) / GIB),
             combined_gb_per_s=_rounded(sum(mixed.values()) / GB),
+            cpu_s_per_gb=_rounded(statistics.fmean(ssd.calibration.cpu_s_per_byte for ssd in ssds) * GB),
         ),
     )
 

@@ -36,12 +36,15 @@ class Calibration:
     read_bytes_per_s: float  # reading only
     write_bytes_per_s: float  # writing only
     mixed_bytes_per_s: float  # both together, while 12 bytes are read for 14 written
+    cpu_s_per_byte: float  # that cores spend on it meanwhile: in the kernel, and on checksums
     measured_at: str  # the day, as in 2026-01-31; UTC
 
     def __post_init__(self) -> None:
         rates = (self.read_bytes_per_s, self.write_bytes_per_s, self.mixed_bytes_per_s)
         if not all(math.isfinite(rate) and rate > 0 for rate in rates):
             raise ValueError(f"an SSD's bandwidths must be positive, not {rates} bytes/s")
+        if not (math.isfinite(self.cpu_s_per_byte) and self.cpu_s_per_byte > 0):
+            raise ValueError(f"moving a byte takes some of a core's time, not {self.cpu_s_per_byte} s")
 
     def to_json(self) -> dict[str, Any]:
         """A dict that `json.dumps` takes and `from_json` reads."""
@@ -81,6 +84,7 @@ def calibrate(device: BlockDevice, offset: int, nbytes: int, *, seconds: float =
         read_bytes_per_s=bench.bytes_per_s(choice, _READS, 2 * trials.trial_s),
         write_bytes_per_s=bench.bytes_per_s(choice, _WRITES, 2 * trials.trial_s),
         mixed_bytes_per_s=trials.rate(choice),
+        cpu_s_per_byte=bench.cpu_s_per_byte(choice, _MIX, 2 * trials.trial_s),
         measured_at=datetime.now(UTC).date().isoformat(),
     )
 
@@ -119,7 +123,7 @@ _PIECES_NBYTES = (2 * _MIB, 4 * _MIB, 8 * _MIB)
 _THREADS = (2, 4, 8)  # of the THREADS backend
 _RINGS = ((1, 4), (1, 8), (1, 16), (2, 8))  # threads and depth of the URING backend
 _MAX_IN_FLIGHT_NBYTES = 64 * _MIB  # more only lets urgent pieces wait longer
-_NUM_TRIALS = 33  # of equal length, in about which `search` and the two that follow it take their time
+_NUM_TRIALS = 35  # of equal length, in about which `search` and the three that follow it take their time
 _NUM_FINAL_ROUNDS = 3
 _AS_GOOD = 0.97  # of the fastest: then what works everywhere, and keeps less in flight, is preferred
 _NEARLY_AS_GOOD = 0.93  # of the fastest: not told apart by one short trial
@@ -228,14 +232,26 @@ class _Bench:
 
     def bytes_per_s(self, io: IoSettings, pattern: Sequence[bool], seconds: float) -> float:
         """Bytes moved per second, to the end of the last transfer; none begins after `seconds`, but one per buffer."""
-        transfers = self._transfers(io, pattern)
         start_s = time.monotonic()
+        moved = self._run(io, pattern, seconds)
+        return moved / (time.monotonic() - start_s)
+
+    def cpu_s_per_byte(self, io: IoSettings, pattern: Sequence[bool], seconds: float) -> float:
+        """What all cores together spend on it. Of this process: nothing else of it should be busy."""
+        start_s = time.process_time()
+        moved = self._run(io, pattern, seconds)
+        return (time.process_time() - start_s) / moved
+
+    def _run(self, io: IoSettings, pattern: Sequence[bool], seconds: float) -> int:
+        """The bytes moved."""
+        transfers = self._transfers(io, pattern)
+        until_s = time.monotonic() + seconds
         moved: list[int] = []
         failures: list[BaseException] = []
 
         def work() -> None:
             try:
-                moved.append(self._move(io, transfers, start_s + seconds))
+                moved.append(self._move(io, transfers, until_s))
             except BaseException as error:  # noqa: BLE001  raised again in the caller
                 failures.append(error)
 
@@ -246,7 +262,7 @@ class _Bench:
             thread.join()
         if failures:
             raise failures[0]
-        return sum(moved) / (time.monotonic() - start_s)
+        return sum(moved)
 
     def _transfers(self, io: IoSettings, pattern: Sequence[bool]) -> Iterator[Transfer]:
         """One transfer after the other, without end; `map` and what it takes are safe to share between threads.

@@ -112,6 +112,7 @@ CALIBRATION = Calibration(
     read_bytes_per_s=2e9,
     write_bytes_per_s=2e9,
     mixed_bytes_per_s=2e9,
+    cpu_s_per_byte=7e-11,
     measured_at="2026-01-01",
 )
 

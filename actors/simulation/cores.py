@@ -2,7 +2,8 @@
 the same ones.
 
 Work says how many threads it has and how long it takes with all of them running. While there are more threads than
-cores, all work slows down alike: the kernel gives every thread the same share.
+cores, all work slows down alike: the kernel gives every thread the same share. Whoever takes one core counts as if it
+took all of them for as long: products are split evenly, and all cores wait for the one that began late.
 """
 
 from collections.abc import Generator

@@ -28,6 +28,7 @@ class Rates:
     optimizer_params: float  # of each optimizer
     device_params: float  # updated on the device, for blocks that rest there
     message_s: float = 0.0  # to the scheduler or from it; those between workers take no time
+    ssd_cpu_s_per_byte: float = 0.0  # that shared cores spend meanwhile
     commit_s: float = 0.0  # of an SSD, once everything is written
     # The device is given an operation while it computes the one before, as a GPU is and a CPU is not: then the first
     # piece of a layer that comes in pieces is copied meanwhile.
@@ -130,6 +131,7 @@ class _Transfer:
     urgency: tuple[tuple[int, int], int]  # and, of those that are as urgent, the order in which they came
     left_s: float
     piece_s: float
+    cpu_s: float
     over: simpy.Event
     start_s: float | None = None
 
@@ -140,9 +142,11 @@ class _Transfer:
 class Ssd:
     """Moves one thing after the other, the most urgent first; something more urgent goes first after each piece."""
 
-    def __init__(self, log: Log, name: str) -> None:
+    def __init__(self, log: Log, name: str, cpu_s_per_byte: float = 0.0) -> None:
+        """`cpu_s_per_byte`: that cores which others share spend beside what is moved."""
         self._log = log
         self._name = name
+        self._cpu_s_per_byte = cpu_s_per_byte
         self._waiting: list[_Transfer] = []  # heap
         self._moving: _Transfer | None = None
         self._since_s = 0.0
@@ -164,7 +168,8 @@ class Ssd:
         """Returns when all pieces are moved."""
         self._num_arrived += 1
         over = self._log.env.event()
-        transfer = _Transfer((priority, self._num_arrived), duration_s, duration_s / num_pieces, over)
+        cpu_s = nbytes * self._cpu_s_per_byte
+        transfer = _Transfer((priority, self._num_arrived), duration_s, duration_s / num_pieces, cpu_s, over)
         heapq.heappush(self._waiting, transfer)
         if self._moving is None:
             self._begin()
@@ -179,6 +184,8 @@ class Ssd:
         self._since_s = self._log.env.now
         if moving.start_s is None:
             moving.start_s = self._since_s
+            if moving.cpu_s:
+                self._log.env.process(self._log.spend(moving.cpu_s))
         self._end_after(moving.left_s, is_whole=True)
 
     def _cut_short(self, moving: _Transfer) -> None:

@@ -54,7 +54,8 @@ class World(Log):
         self.grad_slots = Slots(self.env, plan.grads.num_slots)
         self.compute = Resource(self, COMPUTE)
         self._links = {name: Resource(self, name) for name in (TO_DEVICE, FROM_DEVICE)}
-        self._ssds = [Ssd(self, ssd_name(index)) for index in range(len(context.ssds))]
+        ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
+        self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None
 
     def chunk_numel(self, key: ChunkKey) -> int:

@@ -124,7 +124,12 @@ def test_directories_of_two_disks_are_counted_apart(context: JobContext, monkeyp
 
 class TestSurvey:
     CALIBRATION = Calibration(
-        io=DEFAULT_IO, read_bytes_per_s=2e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2e9, measured_at="2026-01-01"
+        io=DEFAULT_IO,
+        read_bytes_per_s=2e9,
+        write_bytes_per_s=2e9,
+        mixed_bytes_per_s=2e9,
+        cpu_s_per_byte=7e-11,
+        measured_at="2026-01-01",
     )
 
     @pytest.fixture

@@ -53,6 +53,19 @@ class TestSsd:
         assert sorted(end_s for _, end_s in found.values()) == pytest.approx([101.1, 1e6 / 3, 1e6 / 3, 1e9])
 
 
+@pytest.mark.parametrize(("num_cores", "computed_s"), [(2, 12.0), (None, 10.0)])
+def test_what_cores_do_for_an_ssd_slows_down_what_is_computed_and_not_the_ssd(
+    num_cores: int | None, computed_s: float
+) -> None:
+    log = Log(num_cores)
+    ssd, compute = Ssd(log, "ssd-0", cpu_s_per_byte=0.02), Resource(log, "compute")
+    log.env.process(compute.work(10.0, SpanKind.FORWARD, 1, 0))
+    log.env.process(ssd.move(5.0, 5, (1, 0), SpanKind.READ_PARAMS, 1, 0, 0, 100))
+    log.env.run()
+    ends = {span.kind: span.end_s for span in log.spans}
+    assert ends == {SpanKind.FORWARD: pytest.approx(computed_s), SpanKind.READ_PARAMS: 5.0}
+
+
 def test_a_resource_takes_turns() -> None:
     log = Log()
     link = Resource(log, "link")

@@ -75,6 +75,22 @@ def test_rates_are_amounts_over_the_time_of_work() -> None:
     )
 
 
+def test_what_cores_do_for_the_ssds_is_no_slow_layer() -> None:
+    """Two GB are read and one is written, each for a tenth of a second of cores that compute meanwhile."""
+    ssds = {
+        "ssd_read_bytes": Done(amount=2 * GB, busy_s=1.0),
+        "ssd_write_bytes": Done(amount=GB, busy_s=make_speeds().ssd_write_bytes / GB),
+    }
+    longer = 1 + 0.3 / PLANNED_COMPUTE_S
+    taken = step(forward_s=0.1 * longer, backward_s=0.2 * longer, head_s=0.06 * longer, **ssds)
+    shared = replace(costs(), speeds=replace(make_speeds(), shares_cores=True, ssd_cpu_s_per_byte=0.1 / GB))
+    placement = Placement(activations=(KEEP,) * NUM_LAYERS)
+    found = correction_of([taken], shared, placement, planned_compute_s=PLANNED_COMPUTE_S)
+    assert found.block_s[1] == pytest.approx((0.1, 0.2))
+    assert not [words for words in found.in_words if "computes" in words]
+    assert correct(taken).block_s[1] == pytest.approx((0.1 * longer, 0.2 * longer))  # of a GPU
+
+
 @pytest.mark.parametrize(
     "done",
     [

@@ -151,7 +151,16 @@ def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
     solution = solve_job(make_job(), speeds, limits(1e6, 900))
     assert solution.nbytes[Tier.DEVICE] + solution.nbytes[Tier.HOST] <= 900 * MIB
     seconds = solution.seconds
-    assert solution.step_s >= sum(seconds[part] for part in Part if part not in _NOT_ON_CORES) - 1e-9
+    on_cores_s = sum(seconds[part] for part in Part if part not in _NOT_ON_CORES)
+    assert solution.step_s >= on_cores_s - 1e-9
+    # What cores do for SSDs comes on top.
+    slower = replace(speeds, ssd_cpu_s_per_byte=0.5 / speeds.read_bytes)
+    beside = solve_job(make_job(), slower, limits(1e6, 900))
+    ssds_s = beside.seconds[Part.SSD_FORWARD] + beside.seconds[Part.SSD_BACKWARD] + beside.seconds[Part.SSD_UPDATE]
+    assert ssds_s > 0
+    on_cores_s = sum(beside.seconds[part] for part in Part if part not in _NOT_ON_CORES)
+    cores = slower.ssd_cpu_s_per_byte * (slower.read_bytes + slower.write_bytes) / 2
+    assert beside.step_s >= on_cores_s + cores * ssds_s - 1e-9
 
 
 _NOT_ON_CORES = (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.FIRST_UPDATE)

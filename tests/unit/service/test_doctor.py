@@ -34,6 +34,7 @@ def measurement(disk: int, *, read: float, free_gib: float) -> SsdMeasurement:
         read_bytes_per_s=read,
         write_bytes_per_s=read / 2,
         mixed_bytes_per_s=read * 3 / 4,
+        cpu_s_per_byte=6e-11,
         measured_at="2026-01-31",
     )
     return SsdMeasurement(path=Path(f"/ssd{disk}"), disk=disk, free_nbytes=int(free_gib * GIB), calibration=calibration)
@@ -61,6 +62,7 @@ def test_rates_become_a_profile() -> None:
         "write_gb_per_s": 2.0,
         "capacity_gib": 100.0,
         "combined_gb_per_s": 7.5,
+        "cpu_s_per_gb": 0.06,
     }
 
 

@@ -19,7 +19,12 @@ from windlass.storage.transfers import DEFAULT_IO, Backend, IoSettings, uring_re
 MIB = 1 << 20
 NBYTES = 16 * MIB
 CALIBRATION = Calibration(
-    io=DEFAULT_IO, read_bytes_per_s=3.5e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9, measured_at="2026-01-31"
+    io=DEFAULT_IO,
+    read_bytes_per_s=3.5e9,
+    write_bytes_per_s=2e9,
+    mixed_bytes_per_s=2.5e9,
+    cpu_s_per_byte=7e-11,
+    measured_at="2026-01-31",
 )
 
 
@@ -65,6 +70,7 @@ def test_a_real_file_is_measured_and_only_the_region_changes(
         os.pwritev(data_fd, [aligned(guard)], place)
     found = calibrate(Device(data_fd), MIB, NBYTES, seconds=0.2)
     assert min(found.read_bytes_per_s, found.write_bytes_per_s, found.mixed_bytes_per_s) > 0
+    assert found.cpu_s_per_byte > 1e-12  # no core takes a checksum of a terabyte in a second
     assert found.io.num_threads * found.io.depth * found.io.piece_nbytes <= NBYTES
     for place in (0, MIB + NBYTES):
         buffer = aligned(bytes(MIB))
@@ -116,6 +122,10 @@ class Ssd:
         assert seconds > 0
         self.measured.append((io, pattern))
         return self.speed(io)
+
+    def cpu_s_per_byte(self, io: IoSettings, pattern: Sequence[bool], seconds: float) -> float:
+        self.measured.append((io, pattern))
+        return 7e-11
 
 
 def in_flight_nbytes(io: IoSettings) -> int:
@@ -197,14 +207,15 @@ def test_one_lucky_trial_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_time_the_default_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     found, ssd = choose(monkeypatch, lambda io: 1e8, seconds=1e-9)
     assert found.io == DEFAULT_IO
-    assert [io for io, _ in ssd.measured] == [DEFAULT_IO] * 3  # the mix, reading, writing
+    assert [io for io, _ in ssd.measured] == [DEFAULT_IO] * 4  # the mix, reading, writing, the mix's cores
     assert found.mixed_bytes_per_s == 1e8
 
 
 def test_the_mix_is_the_optimizers_and_ends_are_measured_with_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     found, ssd = choose(monkeypatch, lambda io: 1e9 * io.num_threads)
-    *searching, (read_io, reads), (write_io, writes) = ssd.measured
-    assert read_io == write_io == found.io
+    *searching, (read_io, reads), (write_io, writes), (cpu_io, mix) = ssd.measured
+    assert read_io == write_io == cpu_io == found.io
+    assert len(set(mix)) == 2
     assert (set(reads), set(writes)) == ({True}, {False})
     for _, pattern in searching:
         assert sum(pattern) / len(pattern) == 12 / (12 + 14)
