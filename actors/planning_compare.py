@@ -4,14 +4,17 @@ from dataclasses import dataclass, replace
 
 from windlass.actors.planning import Planned, PlanQuestion, Profiles
 from windlass.actors.planning_trials import with_part
+from windlass.actors.simulation.compared import simulate_policy
 from windlass.planner.comparison import ComparedSystem, compare
 from windlass.planner.hardware import Hardware
+from windlass.planner.model_profile import ModelProfile
 from windlass.planner.solver import Solution
+from windlass.planner.stage_times import POLICIES
 from windlass.storage.ids import Precision
 
 _KIND = (
-    "the others get the whole batch at once, SSDs at full rate, fp32 states and the least memory; "
-    "nothing waits in their figures, or in windlass's unless simulated"
+    "the others are simulated block by block; they get the whole batch at once, SSDs at full rate, fp32 states and the "
+    "least memory"
 )
 _NO_CLIPPING = "what updates within the backward pass cannot clip gradients, as this job does"
 
@@ -35,11 +38,17 @@ def comparison(question: PlanQuestion, planned: Planned) -> Comparison:
         whole_batch = Profiles(replace(question, measures=False)).of(question.batch_size, question.sequence_length)
         if question.num_layers is not None:
             whole_batch = whole_batch.with_num_layers(question.num_layers)
-        systems = compare(hardware, whole_batch)
+        systems = [_simulated(each, hardware, whole_batch) for each in compare(hardware, whole_batch)]
     except ValueError as error:
         return Comparison(systems=(), notes=(f"nothing to compare: {error}",))
     does_not_clip = question.clips and any(system.updates_in_backward for system in systems)
     return Comparison(systems=tuple(systems), notes=(_KIND, _NO_CLIPPING) if does_not_clip else (_KIND,))
+
+
+def _simulated(system: ComparedSystem, hardware: Hardware, profile: ModelProfile) -> ComparedSystem:
+    found = simulate_policy(POLICIES[system.system], hardware, profile)
+    tokens_per_s = system.tokens_per_s * system.step_s / found.step_s
+    return replace(system, step_s=found.step_s, gpu_share=found.gpu_share, tokens_per_s=tokens_per_s)
 
 
 def _with_planned_tflops(hardware: Hardware, solution: Solution) -> Hardware:

@@ -1,4 +1,4 @@
-"""What the systems that windlass is compared with would take for a job: their policies' stages, and the least memory.
+"""What the systems that windlass is compared with would take for a job: the sums of their stages, and the least memory.
 
 Each is given the whole batch at once, SSDs that read as fast for it as for anybody, and only the memory that its policy
 cannot do without. So the figures are kinder to them than their programs would be.
@@ -14,8 +14,7 @@ from windlass.planner.stage_times import (
     Rest,
     Stage,
     StageTimes,
-    SwapTo,
-    host_room_nbytes,
+    nbytes_on_ssd,
     resting_nbytes,
     stage_times,
 )
@@ -30,6 +29,7 @@ class ComparedSystem:
 
     system: str
     step_s: float
+    gpu_share: float  # part of it in which the GPU computes
     tokens_per_s: float
     bottleneck: str  # the resource that is busy longest in a step
     fits: bool
@@ -57,11 +57,7 @@ def least_nbytes(policy: Policy, hardware: Hardware, profile: ModelProfile, swap
     one_layer = max(layer.input_nbytes + layer.saved_nbytes for layer in layers)
     if policy.params is not Rest.GPU:
         one_layer += _PARAM_NBYTES * max(layer.numel for layer in layers)
-    on_ssd = {
-        SwapTo.HOST: 0,
-        SwapTo.HOST_THEN_SSD: max(0, swapped_nbytes - host_room_nbytes(policy, hardware, profile)),
-        SwapTo.SSD: swapped_nbytes,
-    }[policy.swap_to]
+    on_ssd = nbytes_on_ssd(policy, hardware, profile, swapped_nbytes)
     return {
         "gpu": resting_nbytes(policy, profile, Rest.GPU) + one_layer,
         "host": resting_nbytes(policy, profile, Rest.HOST) + swapped_nbytes - on_ssd,
@@ -81,6 +77,7 @@ def _compared(name: str, policy: Policy, hardware: Hardware, profile: ModelProfi
     return ComparedSystem(
         system=name,
         step_s=times.iteration_s,
+        gpu_share=times.gpu_share,
         tokens_per_s=profile.num_examples * profile.num_tokens / times.iteration_s,
         bottleneck=_bottleneck(times),
         fits=not missing,

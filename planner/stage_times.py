@@ -215,6 +215,46 @@ def host_room_nbytes(policy: Policy, hardware: Hardware, profile: ModelProfile) 
     return max(0, int(hardware.host.memory_gib * GIB) - resting_nbytes(policy, profile, Rest.HOST))
 
 
+def nbytes_on_ssd(policy: Policy, hardware: Hardware, profile: ModelProfile, swapped_nbytes: int) -> int:
+    """Of activations that leave the GPU, those that rest on the SSDs."""
+    room = {
+        SwapTo.HOST: swapped_nbytes,
+        SwapTo.HOST_THEN_SSD: host_room_nbytes(policy, hardware, profile),
+        SwapTo.SSD: 0,
+    }
+    return max(0, swapped_nbytes - room[policy.swap_to])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRates:
+    """What a machine does a second for a policy. The SSDs together, one way at a time."""
+
+    gpu_flops: float
+    adam_params: float
+    h2d_bytes: float
+    d2h_bytes: float
+    ssd_read_bytes: float
+    ssd_write_bytes: float
+    param_read_bytes: float
+
+
+def stage_rates(policy: Policy, hardware: Hardware, *, one_by_one_gb_per_s: float | None = None) -> StageRates:
+    """See `stage_times`."""
+    ssds, pcie = hardware.ssds, hardware.pcie
+    limit = ssds.combined_gb_per_s or float("inf")
+    read = min(ssds.count * ssds.read_gb_per_s, limit)
+    params = read if one_by_one_gb_per_s is None or policy.overlaps else one_by_one_gb_per_s
+    return StageRates(
+        gpu_flops=hardware.gpus.tflops * 1e12,
+        adam_params=hardware.host.adam_params_per_s,
+        h2d_bytes=pcie.h2d_gb_per_s * GB,
+        d2h_bytes=pcie.d2h_gb_per_s * GB,
+        ssd_read_bytes=read * GB,
+        ssd_write_bytes=min(ssds.count * ssds.write_gb_per_s, limit) * GB,
+        param_read_bytes=params * GB,
+    )
+
+
 class _Work:
     """Bytes and operations of a policy's stages, over the rates."""
 
@@ -224,21 +264,13 @@ class _Work:
         self._policy = policy
         self._hardware = hardware
         self._profile = profile
-        self._room_nbytes = host_room_nbytes(policy, hardware, profile)
-        ssds = hardware.ssds
-        limit = ssds.combined_gb_per_s or float("inf")
-        self._read_gb_per_s = min(ssds.count * ssds.read_gb_per_s, limit)
-        self._write_gb_per_s = min(ssds.count * ssds.write_gb_per_s, limit)
-        self._params_gb_per_s = self._read_gb_per_s
-        if one_by_one_gb_per_s is not None and not policy.overlaps:
-            self._params_gb_per_s = one_by_one_gb_per_s
+        self._rates = stage_rates(policy, hardware, one_by_one_gb_per_s=one_by_one_gb_per_s)
 
     def times(self, swapped_nbytes: int, num_flops_again: int) -> StageTimes:
         """With so much swapped and so much computed again."""
         policy, num_flops = self._policy, self._profile.num_flops
         grads = 2 * self._profile.numel
-        in_host = {SwapTo.HOST: swapped_nbytes, SwapTo.HOST_THEN_SSD: self._room_nbytes, SwapTo.SSD: 0}
-        on_ssd = max(0, swapped_nbytes - in_host[policy.swap_to])
+        on_ssd = nbytes_on_ssd(policy, self._hardware, self._profile, swapped_nbytes)
         recompute_s = self._gpu_s(num_flops_again)
         params = self._params_in()
         forward = params.plus(self._moved(d2h=swapped_nbytes, write=on_ssd)).plus(Stage(gpu_s=self._gpu_s(num_flops)))
@@ -267,7 +299,7 @@ class _Work:
         params = 2 * self._profile.numel
         if self._policy.params is Rest.GPU:
             return Stage()
-        ssd_s = params / GB / self._params_gb_per_s if self._policy.params is Rest.SSD else 0.0
+        ssd_s = params / self._rates.param_read_bytes if self._policy.params is Rest.SSD else 0.0
         return self._moved(h2d=params).plus(Stage(ssd_s=ssd_s))
 
     def _optimizer(self) -> Stage:
@@ -285,18 +317,18 @@ class _Work:
                 read=read,
                 write=write,
             )
-        cpu_s = numel / self._hardware.host.adam_params_per_s
+        cpu_s = numel / self._rates.adam_params
         h2d = half if policy.params is Rest.GPU else 0
         return self._moved(h2d=h2d, read=read, write=write).plus(Stage(cpu_s=cpu_s))
 
     def _moved(self, *, h2d: int = 0, d2h: int = 0, read: int = 0, write: int = 0) -> Stage:
         """Bytes over rates; PCIe goes both ways at once, the SSDs one way at a time."""
-        pcie = self._hardware.pcie
+        rates = self._rates
         return Stage(
-            h2d_s=h2d / GB / pcie.h2d_gb_per_s,
-            d2h_s=d2h / GB / pcie.d2h_gb_per_s,
-            ssd_s=read / GB / self._read_gb_per_s + write / GB / self._write_gb_per_s,
+            h2d_s=h2d / rates.h2d_bytes,
+            d2h_s=d2h / rates.d2h_bytes,
+            ssd_s=read / rates.ssd_read_bytes + write / rates.ssd_write_bytes,
         )
 
     def _gpu_s(self, num_flops: int) -> float:
-        return num_flops / 1e12 / self._hardware.gpus.tflops
+        return num_flops / self._rates.gpu_flops

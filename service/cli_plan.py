@@ -178,14 +178,16 @@ def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":
 
 def _print_comparison(own: PlanReport, compared: "Comparison") -> None:
     if compared.systems:
-        found = ("-", "-", "-", "no")
-        if own.step_s is not None and own.tokens_per_s is not None:
-            found = (f"{own.step_s:.3g}", f"{own.tokens_per_s:.4g}", str(own.bottleneck), "yes")
-        rows = [("system", "step, s", "tokens a second", "busiest", "fits"), ("windlass", *found)]
+        found = ("-", "-", "-", "-", "no")
+        if own.step_s is not None and own.tokens_per_s is not None and own.busy_s is not None:
+            gpu = f"{own.busy_s['compute'] / own.step_s:.0%}"
+            found = (f"{own.step_s:.3g}", f"{own.tokens_per_s:.4g}", gpu, str(own.bottleneck), "yes")
+        rows = [("system", "step, s", "tokens a second", "GPU busy", "busiest", "fits"), ("windlass", *found)]
         for each in compared.systems:
             lacks = ", ".join(f"{gib:.1f} GiB of {memory} memory" for memory, gib in each.missing_gib.items())
             fits = f"no: lacks {lacks}" if lacks else "yes"
-            rows.append((each.system, f"{each.step_s:.3g}", f"{each.tokens_per_s:.4g}", each.bottleneck, fits))
+            gpu = f"{each.gpu_share:.0%}"
+            rows.append((each.system, f"{each.step_s:.3g}", f"{each.tokens_per_s:.4g}", gpu, each.bottleneck, fits))
         print_columns(rows)
     for note in compared.notes:
         print(note)

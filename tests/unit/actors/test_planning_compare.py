@@ -7,6 +7,7 @@ import pytest
 from tests.unit.actors.test_planning import MACHINE, question
 from windlass.actors import planning
 from windlass.actors.planning_compare import comparison
+from windlass.actors.simulation.compared import simulate_policy
 from windlass.engine.model_profile import config_of_shape
 from windlass.planner.shapes import ModelShape
 from windlass.planner.stage_times import POLICIES, stage_times
@@ -30,7 +31,11 @@ def test_compute_is_as_fast_for_all_as_the_plan_counts_with() -> None:
     hardware = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"tflops": tflops})})
     times = stage_times(POLICIES["FlashNeuron"], hardware, model)
     assert times.forward.gpu_s + times.backward.gpu_s == pytest.approx(compute_s)  # nothing is computed again
-    assert found["FlashNeuron"].step_s == pytest.approx(times.iteration_s)
+    simulated = simulate_policy(POLICIES["FlashNeuron"], hardware, model)
+    assert found["FlashNeuron"].step_s == pytest.approx(simulated.step_s)
+    assert found["FlashNeuron"].gpu_share == pytest.approx(compute_s / simulated.step_s)
+    assert found["FlashNeuron"].tokens_per_s == pytest.approx(4 * 512 / simulated.step_s)
+    assert simulated.step_s > times.iteration_s
 
 
 def test_notes_say_who_could_not_clip() -> None:

@@ -71,7 +71,7 @@ def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None
     found = json.loads(run(*job, "--json").output)
     systems = {each["system"]: each for each in found["compare"]["systems"]}
     assert {"ZeRO-Infinity", "G10", "Ratel"} <= set(systems)
-    assert {"step_s", "tokens_per_s", "bottleneck", "fits", "missing_gib"} <= set(systems["Ratel"])
+    assert {"step_s", "gpu_share", "tokens_per_s", "bottleneck", "fits", "missing_gib"} <= set(systems["Ratel"])
 
 
 def test_what_does_not_fit_ends_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
