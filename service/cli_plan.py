@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from windlass.planner.hardware import Hardware, example_machines, unusual
 from windlass.planner.reach import DEFAULT_SLACK, Goal
@@ -60,23 +61,27 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
-    question = _question(
-        settings,
-        model,
-        hardware=machine,
-        batch_size=batch_size,
-        sequence_length=seq_len,
-        num_microbatches=num_microbatches,
-        precision=precision,
-        state_precision=state_precision,
-        clips=clip,
-        measures=hardware == _MEASURED,
-    )
-    number, num_params, question, planned = _answer(question, find, slack)
-    found = planned.report
-    if trace is not None and planned.solution is not None:
-        _trace(question, planned, trace)
-    compared = _compare(question, planned) if compare else None
+    # Only a terminal shows it.
+    with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
+        question = _question(
+            settings,
+            model,
+            hardware=machine,
+            batch_size=batch_size,
+            sequence_length=seq_len,
+            num_microbatches=num_microbatches,
+            precision=precision,
+            state_precision=state_precision,
+            clips=clip,
+            measures=hardware == _MEASURED,
+        )
+        if find is not None:
+            status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
+        number, num_params, question, planned = _answer(question, find, slack)
+        found = planned.report
+        if trace is not None and planned.solution is not None:
+            _trace(question, planned, trace)
+        compared = _compare(question, planned) if compare else None
     if as_json:
         of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
         of_systems = {} if compared is None else {"compare": asdict(compared)}
