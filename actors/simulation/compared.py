@@ -1,8 +1,8 @@
 """A step as another system would take it: its policy, on the simulated resources of a machine, block by block.
 
-Who overlaps has two buffers for what comes to the device, two for what leaves it, and works on four updates at once, as
-one is read, one comes, one goes and one is written; who does not waits for everything. No step begins before the one
-before has ended.
+Who overlaps has three buffers for what comes to the device (one is read, one copied, one used), three for what leaves
+it, and works on four updates at once (one is read, one comes, one goes, one is written); who does not waits for
+everything. No step begins before the one before has ended.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from windlass.planner.stage_times import (
 )
 
 _SSDS, _OPTIMIZER = "ssds", "optimizer"  # all SSDs together, and all cores
-_NUM_BUFFERS = 2
+_NUM_BUFFERS = 3
 _NUM_UPDATES = 4
 _PARAM, _STATES = 2, 12  # bytes of a parameter: in 16 bit; in fp32, with its moments
 
@@ -45,12 +45,22 @@ class ComparedStep:
         return sum(span.end_s - span.start_s for span in self.spans if span.resource == COMPUTE) / self.step_s
 
 
-def simulate_policy(policy: Policy, hardware: Hardware, profile: ModelProfile) -> ComparedStep:
-    """One step of the whole batch on one GPU. What is swapped, and computed again, is what `stage_times` says.
+def simulate_policy(
+    policy: Policy,
+    hardware: Hardware,
+    profile: ModelProfile,
+    *,
+    one_by_one_gb_per_s: float | None = None,
+    swapped_nbytes: int | None = None,
+) -> ComparedStep:
+    """One step of the whole batch on one GPU. What is swapped, and computed again, is what `stage_times` says, which
+    explains the options.
 
     Updates on the GPU take no time there, as in `stage_times`; what they read and write does.
     """
-    step = _SimulatedStep(policy, hardware, profile)
+    rates = stage_rates(policy, hardware, one_by_one_gb_per_s=one_by_one_gb_per_s)
+    times = stage_times(policy, hardware, profile, swapped_nbytes=swapped_nbytes)
+    step = _SimulatedStep(policy, rates, list(_works(policy, hardware, profile, times)))
     step.log.env.process(step.run())
     step.log.env.run()
     return ComparedStep(step_s=step.log.env.now, spans=step.log.spans)
@@ -72,11 +82,11 @@ _Part = Callable[[_BlockWork], Process]
 
 
 class _SimulatedStep:
-    def __init__(self, policy: Policy, hardware: Hardware, profile: ModelProfile) -> None:
+    def __init__(self, policy: Policy, rates: StageRates, blocks: Sequence[_BlockWork]) -> None:
         self.log = Log()
         self._policy = policy
-        self._rates: StageRates = stage_rates(policy, hardware)
-        self._blocks = list(_works(policy, hardware, profile, stage_times(policy, hardware, profile)))
+        self._rates = rates
+        self._blocks = blocks
         self._compute = Resource(self.log, COMPUTE)
         self._h2d, self._d2h = Resource(self.log, TO_DEVICE), Resource(self.log, FROM_DEVICE)
         self._ssds, self._cores = Resource(self.log, _SSDS), Resource(self.log, _OPTIMIZER)
@@ -103,13 +113,13 @@ class _SimulatedStep:
                 for part in (come, compute, leave, go_on):
                     yield from part(block)
             return
-        here, coming, leaving = Queue[_BlockWork](env), Slots(env, _NUM_BUFFERS), Slots(env, _NUM_BUFFERS)
+        coming, leaving = Slots(env, _NUM_BUFFERS), Slots(env, _NUM_BUFFERS)
+        started = Queue[simpy.Event](env)  # to come, in the order of the blocks
 
         def feed() -> Process:
             for block in blocks:
                 yield from coming.take()
-                yield from come(block)
-                here.put(block)
+                started.put(env.process(come(block)))
 
         def let_go(block: _BlockWork) -> Process:
             yield from leave(block)
@@ -118,8 +128,8 @@ class _SimulatedStep:
 
         env.process(feed())
         left: list[simpy.Event] = []
-        for _ in blocks:
-            block = yield from here.get()
+        for block in blocks:
+            yield (yield from started.get())
             yield from leaving.take()
             yield from compute(block)
             coming.give_back()
