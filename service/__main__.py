@@ -8,6 +8,7 @@ import sys
 
 from windlass.service.home import AlreadyUpError, HomeError
 from windlass.service.lifecycle import ERROR_PREFIX
+from windlass.service.logs import set_up_logs
 from windlass.service.processes import die_with_parent
 from windlass.service.ray_cluster import RayStartError
 from windlass.service.settings import Settings, SettingsError, load_settings
@@ -24,9 +25,9 @@ def main(arguments: list[str]) -> int:
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
     os.umask(0o077)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         settings = load_settings()
+        set_up_logs(settings.log_format, options.role)
         if options.role == "supervisor":
             Supervisor(settings).run()
         elif options.role == "api":

@@ -5,11 +5,12 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from windlass.service import events, files, jobs, models, plans
+from windlass.service import events, files, health, jobs, models, plans, prometheus
 from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
 from windlass.service.errors import install_error_handlers
 from windlass.service.model_check import HubFiles, list_hub_files
+from windlass.service.prometheus import JobCollector, RequestMetrics, RequestMetricsMiddleware
 from windlass.service.security import BodyLimitMiddleware, SameOriginMiddleware, SecurityHeadersMiddleware
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
@@ -28,6 +29,7 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
         migrate(settings.database_url)
         database = Database(settings.database_url)
         app.state.context = Context(settings=settings, database=database, hub_files=hub_files)
+        app.state.request_metrics.registry.register(JobCollector(database, settings))
         try:
             yield
         finally:
@@ -35,15 +37,19 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
 
     # The interactive documentation would load scripts from elsewhere.
     app = FastAPI(title="windlass", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.request_metrics = RequestMetrics()
     install_error_handlers(app)
-    for router in (files.router, jobs.router, models.router, events.router, plans.router):
+    for router in (
+        files.router,
+        jobs.router,
+        models.router,
+        events.router,
+        plans.router,
+        health.router,
+        prometheus.router,
+    ):
         app.include_router(router)
     install_dashboard(app)
-
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """Whether the service answers."""
-        return {"status": "ok"}
 
     # The last one added sees a request first.
     app.add_middleware(
@@ -54,4 +60,5 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
     )
     app.add_middleware(SameOriginMiddleware, host=settings.host, port=settings.port)
     app.add_middleware(SecurityHeadersMiddleware)
+    app.add_middleware(RequestMetricsMiddleware, metrics=app.state.request_metrics)
     return app

@@ -18,6 +18,7 @@ from windlass.service.doctor import measured_hardware
 from windlass.service.job_plans import load_plan, planned_seconds
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
 from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_states
+from windlass.service.logs import about
 from windlass.service.outcomes import fail_attempt, fail_job, open_journal, resume, take_in
 from windlass.service.plan_corrections import Ask, PlanCorrections, ask_planner
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
@@ -220,7 +221,12 @@ class Dispatcher:
             return True
         over.kill_at = min(over.kill_at, now + _KILL_ORPHANS_AFTER_S)
         if now >= over.kill_at and (killed := kill_attempt(folder, over.attempt)):
-            _LOG.warning("job %s: processes %s outlived their runner and were killed", job_id, killed)
+            _LOG.warning(
+                "job %s: processes %s outlived their runner and were killed",
+                job_id,
+                killed,
+                extra=about(job_id, over.attempt),
+            )
         return False
 
     def _await_end(self, job_id: str, attempt: int, kill_after_s: float = _KILL_AFTER_S) -> None:
@@ -317,7 +323,7 @@ class Dispatcher:
         try:
             self._runners.start(build_job_spec(self._settings, self._machinery, claimed, planned))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
-            _LOG.exception("job %s could not be started", job.id)
+            _LOG.exception("job %s could not be started", job.id, extra=about(job.id, attempt))
             # Whatever did start must be gone before the next job gets the device.
             self._await_end(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
@@ -339,6 +345,6 @@ class Dispatcher:
             handle(*arguments)
         except StatusConflict as conflict:
             # Cancelled, or taken over, between our look and our change; the next pass sees what holds now.
-            _LOG.info("%s", conflict)
+            _LOG.info("%s", conflict, extra=about(job_id))
         except Exception:  # noqa: BLE001  # one job's trouble must not stop the others
-            _LOG.exception("job %s could not be handled; it will be tried again", job_id)
+            _LOG.exception("job %s could not be handled; it will be tried again", job_id, extra=about(job_id))

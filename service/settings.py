@@ -14,6 +14,7 @@ from sqlalchemy.exc import ArgumentError
 
 from windlass.actors.cores import numa_nodes
 from windlass.service.errors import describe_value
+from windlass.service.logs import LogFormat
 from windlass.service.machine import num_cores
 from windlass.service.security import is_loopback
 from windlass.storage.raw_device import is_device_path
@@ -55,6 +56,7 @@ class Settings(BaseSettings):
     compute_threads: int | None = Field(default=None, ge=1)  # of a job's GPU worker; None: by cores and GPUs
     optimizer_threads: int | None = Field(default=None, ge=1)  # of each optimizer; None: by cores and GPUs
     max_file_mib: int = Field(default=512, ge=1)
+    log_format: LogFormat = LogFormat.TEXT  # of the files in `logs`
     measure: bool = True  # `windlass up` measures the machine, where it was not yet
 
     @field_validator("ssd_dirs", "ssd_endurance_tbw", mode="before")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
-from sqlalchemy import CursorResult, or_, select, tuple_, update
+from sqlalchemy import CursorResult, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound, StatusConflict
@@ -109,6 +109,15 @@ class JobRepository:
         """Jobs in any of these statuses, in the order in which they get their turn: (priority, created_at, id)."""
         query = select(Job).where(Job.status.in_(statuses)).order_by(Job.priority, Job.created_at, Job.id)
         return self._session.scalars(query).all()
+
+    def count_by_status(self) -> dict[JobStatus, int]:
+        """Of all jobs; statuses that none is in are left out."""
+        query = select(Job.status, func.count().label("number")).group_by(Job.status)
+        return {row.status: row.number for row in self._session.execute(query)}
+
+    def oldest_queued_at(self) -> float | None:
+        """When the oldest job that is queued was created."""
+        return self._session.scalar(select(func.min(Job.created_at)).where(Job.status == JobStatus.QUEUED))
 
     def cancel_requests(self) -> Sequence[Job]:
         """Jobs that hold a runner and whose owner wants them cancelled."""

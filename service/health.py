@@ -1,0 +1,49 @@
+"""`/healthz` and `/readyz`: whether the service answers, and whether it can take jobs."""
+
+import logging
+import shutil
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+
+from windlass.service.context import ContextDep
+
+_LOG = logging.getLogger(__name__)
+# With less, neither uploads nor the database's own files have room.
+_LEAST_FREE_NBYTES = 64 * 1024**2
+
+router = APIRouter()
+
+
+class Health(BaseModel):
+    """`reasons`: why the service is not ready, in words."""
+
+    status: str = "ok"
+    reasons: list[str] = []
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """Whether the service answers."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses={503: {"model": Health}})
+def readyz(context: ContextDep, response: Response) -> Health:
+    """Whether it can take jobs: 503 where the database does not answer, or the home's disk is full."""
+    reasons = []
+    try:
+        with context.database.read() as session:
+            session.execute(text("SELECT 1"))
+    except SQLAlchemyError as error:
+        _LOG.warning("the database does not answer: %s", error)
+        reasons.append("the database does not answer")
+    free_nbytes = shutil.disk_usage(context.settings.home).free
+    if free_nbytes < _LEAST_FREE_NBYTES:
+        reasons.append(f"only {free_nbytes // 1024**2} MiB are free on the home's disk")
+    if not reasons:
+        return Health()
+    response.status_code = 503
+    return Health(status="unavailable", reasons=reasons)

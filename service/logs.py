@@ -1,0 +1,36 @@
+"""How the service's processes log: lines for people, or JSON with the job and the attempt that a line is about."""
+
+import logging
+import sys
+from enum import StrEnum
+
+from pythonjsonlogger.json import JsonFormatter
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_RENAMED = {"asctime": "time", "levelname": "level", "name": "logger"}
+
+
+class LogFormat(StrEnum):
+    """Of each line."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def set_up_logs(format: LogFormat, role: str) -> None:
+    """To standard error. `role`: which process this is."""
+    handler = logging.StreamHandler(sys.stderr)
+    if format is LogFormat.JSON:
+        formatter: logging.Formatter = JsonFormatter(
+            "%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=_RENAMED, static_fields={"process": role}
+        )
+        formatter.default_time_format, formatter.default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03d"
+    else:
+        formatter = logging.Formatter(_TEXT)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def about(job_id: str, attempt: int | None = None) -> dict[str, object]:
+    """For `extra` of a line about a job."""
+    return {"job": job_id} if attempt is None else {"job": job_id, "attempt": attempt}

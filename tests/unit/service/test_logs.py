@@ -1,0 +1,58 @@
+"""Lines for people, and for programs."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from windlass.service.logs import LogFormat, about, set_up_logs
+
+LOG = logging.getLogger("windlass.test")
+
+
+@contextmanager
+def logs(format: LogFormat, role: str) -> Iterator[None]:
+    """As a process of its own sets them up; pytest's own handlers come back after it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers.clear()
+    set_up_logs(format, role)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_line_of_json_has_the_job_and_the_attempt(capsys: pytest.CaptureFixture[str]) -> None:
+    with logs(LogFormat.JSON, "dispatcher"):
+        LOG.warning("job %s is slow", "ftjob-1", extra=about("ftjob-1", 3))
+        LOG.info("dispatching")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first.pop("time").startswith("20")
+    assert first == {
+        "level": "WARNING",
+        "logger": "windlass.test",
+        "message": "job ftjob-1 is slow",
+        "job": "ftjob-1",
+        "attempt": 3,
+        "process": "dispatcher",
+    }
+    assert second["message"] == "dispatching"
+    assert "job" not in second
+
+
+def test_an_error_keeps_its_trace_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with logs(LogFormat.JSON, "api"):
+        try:
+            raise RuntimeError("broken\nin two")
+        except RuntimeError:
+            LOG.exception("it failed")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "RuntimeError: broken\nin two" in json.loads(line)["exc_info"]
+
+
+def test_people_get_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with logs(LogFormat.TEXT, "api"):
+        LOG.info("serving", extra=about("ftjob-1"))
+    assert capsys.readouterr().err.endswith(" INFO windlass.test: serving\n")
