@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from windlass.service import events, files, health, jobs, models, plans, prometheus
+from windlass.service import events, files, health, jobs, models, plans, prometheus, webhooks
 from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
 from windlass.service.errors import install_error_handlers
@@ -47,6 +47,7 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
         plans.router,
         health.router,
         prometheus.router,
+        webhooks.router,
     ):
         app.include_router(router)
     install_dashboard(app)

@@ -13,6 +13,7 @@ from windlass.service.dispatcher import Dispatcher, RunnerLostError
 from windlass.service.job_specs import Machinery
 from windlass.service.ray_cluster import NAMESPACE, RayCluster
 from windlass.service.settings import Settings
+from windlass.service.webhook_sender import WebhookSender
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 
@@ -74,6 +75,8 @@ def run_dispatcher(settings: Settings) -> None:
         signal.signal(signum, end)
     database = Database(settings.database_url)
     dispatcher = Dispatcher(database, settings, RayRunners(), machinery)
+    sender = WebhookSender(database, settings)
+    sender.start()
     dispatcher.reconcile()
     _LOG.info("dispatching")
     try:
@@ -83,5 +86,6 @@ def run_dispatcher(settings: Settings) -> None:
             dispatcher.tick()
             ending.wait(_INTERVAL_S)
     finally:
+        sender.close()
         dispatcher.close()
         database.close()

@@ -56,6 +56,7 @@ class Settings(BaseSettings):
     compute_threads: int | None = Field(default=None, ge=1)  # of a job's GPU worker; None: by cores and GPUs
     optimizer_threads: int | None = Field(default=None, ge=1)  # of each optimizer; None: by cores and GPUs
     max_file_mib: int = Field(default=512, ge=1)
+    webhook_private_addresses: bool = False  # else webhooks go to public addresses only, by HTTPS
     log_format: LogFormat = LogFormat.TEXT  # of the files in `logs`
     measure: bool = True  # `windlass up` measures the machine, where it was not yet
 

@@ -14,6 +14,7 @@ from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.paging import Page, page_of
 from windlass.storage.sql.statuses import ACTIVE_STATUSES, TERMINAL_STATUSES, JobStatus, check_transition
+from windlass.storage.sql.webhooks import WebhookRepository
 
 
 def new_job_id() -> str:
@@ -177,6 +178,8 @@ class JobRepository:
             data["error"] = error
         job = self.get(job_id)
         self._event(job, message, level, data)
+        if target in TERMINAL_STATUSES:
+            WebhookRepository(self._session).tell(job, target)
         return job
 
     def set_fields(self, job_id: str, *, expected_attempt: int | None = None, **fields: Unpack[JobFields]) -> Job:

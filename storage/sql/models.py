@@ -137,3 +137,36 @@ class Checkpoint(Base):
     model: Mapped[str] = mapped_column(String(255))
     path: Mapped[str] = mapped_column(Text)
     metrics: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class WebhookEndpoint(Base):
+    """Who is told how jobs end. Signing secrets are sealed: the key lies outside the database."""
+
+    __tablename__ = "webhook_endpoints"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(255))
+    url: Mapped[str] = mapped_column(Text)
+    event_types: Mapped[list[str]] = mapped_column(JSON)
+    secret: Mapped[str] = mapped_column(Text)
+    secret_before: Mapped[str | None] = mapped_column(Text)  # signs as well, until then
+    secret_before_until: Mapped[float | None]
+    created_at: Mapped[float]
+    updated_at: Mapped[float]
+
+
+class WebhookDelivery(Base):
+    """One event for one endpoint, written with the change that it tells of."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (Index("ix_webhook_deliveries_endpoint", "endpoint_id", "ordinal"),)
+
+    ordinal: Mapped[int] = mapped_column(_Ordinal, primary_key=True, autoincrement=True)
+    endpoint_id: Mapped[str] = mapped_column(ForeignKey("webhook_endpoints.id", ondelete="CASCADE"))
+    event_id: Mapped[str] = mapped_column(String(64))
+    body: Mapped[str] = mapped_column(Text)  # as it is sent and signed
+    created_at: Mapped[float]
+    num_tries: Mapped[int] = mapped_column(default=0)
+    next_try_at: Mapped[float | None] = mapped_column(index=True)  # None: it was delivered, or given up
+    delivered_at: Mapped[float | None]
+    last_error: Mapped[str | None] = mapped_column(Text)

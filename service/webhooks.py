@@ -1,0 +1,219 @@
+"""`/v1/webhook_endpoints`: who is told how jobs end. As the official client's `webhooks` calls it."""
+
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from windlass.service.context import Context, ContextDep
+from windlass.service.errors import ApiError
+from windlass.service.sealed import Seal
+from windlass.service.webhook_requests import DeliveryError, UrlRefusedError, check_url, new_signing_secret, send
+from windlass.storage.sql.models import WebhookEndpoint
+from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository, event_body, new_event_id
+
+_KEEP_OLD_SECRET_S = 86400.0
+_NUM_HINT_CHARS = 4
+_NUM_DELIVERIES = 20
+
+router = APIRouter(prefix="/v1")
+
+
+def _known_types(value: list[str]) -> list[str]:
+    if unknown := sorted(set(value) - set(EVENT_TYPES)):
+        raise ValueError(f"there is no event type {unknown[0]!r}; there are {', '.join(EVENT_TYPES)}")
+    return sorted(set(value))
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=255)]
+_Types = Annotated[list[str], Field(min_length=1, max_length=len(EVENT_TYPES)), AfterValidator(_known_types)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class CreateEndpoint(_Request):
+    """The body of `POST /v1/webhook_endpoints`."""
+
+    name: _Name
+    url: str
+    event_types: _Types
+
+
+class UpdateEndpoint(_Request):
+    """What is left out stays."""
+
+    name: _Name | None = None
+    url: str | None = None
+    event_types: _Types | None = None
+
+
+class RotateSecret(_Request):
+    """The body of `…/rotate_secret`."""
+
+    keep_old_secret_active_for_24_hours: bool = False
+
+
+class TestEndpoint(_Request):
+    """The body of `…/test`."""
+
+    __test__ = False  # no test case, whatever its name
+
+    event_type: Annotated[str, AfterValidator(lambda value: _known_types([value])[0])]
+
+
+class EndpointObject(BaseModel):
+    """An endpoint. The secret is told when it is made, never again."""
+
+    id: str
+    object: Literal["webhook_endpoint"] = "webhook_endpoint"
+    name: str
+    url: str
+    event_types: list[str]
+    created_at: int
+    updated_at: int
+    signing_secret_hint: str
+    signing_secret: str | None = None
+    windlass: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, row: WebhookEndpoint, secret: str, *, tells_secret: bool = False, **windlass: Any) -> "EndpointObject":
+        """What clients see of a row."""
+        return cls(
+            id=row.id,
+            name=row.name,
+            url=row.url,
+            event_types=row.event_types,
+            created_at=int(row.created_at),
+            updated_at=int(row.updated_at),
+            signing_secret_hint=f"…{secret[-_NUM_HINT_CHARS:]}",
+            signing_secret=secret if tells_secret else None,
+            windlass=windlass,
+        )
+
+
+@router.post("/webhook_endpoints", response_model_exclude_none=True)
+def create_endpoint(context: ContextDep, body: CreateEndpoint) -> EndpointObject:
+    """Add an endpoint. The answer has its signing secret."""
+    _check(context, body.url)
+    secret = new_signing_secret()
+    sealed = _seal(context).close(secret)
+    with context.database.write() as session:
+        row = WebhookRepository(session).add(name=body.name, url=body.url, event_types=body.event_types, secret=sealed)
+        return EndpointObject.of(row, secret, tells_secret=True)
+
+
+@router.get("/webhook_endpoints", response_model_exclude_none=True)
+def list_endpoints(
+    context: ContextDep, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> dict[str, Any]:
+    """A page of endpoints, newest first."""
+    seal = _seal(context)
+    with context.database.read() as session:
+        page = WebhookRepository(session).page(limit=limit, after=after)
+        data = [EndpointObject.of(row, seal.open(row.secret)) for row in page.rows]
+    ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
+    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+
+
+@router.get("/webhook_endpoints/{endpoint_id}", response_model_exclude_none=True)
+def retrieve_endpoint(context: ContextDep, endpoint_id: str) -> EndpointObject:
+    """An endpoint, with its last deliveries under `windlass`."""
+    with context.database.read() as session:
+        webhooks = WebhookRepository(session)
+        row = webhooks.get(endpoint_id)
+        deliveries = [
+            {
+                "event_id": each.event_id,
+                "created_at": int(each.created_at),
+                "num_tries": each.num_tries,
+                "delivered_at": None if each.delivered_at is None else int(each.delivered_at),
+                "next_try_at": None if each.next_try_at is None else int(each.next_try_at),
+                "last_error": each.last_error,
+            }
+            for each in webhooks.deliveries(endpoint_id, limit=_NUM_DELIVERIES)
+        ]
+        return EndpointObject.of(row, _seal(context).open(row.secret), deliveries=deliveries)
+
+
+@router.post("/webhook_endpoints/{endpoint_id}", response_model_exclude_none=True)
+def update_endpoint(context: ContextDep, endpoint_id: str, body: UpdateEndpoint) -> EndpointObject:
+    """Change an endpoint; what was to be delivered to it goes to the new URL."""
+    if body.url is not None:
+        _check(context, body.url)
+    with context.database.write() as session:
+        row = WebhookRepository(session).get(endpoint_id)
+        changes = body.model_dump(exclude_none=True)
+        if any(getattr(row, name) != value for name, value in changes.items()):
+            for name, value in changes.items():
+                setattr(row, name, value)
+            row.updated_at = time.time()
+        session.flush()
+        return EndpointObject.of(row, _seal(context).open(row.secret))
+
+
+@router.delete("/webhook_endpoints/{endpoint_id}")
+def delete_endpoint(context: ContextDep, endpoint_id: str) -> dict[str, Any]:
+    """Forget an endpoint, and what was to be delivered to it."""
+    with context.database.write() as session:
+        WebhookRepository(session).delete(endpoint_id)
+    return {"id": endpoint_id, "object": "webhook_endpoint.deleted", "deleted": True}
+
+
+@router.post("/webhook_endpoints/{endpoint_id}/rotate_secret", response_model_exclude_none=True)
+def rotate_secret(context: ContextDep, endpoint_id: str, body: RotateSecret | None = None) -> EndpointObject:
+    """A new signing secret. On request the old one signs as well for a day."""
+    secret, now_s = new_signing_secret(), time.time()
+    sealed = _seal(context).close(secret)
+    with context.database.write() as session:
+        row = WebhookRepository(session).get(endpoint_id)
+        keeps = body is not None and body.keep_old_secret_active_for_24_hours
+        row.secret_before = row.secret if keeps else None
+        row.secret_before_until = now_s + _KEEP_OLD_SECRET_S if keeps else None
+        row.secret, row.updated_at = sealed, now_s
+        session.flush()
+        return EndpointObject.of(row, secret, tells_secret=True)
+
+
+@router.post("/webhook_endpoints/{endpoint_id}/test")
+def test_endpoint(context: ContextDep, endpoint_id: str, body: TestEndpoint) -> dict[str, Any]:
+    """Send a sample event now; the status code with which it was answered."""
+    with context.database.read() as session:
+        row = WebhookRepository(session).get(endpoint_id)
+    event_id = new_event_id()
+    try:
+        status = send(
+            row.url,
+            event_id=event_id,
+            body=event_body(event_id, body.event_type, "ftjob-sample", time.time()),
+            signing_secrets=(_seal(context).open(row.secret),),
+            allows_private=context.settings.webhook_private_addresses,
+        )
+    except (DeliveryError, UrlRefusedError) as error:
+        raise ApiError(f"the sample was not delivered: {error}", code="webhook_not_delivered") from error
+    return {
+        "object": "webhook_endpoint.test",
+        "webhook_endpoint_id": endpoint_id,
+        "event_type": body.event_type,
+        "status_code": status,
+        "success": True,
+    }
+
+
+@router.get("/webhook_event_types")
+def list_event_types() -> dict[str, Any]:
+    """What endpoints can be told of."""
+    return {"object": "list", "data": list(EVENT_TYPES)}
+
+
+def _seal(context: Context) -> Seal:
+    return Seal(context.settings.home)
+
+
+def _check(context: Context, url: str) -> None:
+    try:
+        check_url(url, allows_private=context.settings.webhook_private_addresses)
+    except UrlRefusedError as error:
+        raise ApiError(f"url: {error}", param="url", code="invalid_value") from error

@@ -1,0 +1,149 @@
+"""Who is told how jobs end, and what is still to be told. Deliveries are written with the change that they tell of."""
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select, tuple_, update
+from sqlalchemy.orm import Session
+
+from windlass.storage.sql.errors import NotFound
+from windlass.storage.sql.models import Job, WebhookDelivery, WebhookEndpoint
+from windlass.storage.sql.paging import Page, page_of
+from windlass.storage.sql.statuses import TERMINAL_STATUSES, JobStatus
+
+EVENT_TYPES = tuple(sorted(f"fine_tuning.job.{status.value}" for status in TERMINAL_STATUSES))
+
+
+def event_body(event_id: str, event_type: str, job_id: str, created_at: float) -> str:
+    """An event as it is sent."""
+    return json.dumps(
+        {"id": event_id, "object": "event", "type": event_type, "created_at": int(created_at), "data": {"id": job_id}}
+    )
+
+
+def new_event_id() -> str:
+    """An id that no other event has."""
+    return f"evt_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A delivery that is its holder's to try, until its turn comes again."""
+
+    ordinal: int
+    event_id: str
+    body: str
+    created_at: float
+    num_tries: int  # this one included
+    url: str
+    secrets: tuple[str, ...]  # sealed; all of them sign
+
+
+class WebhookRepository:
+    """Endpoints and deliveries, within the caller's transaction."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    # --- endpoints --------------------------------------------------------------------------------------------------
+
+    def add(self, *, name: str, url: str, event_types: Sequence[str], secret: str) -> WebhookEndpoint:
+        """A new endpoint; `secret` is sealed."""
+        now_s = time.time()
+        endpoint = WebhookEndpoint(
+            id=f"we_{secrets.token_hex(12)}",
+            name=name,
+            url=url,
+            event_types=list(event_types),
+            secret=secret,
+            created_at=now_s,
+            updated_at=now_s,
+        )
+        self._session.add(endpoint)
+        self._session.flush()
+        return endpoint
+
+    def get(self, endpoint_id: str) -> WebhookEndpoint:
+        """The endpoint; NotFound if there is none. What is changed in it is written with the transaction."""
+        endpoint = self._session.get(WebhookEndpoint, endpoint_id)
+        if endpoint is None:
+            raise NotFound("webhook endpoint", endpoint_id)
+        return endpoint
+
+    def delete(self, endpoint_id: str) -> None:
+        """Forget it, and what was to be delivered to it."""
+        self._session.delete(self.get(endpoint_id))
+        self._session.flush()
+
+    def page(self, *, limit: int, after: str | None) -> Page[WebhookEndpoint]:
+        """Endpoints, newest first; NotFound if `after` is not one's id."""
+        query = select(WebhookEndpoint).order_by(WebhookEndpoint.created_at.desc(), WebhookEndpoint.id.desc())
+        if after is not None:
+            last = self.get(after)
+            position = tuple_(WebhookEndpoint.created_at, WebhookEndpoint.id)
+            query = query.where(position < tuple_(last.created_at, last.id))
+        return page_of(self._session.scalars(query.limit(limit + 1)).all(), limit)
+
+    def deliveries(self, endpoint_id: str, *, limit: int) -> Sequence[WebhookDelivery]:
+        """The last ones, newest first."""
+        query = select(WebhookDelivery).where(WebhookDelivery.endpoint_id == endpoint_id)
+        return self._session.scalars(query.order_by(WebhookDelivery.ordinal.desc()).limit(limit)).all()
+
+    # --- deliveries -------------------------------------------------------------------------------------------------
+
+    def tell(self, job: Job, status: JobStatus) -> None:
+        """A job has ended: whoever wants to know is to be told."""
+        event_type, now_s = f"fine_tuning.job.{status.value}", time.time()
+        event_id = new_event_id()
+        for endpoint in self._session.scalars(select(WebhookEndpoint)):
+            if event_type in endpoint.event_types:
+                body = event_body(event_id, event_type, job.id, now_s)
+                delivery = WebhookDelivery(
+                    endpoint_id=endpoint.id, event_id=event_id, body=body, created_at=now_s, next_try_at=now_s
+                )
+                self._session.add(delivery)
+
+    def has_due(self, now_s: float) -> bool:
+        """Whether a delivery's turn has come."""
+        query = select(WebhookDelivery.ordinal).where(WebhookDelivery.next_try_at <= now_s).limit(1)
+        return self._session.scalar(query) is not None
+
+    def claim(self, *, now_s: float, until_s: float, limit: int) -> list[Due]:
+        """Deliveries whose turn has come; nobody else gets them before `until_s`."""
+        query = select(WebhookDelivery, WebhookEndpoint).join(
+            WebhookEndpoint, WebhookDelivery.endpoint_id == WebhookEndpoint.id
+        )
+        query = query.where(WebhookDelivery.next_try_at <= now_s).order_by(WebhookDelivery.next_try_at).limit(limit)
+        found = []
+        for delivery, endpoint in self._session.execute(query):
+            delivery.num_tries += 1
+            delivery.next_try_at = until_s
+            is_signing = endpoint.secret_before_until is not None and now_s < endpoint.secret_before_until
+            before = (endpoint.secret_before,) if is_signing and endpoint.secret_before is not None else ()
+            found.append(
+                Due(
+                    ordinal=delivery.ordinal,
+                    event_id=delivery.event_id,
+                    body=delivery.body,
+                    created_at=delivery.created_at,
+                    num_tries=delivery.num_tries,
+                    url=endpoint.url,
+                    secrets=(endpoint.secret, *before),
+                )
+            )
+        return found
+
+    def delivered(self, ordinal: int) -> None:
+        """It has arrived."""
+        self._end(ordinal, delivered_at=time.time(), next_try_at=None, last_error=None)
+
+    def failed(self, ordinal: int, error: str, *, next_try_at: float | None) -> None:
+        """It has not; `next_try_at` None: it is given up."""
+        self._end(ordinal, next_try_at=next_try_at, last_error=error)
+
+    def _end(self, ordinal: int, **values: object) -> None:
+        where = (WebhookDelivery.ordinal == ordinal, WebhookDelivery.delivered_at.is_(None))
+        self._session.execute(update(WebhookDelivery).where(*where).values(**values))

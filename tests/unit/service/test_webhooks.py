@@ -1,0 +1,308 @@
+"""Webhook endpoints by the official client, and deliveries to a receiver on this machine."""
+
+import importlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import select
+
+from tests.unit.service.api_client import context_of, make_model, serve, upload
+from tests.unit.service.test_metrics import make_job
+from tests.unit.service.webhook_receiver import Receiver, receiving
+from windlass.service import webhook_sender
+from windlass.service.sealed import Seal, SealError
+from windlass.service.settings import Settings
+from windlass.service.webhook_sender import WebhookSender
+from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.models import WebhookDelivery
+from windlass.storage.sql.statuses import JobStatus
+
+CANCELLED, SUCCEEDED = "fine_tuning.job.cancelled", "fine_tuning.job.succeeded"
+URL = "/v1/webhook_endpoints"
+DAY_S = 86400.0
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(home=tmp_path, port=8642, webhook_private_addresses=True)
+
+
+@pytest.fixture
+def client(settings: Settings) -> Iterator[TestClient]:
+    make_model(settings.models_dir / "tiny")
+    with serve(settings) as client:
+        yield client
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = time.time()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sender(client: TestClient, settings: Settings, clock: Clock) -> WebhookSender:
+    return WebhookSender(context_of(client).database, settings, clock=clock)
+
+
+def add(client: TestClient, receiver: Receiver, *types: str) -> dict[str, Any]:
+    body = {"name": "mine", "url": receiver.url, "event_types": list(types or (CANCELLED,))}
+    response = client.post(URL, json=body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def cancel_one(client: TestClient) -> str:
+    job_id = make_job(client, upload(client))
+    assert client.post(f"/v1/fine_tuning/jobs/{job_id}/cancel").json()["status"] == "cancelled"
+    return job_id
+
+
+def deliveries(client: TestClient) -> list[WebhookDelivery]:
+    with context_of(client).database.read() as session:
+        return list(session.scalars(select(WebhookDelivery).order_by(WebhookDelivery.ordinal)))
+
+
+# --- endpoints ----------------------------------------------------------------------------------------------------
+
+
+def official(client: TestClient) -> openai.OpenAI:
+    """Its requests are answered by the app in this process."""
+    http = importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.split(".")[0])
+
+    def answer(request: Any) -> Any:
+        path = str(request.url.raw_path, "ascii")
+        found = client.request(request.method, path, content=request.read(), headers=dict(request.headers))
+        return http.Response(found.status_code, headers=dict(found.headers), content=found.content)
+
+    return openai.OpenAI(
+        base_url="http://127.0.0.1:8642/v1",
+        api_key="none",
+        http_client=openai.DefaultHttpxClient(transport=http.MockTransport(answer)),
+        max_retries=0,
+    )
+
+
+def test_the_official_client_manages_endpoints(client: TestClient, receiver: Receiver) -> None:
+    webhooks = official(client).webhooks
+    assert CANCELLED in webhooks.event_types.list().data
+    made = webhooks.create(name="mine", url=receiver.url, event_types=["fine_tuning.job.cancelled"])
+    assert made.signing_secret.startswith("whsec_")
+    other = webhooks.create(name="other", url=receiver.url, event_types=["fine_tuning.job.failed"])
+    assert [each.id for each in webhooks.list(limit=1)] == [other.id, made.id]
+    changed = webhooks.update(made.id, name="renamed", event_types=["fine_tuning.job.succeeded"])
+    assert (changed.name, changed.event_types, changed.url) == ("renamed", [SUCCEEDED], receiver.url)
+    again = webhooks.retrieve(made.id)
+    assert (again.name, again.signing_secret_hint) == ("renamed", f"…{made.signing_secret[-4:]}")
+    assert "signing_secret" not in again.model_dump(exclude_none=True)
+    result = webhooks.test(made.id, event_type="fine_tuning.job.succeeded")
+    assert (result.status_code, result.success) == (200, True)
+    headers, body = receiver.received[0]
+    event = official(client).webhooks.unwrap(body, headers, secret=made.signing_secret)
+    assert event.type == SUCCEEDED
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        webhooks.unwrap(body, headers, secret=other.signing_secret)
+    rotated = webhooks.rotate_secret(made.id)
+    assert rotated.signing_secret != made.signing_secret
+    assert webhooks.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        webhooks.retrieve(made.id)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"url": "http://0.0.0.0/"}, "url"),
+        ({"url": "nonsense"}, "url"),
+        ({"event_types": []}, "event_types"),
+        ({"event_types": ["batch.completed"]}, "event_types"),
+        ({"name": ""}, "name"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_what_is_wrong_is_told(client: TestClient, receiver: Receiver, change: dict[str, Any], param: str) -> None:
+    body = {"name": "mine", "url": receiver.url, "event_types": [CANCELLED]} | change
+    response = client.post(URL, json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith(param)
+
+
+def test_a_sample_that_does_not_arrive_is_told(client: TestClient) -> None:
+    with receiving() as receiver:
+        made = add(client, receiver)
+    response = client.post(f"{URL}/{made['id']}/test", json={"event_type": CANCELLED})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "webhook_not_delivered")
+
+
+# --- deliveries ---------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_ends_is_told_once_to_each_who_wants_to_know(
+    client: TestClient, receiver: Receiver, sender: WebhookSender, clock: Clock
+) -> None:
+    made = add(client, receiver)
+    add(client, receiver, SUCCEEDED)
+    job_id = cancel_one(client)
+    clock.now_s += 1
+    assert sender.send_due() == 1
+    assert sender.send_due() == 0
+    ((headers, body),) = receiver.received
+    event = official(client).webhooks.unwrap(body, headers, secret=made["signing_secret"])
+    assert (event.type, event.data.id) == (CANCELLED, job_id)
+    assert json.loads(body)["object"] == "event"
+    assert headers["webhook-id"] == json.loads(body)["id"]
+    (told,) = client.get(f"{URL}/{made['id']}").json()["windlass"]["deliveries"]
+    assert (told["event_id"], told["num_tries"]) == (headers["webhook-id"], 1)
+    assert told["delivered_at"] is not None
+
+
+def test_what_is_undone_is_not_told(client: TestClient, receiver: Receiver, sender: WebhookSender) -> None:
+    """The delivery is part of the change's transaction."""
+    add(client, receiver)
+    job_id = make_job(client, upload(client))
+
+    def cancel_and_fail() -> None:
+        with context_of(client).database.write() as session:
+            JobRepository(session).transition(job_id, JobStatus.VALIDATING_FILES, JobStatus.CANCELLED, message="")
+            raise RuntimeError("undo")
+
+    with pytest.raises(RuntimeError, match="undo"):
+        cancel_and_fail()
+    assert sender.send_due() == 0
+    assert deliveries(client) == []
+
+
+def test_it_is_tried_again_later_and_later_until_it_arrives(
+    client: TestClient, receiver: Receiver, sender: WebhookSender, clock: Clock
+) -> None:
+    made = add(client, receiver)
+    receiver.statuses += [500, 302, 404]
+    cancel_one(client)
+    clock.now_s += 1
+    waits = []
+    for _ in range(3):
+        assert sender.send_due() == 1
+        (row,) = deliveries(client)
+        assert row.next_try_at is not None
+        waits.append(row.next_try_at - clock.now_s)
+        assert sender.send_due() == 0
+        clock.now_s = row.next_try_at
+    assert waits == sorted(waits)
+    assert [5 <= waits[0] <= 6, 30 <= waits[1] <= 36, 120 <= waits[2] <= 144] == [True] * 3
+    assert row.last_error == "it was answered with 404"
+    assert sender.send_due() == 1
+    assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 1
+    for headers, body in receiver.received:  # each try is signed anew
+        official(client).webhooks.unwrap(body, headers, secret=made["signing_secret"])
+    (row,) = deliveries(client)
+    assert (row.num_tries, row.next_try_at, row.last_error) == (4, None, None)
+
+
+def test_it_is_given_up_after_three_days(client: TestClient, sender: WebhookSender, clock: Clock) -> None:
+    with receiving() as receiver:
+        add(client, receiver)
+    cancel_one(client)
+    clock.now_s += 2.9 * DAY_S
+    assert sender.send_due() == 1
+    (row,) = deliveries(client)
+    assert row.next_try_at is not None
+    clock.now_s = max(row.next_try_at, row.created_at + 3 * DAY_S)
+    assert sender.send_due() == 1
+    (row,) = deliveries(client)
+    assert (row.next_try_at, row.delivered_at) == (None, None)
+    assert row.last_error is not None
+    assert "ConnectError" in row.last_error
+
+
+def test_who_was_killed_while_sending_leaves_it_to_another(
+    client: TestClient, receiver: Receiver, settings: Settings, clock: Clock
+) -> None:
+    add(client, receiver)
+    cancel_one(client)
+    clock.now_s += 1
+    database = context_of(client).database
+
+    def killed(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        WebhookSender(database, settings, send=killed, clock=clock).send_due()
+    other = WebhookSender(database, settings, clock=clock)
+    assert other.send_due() == 0  # it may be on its way yet
+    clock.now_s += webhook_sender._CLAIM_S
+    assert other.send_due() == 1
+    assert len(receiver.received) == 1
+
+
+def test_two_senders_do_not_send_the_same(client: TestClient, receiver: Receiver, settings: Settings) -> None:
+    add(client, receiver)
+    for _ in range(3):
+        cancel_one(client)
+    senders = [WebhookSender(context_of(client).database, settings) for _ in range(2)]
+    for each in senders:
+        each.start()
+    until_s = time.monotonic() + 20
+    while len(receiver.received) < 3 and time.monotonic() < until_s:
+        time.sleep(0.05)
+    for each in senders:
+        each.close()
+    assert len({headers["webhook-id"] for headers, _ in receiver.received}) == len(receiver.received) == 3
+
+
+def test_an_old_secret_signs_as_well_for_a_day_if_asked(
+    client: TestClient, receiver: Receiver, sender: WebhookSender, clock: Clock
+) -> None:
+    old = add(client, receiver)
+    keep = {"keep_old_secret_active_for_24_hours": True}
+    new = client.post(f"{URL}/{old['id']}/rotate_secret", json=keep).json()
+    for later_s, num_signatures in ((0.0, 2), (DAY_S, 1)):
+        clock.now_s += later_s
+        cancel_one(client)
+        clock.now_s += 1
+        sender.send_due()
+        headers, body = receiver.received[-1]
+        assert len(headers["webhook-signature"].split()) == num_signatures
+        official(client).webhooks.unwrap(body, headers, secret=new["signing_secret"])
+        if num_signatures == 2:
+            official(client).webhooks.unwrap(body, headers, secret=old["signing_secret"])
+
+
+def test_secrets_lie_nowhere_in_the_open(client: TestClient, receiver: Receiver, settings: Settings) -> None:
+    secret = add(client, receiver)["signing_secret"].encode()
+    key = settings.home / "secrets.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    for path in settings.home.rglob("*"):
+        assert not path.is_file() or secret.removeprefix(b"whsec_") not in path.read_bytes(), path
+
+
+def test_another_key_does_not_open_what_was_sealed(tmp_path: Path) -> None:
+    sealed = Seal(tmp_path).close("hush")
+    assert Seal(tmp_path).open(sealed) == "hush"
+    (tmp_path / "secrets.key").unlink()
+    with pytest.raises(SealError, match="put the file back"):
+        Seal(tmp_path).open(sealed)
+    (tmp_path / "secrets.key").write_bytes(b"")
+    with pytest.raises(SealError, match="holds no key"):
+        Seal(tmp_path)
