@@ -10,6 +10,7 @@ from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
 from windlass.service.errors import install_error_handlers
 from windlass.service.model_check import HubFiles, list_hub_files
+from windlass.service.openapi import install_openapi
 from windlass.service.prometheus import JobCollector, RequestMetrics, RequestMetricsMiddleware
 from windlass.service.security import BodyLimitMiddleware, SameOriginMiddleware, SecurityHeadersMiddleware
 from windlass.service.settings import Settings
@@ -51,6 +52,7 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
     ):
         app.include_router(router)
     install_dashboard(app)
+    install_openapi(app)
 
     # The last one added sees a request first.
     app.add_middleware(

@@ -74,7 +74,7 @@ def retrieve_file(context: ContextDep, file_id: str) -> FileObject:
         return FileObject.of(FileRepository(session).get(file_id))
 
 
-@router.get("/{file_id}/content")
+@router.get("/{file_id}/content", response_class=FileResponse)
 def retrieve_content(context: ContextDep, file_id: str) -> FileResponse:
     """A file's raw bytes."""
     with context.database.read() as session:
