@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from windlass.actors.context import JobContext, make_context
 from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Schedule
+from windlass.actors.levels import Tier, TierMemory, memory_of
 from windlass.actors.messages import Phase
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.scheduler import job_shape
@@ -38,6 +39,14 @@ class SimulatedSteps:
 
     step_s: float  # in steady state
     steps: Sequence[StepSpans]
+
+    @property
+    def memory(self) -> dict[Tier, TierMemory]:
+        """What is in use of each tier in the last step, and until all is committed.
+
+        Where chunks and slots were made larger to simulate, so is what they take.
+        """
+        return memory_of(self.steps[-1].levels)
 
 
 def simulated_step_s(solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int) -> float:
@@ -93,7 +102,7 @@ def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
 
 
 def work_of(solution: Solution) -> Work:
-    """What operations take by the costs that the plan was made with, and what they swap."""
+    """What operations take by the costs that the plan was made with, what they swap and hold."""
     costs, model = solution.costs, solution.costs.job.model
     group_size, head = costs.group_size, len(model.layers) + 1
     embedding_s = costs.compute_s(model.embedding)
@@ -102,15 +111,17 @@ def work_of(solution: Solution) -> Work:
         (Phase.BACKWARD, 0): group_size * embedding_s[1],
         (Phase.HEAD, head): group_size * sum(costs.compute_s(model.head)),
     }
-    swapped = {}
+    swapped, held = {}, {}
     ways = {layer: {way.choice: way for way in ways_of_layer(layer)} for layer in set(model.layers)}
     for block, (layer, choice) in enumerate(zip(model.layers, solution.placement.activations, strict=True), start=1):
         way = ways[layer][choice]
         seconds[(Phase.FORWARD, block)] = group_size * costs.compute_s(layer)[0]
         seconds[(Phase.BACKWARD, block)] = group_size * costs.backward_s(layer, way)
+        held[block] = way.held_nbytes
         if choice.swaps:
             swapped[block] = way.out_nbytes
-    return Work(compute_s=seconds, swapped_nbytes=swapped)
+    peaks = {block: profile.peak_nbytes for block, profile in enumerate(model.blocks)}
+    return Work(compute_s=seconds, swapped_nbytes=swapped, held_nbytes=held, peak_nbytes=peaks)
 
 
 def _in_fewer_chunks(layout: ModelLayout) -> ModelLayout:

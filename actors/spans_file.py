@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import SpanKind, WorkSpan
 
 FOLDER = "timeline"  # in the job's folder
@@ -23,6 +24,7 @@ class StepSpans:
     end_s: float
     summary: dict[str, Any]
     spans: tuple[WorkSpan, ...]
+    levels: tuple[Level, ...] = ()  # of memory, where the step was simulated
 
 
 def keep_step(folder: Path, kept: StepSpans) -> None:
@@ -37,7 +39,7 @@ def keep_step(folder: Path, kept: StepSpans) -> None:
     for step in held_steps(folder):
         if not kept.step - KEPT_STEPS < step <= kept.step:
             _path(folder, step).unlink(missing_ok=True)
-    facts = {"start_s": kept.start_s, "end_s": kept.end_s, "summary": kept.summary, "spans": kept.spans}
+    facts = {name: getattr(kept, name) for name in ("start_s", "end_s", "summary", "spans", "levels")}
     partial = folder / "partial"
     partial.write_text(json.dumps(facts, separators=(",", ":")))
     partial.replace(_path(folder, kept.step))
@@ -55,7 +57,11 @@ def load_step(folder: Path, step: int) -> StepSpans | None:
     except FileNotFoundError:
         return None
     spans = tuple(WorkSpan(resource, SpanKind(kind), *rest) for resource, kind, *rest in facts.pop("spans"))
-    return StepSpans(step=step, spans=spans, **facts)
+    levels = tuple(
+        Level(Tier(tier), what, allocated_nbytes, tuple((at_s, nbytes) for at_s, nbytes in points))
+        for tier, what, allocated_nbytes, points in facts.pop("levels", ())
+    )
+    return StepSpans(step=step, spans=spans, levels=levels, **facts)
 
 
 def _path(folder: Path, step: int) -> Path:

@@ -1,32 +1,49 @@
 """Spans in the form that trace viewers read: Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: the JSON
-object form with complete events ("X", times in microseconds) and metadata events ("M").
+object form with complete events ("X", times in microseconds), counter events ("C") and metadata events ("M").
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from windlass.actors.levels import Level, TierMemory, memory_of
 from windlass.actors.messages import WorkSpan
 from windlass.actors.spans import NO_BLOCK, WHOLE_BLOCK
 
+# Of a tier's memory: the counter of all kinds together.
+TOGETHER = "all"
 
-def trace_of(spans: Iterable[WorkSpan], *, begins_s: float, about: dict[str, Any]) -> dict[str, Any]:
+
+def trace_of(
+    spans: Iterable[WorkSpan], *, begins_s: float, about: dict[str, Any], levels: Sequence[Level] = ()
+) -> dict[str, Any]:
     """A trace whose time 0 is `begins_s`. Each resource is a process; `about` is what a viewer shows as its facts.
 
-    Events of one thread must nest, so spans of a resource that overlap go to threads of their own.
+    Events of one thread must nest, so spans of a resource that overlap go to threads of their own. Each tier of which
+    there are `levels` is a process too, with a counter for each kind of things: bytes used, and what is allocated.
     """
     by_resource: dict[str, list[WorkSpan]] = {}
     for span in spans:
         by_resource.setdefault(span.resource, []).append(span)
     events: list[dict[str, Any]] = []
     for pid, (resource, its_spans) in enumerate(sorted(by_resource.items()), start=1):
-        events.append(_named("process_name", resource, pid, 0))
-        events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        events += _process(resource, pid)
         for tid, lane in enumerate(_lanes(its_spans), start=1):
             events.append(_named("thread_name", resource if tid == 1 else f"{resource} #{tid}", pid, tid))
             events += [_event(span, pid, tid, begins_s) for span in lane]
+    for pid, (tier, memory) in enumerate(memory_of(levels).items(), start=len(by_resource) + 1):
+        events += _process(f"{tier} memory", pid)
+        for level in levels:
+            if level.tier is tier:
+                events += _counter(level.what, level.points, level.allocated_nbytes, pid, begins_s)
+        events += _counter(TOGETHER, _sums(memory), memory.allocated_nbytes, pid, begins_s)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _process(name: str, pid: int) -> list[dict[str, Any]]:
+    order = {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    return [_named("process_name", name, pid, 0), order]
 
 
 def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
@@ -54,9 +71,36 @@ def _event(span: WorkSpan, pid: int, tid: int, begins_s: float) -> dict[str, Any
         "name": f"{span.kind}{where}",
         "cat": str(span.kind),
         "ph": "X",
-        "ts": round((span.start_s - begins_s) * 1e6, 3),
-        "dur": round((span.end_s - span.start_s) * 1e6, 3),
+        "ts": _microseconds(span.start_s - begins_s),
+        "dur": _microseconds(span.end_s - span.start_s),
         "pid": pid,
         "tid": tid,
         "args": {"step": span.step, "block": span.block, "chunk": span.chunk, "bytes": span.nbytes},
     }
+
+
+def _sums(memory: TierMemory) -> list[tuple[float, int]]:
+    return [(at_s, sum(by_kind.values())) for at_s, by_kind in memory.timeline]
+
+
+def _counter(
+    name: str, points: Iterable[tuple[float, int]], allocated_nbytes: int | None, pid: int, begins_s: float
+) -> list[dict[str, Any]]:
+    """Viewers draw each of the arguments as a line of steps."""
+    allocated = {} if allocated_nbytes is None else {"allocated": allocated_nbytes}
+    return [
+        {
+            "name": name,
+            "cat": "memory",
+            "ph": "C",
+            "ts": _microseconds(at_s - begins_s),
+            "pid": pid,
+            "tid": 0,
+            "args": {"used": nbytes, **allocated},
+        }
+        for at_s, nbytes in points
+    ]
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

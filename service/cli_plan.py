@@ -169,8 +169,14 @@ def _trace(question: "PlanQuestion", planned: "Planned", path: Path) -> None:
     assert planned.solution is not None, "there is a plan"
     simulated = simulate_planned(planned.solution, planned.layout, question.formats, num_cores=num_cores())
     last = simulated.steps[-1]
+    memory = {
+        tier: {"allocated_nbytes": found.allocated_nbytes, "peak_nbytes": found.peak_nbytes}
+        for tier, found in simulated.memory.items()
+    }
+    about = {"summary": last.summary, "memory": memory}
+    trace = trace_of(last.spans, begins_s=last.start_s, about=about, levels=last.levels)
     try:
-        path.write_text(json.dumps(trace_of(last.spans, begins_s=last.start_s, about={"summary": last.summary})))
+        path.write_text(json.dumps(trace))
     except OSError as error:
         raise CommandError(f"--trace: {path} cannot be written: {error}") from None
 

@@ -110,7 +110,7 @@ def get_planned_timeline(context: ContextDep, job_id: str) -> JSONResponse:
             code="timeline_not_held",
         )
     about = {"job_id": job_id, "simulated": True, "summary": found.summary}
-    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about))
+    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about, levels=found.levels))
 
 
 def _with_correction(found: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 The scheduler's policy is the real one, and so are the plan's slots and the cache of params; what is simulated are the
 other actors, chunk by chunk, as far as they use resources: compute, the two ways to the device, each SSD, each
 optimizer. A resource does one thing at a time and takes as long as its rate says. What comes out are the spans that the
-real actors would tell, and from them the same timeline.
+real actors would tell, and from them the same timeline; and what is in use of each tier's memory meanwhile.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,8 @@ def simulate(
 ) -> list[StepSpans]:
     """The timelines of all steps of a job, as the real job would tell them; evaluations are left out.
 
+    With levels of memory, in each step's period; those of the last step go on until all is committed.
+
     `is_late` is asked again and again, whether the simulation has taken as long as it may.
 
     Raises:
@@ -41,7 +44,9 @@ def simulate(
         TooLong: it is late.
     """
     shape = replace(shape, num_evaluation_groups=0)
-    found = _job(context, shape, rates, work).run(is_late)
+    job = _job(context, shape, rates, work)
+    found = job.run(is_late)
+    levels = job.levels
     timeline = Timeline(
         shape.num_blocks,
         keeps_grads=shape.keeps_grads,
@@ -59,7 +64,8 @@ def simulate(
         told = known
         ended = timeline.end_step(step)
         assert ended is not None, f"the simulated job has no step {step}"
-        steps.append(ended)
+        until_s = ended.end_s if step < shape.total_steps else math.inf
+        steps.append(replace(ended, levels=tuple(level.between(ended.start_s, until_s) for level in levels)))
     return steps
 
 

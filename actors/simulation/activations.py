@@ -4,12 +4,15 @@ from dataclasses import dataclass
 
 import simpy
 
+from windlass.actors.levels import Tier
 from windlass.actors.messages import SpanKind
 from windlass.actors.simulation.ssd_activations import SsdActivations
 from windlass.actors.simulation.waiting import Finding, Process, Queue, Signal
-from windlass.actors.simulation.world import World
+from windlass.actors.simulation.world import ACTIVATIONS, LEAVING, World
 from windlass.actors.spans import COMPUTE, WHOLE_BLOCK
 from windlass.actors.swap_parts import Moment, SsdSwap
+
+_BACK = "activations back, or coming"
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +30,7 @@ class _HostSwap:
 class Away:
     """The first bytes of a tensor and the rest; either may be none."""
 
+    nbytes: int
     host: _HostSwap | None
     ssd: SsdSwap | None
     is_wanted: bool = False
@@ -55,13 +59,14 @@ class Activations:
         if host_nbytes:
             host = yield from self._host.put(host_nbytes, self._now)
         self._note_wait(start_s)
-        return Away(host, ssd)
+        return Away(nbytes, host, ssd)
 
     def prefetch(self, away: Away) -> None:
         """Begins to bring it back, once."""
         if away.is_wanted:
             return
         away.is_wanted = True
+        self.world.level(Tier.GPU, _BACK, away.nbytes)
         if away.host is not None:
             self._host.prefetch(away.host)
         if away.ssd is not None and self._ssds is not None:
@@ -76,6 +81,10 @@ class Activations:
         if away.host is not None:
             yield away.host.back
         self._note_wait(start_s)
+
+    def drop(self, away: Away) -> None:
+        """It is back, and nobody needs it any more."""
+        self.world.level(Tier.GPU, _BACK, -away.nbytes)
 
     def _note_wait(self, start_s: float) -> None:
         if start_s < self.world.env.now:
@@ -95,6 +104,7 @@ class _HostActivations:
         self._outward: Queue[_HostSwap] = Queue(world.env)
         self._inward: Queue[_HostSwap] = Queue(world.env)
         self._changed = Signal(world.env)
+        world.allocate(Tier.HOST, ACTIVATIONS, self._num_free * self._slot_nbytes)
         world.env.process(self._run_outward())
         world.env.process(self._run_inward())
 
@@ -113,6 +123,8 @@ class _HostActivations:
         swap = _HostSwap(nbytes, num_slots, now, env.event(), env.event())
         self._num_free -= num_slots
         self._leaving_nbytes += nbytes
+        self.world.level(Tier.HOST, ACTIVATIONS, num_slots * self._slot_nbytes)
+        self.world.level(Tier.GPU, LEAVING, nbytes)
         self._outward.put(swap)
         return swap
 
@@ -127,6 +139,7 @@ class _HostActivations:
             step, _, block = swap.left_in
             yield from self.world.copy_out(swap.nbytes, SpanKind.COPY_ACTIVATIONS_OUT, step, block)
             self._leaving_nbytes -= swap.nbytes
+            self.world.level(Tier.GPU, LEAVING, -swap.nbytes)
             swap.left.succeed()
             self._changed.tell()
 
@@ -137,6 +150,7 @@ class _HostActivations:
             step, _, block = swap.left_in
             yield from self.world.copy_in(swap.nbytes, SpanKind.COPY_ACTIVATIONS_IN, step, block)
             self._num_free += swap.num_slots
+            self.world.level(Tier.HOST, ACTIVATIONS, -swap.num_slots * self._slot_nbytes)
             self._num_returning -= 1
             swap.back.succeed()
             self._changed.tell()

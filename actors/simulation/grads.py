@@ -4,15 +4,18 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from windlass.actors.levels import Tier
 from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, OffloadGrad, Phase, SpanKind
 from windlass.actors.simulation.waiting import Process, Queue, Signal, Slots
-from windlass.actors.simulation.world import World
+from windlass.actors.simulation.world import GRADIENTS, World
 from windlass.planner.device_buffers import grad_buffers
 from windlass.planner.plan import PARTIAL_GRAD_ITEMSIZE
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
 # As in `partial_grads`: the block whose operation adds to a sum, and the block whose gradient it is.
 Use = tuple[BlockIndex, BlockIndex]
+
+_PARTIALS = "partial gradients"
 
 
 @dataclass(slots=True, eq=False)
@@ -30,13 +33,22 @@ class Grads:
         self.world = world
         env, layout, plan = world.env, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
+        self._resident = frozenset(map(BlockIndex, plan.device_blocks))
         self._to_offload: Queue[OffloadGrad | _Partial] = Queue(env)
         self._permits = Slots(env, plan.num_grad_buffers)
         numels: dict[int, int] = {block.index: block.numel for block in layout.blocks}
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
-        numbers = grad_buffers(numels, resident=plan.device_blocks, num_waiting=num_waiting)
+        numbers = grad_buffers(numels, resident=self._resident, num_waiting=num_waiting)
         numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
-        self._flats = {numel: Slots(env, n) for numel, n in numbers.items()}
+        # Sums of tied uses are fp32, whatever they travel in; here so is what is as large.
+        wide = {numels[block] for block in self._tied}
+        self._flat_nbytes = {
+            numel: numel * (PARTIAL_GRAD_ITEMSIZE if numel in wide else world.grad_itemsize) for numel in numbers
+        }
+        self._flats = {
+            numel: world.slots(Tier.GPU, GRADIENTS, self._flat_nbytes[numel], n) for numel, n in numbers.items()
+        }
+        world.allocate(Tier.HOST, _PARTIALS, plan.partial_grads.nbytes)
         self._being_summed: set[Use] = set()  # of what does not rest on the device
         self._expected: deque[ComputeBlock] = deque()
         self._left: set[Use] = set()
@@ -61,6 +73,9 @@ class Grads:
             else:
                 yield from self._flat(use[1]).take()
             self._being_summed.add(use)
+        if operation.group == 0:
+            for block in self._resident.intersection(operation.blocks):
+                self._stays(block, 1)
 
     def set_aside(self, operation: ComputeBlock) -> None:
         """An operation is computed, and the next group goes on with its sums."""
@@ -74,14 +89,29 @@ class Grads:
             self._being_summed.remove(use)
             if use[0] != block:
                 self._flat(block).give_back()
+        if block in self._resident:
+            self._stays(block, -sum(block in shared[1:] for shared in self.world.context.layout.shared))
+
+    def updated(self, block: BlockIndex) -> None:
+        """A block whose states rest on the device, and its gradient as well until then."""
+        self._stays(block, -1)
 
     def request(self, message: OffloadGrad) -> None:
         """Begins to bring a complete gradient to where it is kept."""
         self._to_offload.put(message)
 
     def _uses(self, operation: ComputeBlock) -> list[Use]:
-        resident = self.world.context.plan.device_blocks
-        return [(operation.block, block) for block in operation.blocks if block not in resident]
+        return [(operation.block, block) for block in operation.blocks if block not in self._resident]
+
+    def _stays(self, block: BlockIndex, number: int) -> None:
+        """More or fewer of a block's sums that never leave the device."""
+        numel = self.world.context.layout.blocks[block].numel
+        self.world.level(Tier.GPU, GRADIENTS, number * self._flat_nbytes[numel])
+
+    def _leaves_partial(self, block: BlockIndex, number: int) -> None:
+        """To host memory, or from it."""
+        num_chunks = number * len(self.world.context.layout.chunk_keys(block))
+        self.world.level(Tier.HOST, _PARTIALS, num_chunks * self.world.context.plan.partial_grads.slot_nbytes)
 
     def _flat(self, block: BlockIndex) -> Slots:
         return self._flats[self.world.context.layout.blocks[block].numel]
@@ -130,6 +160,7 @@ class Grads:
         user, block = partial.use
         if user == block:
             self._permits.give_back()
+        self._leaves_partial(block, 1)
         for key in self.world.context.layout.chunk_keys(block):
             nbytes, step = self._partial_nbytes(key), partial.operation.step
             yield from self.world.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
@@ -148,6 +179,7 @@ class Grads:
                 for key in self.world.context.layout.chunk_keys(use[1]):
                     nbytes, step = self._partial_nbytes(key), operation.step
                     yield from self.world.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
+                self._leaves_partial(use[1], -1)
             self._back.update(uses)
             self._changed.tell()
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from windlass.actors.context import JobContext
+from windlass.actors.levels import Level
 from windlass.actors.messages import (
     CommitStore,
     ExportModel,
@@ -45,7 +46,7 @@ class SimulatedJob:
         self._world = World(context, shape, rates, work, self._tell, keeps_spans=keeps_spans)
         self._pipeline = Pipeline(shape, Trainer(scales_loss=False), Step(0))
         self._optimizers = {
-            name: Optimizer(self._world, name, context.plan.states[index].num_slots)
+            name: Optimizer(self._world, name, context.plan.states[index])
             for index, name in enumerate(shape.optimizers)
         }
         self._worker = Worker(self._world)
@@ -63,6 +64,11 @@ class SimulatedJob:
         if not self._pipeline.finished:
             raise self._stuck()
         return self._world.spans
+
+    @property
+    def levels(self) -> list[Level]:
+        """Of memory, from the beginning until now; none where spans are not kept."""
+        return self._world.levels
 
     def period_s(self, step: int) -> float:
         """From the end of the backward pass before that step to the end of its own; runs as far. Raises `Stuck`."""
@@ -111,4 +117,5 @@ class SimulatedJob:
         start_s = self._world.env.now
         yield self._world.env.timeout(self._world.rates.commit_s)
         self._world.note(ssd, SpanKind.COMMIT, message.step, NO_BLOCK, WHOLE_BLOCK, start_s)
+        self._world.committed(ssd)
         self._tell(StoreCommitted(job=message.job, step=message.step, actor=ssd, bytes_read=0, bytes_written=0))

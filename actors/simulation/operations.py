@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from operator import itemgetter
 
+from windlass.actors.levels import Tier
 from windlass.actors.messages import BlockBackwardDone, BlockComputed, ComputeBlock, Phase, PrefetchParams, SpanKind
 from windlass.actors.simulation.activations import Activations, Away
 from windlass.actors.simulation.grads import Grads
@@ -22,6 +23,9 @@ from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
 
 # What comes up in a micro-batch: seconds since its beginning, and what is to be done then.
 _Point = tuple[float, Callable[[], Process]]
+
+_HELD = "activations held"
+_RUNNING = "running operation"
 
 
 class Operations:
@@ -101,33 +105,44 @@ class Operations:
     def _compute(self, operation: ComputeBlock, request: PrefetchParams) -> Process:
         world, block = self.world, operation.block
         num_microbatches = self._num_microbatches(operation.group)
+        peak_nbytes = world.work.peak_nbytes.get(block, 0)
         self._activations.begin(Moment(operation.step, operation.op, block))
         is_streamed = bool(self._pieces.shares(block))
         if is_streamed and not world.rates.gives_ahead:
             self.begin_pieces(request)
         if operation.phase is Phase.HEAD:
             self._prefetch(block - 1, 0)
+        world.level(Tier.GPU, _RUNNING, peak_nbytes)
         for microbatch in range(num_microbatches):
             if operation.phase is Phase.BACKWARD:
                 is_last = microbatch + 1 == num_microbatches
                 self._prefetch(*((block - 1, 0) if is_last else (block, microbatch + 1)))
             yield from self._microbatch(operation, microbatch, self._compute_s(operation) / num_microbatches)
+        world.level(Tier.GPU, _RUNNING, -peak_nbytes)
         if is_streamed:
             self._pieces.end(operation)
 
     def _microbatch(self, operation: ComputeBlock, microbatch: int, compute_s: float) -> Process:
-        passed_s = 0.0
+        passed_s, back = 0.0, list[Away]()
         passes = self._passes(operation.phase, operation.block, compute_s)
         points = self._points_of_pieces(operation, passes)
         if operation.phase is Phase.FORWARD:
             points += self._points_out(operation.block, microbatch, compute_s)
         elif operation.phase is Phase.BACKWARD:
-            points += self._points_back(operation.block, microbatch, passes[0][1])
+            back = self._away.pop((operation.block, microbatch), [])
+            points += self._points_back(operation.block, back, passes[0][1])
         for at_s, act in sorted(points, key=itemgetter(0)):
             yield from self.world.spend(max(0.0, at_s - passed_s))
             passed_s = max(passed_s, at_s)
             yield from act()
         yield from self.world.spend(max(0.0, compute_s - passed_s))
+        held_nbytes = self.world.work.held_nbytes.get(operation.block, 0)
+        if operation.phase is Phase.FORWARD:
+            self.world.level(Tier.GPU, _HELD, held_nbytes)
+        elif operation.phase is Phase.BACKWARD:
+            self.world.level(Tier.GPU, _HELD, -held_nbytes)
+            for each in back:
+                self._activations.drop(each)
 
     def _passes(self, phase: Phase, block: int, compute_s: float) -> list[tuple[bool, float]]:
         """How a micro-batch goes through a block: whether backward, and for how many seconds."""
@@ -158,9 +173,9 @@ class Operations:
 
         return [(i * compute_s / len(swapped), functools.partial(put, nbytes)) for i, nbytes in enumerate(swapped)]
 
-    def _points_back(self, block: int, microbatch: int, compute_s: float) -> list[_Point]:
+    def _points_back(self, block: int, away: list[Away], compute_s: float) -> list[_Point]:
         """`compute_s`: of the first pass, which wants what was swapped."""
-        away = self._in_order_of_use(block, self._away.pop((block, microbatch), []))
+        away = self._in_order_of_use(block, away)
         get = self._activations.get
         return [(i * compute_s / len(away), functools.partial(get, each)) for i, each in enumerate(away)]
 

@@ -6,9 +6,10 @@ from typing import Any
 from windlass.actors.messages import BlockFlushed, BlockUpdated, FlushBlock, GradChunk, SpanKind, UpdateBlock
 from windlass.actors.read_ahead import Ahead
 from windlass.actors.simulation.resources import Resource
-from windlass.actors.simulation.waiting import Process, Queue, Signal, Slots
+from windlass.actors.simulation.waiting import Process, Queue, Signal
 from windlass.actors.simulation.world import World
 from windlass.actors.urgent_queue import UrgentQueue
+from windlass.planner.plan import Pool
 from windlass.storage.ids import ActorName, ChunkKey
 
 
@@ -24,11 +25,11 @@ class _Chunk:
 class Optimizer:
     """States in, updates, states out."""
 
-    def __init__(self, world: World, name: ActorName, num_slots: int) -> None:
+    def __init__(self, world: World, name: ActorName, states: Pool) -> None:
         self.world = world
         self.name = name
         self._resource = Resource(world, name)
-        self._slots = Slots(world.env, num_slots)
+        self._slots = world.pool(f"states at {name}", states)
         self._to_begin: UrgentQueue[_Chunk] = UrgentQueue(world.shape.ordering.queues)
         self._arrived: Queue[_Chunk] = Queue(world.env)
         self._ahead = Ahead()

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import simpy
 
+from windlass.actors.levels import Tier
 from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
-from windlass.actors.simulation.waiting import Finding, Process, Queue, Signal, Slots
-from windlass.actors.simulation.world import World
+from windlass.actors.simulation.waiting import Finding, Process, Queue, Signal
+from windlass.actors.simulation.world import PARAMS, World
 from windlass.planner.device_buffers import param_buffers
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
@@ -43,7 +44,9 @@ class ParamFeed:
             resident=context.plan.device_blocks,
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
-        self._buffers = {numel: Slots(env, n) for numel, n in numbers.items()}
+        self._buffers = {
+            numel: world.slots(Tier.GPU, PARAMS, numel * world.param_itemsize, n) for numel, n in numbers.items()
+        }
         for loop in (self._run_requests, self._run_arrivals, self._tell):
             env.process(loop())
 

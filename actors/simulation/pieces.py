@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 import simpy
 
+from windlass.actors.levels import Tier
 from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
 from windlass.actors.simulation.waiting import Process, Queue
 from windlass.actors.simulation.world import World
-from windlass.planner.param_pieces import NUM_PIECE_BUFFERS
+from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, largest_piece
 from windlass.storage.ids import BlockIndex
+
+_PIECES = "pieces of params"
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +29,7 @@ class _Use:
     piece: int
     copied: simpy.Event
     over: simpy.Event
+    nbytes: int  # that nobody needs after it
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +52,9 @@ class Pieces:
         self._last: list[_Use | None] = [None] * NUM_PIECE_BUFFERS
         self._uses: dict[int, deque[_Use]] = {}  # by operation: those to come
         self._held: _Use | None = None
+        if world.bounds:
+            piece_nbytes = largest_piece(list(world.bounds.values())) * world.param_itemsize
+            world.allocate(Tier.GPU, _PIECES, NUM_PIECE_BUFFERS * piece_nbytes)
         world.env.process(self._run())
 
     def shares(self, block: BlockIndex) -> list[float]:
@@ -63,11 +70,12 @@ class Pieces:
         for piece in order:
             place = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)
             there, last = lying.pop(place), self._last.pop(place)
+            nbytes = (bounds[piece + 1] - bounds[piece]) * self.world.param_itemsize
             if there is not None and there.piece == piece:
-                use = _Use(piece, there.copied, env.event())
+                use = _Use(piece, there.copied, env.event(), nbytes)
+                there.nbytes = 0
             else:
-                use = _Use(piece, env.event(), env.event())
-                nbytes = (bounds[piece + 1] - bounds[piece]) * self.world.param_itemsize
+                use = _Use(piece, env.event(), env.event(), nbytes)
                 self._to_copy.put(_Copy(request, nbytes, None if last is None else last.over, use.copied))
             lying.append(use)
             self._last.append(use)
@@ -88,6 +96,7 @@ class Pieces:
     def _let_go(self) -> None:
         if self._held is not None:
             self._held.over.succeed()
+            self.world.level(Tier.GPU, _PIECES, -self._held.nbytes)
             self._held = None
 
     def _run(self) -> Process:
@@ -96,5 +105,6 @@ class Pieces:
             if copy.free is not None:
                 yield copy.free
             request = copy.request
+            self.world.level(Tier.GPU, _PIECES, copy.nbytes)
             yield from self.world.copy_in(copy.nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
             copy.copied.succeed()

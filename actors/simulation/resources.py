@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import simpy
 
+from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.simulation.cores import SharedCores
 from windlass.actors.simulation.waiting import Process
@@ -47,6 +48,11 @@ class Work:
     # Of each layer that swaps activations, by its block: the bytes of each tensor of one micro-batch that leaves the
     # device, in the order in which they leave it.
     swapped_nbytes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # For levels of memory alone, by block and for one micro-batch; of blocks that are not named nothing is known. What
+    # stays on the device from the forward pass to the backward pass, and the most that an operation has there beside
+    # what was there before.
+    held_nbytes: Mapping[int, int] = field(default_factory=dict)
+    peak_nbytes: Mapping[int, int] = field(default_factory=dict)
 
 
 class Stuck(RuntimeError):
@@ -58,13 +64,15 @@ class TooLong(RuntimeError):
 
 
 class Log:
-    """The clock, and the spans that the real actors would tell."""
+    """The clock, the spans that the real actors would tell, and the levels of memory."""
 
     def __init__(self, num_cores: int | None = None, *, keeps_spans: bool = True) -> None:
         """`num_cores`: that those resources share which use them; None: each has what it needs."""
         self._keeps_spans = keeps_spans
         self.env = simpy.Environment()
         self.spans: list[WorkSpan] = []
+        self._allocated: dict[tuple[Tier, str], int] = {}
+        self._points: dict[tuple[Tier, str], list[tuple[float, int]]] = {}
         self._cores = None if num_cores is None else SharedCores(self.env, num_cores)
 
     def spend(self, duration_s: float) -> Process:
@@ -80,6 +88,31 @@ class Log:
         """Something that began then is over."""
         if self._keeps_spans:
             self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.env.now, nbytes))
+
+    def allocate(self, tier: Tier, what: str, nbytes: int) -> None:
+        """So much more is set aside for a kind of things at all times."""
+        if self._keeps_spans and nbytes:
+            self._allocated[tier, what] = self._allocated.get((tier, what), 0) + nbytes
+            self._points.setdefault((tier, what), [(0.0, 0)])
+
+    def level(self, tier: Tier, what: str, nbytes: int) -> None:
+        """A kind of things takes so much more of a tier from now on, or less."""
+        if not self._keeps_spans or not nbytes:
+            return
+        points = self._points.setdefault((tier, what), [(0.0, 0)])
+        now_s, (last_s, before) = self.env.now, points[-1]
+        if now_s == last_s:
+            points.pop()
+        if not points or points[-1][1] != before + nbytes:
+            points.append((now_s, before + nbytes))
+
+    @property
+    def levels(self) -> list[Level]:
+        """So far, where spans are kept."""
+        return [
+            Level(tier, what, self._allocated.get((tier, what)), tuple(points))
+            for (tier, what), points in self._points.items()
+        ]
 
 
 class Resource:

@@ -1,11 +1,16 @@
 """Swapped activations that go on to simulated SSDs: as `actors.ssd_activations.SsdActivations`, with its turns."""
 
+from collections.abc import Sequence
+
 from windlass.actors.context import aligned
+from windlass.actors.levels import Tier
 from windlass.actors.messages import SpanKind
 from windlass.actors.scratch_slots import ScratchSlots
 from windlass.actors.simulation.waiting import Finding, Process, Queue, Signal
-from windlass.actors.simulation.world import World
+from windlass.actors.simulation.world import ACTIVATIONS, LEAVING, World
 from windlass.actors.swap_parts import At, Moment, Part, SsdSwap, Turns, cut, slots_of_part
+
+_STAGED = "activations to and from the SSDs"
 
 
 class SsdActivations:
@@ -25,6 +30,8 @@ class SsdActivations:
         self._turns = Turns()
         self._leaving_nbytes = 0
         self._changed = Signal(world.env)
+        world.allocate(Tier.HOST, _STAGED, plan.num_staged_activations * self._slot_nbytes)
+        world.allocate(Tier.SSD, ACTIVATIONS, plan.num_ssd_activations * self._slot_nbytes)
         world.env.process(self._run_out())
         world.env.process(self._run_in())
 
@@ -34,9 +41,11 @@ class SsdActivations:
         yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
         swap = SsdSwap(nbytes, now)
         swap.parts = list(cut(swap, self._slots, self._slot_nbytes, self._part_slots))
-        swap.num_missing = len(swap.parts)
+        swap.num_on_device = swap.num_missing = len(swap.parts)
         self._line_up(swap)
         self._leaving_nbytes += nbytes
+        self._level_of_slots(swap.parts, 1)
+        self.world.level(Tier.GPU, LEAVING, nbytes)
         self._hand_out_buffers()
         return swap
 
@@ -61,7 +70,7 @@ class SsdActivations:
 
     def _hand_out_buffers(self) -> None:
         while self._num_buffers and (part := self._turns.first()) is not None:
-            self._num_buffers -= 1
+            self._take_buffers(1)
             if part.at is At.DEVICE:
                 part.at = At.LEAVING
                 self._to_copy_out.put(part)
@@ -76,13 +85,16 @@ class SsdActivations:
             kind = SpanKind.COPY_ACTIVATIONS_OUT
             yield from self.world.copy_out(part.nbytes, kind, left_in.step, left_in.block)
             self._leaving_nbytes -= part.nbytes
+            part.swap.num_on_device -= 1
+            if not part.swap.num_on_device:  # it is let go of as a whole
+                self.world.level(Tier.GPU, LEAVING, -part.swap.nbytes)
             self._changed.tell()
             self.world.env.process(self._write(part))
 
     def _write(self, part: Part) -> Process:
         yield from self._move(part, SpanKind.WRITE_ACTIVATIONS)
         part.at = At.SSD
-        self._num_buffers += 1
+        self._take_buffers(-1)
         self._turns.wait(part)
         self._hand_out_buffers()
 
@@ -102,7 +114,17 @@ class SsdActivations:
             yield from self.world.copy_in(part.nbytes, kind, swap.left_in.step, swap.left_in.block)
             part.at = At.GONE
             self._slots.give_back(part.ssd, part.slots)
-            self._num_buffers += 1
+            self._level_of_slots([part], -1)
+            self._take_buffers(-1)
             swap.num_missing -= 1
             self._changed.tell()
             self._hand_out_buffers()
+
+    def _take_buffers(self, number: int) -> None:
+        """Less than 0: they are given back."""
+        self._num_buffers -= number
+        self.world.level(Tier.HOST, _STAGED, number * self._part_slots * self._slot_nbytes)
+
+    def _level_of_slots(self, parts: Sequence[Part], number: int) -> None:
+        num_slots = number * sum(len(part.slots) for part in parts)
+        self.world.level(Tier.SSD, ACTIVATIONS, num_slots * self._slot_nbytes)

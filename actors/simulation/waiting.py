@@ -67,9 +67,13 @@ class Queue(Generic[_Item]):
 class Slots:
     """Some that are free; who asks for several gets them at once, and who asks first is served first."""
 
-    def __init__(self, env: simpy.Environment, num_free: int) -> None:
+    def __init__(
+        self, env: simpy.Environment, num_free: int, note: Callable[[int], None] = lambda num_taken: None
+    ) -> None:
+        """`note` is called with how many are taken, or less than 0: given back."""
         self._env = env
         self._num_free = num_free
+        self._note = note
         self._waiting: deque[tuple[int, simpy.Event]] = deque()
 
     def take(self, count: int = 1) -> Process:
@@ -80,11 +84,14 @@ class Slots:
             yield taken
         else:
             self._num_free -= count
+            self._note(count)
 
     def give_back(self, count: int = 1) -> None:
         """They are free again."""
         self._num_free += count
+        self._note(-count)
         while self._waiting and self._waiting[0][0] <= self._num_free:
             count, taken = self._waiting.popleft()
             self._num_free -= count
+            self._note(count)
             taken.succeed()

@@ -15,7 +15,7 @@ from windlass.actors.simulation.grads import Grads
 from windlass.actors.simulation.operations import Operations
 from windlass.actors.simulation.params import Fetch, ParamFeed
 from windlass.actors.simulation.pieces import Pieces
-from windlass.actors.simulation.waiting import Process, Queue, Slots
+from windlass.actors.simulation.waiting import Process, Queue
 from windlass.actors.simulation.world import World
 from windlass.storage.ids import ChunkKey
 
@@ -29,7 +29,7 @@ class Worker:
         self._grads = Grads(world)
         self._operations = Operations(world, self._feed, self._grads, Pieces(world))
         self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.env)
-        self._transit = Slots(world.env, max(1, world.context.plan.transit.num_slots))
+        self._transit = world.pool("states in transit", world.context.plan.transit)
         world.env.process(self._run_commands())
 
     def post(self, message: Message) -> None:
@@ -58,6 +58,7 @@ class Worker:
             if isinstance(command, UpdateBlock):
                 duration_s = world.context.layout.blocks[block].numel / world.rates.device_params
                 yield from world.compute.work(duration_s, SpanKind.UPDATE, command.step, block)
+                self._grads.updated(block)
                 world.tell(BlockUpdated(job=command.job, step=command.step, block=block, actor=name))
             else:
                 keys = world.context.layout.chunk_keys(block)

@@ -1,16 +1,25 @@
 """What the actors of a simulated job share: its facts, its resources, and the way to the scheduler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from windlass.actors.context import JobContext, grad_itemsize, piece_bounds, ssd_name
+from windlass.actors.levels import Tier
 from windlass.actors.messages import Message, SpanKind
 from windlass.actors.param_cache import ParamCache
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.simulation.resources import Log, Rates, Resource, Ssd, Work
 from windlass.actors.simulation.waiting import Process, Signal, Slots
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK
+from windlass.planner.plan import Pool
 from windlass.storage.arena import SlotPool
-from windlass.storage.ids import BlockIndex, ChunkKey
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span
+
+# What lies on several tiers.
+PARAMS = "params"
+GRADIENTS = "gradients"
+STATES = "states"
+ACTIVATIONS = "activations"
+LEAVING = "activations leaving"
 
 
 class World(Log):
@@ -47,16 +56,32 @@ class World(Log):
         self.grad_itemsize = grad_itemsize(context.spec)
         # Of streamed blocks, where they are cut.
         self.bounds: dict[BlockIndex, tuple[int, ...]] = piece_bounds(context)
-        pool = plan.params
-        self.param_slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots)
+        self.param_slots = _ParamSlots(self, plan.params)
         self.param_slots_changed = Signal(self.env)
         self.cache = ParamCache.of_job(context, self.param_slots)
-        self.grad_slots = Slots(self.env, plan.grads.num_slots)
+        self.grad_slots = self.pool(GRADIENTS, plan.grads)
         self.compute = Resource(self, COMPUTE)
         self._links = {name: Resource(self, name) for name in (TO_DEVICE, FROM_DEVICE)}
         ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
         self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None
+        # Chunks of which an SSD has something that is not committed: that lies in a place of its own.
+        self._uncommitted: dict[ActorName, set[ChunkKey]] = {ssd_name(i): set() for i in range(len(context.ssds))}
+        # On the SSDs one generation is always there.
+        device_nbytes = self.state_itemsize * sum(layout.blocks[block].numel for block in plan.device_blocks)
+        ssd_nbytes = plan.ssd_nbytes if context.ssds else 0
+        self._keep_states(Tier.GPU, device_nbytes, device_nbytes)
+        self._keep_states(Tier.HOST, plan.host_states.nbytes, plan.host_states.nbytes)
+        self._keep_states(Tier.SSD, ssd_nbytes, ssd_nbytes // 2)
+
+    def slots(self, tier: Tier, what: str, slot_nbytes: int, num_slots: int) -> Slots:
+        """Slots for a kind of things, whose use is told."""
+        self.allocate(tier, what, num_slots * slot_nbytes)
+        return Slots(self.env, num_slots, lambda num_taken: self.level(tier, what, num_taken * slot_nbytes))
+
+    def pool(self, what: str, pool: Pool) -> Slots:
+        """The same, of the arena."""
+        return self.slots(Tier.HOST, what, pool.slot_nbytes, pool.num_slots)
 
     def chunk_numel(self, key: ChunkKey) -> int:
         """Elements of a chunk."""
@@ -98,5 +123,39 @@ class World(Log):
         return self._ssds[ssd].move(nbytes / rate, num_pieces, priority, kind, step, block, chunk, nbytes)
 
     def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Process:
-        """Some of a chunk's states go to their SSD, or come from it."""
+        """Some of a chunk's states go to their SSD, or come from it; so does a gradient, which lies where the states of
+        its step will.
+        """
+        uncommitted = self._uncommitted[ssd_name(self.ssd_of(key))]
+        if kind.startswith("write_") and key not in uncommitted:
+            uncommitted.add(key)
+            self.level(Tier.SSD, STATES, self.state_itemsize * self.context.layout.chunk_numel)
         return self.ssd_move(self.ssd_of(key), nbytes, kind, step, priority, key.block, key.chunk)
+
+    def committed(self, ssd: ActorName) -> None:
+        """What was written there since the last commit takes the place of what was there before."""
+        nbytes = self.state_itemsize * self.context.layout.chunk_numel
+        self.level(Tier.SSD, STATES, -nbytes * len(self._uncommitted[ssd]))
+        self._uncommitted[ssd].clear()
+
+    def _keep_states(self, tier: Tier, allocated_nbytes: int, nbytes: int) -> None:
+        self.allocate(tier, STATES, allocated_nbytes)
+        self.level(tier, STATES, nbytes)
+
+
+class _ParamSlots(SlotPool):
+    """The real pool, as the real cache uses it, and its level."""
+
+    def __init__(self, log: Log, pool: Pool) -> None:
+        super().__init__(pool.offset, pool.slot_nbytes, pool.num_slots)
+        self._log = log
+        log.allocate(Tier.HOST, PARAMS, pool.nbytes)
+
+    def try_acquire(self, n: int) -> list[Span]:
+        spans = super().try_acquire(n)
+        self._log.level(Tier.HOST, PARAMS, len(spans) * self.slot_nbytes)
+        return spans
+
+    def release(self, spans: Sequence[Span]) -> None:
+        super().release(spans)
+        self._log.level(Tier.HOST, PARAMS, -len(spans) * self.slot_nbytes)

@@ -67,17 +67,18 @@ class Simulated:
     work: Work
 
     def steps(self) -> list[StepSpans]:
-        return simulate(self.context, self._shape, self.machine, self.work)
+        return simulate(self.context, self.shape, self.machine, self.work)
 
     def steady_step_s(self) -> float:
-        return steady_step_s(self.context, self._shape, self.machine, self.work)
+        return steady_step_s(self.context, self.shape, self.machine, self.work)
 
     def spans(self) -> list[WorkSpan]:
         """Of all steps."""
-        return SimulatedJob(self.context, self._shape, self.machine, self.work).run()
+        return SimulatedJob(self.context, self.shape, self.machine, self.work).run()
 
     @property
-    def _shape(self) -> JobShape:
+    def shape(self) -> JobShape:
+        """As the scheduler makes it."""
         return job_shape(self.context, lambda _: "{}")
 
 

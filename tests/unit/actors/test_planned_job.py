@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.actors.test_planning import machine, question
+from tests.unit.actors.test_planning import SHAPE, machine, question
 from windlass.actors import planned_job
+from windlass.actors.levels import Tier
 from windlass.actors.planned_job import simulate_planned
 from windlass.actors.planning import PlanQuestion, Profiles, best_plan
 from windlass.engine.layout import ModelLayout
+from windlass.engine.model_profile import config_of_shape
 from windlass.planner.depths import Depths
 from windlass.planner.hardware import Hardware
 from windlass.planner.solver import Solution
+from windlass.planner.step_costs import Tier as PlannedTier
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 FORMATS = Formats(Precision.BF16, StatePrecision.FP32)
@@ -27,6 +30,38 @@ def planned(hardware: Hardware, **changes: object) -> tuple[Solution, ModelLayou
     asked: PlanQuestion = question(hardware, **changes)
     profiles = Profiles(asked)
     return best_plan(asked, profiles)[1], profiles.layout
+
+
+@pytest.mark.parametrize(
+    ("hardware", "changes"),
+    [
+        (machine(), {"num_microbatches": 2}),
+        (machine(gpus=4, host=4.2), {"batch_size": 32, "num_microbatches": 2}),  # swaps, to the SSDs too
+        pytest.param(machine(gpus=2.2, host=4), {"batch_size": 4, "num_microbatches": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_levels_of_memory_are_within_the_plan(hardware: Hardware, changes: dict[str, object]) -> None:
+    config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
+    asked = question(hardware, config=config, **changes)
+    profiles = Profiles(asked)
+    job, solution = best_plan(asked, profiles)
+    simulated = simulate_planned(solution, profiles.layout, FORMATS, num_cores=2)
+    memory, levels = simulated.memory, {(each.tier, each.what): each for each in simulated.steps[-1].levels}
+
+    def on_device(*kinds: str) -> int:
+        return sum(levels[Tier.GPU, what].allocated_nbytes or 0 for what in kinds if (Tier.GPU, what) in levels)
+
+    need = profiles.device_need(asked, job, solution)
+    assert on_device("params", "pieces of params") == need.params_nbytes
+    assert on_device("gradients") == need.grads_nbytes
+    assert on_device("states") == need.states_nbytes
+    assert need.states_nbytes < memory[Tier.GPU].peak_nbytes <= solution.nbytes[PlannedTier.DEVICE]
+    # As nothing was made larger to simulate.
+    assert memory[Tier.HOST].allocated_nbytes == solution.plan.arena_nbytes
+    assert memory[Tier.SSD].allocated_nbytes == solution.nbytes[PlannedTier.SSD]
+    for each in levels.values():
+        most = max(nbytes for _, nbytes in each.points)
+        assert 0 <= most <= (most if each.allocated_nbytes is None else each.allocated_nbytes)
 
 
 @pytest.mark.long

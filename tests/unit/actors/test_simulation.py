@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from tests.unit.actors.simulated import CHUNK, Simulated, job, layers_of, rates, run
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors.context import make_context
+from windlass.actors.levels import Tier
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.scheduler import job_shape
 from windlass.actors.simulation import Work, simulate
+from windlass.actors.spans_file import StepSpans
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
 from windlass.storage.ids import BlockIndex
@@ -212,6 +214,7 @@ def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None
     spans = list(dict.fromkeys(span for step in steps for span in step.spans))
     _one_at_a_time(spans)
     _no_block_is_computed_before_its_update(spans, num_blocks=NUM_BLOCKS)
+    _memory_is_what_is_allocated(steps)
 
 
 def _one_at_a_time(spans: list[WorkSpan]) -> None:
@@ -224,6 +227,18 @@ def _one_at_a_time(spans: list[WorkSpan]) -> None:
         found.sort(key=lambda span: (span.start_s, span.end_s))
         for first, second in itertools.pairwise(found):
             assert second.start_s >= first.end_s - 1e-9, (first, second)
+
+
+def _memory_is_what_is_allocated(steps: list[StepSpans]) -> None:
+    for level in (level for step in steps for level in step.levels):
+        most = max(nbytes for _, nbytes in level.points)
+        assert min(nbytes for _, nbytes in level.points) >= 0, level
+        assert most <= (most if level.allocated_nbytes is None else level.allocated_nbytes), level
+    for level in steps[-1].levels:  # which is all given back, but for what rests and params that stay
+        if level.what not in ("states", "params"):
+            assert level.points[-1][1] == 0, level
+    (stored,) = (level for level in steps[-1].levels if level.tier is Tier.SSD and level.what == "states")
+    assert 2 * stored.points[-1][1] == stored.allocated_nbytes
 
 
 def _no_block_is_computed_before_its_update(spans: list[WorkSpan], *, num_blocks: int) -> None:

@@ -1,7 +1,10 @@
 """Spans of the last steps in files: bounded, whole or not there."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
+from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.spans_file import KEPT_STEPS, StepSpans, held_steps, keep_step, load_step
 
@@ -17,6 +20,26 @@ def test_come_back_as_they_were(tmp_path: Path) -> None:
     assert loaded == spans_of(3)
     assert loaded is not None
     assert isinstance(loaded.spans[0].kind, SpanKind)
+
+
+def test_levels_of_a_simulated_step_come_back_as_well(tmp_path: Path) -> None:
+    levels = tuple(
+        Level(tier, "params", allocated_nbytes, ((99.0, 0), (0.1 + 99.2, 4096)))
+        for tier, allocated_nbytes in ((Tier.GPU, None), (Tier.HOST, 8192))
+    )
+    kept = replace(spans_of(3), levels=levels)
+    keep_step(tmp_path, kept)
+    loaded = load_step(tmp_path, 3)
+    assert loaded == kept
+    assert loaded is not None
+    assert isinstance(loaded.levels[0].tier, Tier)
+
+
+def test_a_file_from_before_there_were_levels_is_read(tmp_path: Path) -> None:
+    keep_step(tmp_path, spans_of(3))
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "levels"}))
+    assert load_step(tmp_path, 3) == spans_of(3)
 
 
 def test_old_steps_make_room(tmp_path: Path) -> None:

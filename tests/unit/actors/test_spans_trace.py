@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
+from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.spans_trace import trace_of
 
@@ -14,7 +15,12 @@ SPANS = [
     WorkSpan("ssd-0", SpanKind.COMMIT, 4, -1, -1, 104.0, 104.25, 0),
     WorkSpan("gpu-0/compute", SpanKind.FORWARD, 5, 3, -1, 100.0, 100.125, 0),
 ]
-TRACE = trace_of(SPANS, begins_s=100.0, about={"step": 5})
+LEVELS = [
+    Level(Tier.GPU, "running operation", None, ((100.0, 0), (100.5, 8192), (101.0, 0))),
+    Level(Tier.HOST, "params", 4096, ((100.0, 1024), (100.5, 2048))),
+    Level(Tier.HOST, "gradients", 1000, ((100.0, 0), (100.5, 1000))),
+]
+TRACE = trace_of(SPANS, begins_s=100.0, about={"step": 5}, levels=LEVELS)
 
 
 def events(phase: str) -> list[dict[str, Any]]:
@@ -26,7 +32,7 @@ def test_is_json_of_the_object_form() -> None:
     assert set(TRACE) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert TRACE["displayTimeUnit"] in ("ms", "ns")
     assert TRACE["otherData"] == {"step": 5}
-    assert {event["ph"] for event in TRACE["traceEvents"]} == {"X", "M"}
+    assert {event["ph"] for event in TRACE["traceEvents"]} == {"X", "M", "C"}
 
 
 def test_complete_events_carry_the_spans_in_microseconds() -> None:
@@ -53,7 +59,7 @@ def test_complete_events_carry_the_spans_in_microseconds() -> None:
 
 def test_each_resource_is_a_named_process() -> None:
     names = {event["pid"]: event["args"]["name"] for event in events("M") if event["name"] == "process_name"}
-    assert sorted(names.values()) == ["gpu-0/compute", "ssd-0"]
+    assert sorted(names.values()) == ["gpu memory", "gpu-0/compute", "host memory", "ssd-0"]
     found = {(names[event["pid"]], event["cat"]) for event in events("X")}
     assert found == {(span.resource, str(span.kind)) for span in SPANS}
     threads = {(event["pid"], event["tid"]) for event in events("M") if event["name"] == "thread_name"}
@@ -67,3 +73,25 @@ def test_events_of_a_thread_follow_each_other() -> None:
     for intervals in threads.values():
         assert all(before[1] <= after[0] for before, after in pairwise(sorted(intervals)))
     assert len(threads) == 3
+
+
+def test_levels_are_counters_of_bytes_used_and_allocated() -> None:
+    names = {event["pid"]: event["args"]["name"] for event in events("M") if event["name"] == "process_name"}
+    counters: dict[tuple[str, str], list[tuple[float, dict[str, int]]]] = {}
+    for event in events("C"):
+        counters.setdefault((names[event["pid"]], event["name"]), []).append((event["ts"], event["args"]))
+    assert counters == {
+        ("gpu memory", "running operation"): [(0.0, {"used": 0}), (5e5, {"used": 8192}), (1e6, {"used": 0})],
+        ("gpu memory", "all"): [(0.0, {"used": 0}), (5e5, {"used": 8192}), (1e6, {"used": 0})],
+        ("host memory", "params"): [
+            (0.0, {"used": 1024, "allocated": 4096}),
+            (5e5, {"used": 2048, "allocated": 4096}),
+        ],
+        ("host memory", "gradients"): [(0.0, {"used": 0, "allocated": 1000}), (5e5, {"used": 1000, "allocated": 1000})],
+        ("host memory", "all"): [(0.0, {"used": 1024, "allocated": 5096}), (5e5, {"used": 3048, "allocated": 5096})],
+    }
+
+
+def test_without_levels_there_are_no_counters() -> None:
+    found = trace_of(SPANS, begins_s=100.0, about={})["traceEvents"]
+    assert {event["ph"] for event in found} == {"X", "M"}

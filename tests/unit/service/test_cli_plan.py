@@ -133,8 +133,16 @@ def test_simulated_steps_leave_a_trace(shape: Path, home: Path, tmp_path: Path) 
     trace = tmp_path / "trace.json"
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", str(trace))
     assert result.exit_code == 0, result.output
-    kinds = {event["name"].split()[0] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"}
+    found = json.loads(trace.read_text())
+    kinds = {event["name"].split()[0] for event in found["traceEvents"] if event["ph"] == "X"}
     assert kinds >= {"forward", "backward"}
+    names = {event["pid"]: event["args"]["name"] for event in found["traceEvents"] if event["name"] == "process_name"}
+    most = dict.fromkeys(("gpu memory", "host memory", "ssd memory"), 0)
+    for event in found["traceEvents"]:
+        if event["ph"] == "C" and event["name"] == "all":
+            most[names[event["pid"]]] = max(most[names[event["pid"]]], event["args"]["used"])
+    assert most == {f"{tier} memory": each["peak_nbytes"] for tier, each in found["otherData"]["memory"].items()}
+    assert min(most.values()) > 0
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", "/nowhere/trace.json")
     assert result.exit_code == 1
     assert "/nowhere/trace.json cannot be written" in result.output

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from tests.unit.service.api_client import context_of, serve
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.journal import METRICS, JournalRecord
+from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.spans_file import SIMULATED_FOLDER, StepSpans, keep_step
 from windlass.planner.activations import BlockActivations
@@ -252,12 +253,15 @@ def test_the_simulated_step_is_a_trace(client: TestClient, file_id: str) -> None
     response = client.get(f"{path}/timeline")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "timeline_not_held")
     span = WorkSpan("ssd-0", SpanKind.READ_STATES, 4, 2, 7, 11.0, 12.0, 4096)
-    kept = StepSpans(step=4, start_s=10.0, end_s=14.0, summary={"period_s": 4.0}, spans=(span,))
+    level = Level(Tier.HOST, "params", 100, ((10.0, 60), (12.0, 0)))
+    kept = StepSpans(step=4, start_s=10.0, end_s=14.0, summary={"period_s": 4.0}, spans=(span,), levels=(level,))
     folder = job_dir(context_of(client).settings, job_id) / "prepare"
     folder.mkdir(parents=True)
     keep_step(folder / SIMULATED_FOLDER, kept)
     trace = client.get(f"{path}/timeline").json()
     assert [event["ts"] for event in trace["traceEvents"] if event["ph"] == "X"] == [1e6]
+    counters = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["name"] == "params"]
+    assert [(event["ts"], event["args"]["used"]) for event in counters] == [(0.0, 60), (2e6, 0)]
     assert trace["otherData"] == {"job_id": job_id, "simulated": True, "summary": {"period_s": 4.0}}
     assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan/timeline").status_code == 404
 
