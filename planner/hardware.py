@@ -67,7 +67,7 @@ class Ssds(Part):
 
 
 class Hardware(Part):
-    """One box; several boxes are connected at `network_gb_per_s`, each way."""
+    """One box. Several are connected at `network_gb_per_s`, each way; no plan uses it yet, as a job runs on one box."""
 
     gpus: Gpus
     host: Host
