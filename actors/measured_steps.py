@@ -12,6 +12,9 @@ from windlass.engine.layout import ModelLayout
 from windlass.planner.correction import Done, MeasuredStep
 from windlass.storage.ids import BlockIndex
 
+# So many tell what the others are like: one that something else disturbed must not decide.
+MIN_STEPS = 3
+
 _FORWARD = frozenset((SpanKind.FORWARD, SpanKind.HEAD))
 _OPERATIONS = frozenset((*_FORWARD, SpanKind.BACKWARD, SpanKind.EVALUATE, SpanKind.EVALUATE_HEAD))
 _READS = frozenset((SpanKind.READ_PARAMS, SpanKind.READ_STATES, SpanKind.READ_GRAD, SpanKind.READ_ACTIVATIONS))

@@ -22,9 +22,6 @@ from windlass.planner.plan import Placement
 from windlass.planner.solver import DoesNotFitError, Solution, solution_of
 from windlass.planner.step_costs import PlannedJob, StepCosts
 
-# One that something else disturbed must not decide.
-MIN_STEPS = 3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:

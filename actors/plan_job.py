@@ -11,8 +11,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE
-from windlass.actors.measured_steps import load_measured
-from windlass.actors.plan_correction import MIN_STEPS, RunningJob, correct
+from windlass.actors.measured_steps import MIN_STEPS, load_measured
+from windlass.actors.plan_correction import RunningJob, correct
 from windlass.actors.planned_job import simulate_planned
 from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer
 from windlass.actors.simulation import Stuck, TooLong

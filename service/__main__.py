@@ -6,13 +6,10 @@ import os
 import socket
 import sys
 
-from windlass.service.home import AlreadyUpError, HomeError
-from windlass.service.lifecycle import ERROR_PREFIX
 from windlass.service.logs import set_up_logs
 from windlass.service.processes import die_with_parent
-from windlass.service.ray_cluster import RayStartError
-from windlass.service.settings import Settings, SettingsError, load_settings
-from windlass.service.supervisor import PortInUseError, Supervisor
+from windlass.service.reported_error import ERROR_PREFIX, ReportedError
+from windlass.service.settings import Settings, load_settings
 
 
 def main(arguments: list[str]) -> int:
@@ -29,15 +26,24 @@ def main(arguments: list[str]) -> int:
         settings = load_settings()
         set_up_logs(settings.log_format, options.role)
         if options.role == "supervisor":
-            Supervisor(settings).run()
+            _supervise(settings)
         elif options.role == "api":
             _serve_api(settings, options.listener)
         else:
             _dispatch(settings)
-    except (AlreadyUpError, HomeError, PortInUseError, RayStartError, SettingsError) as error:
+    except ReportedError as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+# Each role imports what it alone needs.
+
+
+def _supervise(settings: Settings) -> None:
+    from windlass.service.supervisor import Supervisor
+
+    Supervisor(settings).run()
 
 
 def _serve_api(settings: Settings, listener_fd: int) -> None:

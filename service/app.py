@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from windlass.service import events, files, health, jobs, models, plans, prometheus, webhooks
 from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
-from windlass.service.errors import install_error_handlers
+from windlass.service.error_answers import install_error_handlers
 from windlass.service.model_check import HubFiles, list_hub_files
 from windlass.service.openapi import install_openapi
 from windlass.service.prometheus import JobCollector, RequestMetrics, RequestMetricsMiddleware

@@ -8,36 +8,14 @@ from typing import ParamSpec, TypeVar
 import typer
 
 from windlass.planner.yaml_files import YamlFileError
-from windlass.service.client import RequestRefusedError, ServiceUnreachableError
-from windlass.service.doctor import DoctorError
-from windlass.service.home import AlreadyUpError, HomeError
-from windlass.service.lifecycle import ERROR_PREFIX, JobsRunningError, StartError
-from windlass.service.ray_cluster import RayStartError
-from windlass.service.settings import SettingsError
-from windlass.service.supervisor import PortInUseError
+from windlass.service.reported_error import ERROR_PREFIX, ReportedError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class CommandError(Exception):
+class CommandError(ReportedError):
     """A command can't do what it was asked; the message says why and what to do."""
-
-
-_REPORTED = (
-    AlreadyUpError,
-    CommandError,
-    DoctorError,
-    HomeError,
-    JobsRunningError,
-    PortInUseError,
-    RayStartError,
-    RequestRefusedError,
-    ServiceUnreachableError,
-    SettingsError,
-    StartError,
-    YamlFileError,
-)
 
 
 def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -47,7 +25,7 @@ def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Resu
     def wrapper(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         try:
             return command(*arguments, **options)
-        except _REPORTED as error:
+        except (ReportedError, YamlFileError) as error:
             print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:

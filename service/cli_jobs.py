@@ -19,7 +19,6 @@ from windlass.service.client import ServiceClient
 from windlass.service.errors import ApiError
 from windlass.service.home import find_serving
 from windlass.service.model_ids import model_dir
-from windlass.service.plan_view import in_words
 from windlass.service.settings import Settings, load_settings
 from windlass.storage.ids import Precision, StatePrecision
 
@@ -92,7 +91,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         metrics = [event for event in client.events(job) if event["type"] == "metrics"]
         extra = found["windlass"]
         is_measured = "measured" in (extra["last_metrics"] or {})
-        compared = in_words(client.plan(job)) if extra["has_plan"] or is_measured else {}
+        compared = _compared(client.plan(job)) if extra["has_plan"] or is_measured else {}
     rows = {
         "job": found["id"],
         "status": found["status"],
@@ -114,6 +113,13 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "hyperparameters": json.dumps(extra["hyperparameters"] or found["hyperparameters"]),
     }
     print_columns([(name, value) for name, value in rows.items() if value not in (None, "")])
+
+
+def _compared(view: dict[str, Any]) -> dict[str, str]:
+    """What was predicted and measured, in words."""
+    from windlass.service.plan_view import in_words  # brings the planner, and NumPy
+
+    return in_words(view)
 
 
 def logs(

@@ -10,21 +10,20 @@ from rich.console import Console
 
 from windlass.planner.hardware import Hardware, example_machines, unusual
 from windlass.planner.reach import DEFAULT_SLACK, Goal
-from windlass.planner.report import PlanReport
 from windlass.planner.shapes import ModelShape
 from windlass.planner.yaml_files import load
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_table import print_columns
-from windlass.service.doctor import HARDWARE_FILE
 from windlass.service.errors import ApiError
 from windlass.service.machine import num_cores
 from windlass.service.model_ids import model_dir
-from windlass.service.settings import Settings, load_settings
+from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
 from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
     from windlass.actors.planning import Planned, PlanQuestion
     from windlass.actors.planning_compare import Comparison
+    from windlass.planner.report import PlanReport
 
 _MEASURED = "measured"
 _MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
@@ -187,7 +186,7 @@ def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":
     return comparison(question, planned)
 
 
-def _print_comparison(own: PlanReport, compared: "Comparison") -> None:
+def _print_comparison(own: "PlanReport", compared: "Comparison") -> None:
     if compared.systems:
         found = ("-", "-", "-", "-", "no")
         if own.step_s is not None and own.tokens_per_s is not None and own.busy_s is not None:
@@ -204,7 +203,7 @@ def _print_comparison(own: PlanReport, compared: "Comparison") -> None:
         print(note)
 
 
-def _print(found: PlanReport) -> None:
+def _print(found: "PlanReport") -> None:
     if not found.feasible:
         print("it does not fit:")
         for reason in found.reasons:

@@ -1,4 +1,7 @@
-"""Commands for the service as a whole: up, down, status, doctor."""
+"""Commands for the service as a whole: up, down, status, doctor.
+
+Each imports what it alone needs: most commands only talk to the service, and shall start at once.
+"""
 
 import logging
 import os
@@ -9,17 +12,13 @@ from typing import Annotated
 
 import typer
 
-from windlass.planner.hardware import unusual
 from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
-from windlass.service.doctor import HARDWARE_FILE, check_limits
 from windlass.service.home import find_serving, prepare_home
-from windlass.service.lifecycle import running_jobs, shut_down, start_detached
+from windlass.service.launch import start_detached
 from windlass.service.machine import Drive, inspect_machine
-from windlass.service.measured_machine import ensure_measured, measure_and_save
 from windlass.service.ray_cluster import RayCluster
-from windlass.service.settings import Settings, load_settings
-from windlass.service.supervisor import Supervisor
+from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
 from windlass.storage.raw_device import is_device_path
 
 _GIB = 1024**3
@@ -44,12 +43,16 @@ def up(
         os.environ["WINDLASS_PORT"] = str(port)
     settings = load_settings(home)
     if (settings.measure if measure is None else measure) and find_serving(settings.home) is None:
+        from windlass.service.measured_machine import ensure_measured
+
         prepare_home(settings.home)
         ensure_measured(settings, lambda line: print(line, flush=True))
     if detach:
         serving = start_detached(settings)
         print(f"windlass is up at {serving.url} (process {serving.process.pid}); end it with `windlass down`")
         return
+    from windlass.service.supervisor import Supervisor
+
     os.umask(0o077)
     os.environ["WINDLASS_HOME"] = str(settings.home)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
@@ -62,6 +65,8 @@ def down(
     home: Home = None,
 ) -> None:
     """End the service, its Ray daemon, and with --force its running jobs."""
+    from windlass.service.lifecycle import shut_down
+
     ended = shut_down(load_settings(home), force=force)
     if ended.supervisor is not None:
         print(f"ended the service at {ended.supervisor.url} (process {ended.supervisor.process.pid})")
@@ -98,6 +103,8 @@ def doctor(
     save: Annotated[Path | None, typer.Option(help="Where the hardware profile goes (default: in the home).")] = None,
 ) -> None:
     """Show what this machine has for jobs, and measure what it does: device, link, memory, optimizer, SSDs."""
+    from windlass.service.doctor import check_limits
+
     settings = load_settings(home)
     directories = [path for path in settings.ssd_dirs if not is_device_path(path)]
     devices = tuple(path for path in settings.ssd_dirs if is_device_path(path))
@@ -125,6 +132,9 @@ def doctor(
 
 
 def _measure(settings: Settings, path: Path) -> None:
+    from windlass.planner.hardware import unusual
+    from windlass.service.measured_machine import measure_and_save
+
     hardware = measure_and_save(settings, path, lambda line: print(line, flush=True))
     print_columns(
         [
@@ -151,6 +161,8 @@ def _of(free_nbytes: int, total_nbytes: int) -> str:
 
 def _leave_ray_to_jobs(settings: Settings) -> None:
     """The end of a service in the foreground: Ray stays where jobs train on it."""
+    from windlass.service.lifecycle import running_jobs
+
     if jobs := running_jobs(settings):
         print(
             f"{len(jobs)} job(s) train on without the service: {', '.join(jobs)}; `windlass up` takes them up again, "

@@ -8,15 +8,17 @@ from typing import Any
 
 import httpx
 
+from windlass.service.reported_error import ReportedError
+
 _TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
 _PAGE = 100
 
 
-class ServiceUnreachableError(RuntimeError):
+class ServiceUnreachableError(ReportedError):
     """Nothing answers at the service's address."""
 
 
-class RequestRefusedError(RuntimeError):
+class RequestRefusedError(ReportedError):
     """The service answered with an error."""
 
 

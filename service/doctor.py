@@ -15,17 +15,16 @@ from windlass.actors.admission import calibrated, disk_of
 from windlass.planner.hardware import GB, GIB, Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.yaml_files import YamlFileError, load
 from windlass.service.machine import Machine
-from windlass.service.settings import Settings
+from windlass.service.reported_error import ReportedError
+from windlass.service.settings import HARDWARE_FILE, Settings
 from windlass.storage.calibration import Calibration
 from windlass.storage.room import memory_available_nbytes
-
-HARDWARE_FILE = "hardware.yaml"  # in the home
 
 _DEADLINE_S = 600.0
 _ENOUGH_DESCRIPTORS = 4096
 
 
-class DoctorError(RuntimeError):
+class DoctorError(ReportedError):
     """Something could not be measured; the text says what and why."""
 
 

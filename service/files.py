@@ -16,7 +16,6 @@ from windlass.storage.sql.files import FileRepository, new_file_id
 from windlass.storage.sql.jobs import JobRepository
 
 TRAINING_PURPOSE = "fine-tune"
-RESULTS_PURPOSE = "fine-tune-results"
 _PART_SUFFIX = ".part"
 _COPY_NBYTES = 1024**2
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import IO
 
 from windlass.service.processes import ProcessId, find_process
+from windlass.service.reported_error import ReportedError
 
 
-class HomeError(RuntimeError):
+class HomeError(ReportedError):
     """The home can't be used as it is."""
 
 
-class AlreadyUpError(RuntimeError):
+class AlreadyUpError(ReportedError):
     """A supervisor serves this home already."""
 
 

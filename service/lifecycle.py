@@ -1,37 +1,25 @@
-"""What `windlass up --detach` and `windlass down` do to the processes of a home."""
+"""What `windlass down` does to the processes and the jobs of a home."""
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-import httpx
 from sqlalchemy.orm import Session
 
-from windlass.service.home import Serving, find_serving, prepare_home
+from windlass.service.home import Serving, find_serving
 from windlass.service.leftovers import remove_arenas, remove_states
 from windlass.service.outcomes import cancel_job, fail_job, open_journal, take_in
 from windlass.service.processes import end_processes
 from windlass.service.ray_cluster import RayCluster
+from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import TERMINAL_STATUSES, JobStatus
 
-ERROR_PREFIX = "error: "
-_UP_TIMEOUT_S = 240.0
 
-
-class StartError(RuntimeError):
-    """The service did not come up."""
-
-
-class JobsRunningError(RuntimeError):
+class JobsRunningError(ReportedError):
     """Ending the service now would end jobs."""
 
 
@@ -42,34 +30,6 @@ class Ended:
     supervisor: Serving | None
     num_ray_processes: int
     failed_jobs: tuple[str, ...]
-
-
-def start_detached(settings: Settings) -> Serving:
-    """Start a supervisor that belongs to no terminal; returns once the API answers. Raises StartError."""
-    prepare_home(settings.home)
-    log_path = settings.home / "logs" / "supervisor.log"
-    with log_path.open("ab") as log:
-        offset = log.tell()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "windlass.service", "supervisor"],
-            env={**os.environ, "WINDLASS_HOME": str(settings.home)},
-            cwd=settings.home,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + _UP_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise StartError(_last_error(log_path, offset))
-        serving = find_serving(settings.home)
-        if serving is not None and serving.process.pid == process.pid and _is_healthy(serving.url):
-            return serving
-        time.sleep(0.1)
-    process.terminate()
-    process.wait()
-    raise StartError(f"the API did not answer within {_UP_TIMEOUT_S:g} s; see {log_path.parent}")
 
 
 def shut_down(settings: Settings, *, force: bool) -> Ended:
@@ -132,18 +92,3 @@ def _database(settings: Settings) -> Iterator[Database]:
 def _jobs(database: Database, *statuses: JobStatus) -> Sequence[Job]:
     with database.read() as session:
         return JobRepository(session).with_status(*statuses)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/healthz", timeout=5.0).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def _last_error(log_path: Path, offset: int) -> str:
-    with log_path.open("rb") as log:
-        log.seek(offset)
-        lines = log.read().decode(errors="replace").splitlines()
-    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-    return errors[-1] if errors else f"the supervisor ended at once; see {log_path}"

@@ -4,8 +4,6 @@ import logging
 import sys
 from enum import StrEnum
 
-from pythonjsonlogger.json import JsonFormatter
-
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _RENAMED = {"asctime": "time", "levelname": "level", "name": "logger"}
 
@@ -21,6 +19,8 @@ def set_up_logs(format: LogFormat, role: str) -> None:
     """To standard error. `role`: which process this is."""
     handler = logging.StreamHandler(sys.stderr)
     if format is LogFormat.JSON:
+        from pythonjsonlogger.json import JsonFormatter
+
         formatter: logging.Formatter = JsonFormatter(
             "%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=_RENAMED, static_fields={"process": role}
         )

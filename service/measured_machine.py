@@ -14,11 +14,11 @@ import psutil
 
 from windlass.planner.hardware import GIB, Hardware, save_hardware, unusual
 from windlass.planner.yaml_files import YamlFileError, load
-from windlass.service.doctor import HARDWARE_FILE, DoctorError, measure_hardware
+from windlass.service.doctor import DoctorError, measure_hardware
 from windlass.service.lifecycle import running_jobs
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.ray_cluster import RayCluster
-from windlass.service.settings import Settings
+from windlass.service.settings import HARDWARE_FILE, Settings
 
 _FACTS_FILE = "measured.json"  # in the home, beside the profile
 # Kernels keep more or less for themselves: as much may differ.

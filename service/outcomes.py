@@ -10,7 +10,6 @@ from sqlalchemy.orm import Session
 
 from windlass.actors.journal import JournalReader, JournalRecord
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
-from windlass.service.files import RESULTS_PURPOSE
 from windlass.service.job_plans import keep_plan, plans_of
 from windlass.service.job_specs import journal_path
 from windlass.service.leftovers import output_dir
@@ -24,6 +23,7 @@ from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
 
 RESULT_FILENAME = "step_metrics.csv"
+RESULTS_PURPOSE = "fine-tune-results"
 # More in a row, without a step that is newly committed, and what ends them is taken to be the job itself.
 _MAX_FRUITLESS_ATTEMPTS = 3
 # ... of those that are the first by another plan, before the one that they were fruitful by holds again.

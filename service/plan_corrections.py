@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.actors.plan_correction import MIN_STEPS
+from windlass.actors.measured_steps import MIN_STEPS
 from windlass.actors.spans_file import FOLDER
 from windlass.service.job_plans import keep_plan, load_plan, load_question
 from windlass.service.job_specs import job_dir

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from windlass.service.processes import ProcessId, end_processes, find_process, with_descendants
+from windlass.service.reported_error import ReportedError
 
 NAMESPACE = "windlass"
 # One job at a time holds the machine's device(s); Ray knows it as this resource.
@@ -33,7 +34,7 @@ _START_TIMEOUT_S = 120.0
 _OBJECT_STORE_NBYTES = 80 * 1024**2
 
 
-class RayStartError(RuntimeError):
+class RayStartError(ReportedError):
     """Ray could not be started."""
 
 

@@ -4,7 +4,6 @@ No key exists yet, so the service answers on loopback only. A web page of somebo
 requests there: such requests name a foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
 """
 
-import ipaddress
 from urllib.parse import urlsplit
 
 import anyio
@@ -12,7 +11,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.service.errors import ApiError, error_response
+from windlass.service.error_answers import error_response
+from windlass.service.errors import ApiError
+from windlass.service.loopback import is_loopback
 
 _SECURITY_HEADERS = {
     # Charts set inline styles; scripts come from this service only.
@@ -24,16 +25,6 @@ _SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _DRAIN_TIMEOUT_S = 60.0
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address can only mean this machine."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class SecurityHeadersMiddleware:

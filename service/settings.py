@@ -9,19 +9,19 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
-from sqlalchemy import make_url
-from sqlalchemy.exc import ArgumentError
 
 from windlass.actors.cores import numa_nodes
 from windlass.service.errors import describe_value
 from windlass.service.logs import LogFormat
+from windlass.service.loopback import is_loopback
 from windlass.service.machine import num_cores
-from windlass.service.security import is_loopback
+from windlass.service.reported_error import ReportedError
 from windlass.storage.raw_device import is_device_path
-from windlass.storage.sql.database import SUPPORTED_DATABASES
 
 ENV_PREFIX = "WINDLASS_"
+# Both in the home.
 SETTINGS_FILE = "windlass.toml"
+HARDWARE_FILE = "hardware.yaml"
 
 # From so many cores on, each thread of a job has one of its own. With fewer, on a machine without a GPU, that costs
 # more than sharing them (docs/decisions/0008-thread-budgets.md).
@@ -31,7 +31,7 @@ _TB_NBYTES = 10**12  # as data sheets count
 _Tbw = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class SettingsError(ValueError):
+class SettingsError(ReportedError, ValueError):
     """A setting is wrong. The message names its source, its key and its value."""
 
 
@@ -116,7 +116,15 @@ class Settings(BaseSettings):
 
     @field_validator("database_url")
     @classmethod
-    def _known_database(cls, value: str) -> str:
+    def _known_database(cls, value: str, info: ValidationInfo) -> str:
+        if value == _database_of(info.data["home"]):
+            return value
+        # Here, as it is most of what a command without a database imports.
+        from sqlalchemy import make_url
+        from sqlalchemy.exc import ArgumentError
+
+        from windlass.storage.sql.database import SUPPORTED_DATABASES
+
         try:
             backend = make_url(value).get_backend_name()
         except ArgumentError as error:
@@ -137,7 +145,7 @@ class Settings(BaseSettings):
     def _fill_from_home(cls, values: dict[str, Any]) -> dict[str, Any]:
         home = Path(values["home"]).expanduser().absolute()
         defaults = {
-            "database_url": f"sqlite:///{home / 'windlass.db'}",
+            "database_url": _database_of(home),
             "ssd_dirs": (home / "ssd0", home / "ssd1"),
             "models_dir": home / "models",
         }
@@ -186,6 +194,11 @@ class Settings(BaseSettings):
         ssd_dirs = (path for path in self.ssd_dirs if not is_device_path(path))
         for path in (self.home, self.files_dir, self.jobs_dir, self.fine_tuned_dir, self.models_dir, *ssd_dirs):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _database_of(home: Path) -> str:
+    """The URL of a home's own database."""
+    return f"sqlite:///{home / 'windlass.db'}"
 
 
 def load_settings(home: Path | None = None) -> Settings:

@@ -19,6 +19,7 @@ from types import FrameType
 from windlass.service.home import HomeLock, prepare_home
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.ray_cluster import RayCluster
+from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import migrate
 
@@ -30,7 +31,7 @@ _STEADY_S = 60.0
 _GRACE_S = 8.0
 
 
-class PortInUseError(RuntimeError):
+class PortInUseError(ReportedError):
     """Another program listens where the API should."""
 
 

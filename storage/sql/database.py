@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.orm import Session
 
@@ -52,6 +50,10 @@ class Database:
 def migrate(url: str) -> None:
     """Bring the schema to the newest version; two processes may try at once."""
     engine = _open_engine(url)
+    # Here, as only the process that starts a service needs it.
+    from alembic import command
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
     try:

@@ -93,3 +93,21 @@ def test_light_actors_do_not_load_what_is_heavy(modules: tuple[str, ...], tmp_pa
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("role", "absent"),
+    [
+        ("windlass.service.supervisor", ("torch", "transformers", "ray", "fastapi", "numpy", "alembic")),
+        ("windlass.service.app", ("torch", "transformers", "ray", "alembic")),
+        ("windlass.service.dispatcher_process", ("torch", "transformers", "fastapi", "alembic")),
+        ("windlass.service.lifecycle", ("torch", "transformers", "ray", "fastapi", "alembic")),
+    ],
+    ids=["supervisor", "api", "dispatcher", "down"],
+)
+def test_a_process_of_the_service_holds_what_it_needs(role: str, absent: tuple[str, ...], tmp_path: Path) -> None:
+    code = f"import sys, {role}\nprint([name for name in {absent} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

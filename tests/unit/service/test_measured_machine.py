@@ -10,11 +10,11 @@ import yaml
 from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.yaml_files import load
 from windlass.service import measured_machine
-from windlass.service.doctor import HARDWARE_FILE, DoctorError
+from windlass.service.doctor import DoctorError
 from windlass.service.machine import Gpu
 from windlass.service.measured_machine import ensure_measured, measure_and_save
 from windlass.service.ray_cluster import RayCluster
-from windlass.service.settings import Settings, load_settings
+from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
 
 PROFILE = load(Hardware, example_machines()["memascend-2"])
 

@@ -21,10 +21,9 @@ from windlass.planner.placement_json import from_json, to_json
 from windlass.planner.plan import Placement
 from windlass.service import cli_jobs, job_plans
 from windlass.service.client import ServiceClient
-from windlass.service.doctor import HARDWARE_FILE
 from windlass.service.job_specs import job_dir
 from windlass.service.preparation import Results
-from windlass.service.settings import Settings
+from windlass.service.settings import HARDWARE_FILE, Settings
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.statuses import JobStatus

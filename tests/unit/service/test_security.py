@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import serve, upload
-from windlass.service.security import is_loopback
+from windlass.service.loopback import is_loopback
 from windlass.service.settings import Settings
 
 

@@ -1,0 +1,94 @@
+"""The one envelope in which clients get to see what went wrong."""
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from windlass.service.errors import ApiError, describe_value
+from windlass.storage.sql.errors import NotFound, StatusConflict
+from windlass.storage.sql.statuses import IllegalTransition
+
+_log = logging.getLogger(__name__)
+
+_HTTP_CODES = {
+    HTTPStatus.NOT_FOUND: "unknown_url",
+    HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+}
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """The envelope. Illegal changes answer 400, never 409, which clients take as a reason to try again."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every failure answer with the envelope."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(NotFound, _on_not_found)
+    app.add_exception_handler(IllegalTransition, _on_illegal_change)
+    app.add_exception_handler(StatusConflict, _on_illegal_change)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_unexpected)
+
+
+def _on_api_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+def _on_not_found(_request: Request, error: Exception) -> JSONResponse:
+    return error_response(ApiError(str(error), status=404, code="not_found"))
+
+
+def _on_illegal_change(_request: Request, error: Exception) -> JSONResponse:
+    return error_response(ApiError(str(error), code="invalid_state"))
+
+
+def _on_invalid_request(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]  # the client's next try will meet the others
+    return error_response(invalid_request(first))
+
+
+def invalid_request(detail: dict[str, Any]) -> ApiError:
+    """What a client is told about one error that pydantic found."""
+    kind, location = detail["type"], list(detail["loc"])
+    if kind == "json_invalid":
+        return ApiError(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
+    if location and location[0] in ("body", "query", "path", "header"):
+        location = location[1:]
+    param = ".".join(str(part) for part in location) or None
+    if kind == "extra_forbidden":
+        return ApiError(f"unrecognized parameter: {param}", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(f"missing parameter: {param or 'the body'}", param=param, code="missing_parameter")
+    message = detail["msg"].removeprefix("Value error, ")
+    value = describe_value(detail.get("input"))
+    where = f"{param}: " if param else ""
+    return ApiError(f"{where}{message}, got {value}", param=param, code="invalid_value")
+
+
+def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message, code = str(error.detail), _HTTP_CODES.get(HTTPStatus(error.status_code))
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"unknown URL: {request.method} {request.url.path}"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.method} is not allowed on {request.url.path}"
+    headers = dict(error.headers) if error.headers else None
+    return error_response(ApiError(message, status=error.status_code, code=code), headers)
+
+
+def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
+    # Starlette raises the error again for the server's log; the client learns nothing of the inside.
+    _log.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
+    return error_response(ApiError("the service failed; its log says why", status=500, code="internal_error"))
