@@ -1,12 +1,21 @@
-"""`make test` runs the tests in as many processes as there are cores (pytest-xdist); this is what that takes."""
+"""`make test` runs the tests in as many processes as there are cores (pytest-xdist): what that takes.
+
+And what all tests of a run share: kernels, compiled once.
+"""
 
 import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
+
+from windlass.engine.kernel_cache import load_kernel
+from windlass.engine.optimizer_formulas import Format
+from windlass.storage.ids import StatePrecision
 
 _TESTS = Path(__file__).parent
 # What tests of these folders start (Ray, the service, a browser) takes more than one core, and they look at what the
@@ -41,3 +50,31 @@ class _FolderScheduling(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """What shares the tests out. Not `--dist=loadgroup`: pytest 9.2 ignores the names by which xdist 3.8 groups."""
     return _FolderScheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """A cache that holds the AdamW kernels of bf16 models with bf16 gradients, for all three precisions of states.
+
+    The processes of a run share it: `load_kernel` lets one compile while the others wait. None: there is no compiler.
+    """
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return None
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    directory /= "kernels"
+    formats = [
+        Format(grad=torch.bfloat16, param=torch.bfloat16, states=states, decoupled=True) for states in StatePrecision
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda kernel: load_kernel(kernel, directory), formats))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def kernel_dir(compiled_kernels: Path | None) -> Path:
+    """The same, for tests of the kernels themselves."""
+    if compiled_kernels is None:
+        pytest.skip(f"there is no C++ compiler: {os.environ.get('CXX', 'g++')}")
+    return compiled_kernels

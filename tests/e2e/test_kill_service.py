@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections import Counter
@@ -44,16 +45,21 @@ def _events(installation: Installation, job_id: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
-    installation: Installation, tmp_path: Path
+    installation: Installation, tmp_path: Path, compiled_kernels: Path | None, compiles: bool
 ) -> None:
+    """`compiles`: in a home that has no compiled kernel yet, which takes longer than all the rest."""
+    kernels = installation.home / "kernels"
+    if compiled_kernels is not None and not compiles:
+        shutil.copytree(compiled_kernels, kernels)
     make_tiny_model(installation.home / "models" / "tiny")
     installation.home.chmod(0o700)
     training_file, validation_file = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
     write_examples(training_file, _NUM_STEPS)
     write_examples(validation_file, 4)
     installation.ok("up", "--detach")
-    options = ("--epochs", "1", "--batch-size", "1", "--sequence-length", "32", "--precision", "fp32")
+    options = ("--epochs", "1", "--batch-size", "1", "--sequence-length", "32", "--precision", "bf16")
     job_id = installation.ok(
         *("submit", "tiny", str(training_file), "--validation-file", str(validation_file), *options),
         *("--learning-rate", "0.001", "--set", "seed=7"),
@@ -89,4 +95,9 @@ def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
     assert model_id in installation.ok("models")
     files = installation.ok("files")
     assert all(name in files for name in ("step_metrics.csv", "train.jsonl", "valid.jsonl")), files
+    if compiled_kernels is not None:
+        names = {path.name for path in compiled_kernels.glob("*.so")}
+        made = {path.name for path in kernels.glob("*.so")}
+        assert made <= names
+        assert len(made) == (1 if compiles else len(names))
     installation.ok("down")
