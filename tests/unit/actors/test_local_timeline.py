@@ -163,7 +163,7 @@ def test_states_that_rest_in_memory_and_gradients_that_spill(tmp_path: Path) -> 
 @pytest.mark.usefixtures("small_activation_slots")
 def test_activations_that_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(target: torch.Tensor, source: torch.Tensor) -> None:
-        time.sleep(0.01)  # longer than the block before takes to compute
+        time.sleep(0.002)  # for all its tensors that is longer than the block before takes to compute
         copy(target, source)
 
     monkeypatch.setattr(activations_host, "copy", slowly)
