@@ -71,16 +71,17 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
     waiting = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
     shown = _wait_for(installation, waiting, lambda job: job["windlass"]["waiting_reason"] is not None, "waiting")
     assert f"is in use by job {running}" in shown
-    installation.ok("cancel", waiting)
-    _wait_for_status(installation, waiting, "cancelled")
+    unprepared = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
+    assert "is cancelled" in installation.ok("cancel", unprepared)
+    _wait_for_status(installation, unprepared, "cancelled")
     assert running in installation.refused("down")
     assert "1 running" in installation.ok("status")
     _wait_for_step(installation, running)
     assert "after its step" in installation.ok("cancel", running)
     _wait_for_status(installation, running, "cancelled")
 
-    # Ended by force while it runs: failed, and the next service knows.
-    forced = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
+    # The one that waited is ended by force while it runs: failed, and the next service knows.
+    forced = waiting
     _wait_for_step(installation, forced)
     assert f"job {forced} has failed" in installation.ok("down", "--force")
     assert not list(installation.home.glob("ssd*/*.store"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.disk_images import IMAGE_NBYTES
-from tests.integration.resume_stage import ResumeStage, resume_stage
+from tests.integration.resume_stage import ResumeStage, Undisturbed, resume_stage
 from tests.training import has_direct_io
 
 MakeLoop = Callable[..., Path]
@@ -31,16 +31,33 @@ def require(what: str, *command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def direct_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for a home, where SSD servers can work."""
+    return _make_direct_home(tmp_path_factory)
+
+
+@pytest.fixture(scope="package")
+def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumeStage]:
+    """One for all: to start Ray takes longer than a job."""
+    with resume_stage(_make_direct_home(tmp_path_factory)) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def stage(shared_stage: ResumeStage) -> ResumeStage:
+    """Where the tests of a module run their jobs."""
+    return shared_stage
+
+
+@pytest.fixture(scope="package")
+def undisturbed(shared_stage: ResumeStage) -> Undisturbed:
+    """What every job of `NUM_STEPS` steps must come to, on whichever stage."""
+    return shared_stage.train_undisturbed()
+
+
+def _make_direct_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     if not has_direct_io(home):
         pytest.skip(f"the file system of {home} refuses O_DIRECT, which SSD servers need")
     return home
-
-
-@pytest.fixture(scope="module")
-def stage(direct_home: Path) -> Iterator[ResumeStage]:
-    with resume_stage(direct_home) as stage:
-        yield stage
 
 
 @pytest.fixture

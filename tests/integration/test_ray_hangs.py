@@ -32,11 +32,6 @@ def stage(direct_home: Path) -> Iterator[ResumeStage]:
         yield stage
 
 
-@pytest.fixture(scope="module")
-def undisturbed(stage: ResumeStage) -> Undisturbed:
-    return stage.train_undisturbed()
-
-
 QUICK = [("gpu-0", "backward", signal.SIGSTOP)]
 CASES = [
     pytest.param(

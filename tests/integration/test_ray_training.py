@@ -183,10 +183,15 @@ ACTIVATIONS = (
 @pytest.mark.parametrize(
     ("precision", "num_microbatches", "placement"),
     [
-        pytest.param(Precision.FP32, 1, Placement(), id="fp32"),
+        # Each precision once; all placements agree in one process, too (tests/unit/actors/test_parity_matrix.py).
+        pytest.param(Precision.FP32, 1, Placement(), id="fp32", marks=pytest.mark.long),
         pytest.param(Precision.FP32, 4, Placement(host_blocks=(1,), device_blocks=(3,), commit_every=4), id="mixed"),
         pytest.param(Precision.BF16, 1, Placement(num_host_grad_blocks=1), id="gradients on SSDs"),
-        pytest.param(Precision.BF16, 4, Placement(host_blocks=EVERY_BLOCK), id="states in host memory"),
+        pytest.param(
+            *(Precision.BF16, 4, Placement(host_blocks=EVERY_BLOCK)),
+            id="states in host memory",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             Precision.FP16,
             4,
@@ -258,7 +263,10 @@ def test_cancelled_before_it_trains(driver: Driver, tmp_path: Path) -> None:
     assert leftovers_of(spec) == []
 
 
-@pytest.mark.parametrize("victim", ["gpu-0", "optimizer-0", "ssd-0"])
+# What follows the death of ssd-0 is also in test_ray_resume.py.
+@pytest.mark.parametrize(
+    "victim", ["gpu-0", *(pytest.param(each, marks=pytest.mark.long) for each in ("optimizer-0", "ssd-0"))]
+)
 def test_a_killed_process_interrupts_the_attempt_by_its_name(driver: Driver, tmp_path: Path, victim: str) -> None:
     # The deadline is longer than this test may take: what waits for the dead process must not wait for it.
     spec = make_spec(tmp_path, total_steps=2000, deadline_s=600.0)
@@ -308,6 +316,8 @@ def huge_layout() -> ModelLayout:
     return ModelLayout(blocks=blocks, tied={}, chunk_numel=chunk_numel, shared=shared)
 
 
+# In test_kill_service.py it is the dispatcher that dies.
+@pytest.mark.long
 def test_the_death_of_who_started_it_does_not_end_a_job(home: Path, cwd: Path, driver: Driver, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, total_steps=20)
     starter = Driver(home, cwd)
