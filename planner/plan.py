@@ -180,9 +180,17 @@ def make_plan(
     if host_memory_nbytes is None:
         limit, advice = f"the machine has {limit_nbytes} bytes to spare", "close other programs, or stop other jobs"
     raise PlanError(
-        f"the job needs {plan.arena_nbytes} bytes ({plan.arena_nbytes / 2**30:.2f} GiB) of host memory for its "
+        f"the job needs {plan.arena_nbytes} bytes ({told_nbytes(plan.arena_nbytes)}) of host memory for its "
         f"buffers, and {limit}; {advice}"
     )
+
+
+def told_nbytes(nbytes: int) -> str:
+    """For people: in the largest unit of which there is a hundredth at least, so that something is never told as 0."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size / 100:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

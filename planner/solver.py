@@ -20,6 +20,7 @@ from windlass.planner.plan import (
     Plan,
     PlanError,
     make_plan,
+    told_nbytes,
 )
 from windlass.planner.program import Assignment, Outcome, Program, outcome_of, shortfall, shortfall_of, solve
 from windlass.planner.speeds import Speeds
@@ -47,9 +48,7 @@ class DoesNotFitError(ValueError):
         return self._find_missing()
 
     def __str__(self) -> str:
-        parts = [
-            f"{nbytes / 2**30:.2f} GiB of {tier.name.lower()} memory" for tier, nbytes in self.missing.items() if nbytes
-        ]
+        parts = [f"{told_nbytes(nbytes)} of {tier.name.lower()} memory" for tier, nbytes in self.missing.items() if nbytes]
         return f"no plan fits; it lacks {' and '.join(parts) or 'memory'}"
 
 

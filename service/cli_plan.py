@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from windlass.planner.hardware import Hardware, example_machines, unusual
+from windlass.planner.hardware import GIB, Hardware, example_machines, unusual
+from windlass.planner.plan import told_nbytes
 from windlass.planner.reach import DEFAULT_SLACK, Goal
 from windlass.planner.shapes import ModelShape
 from windlass.planner.yaml_files import load
@@ -194,7 +195,9 @@ def _print_comparison(own: "PlanReport", compared: "Comparison") -> None:
             found = (f"{own.step_s:.3g}", f"{own.tokens_per_s:.4g}", gpu, str(own.bottleneck), "yes")
         rows = [("system", "step, s", "tokens a second", "GPU busy", "busiest", "fits"), ("windlass", *found)]
         for each in compared.systems:
-            lacks = ", ".join(f"{gib:.1f} GiB of {memory} memory" for memory, gib in each.missing_gib.items())
+            lacks = ", ".join(
+                f"{told_nbytes(int(gib * GIB))} of {memory} memory" for memory, gib in each.missing_gib.items()
+            )
             fits = f"no: lacks {lacks}" if lacks else "yes"
             gpu = f"{each.gpu_share:.0%}"
             rows.append((each.system, f"{each.step_s:.3g}", f"{each.tokens_per_s:.4g}", gpu, each.bottleneck, fits))

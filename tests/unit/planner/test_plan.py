@@ -18,6 +18,7 @@ from windlass.planner.plan import (
     Plan,
     PlanError,
     make_plan,
+    told_nbytes,
 )
 
 CHUNK = 4096
@@ -313,6 +314,21 @@ def test_sums_between_groups_take_a_slot_for_each_use_of_a_chunk() -> None:
     with pytest.raises(PlanError, match=f"its budget is {budget // 2} bytes"):
         plan(num_microbatches=4, placement=Placement(group_size=2), host_memory_nbytes=budget // 2)
     assert plan(num_microbatches=4, placement=Placement(group_size=2), host_memory_nbytes=budget).arena_nbytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"),
+    [
+        (3 * GIB // 2, "1.50 GiB"),
+        (GIB // 100 + 1, "0.01 GiB"),
+        (GIB // 100 - 1, "10.24 MiB"),
+        (271136, "0.26 MiB"),
+        (10_000, "10000 bytes"),
+        (1, "1 bytes"),
+    ],
+)
+def test_bytes_are_told_in_a_unit_that_shows_them(nbytes: int, told: str) -> None:
+    assert told_nbytes(nbytes) == told
 
 
 def test_an_empty_group_is_refused() -> None:
