@@ -218,11 +218,13 @@ def _solve(
 ) -> tuple[PlannedJob, Solution, list[Solution]]:
     """The best by the cost model, with the device's memory counted exactly; and others that may fit or not.
 
-    What the program leaves out is taken off its limit, until it fits.
+    What the program leaves out of the plan that it finds is taken off its limit, until what it finds fits.
     """
     job = profiles.job(question, num_microbatches)
     speeds, limits = question.speeds, question.limits
-    taken_off, step, excess = 0.0, 0.0, math.inf
+    taken_off, too_little, excess = 0.0, 0.0, math.inf
+    best: tuple[PlannedJob, Solution, list[Solution]] | None = None
+    least_excess = math.inf
     too_much: float | None = None  # where so much is taken off there is no assignment
     for _ in range(_MAX_CORRECTIONS):
         less = replace(limits, device_nbytes=limits.device_nbytes - taken_off)
@@ -230,28 +232,35 @@ def _solve(
             less = replace(less, host_nbytes=limits.host_nbytes - taken_off)
         try:
             solution, *others = candidates(job, speeds, less)
-        except DoesNotFitError as error:
+        except DoesNotFitError:
             if not taken_off:
                 raise
-            missing, too_much = error, taken_off
-            taken_off -= step / 2
-            step /= 2
+            too_much = taken_off
+            taken_off = (too_little + too_much) / 2
             continue
         if question.num_layers is not None:  # there is no such model to go through
             return job, solution, others
         last_excess = excess
         exact, excess = _counted(question, profiles, job, solution)
+        left_out = exact.nbytes[Tier.DEVICE] - solution.nbytes[Tier.DEVICE]
+        if best is not None:
+            return (job, exact, others) if excess <= 0 and exact.cost < best[1].cost else best
         if excess <= 0:
-            return job, exact, others
+            best = job, exact, others
+            if not too_little < left_out < taken_off:
+                return best
+            taken_off = left_out  # more was taken off than is left out of this one: there may be a better one
+            continue
+        least_excess = min(least_excess, excess)
         # What takes the place of what is left out may take more itself; where that goes on, steps must grow.
-        step = max(1.25 * excess, 2 * step if excess > last_excess / 2 else 0.0)
+        growing = 2 * (taken_off - too_little) if excess > last_excess / 2 else 0.0
+        too_little, taken_off = taken_off, max(left_out, taken_off + max(excess, growing))
         if too_much is not None:
-            step = min(step, (too_much - taken_off) / 2)
-        taken_off += step
-    if too_much is not None:
-        raise missing
+            taken_off = min(taken_off, (too_little + too_much) / 2)
+    if best is not None:
+        return best
     short = Tier.HOST if speeds.shares_cores else Tier.DEVICE
-    raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(excess)})
+    raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(least_excess)})
 
 
 def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, solution: Solution) -> tuple[Solution, float]:
@@ -351,7 +360,10 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
     for words, update in twice.items():
         changed = with_part(hardware, **update)
         faster = replace(question, hardware=changed)
-        other = solve_job(job, faster.speeds, faster.limits)
+        try:
+            other = solve_job(job, faster.speeds, faster.limits)
+        except DoesNotFitError:  # what fits here fits there: only the search for something better may miss
+            continue
         if other.step_s < (1 - WORTH) * solution.step_s:
             found.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")
     return found

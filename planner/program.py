@@ -3,6 +3,7 @@
 A step has *parts* that take time (computing forward, reading from SSDs, ...). Every way of a block adds so many seconds
 to each part and so many bytes to each tier. What a step takes is the largest of some *bounds*, each a sum of parts: a
 resource is busy with all that it does, and what must wait for something else comes after it. Every tier has a limit.
+Most bytes on a tier add up; some are in a buffer that never holds more than so many.
 
 AutoHete's program (section 3.2) counts the blocks that recompute, offload their params, offload their optimizer states;
 here the ways are given by the caller. Solved by HiGHS, of SciPy.
@@ -27,6 +28,7 @@ class Way:
     seconds: tuple[float, ...]  # to each part
     nbytes: tuple[float, ...]  # to each tier
     movable_nbytes: float = 0.0  # of these, what the overflow may move
+    buffered_nbytes: tuple[float, ...] = ()  # besides these, to each buffer; (): nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,14 @@ class Overflow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """On a tier: it takes as much as goes there, and at most so much."""
+
+    tier: int
+    most_nbytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """All that there is to decide."""
 
@@ -64,6 +74,7 @@ class Program:
     limits: tuple[float, ...]  # bytes of each tier
     bounds: tuple[Bound, ...]
     overflow: Overflow | None = None
+    buffers: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +101,17 @@ class Outcome:
 
 def outcome_of(program: Program, assignment: Assignment) -> Outcome:
     """Exact, and whether it fits or not."""
-    seconds, nbytes = list(program.seconds), list(program.nbytes)
+    seconds, nbytes, buffered = list(program.seconds), list(program.nbytes), [0.0] * len(program.buffers)
     for alike, counts in zip(program.blocks, assignment.counts, strict=True):
         for way, count in zip(alike.ways, counts, strict=True):
             for part, each in enumerate(way.seconds):
                 seconds[part] += count * each
             for tier, each in enumerate(way.nbytes):
                 nbytes[tier] += count * each
+            for i, each in enumerate(way.buffered_nbytes):
+                buffered[i] += count * each
+    for buffer, each in zip(program.buffers, buffered, strict=True):
+        nbytes[buffer.tier] += min(each, buffer.most_nbytes)
     if program.overflow is not None:
         nbytes[program.overflow.source] -= assignment.moved_nbytes
         nbytes[program.overflow.target] += assignment.moved_nbytes
@@ -132,7 +147,8 @@ def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -
 
 
 class _Variables:
-    """Columns: a count for each way, moved bytes, the step's time, and what each tier lacks.
+    """Columns: a count for each way, moved bytes, the step's time, what each tier lacks, what each buffer takes, and
+    whether it is full.
 
     Bytes are counted in shares of their tier's limit, or of what is large there, as HiGHS tells numbers apart to some
     digits only.
@@ -155,16 +171,21 @@ class _Variables:
         if overflow:
             self._nbytes[overflow.source, -1], self._nbytes[overflow.target, -1] = -self._moved_unit, self._moved_unit
         self._movable = np.array([way.movable_nbytes for way in ways]) / self._moved_unit
+        nothing = (0.0,) * len(program.buffers)
+        buffered = np.array([way.buffered_nbytes or nothing for way in ways]).T.reshape(len(nothing), len(ways))
+        units = self._units[[buffer.tier for buffer in program.buffers]]
+        self._buffered = buffered / units[:, None]
+        self._most_buffered = np.array([buffer.most_nbytes for buffer in program.buffers]) / units
 
     def minimize(
         self, *, elastic: Collection[int] = (), only: int | None = None
     ) -> tuple[Assignment, tuple[float, ...]] | None:
         """The step's time; of what `elastic` tiers lack, if there are any, all or `only` one."""
         program, num_ways = self._program, self._num_ways
-        num_tiers = len(program.limits)
+        num_tiers, num_buffers = len(program.limits), len(program.buffers)
         step = num_ways + 1
-        width = step + 1 + num_tiers
-        constraints = [*self._all_go_a_way(width), *self._bounds(width), self._tiers(width)]
+        width = step + 1 + num_tiers + 2 * num_buffers
+        constraints = [*self._all_go_a_way(width), *self._bounds(width), self._tiers(width), *self._buffers(width)]
         movable = np.zeros((1, width))
         movable[0, :num_ways], movable[0, num_ways] = -self._movable, 1.0
         constraints.append(scipy.optimize.LinearConstraint(movable, ub=[0.0]))
@@ -176,10 +197,12 @@ class _Variables:
             costs[[step + 1 + tier for tier in (elastic if only is None else (only,))]] = 1.0
         integrality = np.zeros(width)
         integrality[:num_ways] = 1
+        integrality[width - num_buffers :] = 1
         upper = np.full(width, np.inf)
         upper[:num_ways] = [alike.count for alike in program.blocks for _ in alike.ways]
         upper[num_ways] = np.inf if program.overflow else 0.0
-        upper[step + 1 :] = 0.0
+        upper[step + 1 : step + 1 + num_tiers] = 0.0
+        upper[width - num_buffers :] = 1.0
         upper[[step + 1 + tier for tier in elastic]] = np.inf
         found = scipy.optimize.milp(
             costs,
@@ -194,7 +217,7 @@ class _Variables:
         lengths = [len(alike.ways) for alike in program.blocks]
         starts = np.cumsum([0, *lengths]).tolist()
         by_kind = tuple(tuple(counts[start : start + n]) for start, n in zip(starts, lengths, strict=False))
-        lacking = found.x[step + 1 :] * self._units
+        lacking = found.x[step + 1 : step + 1 + num_tiers] * self._units
         moved = float(found.x[num_ways] * self._moved_unit)
         return Assignment(counts=by_kind, moved_nbytes=moved), tuple(lacking.tolist())
 
@@ -218,8 +241,32 @@ class _Variables:
 
     def _tiers(self, width: int) -> "scipy.optimize.LinearConstraint":
         program, num_columns = self._program, self._num_ways + 1
-        rows = np.zeros((len(program.limits), width))
+        num_tiers, num_buffers = len(program.limits), len(program.buffers)
+        first_buffer = num_columns + 1 + num_tiers
+        rows = np.zeros((num_tiers, width))
         rows[:, :num_columns] = self._nbytes / self._units[:, None]
-        rows[:, num_columns + 1 :] = -np.eye(len(program.limits))
+        rows[:, num_columns + 1 : first_buffer] = -np.eye(num_tiers)
+        for buffer in range(num_buffers):
+            rows[program.buffers[buffer].tier, first_buffer + buffer] = 1.0
         free = (np.array(program.limits) - np.array(program.nbytes)) / self._units
         return scipy.optimize.LinearConstraint(rows, ub=free)
+
+    def _buffers(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
+        """Each takes all that goes there, or is full; then it takes the most."""
+        num = len(self._program.buffers)
+        if not num:
+            return []
+        blocks = self._program.blocks
+        starts = np.cumsum([0, *(len(alike.ways) for alike in blocks[:-1])])
+        most_there = np.maximum.reduceat(self._buffered, starts, axis=1) @ [alike.count for alike in blocks]
+        all_there = np.zeros((num, width))
+        all_there[:, : self._num_ways] = self._buffered
+        all_there[:, width - 2 * num : width - num] = -np.eye(num)
+        all_there[:, width - num :] = -np.diag(most_there)
+        full = np.zeros((num, width))
+        full[:, width - 2 * num : width - num] = -np.eye(num)
+        full[:, width - num :] = np.diag(self._most_buffered)
+        rows = np.vstack([all_there, full])
+        # Whether one is full is a number that is 0 or 1 to some digits only: it must not count for more than the rest.
+        rows /= np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1.0)
+        return [scipy.optimize.LinearConstraint(rows, ub=np.zeros(2 * num))]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from windlass.planner.activation_ways import ActivationWay
 from windlass.planner.activations import BlockActivations
-from windlass.planner.depths import Depths, depths_of
+from windlass.planner.depths import LEAVING_ACTIVATION_NBYTES, Depths, depths_of
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
 from windlass.planner.plan import (
     ACTIVATION_PART_SLOTS,
@@ -30,6 +30,8 @@ _Any = TypeVar("_Any")
 
 # Of host memory: where so much of it is free, no plan waits for it.
 _FREE_SHARE = 0.05
+# Of the device: what is swapped takes at most so much of it before it has left, where so much is to be had.
+_LEAVING_SHARE = 1 / 8
 # How often the program is asked again, where the arena takes more than the program counted.
 _MAX_CORRECTIONS = 5
 
@@ -48,7 +50,9 @@ class DoesNotFitError(ValueError):
         return self._find_missing()
 
     def __str__(self) -> str:
-        parts = [f"{told_nbytes(nbytes)} of {tier.name.lower()} memory" for tier, nbytes in self.missing.items() if nbytes]
+        parts = [
+            f"{told_nbytes(nbytes)} of {tier.name.lower()} memory" for tier, nbytes in self.missing.items() if nbytes
+        ]
         return f"no plan fits; it lacks {' and '.join(parts) or 'memory'}"
 
 
@@ -110,11 +114,12 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
         DoesNotFitError: none fits.
     """
     missing: list[DoesNotFitError] = []
-    for resort in _resorts(job):
+    leaving_nbytes = int(min(LEAVING_ACTIVATION_NBYTES, max(0.0, _LEAVING_SHARE * limits.device_nbytes)))
+    for resort, leaving in itertools.product(_resorts(job), dict.fromkeys((leaving_nbytes, 0))):
         found: list[Solution] = []
         for group_size in group_sizes(job.num_microbatches):
             costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
-            for each in _saving_memory(costs, _depths(job, speeds)):
+            for each in _saving_memory(costs, _depths(job, speeds, leaving)):
                 try:
                     found.append(_solve(each))
                 except DoesNotFitError as error:
@@ -164,8 +169,17 @@ def _programs_at_the_border(
     job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any]
 ) -> Iterator[Program]:
     """With the groups that take least, one of which fits where anything does."""
+    depths = Depths(leaving_nbytes=0)
     for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
-        costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, overflows=overflows, **resort)
+        costs = StepCosts(
+            job=job,
+            speeds=speeds,
+            limits=limits,
+            group_size=group_size,
+            overflows=overflows,
+            depths=depths,
+            **resort,
+        )
         yield costs.program(costs.kinds())
 
 
@@ -175,7 +189,7 @@ def _saving_memory(costs: StepCosts, depths: Iterable[Depths]) -> Iterator[StepC
         yield replace(costs, depths=each, overflows=overflows)
 
 
-def _depths(job: PlannedJob, speeds: Speeds) -> list[Depths]:
+def _depths(job: PlannedJob, speeds: Speeds, leaving_nbytes: int) -> list[Depths]:
     """What keeps all SSDs busy, and, as that takes memory, the least; one where they are the same."""
     chunk_numel = job.size.chunk_numel
     deep = depths_of(
@@ -185,7 +199,7 @@ def _depths(job: PlannedJob, speeds: Speeds) -> list[Depths]:
         slot_nbytes=ACTIVATION_SLOT_NBYTES,
         num_optimizers=job.num_optimizers,
     )
-    return list(dict.fromkeys((deep, Depths())))
+    return list(dict.fromkeys(replace(each, leaving_nbytes=leaving_nbytes) for each in (deep, Depths())))
 
 
 def group_sizes(num_microbatches: int) -> list[int]:

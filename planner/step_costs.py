@@ -14,8 +14,15 @@ from windlass.planner.activation_ways import ActivationWay, Ways, ways_of_layer
 from windlass.planner.depths import Depths
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers, param_buffers
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, Work
-from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY, ModelSize, Placement, make_plan
-from windlass.planner.program import Alike, Bound, Overflow, Program, Way
+from windlass.planner.plan import (
+    ACTIVATION_SLOT_NBYTES,
+    COMMIT_EVERY,
+    TRANSIT_DEPTH,
+    ModelSize,
+    Placement,
+    make_plan,
+)
+from windlass.planner.program import Alike, Bound, Buffer, Overflow, Program, Way
 from windlass.planner.speeds import Speeds
 
 
@@ -150,6 +157,10 @@ class StepCosts:
             overflow=Overflow(source=Tier.HOST, target=Tier.SSD, seconds=self._overflow_seconds())
             if self.overflows
             else None,
+            buffers=(
+                Buffer(tier=Tier.DEVICE, most_nbytes=self._most_leaving_nbytes()),
+                Buffer(tier=Tier.HOST, most_nbytes=self._transit_nbytes),
+            ),
         )
 
     # --- ways -------------------------------------------------------------------------------------------------------
@@ -182,7 +193,7 @@ class StepCosts:
             seconds[Part.BACKWARD] = numel / speeds.device_params
             seconds[Part.D2H_BACKWARD] = numel * job.state_itemsize / COMMIT_EVERY / speeds.d2h_bytes
             device = numel * (job.state_itemsize + job.grad_itemsize)
-            return self._way(seconds, device=device)
+            return self._way(seconds, device=device, in_transit=self._transit_nbytes)
         uses_forward, uses_backward = self._uses(block)
         seconds[Part.H2D_FORWARD] = uses_forward * param_nbytes / speeds.h2d_bytes
         seconds[Part.H2D_BACKWARD] = uses_backward * param_nbytes / speeds.h2d_bytes
@@ -236,11 +247,40 @@ class StepCosts:
             Part.H2D_BACKWARD: swapped_nbytes / speeds.h2d_bytes,
         }
         host = self.group_size * way.num_slots * ACTIVATION_SLOT_NBYTES
-        return self._way(seconds, device=self.group_size * way.held_nbytes, host=host, movable=host)
+        # Copies by the cores that compute are done before the next layer is.
+        leaving = 0.0 if self.speeds.shares_cores else self.group_size * way.swapped_nbytes
+        # While the head computes, what the last layer swapped comes back; layers may differ, so this is the mean's.
+        held = self.group_size * way.held_nbytes + way.swapped_nbytes / len(job.model.layers)
+        return self._way(seconds, device=held, host=host, movable=host, leaving=leaving)
 
-    def _way(self, seconds: dict[Part, float], *, device: float = 0.0, host: float = 0.0, movable: float = 0.0) -> Way:
+    def _way(
+        self,
+        seconds: dict[Part, float],
+        *,
+        device: float = 0.0,
+        host: float = 0.0,
+        movable: float = 0.0,
+        leaving: float = 0.0,
+        in_transit: float = 0.0,
+    ) -> Way:
         host += device if self.speeds.shares_cores else 0.0
-        return Way(seconds=self._seconds(seconds), nbytes=(device, host, 0.0), movable_nbytes=movable)
+        return Way(
+            seconds=self._seconds(seconds),
+            nbytes=(device, host, 0.0),
+            movable_nbytes=movable,
+            buffered_nbytes=(leaving, in_transit),
+        )
+
+    def _most_leaving_nbytes(self) -> float:
+        """Of what was swapped, still on the device: at least so much where it is more, as a tensor is let through."""
+        ways = (way for layer in set(self.job.model.layers) for way in self.job.ways(layer))
+        largest = min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)
+        return max(self.depths.leaving_nbytes, largest)
+
+    @property
+    def _transit_nbytes(self) -> float:
+        """Of the buffer for states that rest on the device, which is there as soon as one block's do."""
+        return TRANSIT_DEPTH * self.job.size.chunk_numel * self.job.state_itemsize
 
     # --- what does not depend on choices ----------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Plans of jobs that do not exist yet, on machines that are described only."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from windlass.engine.model_profile import Profiler, config_of_shape
 from windlass.planner.hardware import GIB, Hardware, example_machines
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.shapes import ModelShape
+from windlass.planner.step_costs import Tier
 from windlass.planner.yaml_files import load
 from windlass.storage.ids import Precision, StatePrecision
 
@@ -127,6 +129,22 @@ def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
     gib = int(words.split("fits with ")[1].split()[0])
     assert answer(question(machine(host=gib, gpus=6))).feasible
     assert not answer(question(machine(host=gib - 1, gpus=6))).feasible
+
+
+def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower() -> None:
+    """What is swapped lies on the GPU until it has left: with more room to swap to, less of it may fit there."""
+    config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
+    small = machine(gpus=2, host=8)
+    small = with_part(small, ssds=with_part(small.ssds, count=2, combined_gb_per_s=None))
+    asked = question(small, config=config, num_microbatches=1, clips=False)
+    profiles, best_s = planning.Profiles(asked), float("inf")
+    for host_mib in (800, 1200, 1600, 2400):
+        limited = replace(asked, host_memory_nbytes=host_mib << 20)
+        _, solution = planning.best_plan(limited, profiles)
+        assert solution.nbytes[Tier.DEVICE] <= limited.limits.device_nbytes
+        assert solution.nbytes[Tier.HOST] <= host_mib << 20
+        assert solution.step_s <= 1.01 * best_s
+        best_s = min(best_s, solution.step_s)
 
 
 @pytest.mark.long

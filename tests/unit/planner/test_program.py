@@ -13,6 +13,7 @@ from windlass.planner.program import (
     Alike,
     Assignment,
     Bound,
+    Buffer,
     Outcome,
     Overflow,
     Program,
@@ -23,19 +24,23 @@ from windlass.planner.program import (
     solve,
 )
 
-NUM_PARTS, NUM_TIERS = 3, 3
+NUM_PARTS, NUM_TIERS, NUM_BUFFERS = 3, 3, 2
 SECONDS = st.integers(0, 20).map(lambda tenths: tenths / 10)
 NBYTES = st.integers(0, 12).map(lambda gigabytes: gigabytes * 1e9)
 
 
 def ways() -> st.SearchStrategy[Way]:
     return st.builds(
-        lambda seconds, nbytes, share: Way(
-            seconds=tuple(seconds), nbytes=tuple(nbytes), movable_nbytes=nbytes[1] * share
+        lambda seconds, nbytes, share, buffered: Way(
+            seconds=tuple(seconds),
+            nbytes=tuple(nbytes),
+            movable_nbytes=nbytes[1] * share,
+            buffered_nbytes=tuple(buffered),
         ),
         st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
         st.lists(NBYTES, min_size=NUM_TIERS, max_size=NUM_TIERS),
         st.sampled_from([0.0, 0.5, 1.0]),
+        st.lists(NBYTES, min_size=NUM_BUFFERS, max_size=NUM_BUFFERS),
     )
 
 
@@ -45,13 +50,14 @@ def alike(count: int, its_ways: list[Way]) -> Alike:
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=NUM_PARTS, max_size=NUM_PARTS)
 PROGRAMS = st.builds(
-    lambda blocks, seconds, limits, bounds, constants, overflow: Program(
+    lambda blocks, seconds, limits, bounds, constants, overflow, most: Program(
         blocks=tuple(blocks),
         seconds=tuple(seconds),
         nbytes=(0.0, 1e9, 0.0),
         limits=tuple(limits),
         bounds=tuple(Bound(weights=tuple(w), constant_s=c) for w, c in zip(bounds, constants, strict=False)),
         overflow=overflow,
+        buffers=(Buffer(tier=0, most_nbytes=most[0]), Buffer(tier=1, most_nbytes=most[1])),
     ),
     st.lists(
         st.builds(
@@ -71,6 +77,7 @@ PROGRAMS = st.builds(
         lambda seconds: Overflow(source=1, target=2, seconds=tuple(each / 1e9 for each in seconds)),
         st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
     ),
+    st.lists(NBYTES, min_size=NUM_BUFFERS, max_size=NUM_BUFFERS),
 )
 
 
@@ -137,14 +144,8 @@ def assert_best(program: Program) -> None:
 def test_with_what_is_missing_it_fits(program: Program) -> None:
     missing = shortfall(program)
     assert (max(missing) < 1e3) == (solve(program) is not None)
-    raised = Program(
-        blocks=program.blocks,
-        seconds=program.seconds,
-        nbytes=program.nbytes,
-        limits=tuple(limit + lacks + 1e5 for limit, lacks in zip(program.limits, missing, strict=True)),
-        bounds=program.bounds,
-        overflow=program.overflow,
-    )
+    limits = tuple(limit + lacks + 1e5 for limit, lacks in zip(program.limits, missing, strict=True))
+    raised = replace(program, limits=limits)
     assert solve(raised) is not None
 
 
@@ -154,6 +155,7 @@ def test_with_what_one_tier_lacks_it_fits_or_that_does_not_help(program: Program
     for tier, limit in enumerate(program.limits):
         lacks = shortfall_of(program, tier)
         all_nbytes = sum(alike.count * max(map(sum, (way.nbytes for way in alike.ways))) for alike in program.blocks)
+        all_nbytes += sum(buffer.most_nbytes for buffer in program.buffers)
         more = (sum(program.nbytes) + all_nbytes if lacks is None else lacks) + 1e5
         limits = (*program.limits[:tier], limit + more, *program.limits[tier + 1 :])
         raised = replace(program, limits=limits)
@@ -172,3 +174,24 @@ def test_the_step_is_the_largest_bound() -> None:
     assert found == Assignment(counts=((1, 1),), moved_nbytes=0.0)
     assert outcome_of(program, found) == Outcome(step_s=4.5, seconds=(4.5, 2.0), nbytes=(5.0,))
     assert math.isclose(outcome_of(program, found).cost, 4.5 + 1e-4 * 6.5)
+
+
+def test_a_buffer_takes_what_goes_there_until_it_is_full() -> None:
+    """Two blocks through it take less than to rest there; one alone does not, as the buffer is too large for it."""
+    rests = Way(seconds=(1.0,), nbytes=(4.0,))
+    passes = Way(seconds=(0.0,), nbytes=(0.0,), buffered_nbytes=(5.0,))
+    program = Program(
+        blocks=(Alike(count=3, ways=(rests, passes, Way(seconds=(9.0,), nbytes=(0.0,)))),),
+        seconds=(0.0,),
+        nbytes=(1.0,),
+        limits=(7.0,),
+        bounds=(Bound(weights=(1.0,)),),
+        buffers=(Buffer(tier=0, most_nbytes=6.0),),
+    )
+    found = solve(program)
+    assert found == Assignment(counts=((0, 3, 0),), moved_nbytes=0.0)
+    assert outcome_of(program, found).nbytes == (7.0,)
+    found = solve(replace(program, limits=(6.5,)))
+    assert found == Assignment(counts=((0, 1, 2),), moved_nbytes=0.0)
+    assert outcome_of(program, found).nbytes == (6.0,)
+    assert shortfall(replace(program, limits=(0.0,))) == pytest.approx((1.0,))
