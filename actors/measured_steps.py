@@ -24,19 +24,28 @@ _SSD = "ssd-"
 _COMPUTING = "compute"
 
 
-def load_measured(folder: Path, layout: ModelLayout, *, first_step: int, shares_cores: bool) -> list[MeasuredStep]:
-    """Of the steps that are held in a folder, those from `first_step` on."""
+def load_measured(
+    folder: Path, layout: ModelLayout, *, first_step: int, shares_cores: bool, read_to_write: float
+) -> list[MeasuredStep]:
+    """Of the steps that are held in a folder, those from `first_step` on. The rest: see `measured_step`."""
     held = (load_step(folder, step) for step in held_steps(folder) if step >= first_step)
-    return [measured_step(each, layout, shares_cores=shares_cores) for each in held if each is not None]
+    return [
+        measured_step(each, layout, shares_cores=shares_cores, read_to_write=read_to_write)
+        for each in held
+        if each is not None
+    ]
 
 
-def measured_step(told: StepSpans, layout: ModelLayout, *, shares_cores: bool) -> MeasuredStep:
-    """What a step's spans say. `shares_cores`: the device is the CPU, so that what runs at once slows each other."""
+def measured_step(told: StepSpans, layout: ModelLayout, *, shares_cores: bool, read_to_write: float) -> MeasuredStep:
+    """What a step's spans say. `shares_cores`: the device is the CPU, so that what runs at once slows each other.
+
+    `read_to_write`: how many times as fast SSDs read as they write, where they did both at once and nobody can tell.
+    """
     spans = [span for span in told.spans if told.start_s < span.end_s <= told.end_s]
     amounts, when = _by_rate(spans, layout)
     worked = _computing(spans)
     done = {name: Done(amount=amounts[name], busy_s=_busy_s(by_resource)) for name, by_resource in when.items()}
-    done |= _of_ssds(spans)
+    done |= _of_ssds(spans, read_to_write)
     share = 1.0
     if shares_cores:
         kinds = {name: [part for each in by.values() for part in each] for name, by in when.items()}
@@ -90,20 +99,37 @@ def _busy_s(by_resource: dict[str, list[Interval]]) -> float:
     return sum(length(union(intervals)) for intervals in by_resource.values()) / len(by_resource)
 
 
-def _of_ssds(spans: Iterable[WorkSpan]) -> dict[str, Done]:
-    """Of one SSD, on average. While it reads and writes, it has half its time for each."""
-    amounts: dict[str, float] = defaultdict(float)
-    when: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+def _of_ssds(spans: Iterable[WorkSpan], read_to_write: float) -> dict[str, Done]:
+    """Of one SSD, on average.
+
+    How it shares the time in which it reads and writes is not known: so that its rates are to each other as they are
+    taken to be, as far as the times in which it does one of both allow.
+    """
+    amounts = {"ssd_read_bytes": 0.0, "ssd_write_bytes": 0.0}
+    when: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: {name: [] for name in amounts})
     for span in spans:
         if span.resource.startswith(_SSD) and (span.kind in _READS or span.kind in _WRITES):
             name = "ssd_read_bytes" if span.kind in _READS else "ssd_write_bytes"
             amounts[name] += span.nbytes
             when[span.resource][name].append((span.start_s, span.end_s))
-    busy_s: dict[str, float] = defaultdict(float)
-    for kinds in when.values():
-        for name, seconds in shared_out(kinds).items():
-            busy_s[name] += seconds
-    return {name: Done(amount=amounts[name] / len(when), busy_s=busy_s[name] / len(when)) for name in busy_s}
+    read_nbytes, written_nbytes = amounts.values()
+    if not read_nbytes + written_nbytes:
+        return {}
+    reads_s = writes_s = together_s = 0.0
+    for reads, writes in (map(union, kinds.values()) for kinds in when.values()):
+        reads_s += length(subtract(reads, writes))
+        writes_s += length(subtract(writes, reads))
+        together_s += length(reads) - length(subtract(reads, writes))
+    # read_nbytes / (reads_s + share_s) = read_to_write * written_nbytes / (writes_s + together_s - share_s)
+    weighed = read_to_write * written_nbytes
+    share_s = (read_nbytes * (writes_s + together_s) - weighed * reads_s) / (read_nbytes + weighed)
+    share_s = min(max(share_s, 0.0), together_s)
+    busy_s = (reads_s + share_s, writes_s + together_s - share_s)
+    return {
+        name: Done(amount=amount / len(when), busy_s=seconds / len(when))
+        for (name, amount), seconds in zip(amounts.items(), busy_s, strict=True)
+        if amount
+    }
 
 
 def _computing(spans: Sequence[WorkSpan]) -> list[tuple[WorkSpan, list[Interval]]]:

@@ -86,7 +86,13 @@ def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
 def _plan_again(question: PlanQuestion, order: RunningOrder) -> dict[str, Any]:
     profiles = Profiles(question)
     is_cpu = question.hardware.gpus.count == 0
-    steps = load_measured(order.timeline_dir, profiles.layout, first_step=order.first_step, shares_cores=is_cpu)
+    steps = load_measured(
+        order.timeline_dir,
+        profiles.layout,
+        first_step=order.first_step,
+        shares_cores=is_cpu,
+        read_to_write=question.speeds.ssd_read_bytes / question.speeds.ssd_write_bytes,
+    )
     if len(steps) < MIN_STEPS:
         raise RuntimeError(f"of its steps from {order.first_step} on, {len(steps)} are held; {MIN_STEPS} are needed")
     plan = order.found["plan"]

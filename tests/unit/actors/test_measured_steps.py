@@ -26,9 +26,9 @@ def computing(kind: SpanKind, block: int, start_s: float, end_s: float) -> WorkS
     return span(kind, COMPUTE, start_s, end_s, block=block, chunk=WHOLE_BLOCK)
 
 
-def measured(*spans: WorkSpan, shares_cores: bool = False) -> MeasuredStep:
+def measured(*spans: WorkSpan, shares_cores: bool = False, read_to_write: float = 1.0) -> MeasuredStep:
     told = StepSpans(step=STEP, start_s=100.0, end_s=110.0, summary={}, spans=spans)
-    return measured_step(told, LAYOUT, shares_cores=shares_cores)
+    return measured_step(told, LAYOUT, shares_cores=shares_cores, read_to_write=read_to_write)
 
 
 def test_operations_count_for_their_blocks_without_what_they_waited_for() -> None:
@@ -59,18 +59,27 @@ def test_a_link_that_waits_is_not_a_slow_one() -> None:
     assert found.done == {"h2d_bytes": Done(amount=150, busy_s=2.0), "d2h_bytes": Done(amount=40, busy_s=1.0)}
 
 
-def test_an_ssd_that_reads_and_writes_at_once_has_half_its_time_for_each() -> None:
-    found = measured(
+def test_an_ssd_that_reads_and_writes_at_once_is_as_fast_at_both_as_its_profile_says() -> None:
+    spans = (
         span(SpanKind.READ_STATES, "ssd-0", 100, 103, nbytes=60),
         span(SpanKind.WRITE_STATES, "ssd-0", 102, 104, nbytes=40),
         span(SpanKind.READ_ACTIVATIONS, "ssd-1", 100, 101, nbytes=20),
         span(SpanKind.COMMIT, "ssd-0", 104, 109, block=NO_BLOCK, chunk=WHOLE_BLOCK),
     )
-    # 2.5 s and 1 s; 1.5 s: of one SSD, on average.
-    assert found.done == {
-        "ssd_read_bytes": Done(amount=40, busy_s=1.75),
-        "ssd_write_bytes": Done(amount=20, busy_s=0.75),
-    }
+    # Of one SSD, on average: for 2 s and 1 s they read only, for 1 s one writes only, and for 1 s it does both.
+    found = measured(*spans).done
+    assert found["ssd_read_bytes"] == Done(amount=40, busy_s=pytest.approx((3 + 1 / 3) / 2))
+    assert found["ssd_write_bytes"] == Done(amount=20, busy_s=pytest.approx((1 + 2 / 3) / 2))
+    # What they did one at a time says more than the profile: 80 bytes in 3 s, so 4 s are the most for them.
+    for read_to_write, read_s, write_s in ((0.5, 4.0, 1.0), (10.0, 3.0, 2.0)):
+        found = measured(*spans, read_to_write=read_to_write).done
+        assert found["ssd_read_bytes"] == Done(amount=40, busy_s=pytest.approx(read_s / 2))
+        assert found["ssd_write_bytes"] == Done(amount=20, busy_s=pytest.approx(write_s / 2))
+
+
+def test_an_ssd_that_only_reads_says_nothing_of_writes() -> None:
+    found = measured(span(SpanKind.READ_STATES, "ssd-0", 100, 103, nbytes=60))
+    assert found.done == {"ssd_read_bytes": Done(amount=60, busy_s=3.0)}
 
 
 def test_updates_count_the_params_of_their_chunk() -> None:
@@ -113,5 +122,5 @@ def test_steps_are_read_from_their_folder(tmp_path: Path) -> None:
     for step in (3, 4, 5):
         spans = (WorkSpan(COMPUTE, SpanKind.FORWARD, step, 0, WHOLE_BLOCK, 0.0, float(step), 0),)
         keep_step(tmp_path, StepSpans(step=step, start_s=-1.0, end_s=9.0, summary={}, spans=spans))
-    found = load_measured(tmp_path, LAYOUT, first_step=4, shares_cores=False)
+    found = load_measured(tmp_path, LAYOUT, first_step=4, shares_cores=False, read_to_write=1.0)
     assert [each.forward_s for each in found] == [{0: 4.0}, {0: 5.0}]
