@@ -7,7 +7,7 @@ import pytest
 from windlass.actors.measured_steps import measured_step
 from windlass.actors.plan_correction import CorrectedPlan, RunningJob, correct
 from windlass.actors.planned_job import simulate_planned
-from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer
+from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer, best_plan
 from windlass.engine.model_profile import config_of_shape
 from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.shapes import ModelShape
@@ -65,7 +65,7 @@ def run(
         restart_s=restart_s,
     )
     profiles = Profiles(asked)
-    steps = [measured_step(each, profiles.layout, shares_cores=is_cpu) for each in simulated.steps]
+    steps = [measured_step(each, profiles.layout, shares_cores=is_cpu, read_to_write=1.0) for each in simulated.steps]
     return planned, correct(asked, profiles, running, steps)
 
 
@@ -77,6 +77,37 @@ def test_a_machine_that_is_as_its_profile_says_keeps_its_plan() -> None:
     before, after = planned.report, corrected.planned.report
     assert after.step_s == pytest.approx(before.step_s, rel=0.1)
     assert (after.peak_gib, after.choices) == (before.peak_gib, before.choices)
+
+
+def test_ssds_that_are_slower_than_said_get_less_to_do() -> None:
+    real = machine(ssd_gb_per_s=0.4)
+    asked = question(machine(), host_mib=1350)
+    planned, corrected = run(asked, real)
+    assert corrected.changes
+    assert "each SSD reads 0.4 GB/s, the profile said 8 GB/s" in corrected.in_words
+    assert "each SSD writes 0.4 GB/s, the profile said 8 GB/s" in corrected.in_words
+    new = corrected.planned
+    assert new.solution is not None
+    assert planned.solution is not None
+    assert new.solution.placement != planned.solution.placement
+    assert new.report.ssd_write_gb_per_step is not None
+    assert planned.report.ssd_write_gb_per_step is not None
+    assert new.report.ssd_write_gb_per_step < planned.report.ssd_write_gb_per_step
+    # As it would have been planned, had the profile been right.
+    as_real = question(real, host_mib=1350)
+    _, right = best_plan(as_real, Profiles(as_real))
+    assert new.solution.step_s == pytest.approx(right.step_s, rel=0.1)
+
+
+def test_another_plan_must_save_more_than_a_restart_costs() -> None:
+    asked = question(machine(), host_mib=1350)
+    planned, corrected = run(asked, machine(ssd_gb_per_s=0.4), num_steps_left=2, restart_s=100.0)
+    assert not corrected.changes
+    assert "and a restart costs 100 s" in corrected.in_words
+    # What the plan that stays comes to is corrected all the same.
+    assert planned.report.step_s is not None
+    assert corrected.planned.report.step_s is not None
+    assert corrected.planned.report.step_s > 2 * planned.report.step_s
 
 
 def test_what_a_plan_comes_to_is_corrected_where_no_other_is_better() -> None:

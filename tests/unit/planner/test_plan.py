@@ -365,14 +365,21 @@ def test_buffers_are_as_deep_as_the_placement_says() -> None:
     assert [pool.num_slots for pool in found.states] == [5, 5]
     assert found.num_staged_activations == 40
     assert found.max_leaving_nbytes == 500  # half for what goes to the SSDs
-    # With less memory than a few slots for gradients make up for, optimizers have fewer slots, and all else stays.
-    less = plan(
-        num_optimizers=2,
-        placement=Placement(depths=depths, num_cached_params=1, ssd_activation_nbytes=on_ssd),
-        host_memory_nbytes=found.arena_nbytes - 100_000,
-    )
-    assert 2 <= less.states[0].num_slots < 5
-    assert less.params == found.params
+
+    def with_budget(nbytes: int) -> Plan:
+        placement = Placement(depths=depths, num_cached_params=1, ssd_activation_nbytes=on_ssd)
+        return plan(num_optimizers=2, placement=placement, host_memory_nbytes=nbytes)
+
+    # With a byte less, gradients of 3 typical blocks have room instead of 4; the last 2 are the least.
+    assert with_budget(found.arena_nbytes - 1) == with_budget(found.arena_nbytes - 3 * 2 * CHUNK)
+    least_grads = with_budget(found.arena_nbytes - 2 * 3 * 2 * CHUNK)
+    assert (found.grads.num_slots, least_grads.grads.num_slots) == (4 * 3, 2 * 3)
+    assert least_grads.arena_nbytes == found.arena_nbytes - 2 * 3 * 2 * CHUNK
+    assert [pool.num_slots for pool in least_grads.states] == [5, 5]
+    # With a byte less than that, optimizers have fewer slots, and all else stays.
+    less = with_budget(least_grads.arena_nbytes - 1)
+    assert [pool.num_slots for pool in less.states] == [4, 4]
+    assert (less.params, less.grads) == (found.params, least_grads.grads)
     with pytest.raises(ValueError, match="depths: states is 0; at least 1"):
         Depths(states=0)
 
