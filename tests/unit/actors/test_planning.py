@@ -9,7 +9,7 @@ from windlass.actors import planning
 from windlass.actors.planning import PlanQuestion, limits_of, planned_job
 from windlass.actors.planning_trials import with_part
 from windlass.engine.model_profile import Profiler, config_of_shape
-from windlass.planner.hardware import GIB, Hardware, example_machines
+from windlass.planner.hardware import GIB, Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.shapes import ModelShape
 from windlass.planner.step_costs import Tier
@@ -134,8 +134,12 @@ def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
 def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower() -> None:
     """What is swapped lies on the GPU until it has left: with more room to swap to, less of it may fit there."""
     config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
-    small = machine(gpus=2, host=8)
-    small = with_part(small, ssds=with_part(small.ssds, count=2, combined_gb_per_s=None))
+    small = Hardware(
+        gpus=Gpus(count=1, memory_gib=2.0, tflops=20),
+        host=Host(memory_gib=6.0, memory_gb_per_s=40, adam_params_per_s=1e9),
+        pcie=Pcie(h2d_gb_per_s=12, d2h_gb_per_s=12),
+        ssds=Ssds(count=2, read_gb_per_s=8, write_gb_per_s=8, capacity_gib=100),
+    )
     asked = question(small, config=config, num_microbatches=1, clips=False)
     profiles, best_s = planning.Profiles(asked), float("inf")
     for host_mib in (800, 1200, 1600, 2400):
