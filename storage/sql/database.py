@@ -65,10 +65,13 @@ def migrate(url: str) -> None:
 
 
 def _open_engine(url: str) -> Engine:
-    backend = make_url(url).get_backend_name()
+    parsed = make_url(url)
+    backend = parsed.get_backend_name()
     if backend not in SUPPORTED_DATABASES:
         raise ValueError(f"the database must be one of {', '.join(SUPPORTED_DATABASES)}, got {backend!r}")
-    engine = create_engine(url)
+    if parsed.drivername == "postgresql":  # SQLAlchemy would take the driver before this one
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    engine = create_engine(parsed)
     if backend == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)

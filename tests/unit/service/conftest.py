@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from tests.unit.service.api_client import make_model, serve, upload
 from tests.unit.service.dispatcher_stage import Stage
 from windlass.service.settings import Settings
-from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.database import Database
 
 
 @pytest.fixture
@@ -27,15 +27,6 @@ def client(settings: Settings) -> Iterator[TestClient]:
 @pytest.fixture
 def file_id(client: TestClient) -> str:
     return upload(client)
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    url = f"sqlite:///{tmp_path / 'test.db'}"
-    migrate(url)
-    database = Database(url)
-    yield database
-    database.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A fresh database, and jobs in it."""
+"""Fresh databases, and jobs in them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,22 +6,27 @@ from typing import Any
 
 import pytest
 
-from windlass.storage.sql.database import Database, migrate
+from tests.postgresql import PostgresServer
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.models import Job
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
+def sqlite_url(tmp_path: Path) -> str:
+    """Of a database that nobody has made yet."""
     return f"sqlite:///{tmp_path}/windlass.db"
 
 
-@pytest.fixture
-def database(url: str) -> Iterator[Database]:
-    migrate(url)
-    database = Database(url)
-    yield database
-    database.close()
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, sqlite_url: str) -> Iterator[str]:
+    """Of a database without tables."""
+    if request.param == "sqlite":
+        yield sqlite_url
+    else:
+        server: PostgresServer = request.getfixturevalue("postgresql")
+        with server.new_database(migrated=False) as made:
+            yield made
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from windlass.storage.sql.models import Base, Job
 
 def test_migrations_build_the_schema_that_the_models_describe(url: str) -> None:
     migrate(url)
-    engine = create_engine(url)
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
         tables = set(inspect(connection).get_table_names())
@@ -45,11 +45,11 @@ def test_migrate_may_run_again_and_at_once_from_two_places(url: str) -> None:
     assert failures == []
 
 
-def test_a_database_that_another_process_is_making_is_waited_for(url: str) -> None:
+def test_a_database_that_another_process_is_making_is_waited_for(sqlite_url: str) -> None:
     failures: list[Exception] = []
-    with closing(sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)) as other:
+    with closing(sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        thread = threading.Thread(target=_migrate, args=(url, failures))
+        thread = threading.Thread(target=_migrate, args=(sqlite_url, failures))
         thread.start()
         thread.join(0.3)
         other.execute("COMMIT")
@@ -62,11 +62,13 @@ def test_other_databases_are_refused() -> None:
         Database("mysql://localhost/windlass")
 
 
-def test_sqlite_is_set_up_for_several_processes(database: Database) -> None:
+def test_sqlite_is_set_up_for_several_processes(sqlite_url: str) -> None:
+    database = Database(sqlite_url)
     with database.read() as session:
         assert session.scalar(text("PRAGMA journal_mode")) == "wal"
         assert session.scalar(text("PRAGMA foreign_keys")) == 1
         assert session.scalar(text("PRAGMA busy_timeout")) >= 10_000
+    database.close()
 
 
 def test_foreign_keys_hold(database: Database) -> None:

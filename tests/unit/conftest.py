@@ -1,0 +1,38 @@
+"""Databases of both kinds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.postgresql import PostgresServer, find_programs, postgres_server
+from windlass.storage.sql.database import Database, migrate
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresServer]:
+    """A server of this process's own."""
+    programs = find_programs()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
+    with postgres_server(programs) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """A database with all tables, of each kind."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path / 'test.db'}"
+        migrate(url)
+        yield from _opened(url)
+    else:
+        server: PostgresServer = request.getfixturevalue("postgresql")
+        with server.new_database(migrated=True) as url:
+            yield from _opened(url)
+
+
+def _opened(url: str) -> Iterator[Database]:
+    database = Database(url)
+    yield database
+    database.close()
