@@ -19,10 +19,17 @@ class AttemptClosed(RuntimeError):
 def begin_attempt(job_dir: Path, attempt: Attempt) -> int:
     """The runner's part, before it starts anything: make the file and lock it.
 
-    The descriptor holds the lock and must stay open for as long as the process lives.
+    The descriptor holds the lock and must stay open for as long as the process lives. Raises AttemptClosed where the
+    attempt was given up before it began.
     """
     path = _path(job_dir, attempt)
-    return _lock_shared(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), path)
+    fd = _lock_shared(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), path)
+    # Looked at with the file in place: who gives an attempt up writes first, and looks for its file then.
+    if attempt <= _last_closed(job_dir):
+        path.unlink(missing_ok=True)
+        os.close(fd)
+        raise _closed(path)
+    return fd
 
 
 def join_attempt(job_dir: Path, attempt: Attempt) -> int:
@@ -58,8 +65,15 @@ def last_sign_of_life(job_dir: Path, attempt: Attempt) -> int | None:
 
 
 def close_attempt(job_dir: Path, attempt: Attempt) -> bool:
-    """Close the attempt if none of its processes lives: from then on none can join it. False if one lives."""
+    """Close the attempt if none of its processes lives: from then on none can join it. False if one lives.
+
+    Neither it nor one before it can begin any more.
+    """
     path = _path(job_dir, attempt)
+    if job_dir.exists() and attempt > _last_closed(job_dir):
+        partial = _last_closed_path(job_dir).with_suffix(".partial")
+        partial.write_text(f"{attempt}\n")
+        partial.replace(_last_closed_path(job_dir))
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -82,6 +96,17 @@ def kill_attempt(job_dir: Path, attempt: Attempt) -> list[int]:
 
 def _path(job_dir: Path, attempt: Attempt) -> Path:
     return job_dir / f"attempt-{attempt}.lock"
+
+
+def _last_closed_path(job_dir: Path) -> Path:
+    return job_dir / "last-closed-attempt"
+
+
+def _last_closed(job_dir: Path) -> int:
+    try:
+        return int(_last_closed_path(job_dir).read_text())
+    except FileNotFoundError:
+        return 0
 
 
 def _closed(path: Path) -> AttemptClosed:

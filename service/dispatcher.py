@@ -6,6 +6,7 @@ on from the tables, the jobs' journals and the runners that are still there.
 
 import functools
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from windlass.actors.journal import JournalReader
 from windlass.service.doctor import measured_hardware
 from windlass.service.job_plans import load_plan, planned_seconds
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
+from windlass.service.lease import Lease
 from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_states
 from windlass.service.logs import about
 from windlass.service.outcomes import fail_attempt, fail_job, open_journal, resume, take_in
@@ -29,7 +31,7 @@ from windlass.storage.sql.errors import JournalError, StatusConflict
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.statuses import TERMINAL_STATUSES, JobStatus
+from windlass.storage.sql.statuses import ACTIVE_STATUSES, TERMINAL_STATUSES, JobStatus
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +41,11 @@ _TELL_AGAIN_S = 10.0
 _KILL_AFTER_S = 180.0
 # How long those may outlive their runner; Ray ends them with it.
 _KILL_ORPHANS_AFTER_S = 5.0
+# Between an attempt that was lost without a step of progress and the next: each time longer. Up to half of it is left
+# out at random, so that jobs that were lost together do not start together.
+_FIRST_PAUSE_S = 2.0
+_PAUSE_GROWS = 4.0
+_LONGEST_PAUSE_S = 300.0
 # How long a runner may give no sign of life, of which it gives one a second.
 _SILENT_S = 60.0
 _HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
@@ -80,6 +87,15 @@ class _Over:
     is_gone: bool = False  # its processes, so that what they held is free
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Retry:
+    """When a job goes on that was lost."""
+
+    after: Attempt
+    pause_s: float
+    at: float
+
+
 class Dispatcher:
     """One pass after the other over all unfinished jobs; nothing in it blocks for long."""
 
@@ -89,38 +105,35 @@ class Dispatcher:
         settings: Settings,
         runners: Runners,
         machinery: Machinery,
+        lease: Lease,
         *,
         prepare: Callable[[PreparationOrder], Preparation] = preparation_of,
         ask: Ask = ask_planner,
         clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         self._database = database
         self._settings = settings
         self._runners = runners
         self._machinery = machinery
+        self._lease = lease
         self._prepare = prepare
         self._clock = clock
+        self._jitter = jitter
         self._preparations: dict[str, Preparation] = {}
         self._corrections = PlanCorrections(database, settings, ask=ask)
         self._readers: dict[str, JournalReader] = {}  # of running jobs
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
         self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
+        self._retries: dict[str, _Retry] = {}  # of jobs that were lost
         self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
-
-    def reconcile(self) -> None:
-        """Take up what a dispatcher that was killed had in hand; the first thing to do."""
-        with_states = jobs_with_states(self._settings)
-        for job in self._jobs(*TERMINAL_STATUSES):
-            if job.id in with_states:
-                self._await_end(job.id, job.attempt)
-        for job in self._jobs(JobStatus.QUEUED):
-            if job.attempt:
-                self._await_end(job.id, job.attempt)
-        for job in self._jobs(JobStatus.RUNNING, JobStatus.PAUSING):
-            self._guarded(job.id, self._end_unless_begun, job)
 
     def tick(self) -> None:
         """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other."""
+        if self._lease.renew():
+            self._start_over()
+        for job in self._lease.claim():
+            self._guarded(job.id, self._take_up, job)
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
         for job in running:
             self._guarded(job.id, self._watch, job)
@@ -134,9 +147,32 @@ class Dispatcher:
         self._launch_next()
 
     def close(self) -> None:
-        """End the preparations; runners stay."""
+        """End the preparations, and let another dispatcher go on; runners stay."""
         self._drop_preparations(keep=())
         self._corrections.drop(keep=())
+        self._lease.give_up()
+
+    # --- what another dispatcher had in hand, or this one under another name ------------------------------------------
+
+    def _start_over(self) -> None:
+        """Forget everything, as what is remembered may be of jobs that were others' meanwhile."""
+        self._drop_preparations(keep=())
+        self._corrections.drop(keep=())
+        for remembered in (self._readers, self._over, self._told, self._signs, self._retries):
+            remembered.clear()
+        for job_id in jobs_with_states(self._settings):
+            with self._database.read() as session:
+                job = JobRepository(session).find(job_id)
+            if job is not None and job.status in TERMINAL_STATUSES:
+                self._await_end(job.id, job.attempt)
+        for job in self._jobs(*ACTIVE_STATUSES):
+            self._guarded(job.id, self._take_up, job)
+
+    def _take_up(self, job: Job) -> None:
+        if job.status in (JobStatus.RUNNING, JobStatus.PAUSING):
+            self._end_unless_begun(job)
+        elif job.attempt:
+            self._await_end(job.id, job.attempt)
 
     # --- running jobs -----------------------------------------------------------------------------------------------
 
@@ -185,7 +221,7 @@ class Dispatcher:
         """To end the job, or the attempt; nothing is told to one that may go on."""
         if job.cancel_requested:
             self._tell(job, "cancel", self._runners.cancel)
-        elif job.status is JobStatus.RUNNING and self._corrections.tend(job):
+        elif job.status is JobStatus.PAUSING or self._corrections.tend(job):
             self._tell(job, "pause", self._runners.pause)
 
     def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
@@ -263,7 +299,7 @@ class Dispatcher:
                 JobStatus.VALIDATING_FILES,
                 JobStatus.QUEUED,
                 message=f"Files validated, moving job to queued state: {resolved.summary}",
-                expected_attempt=job.attempt,
+                seen=job,
                 hyperparameters=resolved.hyperparameters,
                 total_steps=resolved.total_steps,
             )
@@ -282,16 +318,37 @@ class Dispatcher:
     def _launch_next(self) -> None:
         # Who has run before keeps its place, whatever came meanwhile.
         queued = sorted(self._jobs(JobStatus.QUEUED), key=lambda job: job.attempt == 0)
+        for job_id in self._retries.keys() - {job.id for job in queued}:
+            del self._retries[job_id]
+        pausing = {job.id: pause_s for job in queued if (pause_s := self._pause_before_retry(job)) is not None}
         for position, job in enumerate(queued):
             leaving = {job_id for job_id, over in self._over.items() if not over.is_gone}
-            holders = [*(each.id for each in self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)), *leaving]
+            on_devices = self._jobs_here(JobStatus.RUNNING, JobStatus.PAUSING)
+            # Also those that are about to go on: what comes later must not take their place.
+            holders = list(dict.fromkeys([*(each.id for each in on_devices), *leaving, *pausing]))
             if job.id in leaving:
                 reason = f"the processes of attempt {job.attempt} have not ended yet"
                 self._guarded(job.id, self._explain_wait, job, reason)
-            elif len(holders) < self._machinery.num_devices:
-                self._guarded(job.id, self._launch, job)
-            else:
+            elif job.id in pausing:
+                reason = f"attempt {job.attempt} was lost; the next one begins about {pausing[job.id]:.0f} s later"
+                self._guarded(job.id, self._explain_wait, job, reason)
+            elif len(holders) >= self._machinery.num_devices:
                 self._guarded(job.id, self._explain_wait, job, self._reason_to_wait(holders, position))
+            else:
+                self._guarded(job.id, self._launch, job)
+
+    def _pause_before_retry(self, job: Job) -> float | None:
+        """How long a job waits after its attempt was lost without a step of progress; None if it need not any more."""
+        if not job.num_lost:
+            return None
+        retry = self._retries.get(job.id)
+        if retry is None or retry.after != job.attempt:
+            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _PAUSE_GROWS ** (job.num_lost - 1))
+            pause_s = longest_s * (1 - self._jitter() / 2)
+            retry = self._retries[job.id] = _Retry(
+                after=Attempt(job.attempt), pause_s=pause_s, at=self._clock() + pause_s
+            )
+        return None if self._clock() >= retry.at else retry.pause_s
 
     def _reason_to_wait(self, holders: Sequence[str], position: int) -> str:
         device = "the CPU" if self._machinery.num_gpus == 0 else "every GPU"
@@ -303,7 +360,7 @@ class Dispatcher:
     def _explain_wait(self, job: Job, reason: str) -> None:
         if reason != job.waiting_reason:
             with self._database.write() as session:
-                JobRepository(session).set_waiting_reason(job.id, reason)
+                JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
 
     def _launch(self, job: Job) -> None:
         attempt = Attempt(job.attempt + 1)
@@ -315,7 +372,7 @@ class Dispatcher:
                 JobStatus.QUEUED,
                 JobStatus.RUNNING,
                 message="Fine-tuning job started" if attempt == 1 else f"Attempt {attempt} started",
-                expected_attempt=job.attempt,
+                seen=job,
                 attempt=attempt,
                 estimated_finish=None if planned_s is None else time.time() + planned_s,
             )
@@ -337,8 +394,14 @@ class Dispatcher:
     # --- all of them ------------------------------------------------------------------------------------------------
 
     def _jobs(self, *statuses: JobStatus) -> Sequence[Job]:
+        """Those that this dispatcher holds."""
         with self._database.read() as session:
-            return JobRepository(session).with_status(*statuses)
+            return JobRepository(session).with_status(*statuses, lease_holder=self._lease.holder)
+
+    def _jobs_here(self, *statuses: JobStatus) -> Sequence[Job]:
+        """Those of this box, whoever holds them."""
+        with self._database.read() as session:
+            return JobRepository(session).with_status(*statuses, node=self._lease.node)
 
     def _guarded(self, job_id: str, handle: Callable[..., None], *arguments: object) -> None:
         try:

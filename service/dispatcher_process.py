@@ -10,7 +10,10 @@ import ray
 from windlass.actors import deploy
 from windlass.actors.job_spec import JobSpec
 from windlass.service.dispatcher import Dispatcher, RunnerLostError
+from windlass.service.home import DispatcherLock, node_of
 from windlass.service.job_specs import Machinery
+from windlass.service.lease import Lease
+from windlass.service.processes import boot_id
 from windlass.service.ray_cluster import NAMESPACE, RayCluster
 from windlass.service.settings import Settings
 from windlass.service.webhook_sender import WebhookSender
@@ -73,11 +76,18 @@ def run_dispatcher(settings: Settings) -> None:
     # Only now: Ray sets handlers of its own when it connects.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, end)
+    lock = DispatcherLock(settings.home)
+    while not lock.try_acquire():
+        _LOG.info("another dispatcher of this home has not ended yet")
+        if ending.wait(_INTERVAL_S):
+            return
     database = Database(settings.database_url)
-    dispatcher = Dispatcher(database, settings, RayRunners(), machinery)
+    lease = Lease(database, node=node_of(settings.home), machine=boot_id(), is_alone=True)
+    dispatcher = Dispatcher(database, settings, RayRunners(), machinery, lease)
+    pulse = threading.Thread(target=lease.beat_until, args=(ending,), name="lease", daemon=True)
+    pulse.start()
     sender = WebhookSender(database, settings)
     sender.start()
-    dispatcher.reconcile()
     _LOG.info("dispatching")
     try:
         while not ending.is_set():
@@ -86,6 +96,8 @@ def run_dispatcher(settings: Settings) -> None:
             dispatcher.tick()
             ending.wait(_INTERVAL_S)
     finally:
+        ending.set()
+        pulse.join()
         sender.close()
         dispatcher.close()
         database.close()

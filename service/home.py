@@ -1,8 +1,9 @@
-"""The home directory: whose it is, and which supervisor serves it."""
+"""The home directory: whose it is, what it is called, and which processes serve it."""
 
 import fcntl
 import json
 import os
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -37,6 +38,43 @@ def prepare_home(home: Path) -> None:
         mode = f"{stat.st_mode & 0o777:o}"
         raise HomeError(f"others may enter the home {home} (mode {mode}); run `chmod 700 {home}` or choose another")
     (home / "logs").mkdir(mode=0o700, exist_ok=True)
+
+
+def node_of(home: Path) -> str:
+    """The home's name among those that share a database: given once, and kept in it."""
+    path = home / "node"
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        pass
+    partial = home / f".node-{secrets.token_hex(6)}"
+    partial.write_text(f"node-{secrets.token_hex(12)}\n")
+    try:
+        path.hardlink_to(partial)  # whole, and only if no other process was faster
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()
+    return path.read_text().strip()
+
+
+class DispatcherLock:
+    """Held by the one dispatcher that a home has on a machine, for as long as its process lives."""
+
+    def __init__(self, home: Path) -> None:
+        self._fd = os.open(home / "dispatcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def try_acquire(self) -> bool:
+        """False if another dispatcher runs."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Let another dispatcher begin."""
+        os.close(self._fd)
 
 
 class HomeLock:

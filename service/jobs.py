@@ -1,4 +1,7 @@
-"""`/v1/fine_tuning/jobs`: create, look, cancel. Endpoints only write what was asked for; the dispatcher acts on it."""
+"""`/v1/fine_tuning/jobs`: create, look, cancel, pause, resume.
+
+Endpoints only write what was asked for; the dispatcher acts on it.
+"""
 
 import hashlib
 import re
@@ -15,6 +18,7 @@ from windlass.actors.spans_trace import trace_of
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
+from windlass.service.home import node_of
 from windlass.service.hyperparameters import JobSettings
 from windlass.service.job_plans import load_plan
 from windlass.service.job_specs import job_dir
@@ -49,7 +53,7 @@ def create_job(
             return JobObject.of(job)
         for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
             if file_id is not None:
-                _check_file(session, param, file_id)
+                _check_file(context, session, param, file_id)
         return JobObject.of(JobRepository(session).create(new))
 
 
@@ -86,14 +90,16 @@ def cancel_job(context: ContextDep, job_id: str) -> JobObject:
 
 @router.post("/{job_id}/pause")
 def pause_job(context: ContextDep, job_id: str) -> JobObject:
-    """Not yet."""
-    raise _not_yet(context, job_id, "pausing")
+    """Pause a job: at once, or, where it is training, as soon as its runner has committed its step and stopped."""
+    with context.database.write() as session:
+        return _with_metrics(context, session, [JobRepository(session).request_pause(job_id)])[0]
 
 
 @router.post("/{job_id}/resume")
 def resume_job(context: ContextDep, job_id: str) -> JobObject:
-    """Not yet."""
-    raise _not_yet(context, job_id, "resuming")
+    """Let a paused job go on, when its turn comes."""
+    with context.database.write() as session:
+        return _with_metrics(context, session, [JobRepository(session).request_resume(job_id)])[0]
 
 
 @router.get("/{job_id}/events")
@@ -203,6 +209,7 @@ def _new_job(context: Context, body: CreateJob, idempotency_key: str | None, dig
         priority=settings.windlass.priority,
         idempotency_key=idempotency_key,
         request_digest=digest,
+        node=node_of(context.settings.home),
     )
 
 
@@ -210,7 +217,7 @@ def _method(settings: JobSettings) -> dict[str, Any]:
     return {"type": "supervised", "supervised": {"hyperparameters": settings.supervised.model_dump(mode="json")}}
 
 
-def _check_file(session: Session, param: str, file_id: str) -> None:
+def _check_file(context: Context, session: Session, param: str, file_id: str) -> None:
     try:
         file = FileRepository(session).get(file_id)
     except NotFound as error:
@@ -221,9 +228,9 @@ def _check_file(session: Session, param: str, file_id: str) -> None:
             param=param,
             code="invalid_file",
         )
-
-
-def _not_yet(context: Context, job_id: str, what: str) -> ApiError:
-    with context.database.read() as session:
-        JobRepository(session).get(job_id)
-    return ApiError(f"{what} a job is not yet supported; it can be cancelled", code="not_supported")
+    if not (context.settings.files_dir / file_id).is_file():
+        raise ApiError(
+            f"{param}: the content of {file_id} is not here: send the job to the service that it was uploaded to",
+            param=param,
+            code="file_elsewhere",
+        )

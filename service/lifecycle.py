@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from windlass.service.home import Serving, find_serving
+from windlass.service.home import Serving, find_serving, node_of
 from windlass.service.leftovers import remove_arenas, remove_states
-from windlass.service.outcomes import cancel_job, fail_job, open_journal, take_in
+from windlass.service.outcomes import cancel_job, fail_job, open_journal, resume, take_in
 from windlass.service.processes import end_processes
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.reported_error import ReportedError
@@ -54,7 +54,7 @@ def shut_down(settings: Settings, *, force: bool) -> Ended:
 def running_jobs(settings: Settings) -> tuple[str, ...]:
     """Ids of the jobs that hold a runner."""
     with _database(settings) as database:
-        return tuple(job.id for job in _jobs(database, JobStatus.RUNNING, JobStatus.PAUSING))
+        return tuple(job.id for job in _jobs_here(database, settings))
 
 
 def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
@@ -64,16 +64,19 @@ def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
     def end(session: Session, job: Job, _reason: str) -> None:
         if job.cancel_requested:
             cancel_job(session, job)
+        elif job.status is JobStatus.PAUSING:
+            resume(settings, session, job, "the service was ended")
         else:
             fail_job(session, job, "service_stopped", lost)
 
     with _database(settings) as database:
-        left = _jobs(database, JobStatus.RUNNING, JobStatus.PAUSING)
+        left = _jobs_here(database, settings)
         for job in left:
             take_in(database, settings, job, open_journal(settings, job).read_new(), lost=lost, when_lost=end)
-        statuses = {job.id: job.status for job in _jobs(database, *JobStatus)}
+        with database.read() as session:
+            statuses = {job.id: JobRepository(session).get(job.id).status for job in left}
         for job in left:
-            # One that had ended its attempt for another one goes on when the service is back.
+            # One that had ended its attempt for another one, or paused, goes on when the service is back.
             if statuses[job.id] in TERMINAL_STATUSES:
                 remove_states(settings, job)
         remove_arenas()
@@ -89,6 +92,7 @@ def _database(settings: Settings) -> Iterator[Database]:
         database.close()
 
 
-def _jobs(database: Database, *statuses: JobStatus) -> Sequence[Job]:
+def _jobs_here(database: Database, settings: Settings) -> Sequence[Job]:
+    """Those that hold a runner of this home."""
     with database.read() as session:
-        return JobRepository(session).with_status(*statuses)
+        return JobRepository(session).with_status(JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(settings.home))

@@ -17,16 +17,15 @@ from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.files import FileRepository, new_file_id
-from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.jobs import JobFields, JobRepository
 from windlass.storage.sql.journal import Outcome, import_journal
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
 
 RESULT_FILENAME = "step_metrics.csv"
 RESULTS_PURPOSE = "fine-tune-results"
-# More in a row, without a step that is newly committed, and what ends them is taken to be the job itself.
-_MAX_FRUITLESS_ATTEMPTS = 3
-# ... of those that are the first by another plan, before the one that they were fruitful by holds again.
+# Attempts in a row without a step that is newly committed, of those that are the first by another plan, before the one
+# that they were fruitful by holds again.
 _MAX_FRUITLESS_BY_A_PLAN = 2
 _NUM_METRICS_TO_SEARCH = 100
 # The file's columns, and where the metrics have them.
@@ -47,14 +46,14 @@ def fail_job(session: Session, job: Job, code: str, message: str, param: str | N
         JobStatus.FAILED,
         message=f"The job failed: {message}",
         level="error",
-        expected_attempt=job.attempt,
+        seen=job,
         error={"code": code, "message": message, "param": param},
     )
 
 
 def fail_attempt(settings: Settings, session: Session, job: Job, code: str, message: str) -> None:
     """End a job as failed, unless it may be another plan that made this attempt fail; StatusConflict as `fail_job`."""
-    if not _fall_back(settings, session, job, message):
+    if not _fall_back(settings, session, job, message, job.num_lost):
         fail_job(session, job, code, message)
 
 
@@ -65,7 +64,7 @@ def cancel_job(session: Session, job: Job) -> None:
         job.status,
         JobStatus.CANCELLED,
         message="Fine-tuning job cancelled",
-        expected_attempt=job.attempt,
+        seen=job,
     )
 
 
@@ -92,6 +91,7 @@ def take_in(
     if not records and lost is None:
         return False
     with database.write() as session:
+        JobRepository(session).check_held(job)
         outcome = import_journal(session, job.id, job.attempt, records).outcome
         if outcome is not None and outcome.attempt == job.attempt:
             if outcome.data.get("status") == INTERRUPTED:
@@ -106,42 +106,45 @@ def take_in(
 
 
 def resume(settings: Settings, session: Session, job: Job, reason: str) -> None:
-    """Put a job whose attempt was lost back into the queue, unless that has been of no use lately.
+    """Put a job whose attempt was lost back into the queue, unless that has been of no use lately; or let it rest.
 
     StatusConflict if it has ended or moved on meanwhile.
     """
-    num_fruitless = job.attempt - _last_fruitful_attempt(session, job.id)
+    last_fruitful = _last_fruitful_attempt(session, job.id)
+    num_lost = 0 if last_fruitful == job.attempt else job.num_lost + 1
     if JobRepository(session).get(job.id).cancel_requested:
         cancel_job(session, job)
-    elif (
-        job.status is JobStatus.RUNNING
-        and num_fruitless >= _MAX_FRUITLESS_BY_A_PLAN
-        and _fall_back(settings, session, job, reason)
+    elif job.status is JobStatus.PAUSING:
+        message = f"Paused at the last committed step: attempt {job.attempt} was lost: {reason}"
+        _leave(session, job, message, level="warn", num_lost=num_lost)
+    elif job.attempt - last_fruitful >= _MAX_FRUITLESS_BY_A_PLAN and _fall_back(
+        settings, session, job, reason, num_lost
     ):
         pass
-    elif job.status is JobStatus.RUNNING and num_fruitless < _MAX_FRUITLESS_ATTEMPTS:
-        _queue_again(session, job, f"Attempt {job.attempt} was lost: {reason}; going on from the last committed step")
+    elif num_lost < settings.max_attempts:
+        message = f"Attempt {job.attempt} was lost: {reason}; going on from the last committed step"
+        _leave(session, job, message, level="warn", num_lost=num_lost)
     else:
-        tried = f"; {num_fruitless} attempts in a row brought no newly committed step" if num_fruitless > 1 else ""
+        tried = f"; {num_lost} attempts in a row brought no newly committed step" if num_lost > 1 else ""
         advice = "check `windlass doctor` and the kernel log, and submit the job again"
         fail_job(session, job, "runner_lost", f"{reason}{tried}; {advice}")
 
 
-def _queue_again(session: Session, job: Job, message: str, *, level: str = "warn", **fields: Any) -> None:
-    """The job goes on in another attempt; before all jobs that have not begun."""
-    JobRepository(session).transition(
-        job.id,
-        job.status,
-        JobStatus.QUEUED,
-        message=message,
-        level=level,
-        expected_attempt=job.attempt,
-        estimated_finish=None,
-        **fields,
-    )
+def _leave(
+    session: Session, job: Job, message: str, *, level: str, num_lost: int, plan_number: int | None = None
+) -> None:
+    """The job is not over, but its attempt is: another one goes on, before all jobs that have not begun.
+
+    One that is to pause waits to be resumed.
+    """
+    fields: JobFields = {"estimated_finish": None, "num_lost": num_lost}
+    if plan_number is not None:  # else the row may have another one by now
+        fields["plan_number"] = plan_number
+    target = JobStatus.PAUSED if job.status is JobStatus.PAUSING else JobStatus.QUEUED
+    JobRepository(session).transition(job.id, job.status, target, message=message, level=level, seen=job, **fields)
 
 
-def _fall_back(settings: Settings, session: Session, job: Job, reason: str) -> bool:
+def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_lost: int) -> bool:
     """Go on by the plan before, where no attempt by a corrected one has brought a step. False: it is not so."""
     plans = plans_of(settings, job)
     if len(plans) < 2 or not plans[-1].get("corrected") or (first := plans[-1]["from_attempt"]) is None:
@@ -150,7 +153,7 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str) -> b
         return False
     number = keep_plan(settings, job, {**plans[-2], "from_attempt": job.attempt + 1})
     message = f"Attempt {job.attempt} failed: {reason}; going on by the plan before, from the last committed step"
-    _queue_again(session, job, message, plan_number=number)
+    _leave(session, job, message, level="warn", num_lost=num_lost, plan_number=number)
     return True
 
 
@@ -182,9 +185,11 @@ def _go_on(session: Session, job: Job) -> None:
     now = JobRepository(session).get(job.id)  # the last steps have been imported since `job` was read
     if now.cancel_requested:
         cancel_job(session, job)
+    elif job.status is JobStatus.PAUSING:
+        _leave(session, job, f"Paused after step {now.step}", level="info", num_lost=0)
     else:
         message = f"Attempt {job.attempt} ended after step {now.step}, so that another goes on with the new plan"
-        _queue_again(session, job, message, level="info")
+        _leave(session, job, message, level="info", num_lost=0)
 
 
 def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:
@@ -200,7 +205,7 @@ def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -
         job.status,
         JobStatus.SUCCEEDED,
         message=f"The job has successfully completed. New fine-tuned model created: {folder.name}",
-        expected_attempt=job.attempt,
+        seen=job,
         fine_tuned_model=folder.name,
         result_files=[_write_result_file(session, settings, job.id)],
         **fields,

@@ -134,7 +134,7 @@ class PlanCorrections:
         self._drop()
         number = keep_plan(self._settings, job, found)
         with self._database.write() as session:
-            JobRepository(session).set_fields(job.id, expected_attempt=job.attempt, plan_number=number)
+            JobRepository(session).set_fields(job.id, seen=job, plan_number=number)
             EventRepository(session).add(
                 job.id,
                 attempt=job.attempt,

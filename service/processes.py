@@ -40,8 +40,12 @@ def find_process(pid: int) -> ProcessId | None:
     fields = stat[stat.rindex(")") + 2 :].split()
     if fields[0] in "ZX":
         return None
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ProcessId(pid=pid, start=f"{boot_id}:{fields[19]}")
+    return ProcessId(pid=pid, start=f"{boot_id()}:{fields[19]}")
+
+
+def boot_id() -> str:
+    """This machine, since it was started last."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def with_descendants(processes: Iterable[ProcessId]) -> list[ProcessId]:

@@ -55,6 +55,7 @@ class Settings(BaseSettings):
     num_cpu_optimizers: int = Field(default_factory=lambda: len(numa_nodes()), ge=1)  # of each job; one a NUMA node
     compute_threads: int | None = Field(default=None, ge=1)  # of a job's GPU worker; None: by cores and GPUs
     optimizer_threads: int | None = Field(default=None, ge=1)  # of each optimizer; None: by cores and GPUs
+    max_attempts: int = Field(default=5, ge=1)  # that are lost in a row, without a step of progress, before a job fails
     max_file_mib: int = Field(default=512, ge=1)
     webhook_private_addresses: bool = False  # else webhooks go to public addresses only, by HTTPS
     log_format: LogFormat = LogFormat.TEXT  # of the files in `logs`

@@ -37,6 +37,7 @@ class NewJob:
     priority: int
     idempotency_key: str | None
     request_digest: str | None
+    node: str | None = None  # whose home has its files; None: that of whoever claims it
 
 
 class JobFields(TypedDict, total=False):
@@ -50,9 +51,26 @@ class JobFields(TypedDict, total=False):
     trained_tokens: int
     estimated_finish: float | None
     plan_number: int
+    num_lost: int
     error: dict[str, Any]
     fine_tuned_model: str
     result_files: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    """For whom a change is meant."""
+
+    attempt: int
+    lease_holder: str | None
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt}" + ("" if self.lease_holder is None else f" of {self.lease_holder}")
+
+
+def _fence(seen: Job | None) -> _Fence | None:
+    # Taken before the job is read again, which would change a row of the same session.
+    return None if seen is None else _Fence(seen.attempt, seen.lease_holder)
 
 
 class JobRepository:
@@ -78,6 +96,7 @@ class JobRepository:
             priority=new.priority,
             idempotency_key=new.idempotency_key,
             request_digest=new.request_digest,
+            node=new.node,
             result_files=[],
         )
         self._session.add(job)
@@ -87,10 +106,14 @@ class JobRepository:
 
     def get(self, job_id: str) -> Job:
         """The job as it is now; NotFound if there is none."""
-        job = self._session.get(Job, job_id, populate_existing=True)
+        job = self.find(job_id)
         if job is None:
             raise NotFound("fine-tuning job", job_id)
         return job
+
+    def find(self, job_id: str) -> Job | None:
+        """The job as it is now, if there is one."""
+        return self._session.get(Job, job_id, populate_existing=True)
 
     def by_idempotency_key(self, key: str) -> Job | None:
         """The job that a request with this key made."""
@@ -106,9 +129,18 @@ class JobRepository:
             query = query.where(tuple_(Job.created_at, Job.id) < tuple_(last.created_at, last.id))
         return page_of(self._session.scalars(query).all(), limit)
 
-    def with_status(self, *statuses: JobStatus) -> Sequence[Job]:
-        """Jobs in any of these statuses, in the order in which they get their turn: (priority, created_at, id)."""
+    def with_status(
+        self, *statuses: JobStatus, node: str | None = None, lease_holder: str | None = None
+    ) -> Sequence[Job]:
+        """Jobs in any of these statuses, in the order in which they get their turn: (priority, created_at, id).
+
+        Of one node or of none yet, or held by one dispatcher, where such is given.
+        """
         query = select(Job).where(Job.status.in_(statuses)).order_by(Job.priority, Job.created_at, Job.id)
+        if node is not None:
+            query = query.where(or_(Job.node == node, Job.node.is_(None)))
+        if lease_holder is not None:
+            query = query.where(Job.lease_holder == lease_holder)
         return self._session.scalars(query).all()
 
     def count_by_status(self) -> dict[JobStatus, int]:
@@ -144,9 +176,32 @@ class JobRepository:
         if job.status in (JobStatus.VALIDATING_FILES, JobStatus.QUEUED, JobStatus.PAUSED):
             return self.transition(job_id, job.status, JobStatus.CANCELLED, message="Fine-tuning job cancelled")
         if not job.cancel_requested:
-            self._update(job, (job.status,), job.attempt, {"cancel_requested": True})
+            self._update(job, (job.status,), None, {"cancel_requested": True})
             self._event(job, "Cancelling: the runner is asked to stop", "info", {})
         return self.get(job_id)
+
+    def request_pause(self, job_id: str) -> Job:
+        """Pause a job that no runner holds; one that a runner does pauses after its step. Asking again changes nothing.
+
+        Raises IllegalTransition if the job is finished or paused, and StatusConflict if it is to be cancelled.
+        """
+        job = self.get(job_id)
+        if job.status is JobStatus.PAUSING:
+            return job
+        if job.status is not JobStatus.RUNNING:
+            return self.transition(job_id, job.status, JobStatus.PAUSED, message="Paused")
+        if job.cancel_requested:
+            raise StatusConflict(job_id, "running", "running and asked to end")
+        message = "Pausing: the runner ends its attempt after its step"
+        return self.transition(job_id, job.status, JobStatus.PAUSING, message=message)
+
+    def request_resume(self, job_id: str) -> Job:
+        """Let a paused job go on, or be prepared if it was not; StatusConflict if it is not paused."""
+        job = self.get(job_id)
+        target = JobStatus.VALIDATING_FILES if job.hyperparameters is None else JobStatus.QUEUED
+        if job.status is not JobStatus.PAUSED:
+            raise StatusConflict(job_id, JobStatus.PAUSED, job.status)
+        return self.transition(job_id, job.status, target, message="Resumed", num_lost=0)
 
     def transition(
         self,
@@ -156,15 +211,17 @@ class JobRepository:
         *,
         message: str,
         level: str = "info",
-        expected_attempt: int | None = None,
+        seen: Job | None = None,
         **fields: Unpack[JobFields],
     ) -> Job:
-        """Change a status, and write its event.
+        """Change a status, and write its event; for a final one, also what is to be told elsewhere.
 
-        Raises IllegalTransition where the table does not list the pair, and StatusConflict where the job is not in
-        `source`, or not in `expected_attempt` if one is given; then nothing is written.
+        `seen`: the job as the caller has read it, who acts for that attempt, and for whoever held the job then. Raises
+        IllegalTransition where the table does not list the pair, and StatusConflict where the job is not in `source`,
+        or is another attempt's or another holder's by now; then nothing is written.
         """
         check_transition(job_id, source, target)
+        fence = _fence(seen)
         job = self.get(job_id)
         values: dict[str, Any] = {"waiting_reason": None, **fields, "status": target}
         now_s = time.time()
@@ -172,7 +229,7 @@ class JobRepository:
             values["started_at"] = now_s
         if target in TERMINAL_STATUSES:
             values |= {"finished_at": now_s, "estimated_finish": None}
-        self._update(job, (source,), expected_attempt, values)
+        self._update(job, (source,), fence, values)
         data: dict[str, Any] = {"status": target.value}
         if error := fields.get("error"):
             data["error"] = error
@@ -182,32 +239,46 @@ class JobRepository:
             WebhookRepository(self._session).tell(job, target)
         return job
 
-    def set_fields(self, job_id: str, *, expected_attempt: int | None = None, **fields: Unpack[JobFields]) -> Job:
-        """Write fields of an unfinished job; StatusConflict if it is finished or another attempt has taken over."""
+    def set_fields(self, job_id: str, *, seen: Job | None = None, **fields: Unpack[JobFields]) -> Job:
+        """Write fields of an unfinished job; StatusConflict if it is finished, or as in `transition`."""
+        fence = _fence(seen)
         job = self.get(job_id)
-        self._update(job, ACTIVE_STATUSES, expected_attempt, dict(fields))
+        self._update(job, ACTIVE_STATUSES, fence, dict(fields))
         return self.get(job_id)
 
-    def set_waiting_reason(self, job_id: str, reason: str) -> None:
-        """Say why a job does not run, with an event if the reason is new."""
+    def check_held(self, seen: Job) -> None:
+        """StatusConflict if the job is another attempt's, or another holder's, than it was when the caller read it."""
+        fence = _fence(seen)
+        job = self._session.get(Job, seen.id, populate_existing=True, with_for_update=True)
+        if job is None:
+            raise NotFound("fine-tuning job", seen.id)
+        assert fence is not None
+        if (job.attempt, job.lease_holder) != (fence.attempt, fence.lease_holder):
+            raise StatusConflict(job.id, f"in {fence}", f"in {_fence(job)}")
+
+    def set_waiting_reason(self, job_id: str, reason: str, *, seen: Job | None = None) -> None:
+        """Say why a job does not run, with an event if the reason is new; StatusConflict as `set_fields`."""
+        fence = _fence(seen)
         job = self.get(job_id)
         if job.waiting_reason != reason:
-            self._update(job, ACTIVE_STATUSES, None, {"waiting_reason": reason})
+            self._update(job, ACTIVE_STATUSES, fence, {"waiting_reason": reason})
             self._event(job, f"Waiting: {reason}", "info", {"waiting_reason": reason})
 
     def _update(
-        self, job: Job, statuses: Collection[JobStatus], expected_attempt: int | None, values: Mapping[str, Any]
+        self, job: Job, statuses: Collection[JobStatus], fence: "_Fence | None", values: Mapping[str, Any]
     ) -> None:
         statement = update(Job).where(Job.id == job.id, Job.status.in_(statuses)).values(**values)
         expected = " or ".join(sorted(statuses))
-        if expected_attempt is not None:
-            statement = statement.where(Job.attempt == expected_attempt)
-            expected += f" in attempt {expected_attempt}"
+        if fence is not None:
+            statement = statement.where(
+                Job.attempt == fence.attempt, Job.lease_holder.is_not_distinct_from(fence.lease_holder)
+            )
+            expected += f" in {fence}"
         result = self._session.execute(statement.execution_options(synchronize_session=False))
         assert isinstance(result, CursorResult)
         if result.rowcount != 1:
             actual = self.get(job.id)
-            raise StatusConflict(job.id, expected, f"{actual.status} in attempt {actual.attempt}")
+            raise StatusConflict(job.id, expected, f"{actual.status} in {_fence(actual)}")
 
     def _event(self, job: Job, message: str, level: str, data: dict[str, Any]) -> None:
         EventRepository(self._session).add(job.id, attempt=job.attempt, message=message, level=level, data=data)

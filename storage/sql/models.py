@@ -80,6 +80,12 @@ class Job(Base):
     trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
     # Of its plans, the one that its next attempt runs by; 0: as it was planned before it was queued, if it was.
     plan_number: Mapped[int] = mapped_column(default=0)
+    # Attempts that were lost since the last that brought a step, or ended as it was asked to.
+    num_lost: Mapped[int] = mapped_column(default=0)
+    # The home that has its folder and its files; NULL: that of the dispatcher that will claim it.
+    node: Mapped[str | None] = mapped_column(String(64))
+    # The dispatcher that works on it; NULL, or one that is not in the table: it may be claimed.
+    lease_holder: Mapped[str | None] = mapped_column(String(64))
     # The last journal record that was imported.
     journal_attempt: Mapped[int] = mapped_column(default=0)
     journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
@@ -88,6 +94,18 @@ class Job(Base):
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # code, message, param
     fine_tuned_model: Mapped[str | None] = mapped_column(String(255), unique=True)
     result_files: Mapped[list[str]] = mapped_column(JSON)
+
+
+class Dispatcher(Base):
+    """A dispatcher that lives, as far as anybody knows."""
+
+    __tablename__ = "dispatchers"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    node: Mapped[str] = mapped_column(String(64))  # its home
+    machine: Mapped[str] = mapped_column(String(64))  # and this boot of it
+    heartbeat: Mapped[int] = mapped_column(BigInteger)  # it goes up for as long as it lives
+    expires_at: Mapped[float | None]  # by the database's clock; NULL on SQLite, which has none
 
 
 class JobEvent(Base):

@@ -21,13 +21,14 @@ TERMINAL_STATUSES = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.
 ACTIVE_STATUSES = frozenset(JobStatus) - TERMINAL_STATUSES
 
 TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
-    JobStatus.VALIDATING_FILES: frozenset({JobStatus.QUEUED, JobStatus.FAILED, JobStatus.CANCELLED}),
+    JobStatus.VALIDATING_FILES: frozenset({JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED}),
     JobStatus.QUEUED: frozenset({JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED}),
     # Back to the queue: the runner was lost, and another attempt will go on from the last commit.
     JobStatus.RUNNING: frozenset({JobStatus.QUEUED, JobStatus.PAUSING, *TERMINAL_STATUSES}),
     # A job may end before it gets to pause; one whose runner is lost while pausing is paused at its last commit.
     JobStatus.PAUSING: frozenset({JobStatus.PAUSED, *TERMINAL_STATUSES}),
-    JobStatus.PAUSED: frozenset({JobStatus.QUEUED, JobStatus.CANCELLED}),
+    # One that was paused before it was prepared is prepared when it is resumed.
+    JobStatus.PAUSED: frozenset({JobStatus.VALIDATING_FILES, JobStatus.QUEUED, JobStatus.CANCELLED}),
     JobStatus.SUCCEEDED: frozenset(),
     JobStatus.FAILED: frozenset(),
     JobStatus.CANCELLED: frozenset(),

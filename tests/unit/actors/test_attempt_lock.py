@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.actors import attempt_lock
 from windlass.actors.attempt_lock import (
     AttemptClosed,
     begin_attempt,
@@ -136,3 +137,33 @@ def test_a_runner_tells_that_it_lives_until_the_attempt_is_closed(tmp_path: Path
     assert close_attempt(tmp_path, FIRST)
     assert not tell_alive(tmp_path, FIRST)
     assert not has_begun(tmp_path, FIRST)
+
+
+def test_an_attempt_that_was_given_up_before_it_began_cannot_begin(tmp_path: Path) -> None:
+    assert close_attempt(tmp_path, SECOND)
+    for attempt in (FIRST, SECOND):
+        with pytest.raises(AttemptClosed, match=f"attempt-{attempt}.lock"):
+            begin_attempt(tmp_path, attempt)
+        assert not has_begun(tmp_path, attempt)
+    os.close(begin_attempt(tmp_path, Attempt(3)))
+    assert close_attempt(tmp_path, FIRST)  # told late; what is closed stays closed
+    with pytest.raises(AttemptClosed):
+        begin_attempt(tmp_path, SECOND)
+
+
+def test_of_one_that_begins_and_one_that_closes_at_once_one_knows_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed while it looks whether it is: it lives for who closes, and ends as it learns of that."""
+    real, seen = attempt_lock._last_closed, []
+
+    def close_first(job_dir: Path) -> int:
+        if not seen:
+            seen.append(True)
+            assert not close_attempt(job_dir, FIRST)
+        return real(job_dir)
+
+    monkeypatch.setattr(attempt_lock, "_last_closed", close_first)
+    with pytest.raises(AttemptClosed):
+        begin_attempt(tmp_path, FIRST)
+    assert close_attempt(tmp_path, FIRST)

@@ -10,17 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import update
+
 from windlass.actors.attempt_lock import begin_attempt
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
 from windlass.service.dispatcher import Dispatcher
-from windlass.service.job_specs import Machinery
+from windlass.service.home import node_of
+from windlass.service.job_specs import Machinery, resolve_job
+from windlass.service.lease import BEAT_S, LEASE_S, Lease
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, PreparationOrder
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
+from windlass.storage.sql.models import Dispatcher as DispatcherRow
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
 from windlass.storage.volume import Volume
@@ -75,9 +80,10 @@ class StandInRunners:
 class StandInPreparation(Preparation):
     """Takes as long as a test wants, and ends as it wants."""
 
-    def __init__(self, order: PreparationOrder) -> None:
+    def __init__(self, order: PreparationOrder, made_for: Database) -> None:
         super().__init__([], work_dir=order.work_dir)
         self.order = order
+        self.made_for = made_for  # the dispatcher with this way to the database
         self.ending: PreparationError | Mapping[str, dict[str, Any]] | None = None
         self.stopped = False
 
@@ -115,44 +121,67 @@ class StandInPlanner(Preparation):
 class Stage:
     """A dispatcher with all it needs, and the short words that tests use."""
 
-    def __init__(self, home: Path, database: Database, *, num_gpus: int = 0) -> None:
-        self.settings = Settings(home=home)
+    def __init__(self, home: Path, database: Database, *, num_gpus: int = 0, **settings: Any) -> None:
+        self.settings = Settings(home=home, **settings)
         self.settings.make_dirs()
         self.database = database
         self.runners = StandInRunners()
         self.preparations: list[StandInPreparation] = []
         self.planners: list[StandInPlanner] = []
         self.now = 1000.0
+        self.node = node_of(home)
+        self.machine = "boot-1"
         self._machinery = Machinery(num_cores=4, num_gpus=num_gpus)
         self.dispatcher = self.new_dispatcher()
 
     def new_dispatcher(self) -> Dispatcher:
-        """Another process, as after a crash: it remembers nothing."""
+        """Another process, as after a crash: it remembers nothing, and knows that the one before is gone."""
+        self.dispatcher = self.make_dispatcher(is_alone=True)
+        return self.dispatcher
+
+    def make_dispatcher(
+        self, *, is_alone: bool, database: Database | None = None, machine: str | None = None
+    ) -> Dispatcher:
+        """One more."""
+
+        database = database or self.database
 
         def prepare(order: PreparationOrder) -> Preparation:
-            self.preparations.append(StandInPreparation(order))
+            self.preparations.append(StandInPreparation(order, database))
             return self.preparations[-1]
 
         def ask(work_dir: Path, question: dict[str, Any]) -> Preparation:
             self.planners.append(StandInPlanner(work_dir, question))
             return self.planners[-1]
 
-        self.dispatcher = Dispatcher(
-            self.database,
+        def clock() -> float:
+            return self.now
+
+        return Dispatcher(
+            database,
             self.settings,
             self.runners,
             self._machinery,
+            Lease(database, node=self.node, machine=machine or self.machine, is_alone=is_alone, clock=clock),
             prepare=prepare,
             ask=ask,
-            clock=lambda: self.now,
+            clock=clock,
+            jitter=lambda: 0.0,
         )
-        return self.dispatcher
 
     def tick(self, times: int = 1) -> None:
         for _ in range(times):
             self.dispatcher.tick()
 
-    def submit(self, *, priority: int = 0, **windlass: Any) -> str:
+    def let_leases_expire(self) -> None:
+        """Those of all dispatchers but the last that was made, which goes on meanwhile."""
+        with self.database.write() as session:
+            session.execute(update(DispatcherRow).values(expires_at=DispatcherRow.expires_at - LEASE_S))
+        for _ in range(int(LEASE_S / BEAT_S) + 3):
+            self.tick()
+            self.now += BEAT_S
+
+    def submit(self, *, priority: int = 0, node: str | None = None, **windlass: Any) -> str:
         """A new job's id."""
         new = NewJob(
             model="tiny",
@@ -166,6 +195,7 @@ class Stage:
             priority=priority,
             idempotency_key=None,
             request_digest=None,
+            node=node,
         )
         with self.database.write() as session:
             return JobRepository(session).create(new).id
@@ -176,6 +206,25 @@ class Stage:
         self.tick()
         self.preparations[-1].ending = PREPARED
         self.tick()
+        return job_id
+
+    def queue_only(self) -> str:
+        """A job that is prepared, and would be started by the next pass."""
+        job_id = self.submit()
+        with self.database.write() as session:
+            jobs = JobRepository(session)
+            resolved = resolve_job(jobs.get(job_id), dict(PREPARED))
+            jobs.transition(
+                job_id,
+                JobStatus.VALIDATING_FILES,
+                JobStatus.QUEUED,
+                message="",
+                hyperparameters=resolved.hyperparameters,
+                total_steps=resolved.total_steps,
+            )
+        folder = self.settings.jobs_dir / job_id / "prepare"
+        folder.mkdir(parents=True)
+        (folder / "prepare_data.json").write_text(json.dumps(PREPARED["prepare_data"]))
         return job_id
 
     def run(self) -> tuple[str, Journal]:
@@ -193,6 +242,13 @@ class Stage:
             journal.append("metrics", f"Step {step}", step=step, total_steps=4, train_loss=1.0 / step)
         journal.close()
         self.end_runner(job_id, attempt)
+        self.tick()
+        if self.job(job_id).status is JobStatus.QUEUED and not steps:
+            self.sit_out_the_pause()
+
+    def sit_out_the_pause(self) -> None:
+        """The longest there is before a job that was lost goes on."""
+        self.now += 300
         self.tick()
 
     @contextmanager
@@ -242,6 +298,14 @@ class Stage:
     def request_cancel(self, job_id: str) -> None:
         with self.database.write() as session:
             JobRepository(session).request_cancel(job_id)
+
+    def request_pause(self, job_id: str) -> None:
+        with self.database.write() as session:
+            JobRepository(session).request_pause(job_id)
+
+    def request_resume(self, job_id: str) -> None:
+        with self.database.write() as session:
+            JobRepository(session).request_resume(job_id)
 
     def job(self, job_id: str) -> Job:
         with self.database.read() as session:

@@ -326,7 +326,7 @@ def test_a_new_dispatcher_sees_off_the_runners_of_finished_jobs(stage: Stage) ->
     journal.append_outcome("cancelled", "The job was cancelled")
     journal.close()
     stage.tick()
-    stage.new_dispatcher().reconcile()
+    stage.new_dispatcher().tick()
     waiting = stage.queue()
     assert stage.status(waiting) is JobStatus.QUEUED
     assert stage.jobs_on_ssds() == [{job_id}, {job_id}]

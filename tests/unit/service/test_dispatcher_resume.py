@@ -57,6 +57,12 @@ def test_an_interrupted_attempt_is_followed_by_another_once_its_runner_is_gone(s
     assert stage.messages(job_id).count(reason) == 1
     stage.end_runner(job_id)
     stage.tick()
+    assert stage.job(job_id).waiting_reason == "attempt 1 was lost; the next one begins about 2 s later"
+    stage.now += 1.9
+    stage.tick()
+    assert stage.status(job_id) is JobStatus.QUEUED
+    stage.now += 0.1
+    stage.tick()
     assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 2)
 
 
@@ -85,7 +91,7 @@ def test_a_runner_that_hangs_is_killed_and_followed_by_another(stage: Stage) -> 
     reason = "its runner hung: it gave no sign of life for 60 s"
     assert f"Attempt 1 was lost: {reason}; going on from the last committed step" in stage.messages(job_id)
     assert stage.runners.alive == set()
-    stage.tick()
+    stage.sit_out_the_pause()
     assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 2)
     stage.now += 60
     stage.tick()
@@ -100,7 +106,9 @@ def test_a_job_that_goes_on_keeps_its_place(stage: Stage) -> None:
     stage.tick()
     assert str(stage.job(urgent).waiting_reason).endswith("; 1 queued job will start before this one")
     stage.end_runner(first)
-    stage.tick()
+    stage.tick(2)
+    assert stage.status(urgent) is JobStatus.QUEUED
+    stage.sit_out_the_pause()
     assert [(spec.job, spec.attempt) for spec in stage.runners.started] == [(first, 1), (first, 2)]
     assert stage.status(urgent) is JobStatus.QUEUED
 
@@ -109,7 +117,8 @@ def test_the_next_attempt_waits_until_every_process_of_the_old_one_is_gone(stage
     job_id, journal = stage.run()
     journal.close()
     with stage.worker(job_id, 1) as worker:
-        stage.lose(job_id)
+        stage.end_runner(job_id)
+        stage.tick()
         stage.now += 4.9
         stage.tick(2)
         assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.QUEUED, 1)
@@ -117,6 +126,7 @@ def test_the_next_attempt_waits_until_every_process_of_the_old_one_is_gone(stage
         worker.kill()
         worker.wait()
         stage.tick()
+        stage.sit_out_the_pause()
         assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 2)
 
 
@@ -124,11 +134,12 @@ def test_processes_that_outlive_their_runner_are_killed(stage: Stage) -> None:
     job_id, journal = stage.run()
     journal.close()
     with stage.worker(job_id, 1) as worker:
-        stage.lose(job_id)
+        stage.end_runner(job_id)
+        stage.tick()
         stage.now += 5
         stage.tick()
         assert worker.wait() == -signal.SIGKILL
-        stage.tick()
+        stage.sit_out_the_pause()
         assert stage.runners.alive == {(job_id, 2)}
 
 
@@ -159,31 +170,46 @@ def test_states_are_not_freed_while_a_process_may_still_write(stage: Stage) -> N
         assert stage.jobs_on_ssds() == [set(), set()]
 
 
-def test_three_attempts_in_a_row_without_a_new_step_fail_the_job(stage: Stage) -> None:
+def test_five_attempts_in_a_row_without_a_new_step_fail_the_job(stage: Stage) -> None:
     job_id, journal = stage.run()
     journal.close()
     stage.put_states(job_id)
-    for steps in ((1, 2), (), (3,), (), ()):
+    for steps in ((1, 2), (), (), (), (3,), (), (), (), ()):
         stage.lose(job_id, *steps)
         assert stage.status(job_id) is JobStatus.RUNNING
     interrupt(stage, job_id)
     job = stage.job(job_id)
-    assert (job.status, job.attempt) == (JobStatus.FAILED, 6)
+    assert (job.status, job.attempt) == (JobStatus.FAILED, 10)
     code, message = error_of(job)
     assert code == "runner_lost"
-    assert message.startswith("the process of ssd-1 died; 3 attempts in a row brought no newly committed step; ")
+    assert message.startswith("the process of ssd-1 died; 5 attempts in a row brought no newly committed step; ")
     assert message.endswith("submit the job again")
-    stage.end_runner(job_id, 6)
+    stage.end_runner(job_id, 10)
     stage.tick()
     assert stage.jobs_on_ssds() == [set(), set()]
 
 
-def test_a_job_that_never_gets_anywhere_has_three_attempts(stage: Stage) -> None:
+@pytest.mark.parametrize("max_attempts", [1, 3])
+def test_a_job_that_never_gets_anywhere_has_as_many_attempts_as_the_settings_say(
+    tmp_path: Path, database: Database, max_attempts: int
+) -> None:
+    stage = Stage(tmp_path / "home", database, max_attempts=max_attempts)
     job_id, journal = stage.run()
     journal.close()
-    for _ in range(3):
+    for _ in range(max_attempts):
         stage.lose(job_id)
-    assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.FAILED, 3)
+    assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.FAILED, max_attempts)
+
+
+def test_each_pause_is_longer_than_the_one_before_until_a_step_is_committed(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    journal.close()
+    for steps, pause_s in (((), 2), ((), 8), ((), 32), ((), 128), ((1,), None), ((), 2)):
+        attempt = stage.job(job_id).attempt
+        stage.lose(job_id, *steps)
+        assert stage.status(job_id) is JobStatus.RUNNING
+        reason = f"Waiting: attempt {attempt} was lost; the next one begins about {pause_s} s later"
+        assert (reason in stage.messages(job_id)) == (pause_s is not None)
 
 
 def test_an_evaluation_told_again_is_no_progress(stage: Stage) -> None:
@@ -191,7 +217,7 @@ def test_an_evaluation_told_again_is_no_progress(stage: Stage) -> None:
     job_id, journal = stage.run()
     journal.close()
     stage.lose(job_id, 1)
-    for attempt in (2, 3, 4):
+    for attempt in (2, 3, 4, 5, 6):
         journal = stage.journal(job_id, attempt)
         journal.append("metrics", "Step 1: validation", step=1, valid_loss=2.0)
         journal.close()
@@ -236,7 +262,8 @@ def test_a_job_cancelled_while_it_waits_for_a_device_leaves_nothing(tmp_path: Pa
     stage.end_runner(jobs[0])
     one_gpu = Stage(tmp_path / "home", database)  # its processes are gone, and it waits for those of the other job
     one_gpu.runners = stage.runners
-    one_gpu.new_dispatcher().reconcile()
+    one_gpu.new_dispatcher().tick()
+    one_gpu.now += 2
     one_gpu.tick()
     assert one_gpu.job(jobs[0]).waiting_reason == f"the CPU is in use by job {jobs[1]}"
     one_gpu.request_cancel(jobs[0])
@@ -248,11 +275,12 @@ def test_a_new_dispatcher_waits_for_the_old_attempt_too(stage: Stage) -> None:
     job_id, journal = stage.run()
     journal.close()
     interrupt(stage, job_id)
-    stage.new_dispatcher().reconcile()
+    stage.new_dispatcher().tick()
     stage.tick(2)
     assert stage.status(job_id) is JobStatus.QUEUED
     stage.end_runner(job_id)
     stage.tick()
+    stage.sit_out_the_pause()
     assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 2)
 
 
@@ -267,10 +295,11 @@ def test_a_dispatcher_killed_while_it_launched_a_job_leaves_it_to_the_next(
     stage.tick()
     assert stage.runners.alive == {(job_id, 1)}
     monkeypatch.undo()
-    stage.new_dispatcher().reconcile()
+    stage.new_dispatcher().tick()
     stage.tick()
+    stage.sit_out_the_pause()
     assert stage.runners.alive == {(job_id, 2)}
-    stage.new_dispatcher().reconcile()
+    stage.new_dispatcher().tick()
     stage.tick()
     assert stage.runners.alive == {(job_id, 2)}
 
@@ -282,6 +311,8 @@ def test_a_runner_lost_while_it_starts_is_followed_by_another(stage: Stage) -> N
         "Attempt 1 was lost: its runner did not start (Ray has ended); going on from the last committed step"
     )
     stage.tick()
-    stage.runners.refusal = None
+    stage.sit_out_the_pause()
     stage.tick()
+    stage.runners.refusal = None
+    stage.sit_out_the_pause()
     assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 3)

@@ -6,11 +6,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import context_of, make_model, serve, upload
+from windlass.service.home import node_of
 from windlass.service.hyperparameters import JobSettings, resolve
 from windlass.service.settings import Settings
 from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.statuses import JobStatus
 
 JOBS = "/v1/fine_tuning/jobs"
+RESOLVED = {"epochs": 1, "batch_size": 2, "learning_rate": 1e-5}
 
 
 def create(client: TestClient, file_id: str, **body: Any) -> Any:
@@ -307,16 +310,80 @@ def test_pages_and_metadata_filters(client: TestClient, file_id: str) -> None:
     assert client.get(JOBS, params={"after": "ftjob-none"}).status_code == 404
 
 
-def test_cancel_pause_resume(client: TestClient, file_id: str) -> None:
-    url = f"{JOBS}/{create(client, file_id).json()['id']}"
-    for action in ("pause", "resume"):
-        refused = client.post(f"{url}/{action}")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_supported")
-        assert "not yet supported" in refused.json()["error"]["message"]
-    assert client.post(f"{url}/cancel").json()["status"] == "cancelled"
-    again = client.post(f"{url}/cancel")
-    assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid_state")
-    assert "is cancelled and cannot become cancelled" in again.json()["error"]["message"]
+def act(client: TestClient, job_id: str, action: str) -> str:
+    """The job's status then, or the message of a refusal."""
+    response = client.post(f"{JOBS}/{job_id}/{action}")
+    if response.status_code == 200:
+        return str(response.json()["status"])
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (400, "invalid_state", "invalid_request_error")
+    return str(error["message"])
+
+
+def bring_to(client: TestClient, job_id: str, *statuses: JobStatus) -> None:
+    with context_of(client).database.write() as session:
+        jobs = JobRepository(session)
+        for target in statuses:
+            jobs.transition(job_id, jobs.get(job_id).status, target, message="", hyperparameters=RESOLVED)
+
+
+def test_a_job_that_is_not_prepared_yet_pauses_at_once_and_is_prepared_when_it_is_resumed(
+    client: TestClient, file_id: str
+) -> None:
+    job_id = create(client, file_id).json()["id"]
+    assert act(client, job_id, "pause") == "paused"
+    assert "is paused and cannot become paused" in act(client, job_id, "pause")
+    assert act(client, job_id, "resume") == "validating_files"
+    assert "was expected to be paused but is validating_files" in act(client, job_id, "resume")
+
+
+def test_a_queued_job_pauses_at_once_and_goes_back_to_the_queue(client: TestClient, file_id: str) -> None:
+    job_id = create(client, file_id).json()["id"]
+    bring_to(client, job_id, JobStatus.QUEUED)
+    assert act(client, job_id, "pause") == "paused"
+    assert act(client, job_id, "resume") == "queued"
+    assert act(client, job_id, "pause") == "paused"
+    assert act(client, job_id, "cancel") == "cancelled"
+    for action in ("pause", "resume", "cancel"):
+        assert "cancelled" in act(client, job_id, action)
+
+
+def test_a_running_job_pauses_when_its_runner_has_stopped(client: TestClient, file_id: str) -> None:
+    job_id = create(client, file_id).json()["id"]
+    bring_to(client, job_id, JobStatus.QUEUED, JobStatus.RUNNING)
+    assert act(client, job_id, "pause") == "pausing"
+    assert act(client, job_id, "pause") == "pausing"
+    assert "was expected to be paused but is pausing" in act(client, job_id, "resume")
+    events = client.get(f"{JOBS}/{job_id}/events").json()["data"]
+    assert [event["message"] for event in events].count("Pausing: the runner ends its attempt after its step") == 1
+    assert act(client, job_id, "cancel") == "pausing"
+    assert client.get(f"{JOBS}/{job_id}").json()["windlass"]["cancel_requested"] is True
+
+
+def test_a_job_that_is_to_be_cancelled_does_not_pause(client: TestClient, file_id: str) -> None:
+    job_id = create(client, file_id).json()["id"]
+    bring_to(client, job_id, JobStatus.QUEUED, JobStatus.RUNNING)
+    assert act(client, job_id, "cancel") == "running"
+    assert "was expected to be running but is running and asked to end" in act(client, job_id, "pause")
+
+
+def test_a_file_whose_content_lies_elsewhere_is_refused(client: TestClient, settings: Settings, file_id: str) -> None:
+    """Services that share a database have homes of their own."""
+    (settings.files_dir / file_id).unlink()
+    error = refusal(client, file_id)
+    assert (error["code"], error["param"]) == ("file_elsewhere", "training_file")
+
+
+def test_a_job_belongs_to_the_home_that_has_its_files(client: TestClient, settings: Settings, file_id: str) -> None:
+    job_id = create(client, file_id).json()["id"]
+    with context_of(client).database.read() as session:
+        assert JobRepository(session).get(job_id).node == node_of(settings.home)
+
+
+def test_a_finished_job_is_not_cancelled_again(client: TestClient, file_id: str) -> None:
+    job_id = create(client, file_id).json()["id"]
+    assert act(client, job_id, "cancel") == "cancelled"
+    assert "is cancelled and cannot become cancelled" in act(client, job_id, "cancel")
 
 
 @pytest.mark.parametrize("path", ["", "/events", "/checkpoints", "/events/stream"])

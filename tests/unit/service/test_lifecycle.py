@@ -54,3 +54,24 @@ def test_a_job_whose_attempt_ended_for_another_goes_on_when_the_service_is_back(
     assert lifecycle._fail_jobs_left(stage.settings) == ()
     assert stage.status(job_id) is JobStatus.QUEUED
     assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
+
+
+def test_a_job_that_pauses_is_paused_at_its_last_commit(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    journal.close()
+    stage.put_states(job_id)
+    stage.request_pause(job_id)
+    assert lifecycle.running_jobs(stage.settings) == (job_id,)
+    assert lifecycle._fail_jobs_left(stage.settings) == ()
+    assert stage.status(job_id) is JobStatus.PAUSED
+    assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
+
+
+def test_jobs_of_another_home_on_the_same_database_are_left_alone(stage: Stage) -> None:
+    stage.node = "node-elsewhere"
+    stage.new_dispatcher()
+    job_id, journal = stage.run()
+    journal.close()
+    assert lifecycle.running_jobs(stage.settings) == ()
+    assert lifecycle._fail_jobs_left(stage.settings) == ()
+    assert stage.status(job_id) is JobStatus.RUNNING

@@ -123,9 +123,19 @@ def test_a_cancellation_that_came_meanwhile_counts(database: Database, running: 
     assert status(database, running) is JobStatus.CANCELLED
 
 
-def test_a_pausing_job_that_is_lost_fails(database: Database, running: Job) -> None:
+def test_a_pausing_job_that_is_lost_is_paused_at_its_last_commit(database: Database, running: Job) -> None:
     with database.write() as session:
         pausing = JobRepository(session).transition(running.id, JobStatus.RUNNING, JobStatus.PAUSING, message="")
     with database.write() as session:
         resume(SETTINGS, session, pausing, "killed")
-    assert status(database, running) is JobStatus.FAILED
+    assert status(database, running) is JobStatus.PAUSED
+
+
+def test_what_is_told_of_a_job_that_another_dispatcher_holds_is_not_taken_in(database: Database, running: Job) -> None:
+    with database.write() as session:
+        row = JobRepository(session).get(running.id)
+        row.lease_holder = "dispatcher-other"
+    with pytest.raises(StatusConflict, match="in attempt 1 but is in attempt 1 of dispatcher-other"):
+        take(database, running, record("message"), lost=None)
+    with database.read() as session:
+        assert JobRepository(session).get(running.id).journal_seq == 0

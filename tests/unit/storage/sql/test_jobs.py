@@ -1,16 +1,18 @@
 """Transitions, lists and cancellation."""
 
+import json
 import pickle
 from collections.abc import Callable
 from itertools import product
 
 import pytest
+from sqlalchemy import select
 
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.errors import JournalError, NotFound, StatusConflict
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.models import Job
+from windlass.storage.sql.models import Job, WebhookDelivery
 from windlass.storage.sql.statuses import (
     ACTIVE_STATUSES,
     TERMINAL_STATUSES,
@@ -19,6 +21,7 @@ from windlass.storage.sql.statuses import (
     JobStatus,
     check_transition,
 )
+from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository
 
 PATHS = {
     JobStatus.VALIDATING_FILES: [],
@@ -80,14 +83,67 @@ def test_a_transition_from_a_status_the_job_has_left_writes_nothing(
 def test_an_older_attempt_is_fenced_off(database: Database, make_job: Callable[..., Job]) -> None:
     job = make_job()
     bring_to(database, job, JobStatus.QUEUED)
-    with database.write() as session:
-        JobRepository(session).transition(job.id, JobStatus.QUEUED, JobStatus.RUNNING, message="2nd", attempt=2)
+    first, second = (
+        run_attempt(database, job, JobStatus.QUEUED, 1),
+        run_attempt(database, job, JobStatus.QUEUED, 2, again=True),
+    )
+    assert (first.attempt, second.attempt) == (1, 2)
     with pytest.raises(StatusConflict, match="in attempt 1 but is running in attempt 2"), database.write() as session:
-        JobRepository(session).transition(
-            job.id, JobStatus.RUNNING, JobStatus.SUCCEEDED, message="late", expected_attempt=1
-        )
+        JobRepository(session).transition(job.id, JobStatus.RUNNING, JobStatus.SUCCEEDED, message="late", seen=first)
     with pytest.raises(StatusConflict), database.write() as session:
-        JobRepository(session).set_fields(job.id, expected_attempt=1, step=9)
+        JobRepository(session).set_fields(job.id, seen=first, step=9)
+    with pytest.raises(StatusConflict), database.write() as session:
+        JobRepository(session).set_waiting_reason(job.id, "late", seen=first)
+    with pytest.raises(StatusConflict), database.write() as session:
+        JobRepository(session).check_held(first)
+    with database.write() as session:
+        jobs = JobRepository(session)
+        jobs.check_held(second)
+        jobs.transition(job.id, JobStatus.RUNNING, JobStatus.SUCCEEDED, message="done", seen=second)
+
+
+def run_attempt(database: Database, job: Job, source: JobStatus, attempt: int, *, again: bool = False) -> Job:
+    with database.write() as session:
+        jobs = JobRepository(session)
+        if again:
+            jobs.transition(job.id, JobStatus.RUNNING, source, message="lost")
+        return jobs.transition(job.id, source, JobStatus.RUNNING, message="run", attempt=attempt)
+
+
+def add_endpoint(database: Database) -> None:
+    with database.write() as session:
+        WebhookRepository(session).add(name="all", url="https://example.com", event_types=EVENT_TYPES, secret="sealed")
+
+
+def test_a_final_status_comes_with_what_is_to_be_told_elsewhere(
+    database: Database, make_job: Callable[..., Job]
+) -> None:
+    add_endpoint(database)
+    done, gone, lives = make_job(), make_job(), make_job()
+    bring_to(database, done, JobStatus.SUCCEEDED)
+    bring_to(database, lives, JobStatus.PAUSED)
+    with database.write() as session:
+        JobRepository(session).request_cancel(gone.id)
+    with database.read() as session:
+        rows = session.scalars(select(WebhookDelivery).order_by(WebhookDelivery.ordinal)).all()
+        bodies = [json.loads(row.body) for row in rows if row.delivered_at is None]
+    told = [(body["data"]["id"], body["type"]) for body in bodies]
+    assert told == [(done.id, "fine_tuning.job.succeeded"), (gone.id, "fine_tuning.job.cancelled")]
+
+
+def test_a_change_that_is_undone_tells_nothing(database: Database, make_job: Callable[..., Job]) -> None:
+    add_endpoint(database)
+    job = make_job()
+
+    def fail_and_raise() -> None:
+        with database.write() as session:
+            JobRepository(session).transition(job.id, job.status, JobStatus.FAILED, message="failed")
+            raise RuntimeError("undo")
+
+    with pytest.raises(RuntimeError, match="undo"):
+        fail_and_raise()
+    with database.read() as session:
+        assert session.scalars(select(WebhookDelivery)).all() == []
 
 
 def test_times_reasons_and_errors_follow_the_status(database: Database, make_job: Callable[..., Job]) -> None:
