@@ -15,6 +15,8 @@ _COMMANDS = (
     cli_jobs.jobs,
     cli_jobs.show,
     cli_jobs.logs,
+    cli_jobs.pause,
+    cli_jobs.resume,
     cli_jobs.cancel,
     cli_jobs.files,
     cli_jobs.models,

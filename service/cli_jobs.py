@@ -143,6 +143,20 @@ def cancel(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home
     print(f"job {job} is cancelled" if found["status"] == "cancelled" else f"job {job} will end after its step")
 
 
+def pause(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
+    """Pause a job; a running one commits its step, and holds no GPU and no memory then."""
+    with _client(load_settings(home)) as client:
+        found = client.pause(job)
+    print(f"job {job} is paused" if found["status"] == "paused" else f"job {job} will pause after its step")
+
+
+def resume(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
+    """Let a paused job go on, when its turn comes."""
+    with _client(load_settings(home)) as client:
+        found = client.resume(job)
+    print(f"job {job} is {found['status']}")
+
+
 def files(home: Home = None) -> None:
     """List uploaded files and results, newest first."""
     with _client(load_settings(home)) as client:

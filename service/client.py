@@ -77,6 +77,14 @@ class ServiceClient:
         """Cancel a job, or ask its runner to stop."""
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/cancel")
 
+    def pause(self, job_id: str) -> dict[str, Any]:
+        """Pause a job, or ask its runner to."""
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/pause")
+
+    def resume(self, job_id: str) -> dict[str, Any]:
+        """Let a paused job go on."""
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume")
+
     def events(self, job_id: str, *, after: str | None = None) -> list[dict[str, Any]]:
         """A job's events, oldest first; those after the event `after`."""
         found: list[dict[str, Any]] = []

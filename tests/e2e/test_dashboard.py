@@ -256,6 +256,26 @@ def test_a_job_is_cancelled_after_a_question(service: LiveService, open_page: Op
     assert service.job(running).cancel_requested
 
 
+def test_a_job_is_paused_and_resumed(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.submit()
+    page = open_page(f"#/jobs/{job_id}")
+    page.click("#pause")
+    expect(page.locator("#detail-status")).to_have_text("paused")
+    expect(page.locator("#detail-reason")).to_have_text("Paused: it holds no GPU and no memory")
+    expect(page.locator("#pause")).to_have_text("Resume")
+    page.click("#pause")
+    expect(page.locator("#pause")).to_have_text("Pause")
+    assert service.job(job_id).status is JobStatus.VALIDATING_FILES
+
+    running = service.run(suffix="running")
+    page.click(f"[data-job={running}]")
+    page.click("#pause")
+    expect(page.locator("#pause")).to_have_text("Pausing…")
+    expect(page.locator("#pause")).to_be_disabled()
+    service.move(running, JobStatus.PAUSING, JobStatus.CANCELLED, "Fine-tuning job cancelled")
+    expect(page.locator("#pause")).to_be_hidden()
+
+
 def test_what_went_wrong_is_said(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.submit()
     message = "train.jsonl, line 3: messages is missing"

@@ -26,6 +26,8 @@ export const listJobs = (limit, after) =>
   request(`${JOBS}?limit=${limit}${after ? `&after=${encodeURIComponent(after)}` : ""}`);
 export const getJob = (id) => request(job(id));
 export const cancelJob = (id) => request(`${job(id)}/cancel`, { method: "POST" });
+export const pauseJob = (id) => request(`${job(id)}/pause`, { method: "POST" });
+export const resumeJob = (id) => request(`${job(id)}/resume`, { method: "POST" });
 export const getMetrics = (id) => request(`${job(id)}/metrics`);
 export const listMessages = (id, limit) => request(`${job(id)}/events?type=message&limit=${limit}`);
 export const listCheckpoints = (id) => request(`${job(id)}/checkpoints?limit=100`);

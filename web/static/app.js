@@ -214,7 +214,7 @@ function askToCancel() {
   const entry = jobs.get(detail.id);
   const dialog = byId("cancel-dialog");
   dialog.dataset.job = detail.id;
-  const isTraining = entry.job.status === "running";
+  const isTraining = ["running", "pausing"].includes(entry.job.status);
   const consequence = isTraining ? "It ends after its current step, and what it has learnt is lost." : "It will not train.";
   setText(byId("cancel-text"), `${nameOf(entry.job)} (${entry.job.id}). ${consequence}`);
   setOptional(byId("cancel-error"), null);
@@ -237,6 +237,19 @@ async function cancel() {
   }
 }
 
+async function pauseOrResume() {
+  const { id } = detail;
+  const change = jobs.get(id).job.status === "paused" ? api.resumeJob : api.pauseJob;
+  let problem = null;
+  try {
+    jobs.put(await change(id));
+    render();
+  } catch (error) {
+    problem = error instanceof api.Refusal ? error.message : "The service did not answer; try again.";
+  }
+  if (detail.id === id) setOptional(byId("pause-error"), problem);
+}
+
 function skipToDetail(event) {
   event.preventDefault(); // the address names the selected job
   byId("detail").focus();
@@ -251,6 +264,7 @@ byId("empty-curl").textContent = [
 ].join("\n");
 installCopyButtons();
 byId("older").addEventListener("click", showOlder);
+byId("pause").addEventListener("click", pauseOrResume);
 byId("cancel").addEventListener("click", askToCancel);
 byId("cancel-confirm").addEventListener("click", cancel);
 document.querySelector(".skip").addEventListener("click", skipToDetail);

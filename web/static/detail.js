@@ -107,6 +107,7 @@ export class Detail {
     this.#files.clear();
     this.#plan = this.#planOf = null;
     this.#problem = null;
+    setOptional(byId("pause-error"), null);
     byId("lanes").open = false;
     byId("lanes-rows").replaceChildren();
     byId("log").replaceChildren();
@@ -200,6 +201,10 @@ export class Detail {
     cancel.hidden = TERMINAL.has(job.status);
     cancel.disabled = job.windlass.cancel_requested;
     setText(cancel, cancel.disabled ? "Cancelling…" : "Cancel job");
+    const pause = byId("pause");
+    pause.hidden = TERMINAL.has(job.status) || job.windlass.cancel_requested;
+    pause.disabled = job.status === "pausing";
+    setText(pause, { pausing: "Pausing…", paused: "Resume" }[job.status] ?? "Pause");
     byId("detail-result").hidden = job.fine_tuned_model === null;
     setText(byId("detail-result-model"), job.fine_tuned_model ?? "");
     setText(byId("detail-result-export"), `windlass export ${job.id} my-model`);

@@ -94,6 +94,10 @@ export function reasonOf({ job, metrics, message }) {
       return "Waiting for its turn";
     case "running":
       return metrics ? null : (message ?? "Starting");
+    case "pausing":
+      return "Pausing: it ends its attempt after its step";
+    case "paused":
+      return "Paused: it holds no GPU and no memory";
     default:
       return null;
   }

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import _loss, _time_left, format_event
-from windlass.service.cli_jobs import _parse_settings, submit
+from windlass.service.cli_jobs import _parse_settings, pause, resume, submit
 from windlass.service.cli_service import _describe_drive, doctor
 from windlass.service.cli_table import print_columns
 from windlass.service.client import RequestRefusedError, ServiceClient
@@ -42,6 +42,27 @@ def test_options_of_submit_are_settings_of_the_job(
     submit("tiny", "file-1", home=tmp_path)
     assert [request["windlass"] for request in requests] == [{**words, "max_bad_steps": 0, "beta2": 0.95}, {}]
     assert capsys.readouterr().out == "ftjob-1\nftjob-1\n"
+
+
+def test_pausing_and_resuming_say_what_becomes_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {"ftjob-1": "paused", "ftjob-2": "pausing"}
+    monkeypatch.setattr(ServiceClient, "pause", lambda _client, job: {"status": answers[job]})
+    monkeypatch.setattr(ServiceClient, "resume", lambda _client, job: {"status": "queued"})
+    pause("ftjob-1", home=tmp_path)
+    pause("ftjob-2", home=tmp_path)
+    resume("ftjob-1", home=tmp_path)
+    lines = ["job ftjob-1 is paused", "job ftjob-2 will pause after its step", "job ftjob-1 is queued"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_the_client_pauses_and_resumes(client: TestClient, file_id: str) -> None:
+    service = ServiceClient(str(client.base_url))
+    service._http = client
+    job_id = service.create_job({"model": "tiny", "training_file": file_id})["id"]
+    assert service.pause(job_id)["status"] == "paused"
+    assert service.resume(job_id)["status"] == "validating_files"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -1,0 +1,84 @@
+"""Jobs that are paused and resumed, on real Ray and through the real dispatcher, and lose nothing by it."""
+
+import pytest
+
+from tests.integration.resume_stage import ResumeStage, Undisturbed
+from windlass.service.job_specs import ARENA_DIR
+from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.statuses import JobStatus
+
+# So many that the job is not over before it is asked to pause.
+NUM_STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stage: ResumeStage) -> Undisturbed:
+    return stage.train_undisturbed(NUM_STEPS)
+
+
+def pause(stage: ResumeStage, job_id: str) -> None:
+    with stage.database.write() as session:
+        assert JobRepository(session).request_pause(job_id).status is JobStatus.PAUSING
+
+
+def resume(stage: ResumeStage, job_id: str) -> None:
+    with stage.database.write() as session:
+        assert JobRepository(session).request_resume(job_id).status is JobStatus.QUEUED
+
+
+def wait_until_paused(stage: ResumeStage, job_id: str) -> None:
+    stage.wait_for(lambda: stage.job(job_id).status is JobStatus.PAUSED, "pause", job_id)
+
+
+def test_a_paused_job_holds_nothing_but_its_states_and_goes_on_after_its_step(
+    stage: ResumeStage, undisturbed: Undisturbed
+) -> None:
+    job_id = stage.submit(NUM_STEPS)
+    stage.wait_for_step(job_id, attempt=1, step=5)
+    pause(stage, job_id)
+    told_before = max(stage.losses(job_id))
+    wait_until_paused(stage, job_id)
+    last_step = max(stage.losses(job_id))
+    # The step that was being computed, and what the journal did not tell yet as it was asked.
+    assert told_before <= last_step <= told_before + 3 < NUM_STEPS
+    assert stage.messages(job_id)[-1] == f"Paused after step {last_step}"
+    stage.wait_for(lambda: list(stage.folder(job_id).glob("attempt-*")) == [], "end of its processes", job_id)
+    stage.wait_for(lambda: not any(job_id in path.name for path in ARENA_DIR.iterdir()), "free memory", job_id)
+    assert stage.kill(job_id, "all") == []
+
+    # Another one has the device meanwhile.
+    other = stage.submit(NUM_STEPS)
+    stage.finish(other)
+    assert stage.job(job_id).status is JobStatus.PAUSED
+
+    resume(stage, job_id)
+    stage.finish(job_id)
+    job = stage.job(job_id)
+    assert (job.attempt, job.step) == (2, NUM_STEPS)
+    told = {record.data["step"]: record.attempt for record in stage.journal(job_id) if "train_loss" in record.data}
+    assert told == {step: 1 if step <= last_step else 2 for step in range(1, NUM_STEPS + 1)}
+    assert Undisturbed(stage.losses(job_id), stage.model(job_id)) == undisturbed
+
+
+def test_a_job_that_is_killed_while_it_pauses_is_paused_and_loses_nothing(
+    stage: ResumeStage, undisturbed: Undisturbed
+) -> None:
+    job_id = stage.submit(NUM_STEPS)
+    stage.wait_for_step(job_id, attempt=1, step=5)
+    pause(stage, job_id)
+    stage.kill(job_id, "all")
+    wait_until_paused(stage, job_id)
+    resume(stage, job_id)
+    stage.finish(job_id)
+    assert stage.job(job_id).attempt == 2
+    assert Undisturbed(stage.losses(job_id), stage.model(job_id)) == undisturbed
+
+
+def test_a_paused_job_that_is_cancelled_leaves_nothing(stage: ResumeStage) -> None:
+    job_id = stage.submit(NUM_STEPS)
+    stage.wait_for_step(job_id, attempt=1, step=2)
+    pause(stage, job_id)
+    wait_until_paused(stage, job_id)
+    with stage.database.write() as session:
+        assert JobRepository(session).request_cancel(job_id).status is JobStatus.CANCELLED
+    stage.wait_for(lambda: stage.leftovers(job_id) == [], f"end of {stage.leftovers(job_id)}", job_id)
