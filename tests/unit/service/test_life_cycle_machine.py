@@ -1,0 +1,382 @@
+"""Jobs under everything that can come at them, in any order, with two dispatchers of one home on two machines.
+
+People create, cancel, pause and resume; dispatchers are killed at any of their writes, before or after it is committed,
+or freeze for so long that the other takes over; runners train, end, fail, are interrupted and die. Whatever came: every
+status followed from the one before, no event is lost or told twice, no job runs twice at once, and none is forgotten.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from tests.postgresql import PostgresServer
+from tests.unit.service.dispatcher_stage import PREPARED, Stage, StandInRunners
+from windlass.actors.attempt_lock import tell_alive
+from windlass.actors.job_spec import JobSpec
+from windlass.actors.journal import Journal, JournalRecord, read_journal
+from windlass.actors.scheduler import INTERRUPTED, PAUSED
+from windlass.service.dispatcher import Dispatcher
+from windlass.service.lease import BEAT_S, LEASE_S
+from windlass.service.preparation import PreparationError
+from windlass.storage.ids import Attempt
+from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.errors import StatusConflict
+from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.models import Dispatcher as DispatcherRow
+from windlass.storage.sql.models import Job, JobEvent, OutboxEntry
+from windlass.storage.sql.statuses import TERMINAL_STATUSES, TRANSITIONS, IllegalTransition, JobStatus
+
+NUM_STEPS = 4  # of each job
+MACHINES = ("boot-a", "boot-b")
+# Losing so many attempts is not what ends a job here.
+MAX_ATTEMPTS = 1000
+
+NewDatabase = Callable[[], AbstractContextManager[str]]
+
+
+class Killed(BaseException):
+    """The process is gone: nothing in it catches that."""
+
+
+class DatabaseOfAMortal(Database):
+    """Kills who writes, at the write that was set: before it is committed, or after."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.kill_at: int | None = None  # writes from now
+        self.is_committed = False
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        is_last = self.kill_at == 0
+        if self.kill_at is not None:
+            self.kill_at -= 1
+        with super().write() as session:
+            yield session
+            if is_last and not self.is_committed:
+                raise Killed
+        if is_last:
+            raise Killed
+
+
+class TrainingRunners(StandInRunners):
+    """Notes it if a job runs twice at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled: list[str] = []
+        self.before_start: Callable[[], None] = lambda: None
+
+    def start(self, spec: JobSpec) -> None:
+        self.before_start()
+        super().start(spec)
+        if sum(job == spec.job for job, _ in self.alive) > 1:
+            self.doubled.append(spec.job)
+
+
+def expected_answer(job: Job, action: str) -> JobStatus | None:
+    """What a job is after it was asked for something; None: it is refused."""
+    if action == "resume":
+        ready = JobStatus.QUEUED if job.hyperparameters is not None else JobStatus.VALIDATING_FILES
+        return ready if job.status is JobStatus.PAUSED else None
+    if job.status in TERMINAL_STATUSES:
+        return None
+    if action == "cancel":
+        return job.status if job.status in (JobStatus.RUNNING, JobStatus.PAUSING) else JobStatus.CANCELLED
+    if job.status is JobStatus.RUNNING:
+        return None if job.cancel_requested else JobStatus.PAUSING
+    return {JobStatus.PAUSING: JobStatus.PAUSING, JobStatus.PAUSED: None}.get(job.status, JobStatus.PAUSED)
+
+
+class LifeCycle(RuleBasedStateMachine):
+    """`new_database`: of the kind that is tested, with all tables and no rows."""
+
+    new_database: NewDatabase
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open = ExitStack()
+        url = self._open.enter_context(self.new_database())
+        home = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="windlass-life-")))
+        self.people = self._opened(DatabaseOfAMortal(url))
+        self.stage = Stage(home / "home", self.people, max_attempts=MAX_ATTEMPTS, num_gpus=1)
+        self.runners = self.stage.runners = TrainingRunners()
+        self._databases = [self._opened(DatabaseOfAMortal(url)) for _ in MACHINES]
+        self.dispatchers: list[Dispatcher] = [self._made(index) for index in range(len(MACHINES))]
+        self.jobs: list[str] = []
+        self.steps: dict[str, int] = {}  # that are committed
+        self.may_fail: set[str] = set()
+        self.may_be_cancelled: set[str] = set()
+
+    def _opened(self, database: DatabaseOfAMortal) -> DatabaseOfAMortal:
+        self._open.callback(database.close)
+        return database
+
+    def _made(self, index: int) -> Dispatcher:
+        """A new process on a machine, whose former one is dead."""
+        database = self._databases[index]
+        database.kill_at = None
+        return self.stage.make_dispatcher(is_alone=True, database=database, machine=MACHINES[index])
+
+    # --- people -----------------------------------------------------------------------------------------------------
+
+    @initialize()
+    def two_dispatchers_begin(self) -> None:
+        for index in range(len(MACHINES)):
+            self.dispatch(index, None, False)
+
+    @rule(priority=st.integers(-1, 1))
+    def create(self, priority: int) -> None:
+        if len(self.jobs) < 4:
+            self.jobs.append(self.stage.submit(priority=priority))
+            self.steps[self.jobs[-1]] = 0
+
+    @rule(
+        action=st.sampled_from(["cancel", "pause", "resume"]),
+        which=st.integers(0, 3),
+        dies=st.sampled_from([None, "before", "after"]),
+    )
+    def ask(self, action: str, which: int, dies: str | None) -> None:
+        """The service may die as it writes; what it answers is what the job is then."""
+        if not self.jobs:
+            return
+        job_id = self.jobs[which % len(self.jobs)]
+        before = self.stage.job(job_id)
+        expected = expected_answer(before, action)
+        if dies is not None and expected is not None:
+            self.people.kill_at, self.people.is_committed = 0, dies == "after"
+        request = getattr(self.stage, f"request_{action}")
+        if expected is None:
+            with pytest.raises((IllegalTransition, StatusConflict)):
+                request(job_id)
+        else:
+            with suppress(Killed):
+                request(job_id)
+            after = self.stage.job(job_id)
+            assert after.status is (before.status if dies == "before" else expected)
+            if action == "cancel" and dies != "before":
+                self.may_be_cancelled.add(job_id)
+        self.people.kill_at = None
+
+    # --- dispatchers ------------------------------------------------------------------------------------------------
+
+    @rule(index=st.integers(0, 1), kill_at=st.none() | st.integers(0, 6), is_committed=st.booleans())
+    def dispatch(self, index: int, kill_at: int | None, is_committed: bool) -> None:
+        """A pass, at one of whose writes the process may be killed."""
+        self._databases[index].kill_at, self._databases[index].is_committed = kill_at, is_committed
+        try:
+            self.dispatchers[index].tick()
+        except Killed:
+            for preparation in self.stage.preparations:
+                if preparation.made_for is self._databases[index]:
+                    preparation.stopped = True
+            self.dispatchers[index] = self._made(index)
+        self._databases[index].kill_at = None
+
+    @rule(index=st.integers(0, 1))
+    def freeze(self, index: int) -> None:
+        """For so long that the other one takes over."""
+        for _ in range(int(LEASE_S / BEAT_S) + 3):
+            self.pass_time(BEAT_S)
+            self.dispatch(1 - index, None, False)
+
+    @rule(index=st.integers(0, 1))
+    def freeze_as_a_job_is_launched(self, index: int) -> None:
+        def freeze() -> None:
+            self.runners.before_start = lambda: None
+            self.freeze(index)
+
+        self.runners.before_start = freeze
+        self.dispatch(index, None, False)
+        self.runners.before_start = lambda: None
+
+    @rule(seconds=st.sampled_from([1.0, BEAT_S, 400.0]))
+    def pass_time(self, seconds: float) -> None:
+        """By all clocks. Runners show that they live meanwhile."""
+        self.stage.now += seconds
+        with self.people.write() as session:
+            session.execute(update(DispatcherRow).values(expires_at=DispatcherRow.expires_at - seconds))
+        for job_id, attempt in self.runners.alive:
+            tell_alive(self.stage.settings.jobs_dir / job_id, Attempt(attempt))
+
+    @rule(which=st.integers(0, 3), is_usable=st.booleans())
+    def end_preparation(self, which: int, is_usable: bool) -> None:
+        living = [each for each in self.stage.preparations if each.ending is None and not each.stopped]
+        if living:
+            preparation = living[which % len(living)]
+            preparation.ending = PREPARED if is_usable else PreparationError("invalid_file", "it is empty")
+            if not is_usable:
+                self.may_fail.add(preparation.order.work_dir.parent.name)
+
+    # --- runners ----------------------------------------------------------------------------------------------------
+
+    @rule(which=st.integers(0, 3), does=st.sampled_from(["train", "train", "train", "die", "interrupt", "fail"]))
+    def run(self, which: int, does: str) -> None:
+        alive = sorted(self.runners.alive)
+        if not alive:
+            return
+        job_id, attempt = alive[which % len(alive)]
+        with self._journal(job_id, attempt) as journal:
+            if does == "train":
+                self._train(job_id, attempt, journal)
+                return
+            if does == "interrupt":
+                journal.append_outcome(INTERRUPTED, "lost", {"code": "process_lost", "message": "lost", "param": None})
+            elif does == "fail":
+                self.may_fail.add(job_id)
+                journal.append_outcome("failed", "broken", {"code": "broken", "message": "broken", "param": None})
+        self.runners.alive.remove((job_id, attempt))
+
+    def _train(self, job_id: str, attempt: int, journal: Journal) -> None:
+        """A step, or the end that was asked for."""
+        if (job_id, attempt) in self.runners.cancelled:
+            journal.append_outcome("cancelled", "The job was cancelled")
+        elif self.steps[job_id] == NUM_STEPS:
+            spec = next(spec for spec in self.runners.started if (spec.job, spec.attempt) == (job_id, attempt))
+            Path(spec.output_dir).mkdir(exist_ok=True)
+            Path(spec.output_dir, "config.json").write_text("{}")
+            journal.append_outcome("succeeded", "The model is ready")
+        elif (job_id, attempt) in self.runners.paused:
+            journal.append_outcome(PAUSED, "The attempt ended after a commit")
+        else:
+            self.steps[job_id] += 1
+            step = self.steps[job_id]
+            journal.append("metrics", f"Step {step}", step=step, total_steps=NUM_STEPS, train_loss=1.0 / step)
+            return
+        self.runners.alive.remove((job_id, attempt))
+
+    @contextmanager
+    def _journal(self, job_id: str, attempt: int) -> Iterator[Journal]:
+        journal = self.stage.journal(job_id, attempt)
+        yield journal
+        journal.close()
+
+    # --- what always holds ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def no_job_runs_twice_at_once(self) -> None:
+        assert self.runners.doubled == []
+
+    @invariant()
+    def every_status_follows_from_the_one_before(self) -> None:
+        for job_id in self.jobs:
+            job = self.stage.job(job_id)
+            told = [JobStatus(event.data["status"]) for event in self._events(job_id) if "status" in event.data]
+            assert told[0] is JobStatus.VALIDATING_FILES
+            assert told[-1] is job.status
+            for before, after in pairwise(told):
+                assert after in TRANSITIONS[before]
+
+    @invariant()
+    def what_is_told_elsewhere_is_told_once(self) -> None:
+        with self.people.read() as session:
+            rows = session.scalars(select(OutboxEntry)).all()
+        statuses = {job_id: self.stage.status(job_id) for job_id in self.jobs}
+        ended = [
+            (job_id, f"fine_tuning.job.{status}") for job_id, status in statuses.items() if status in TERMINAL_STATUSES
+        ]
+        assert sorted((row.job_id, row.type.removeprefix("fine_tuning.job.")) for row in rows) == sorted(ended)
+
+    @invariant()
+    def what_runners_told_is_taken_in_once_and_in_order(self) -> None:
+        for job_id in self.jobs:
+            told = [(each.attempt, each.seq) for each in self._told(job_id) if each.kind != "outcome"]
+            taken = [(event.attempt, event.seq) for event in self._events(job_id) if event.seq is not None]
+            assert taken == told[: len(taken)]
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self._open.close()
+
+    def _finish(self) -> None:
+        """Nothing happens any more but what should: every job comes to its end."""
+        for _ in range(100):
+            statuses = {job_id: self.stage.status(job_id) for job_id in self.jobs}
+            if all(status in TERMINAL_STATUSES for status in statuses.values()) and not self.runners.alive:
+                break
+            for job_id, status in statuses.items():
+                if status is JobStatus.PAUSED:
+                    self.stage.request_resume(job_id)
+            self.end_preparation(0, True)
+            for index in range(len(MACHINES)):
+                self.dispatch(index, None, False)
+            for which in range(len(self.runners.alive)):
+                self.run(which, "train")
+            self.pass_time(100.0)
+        for job_id in self.jobs:
+            job = self.stage.job(job_id)
+            allowed = {JobStatus.SUCCEEDED}
+            allowed |= {JobStatus.FAILED} if job_id in self.may_fail else set()
+            allowed |= {JobStatus.CANCELLED} if job_id in self.may_be_cancelled else set()
+            assert job.status in allowed, f"{job.status}, of {allowed}: {self.stage.messages(job_id)}"
+            if job.status is JobStatus.SUCCEEDED:
+                with self.people.read() as session:
+                    steps = [row.step for row in EventRepository(session).metrics(job_id)]
+                assert steps == list(range(1, NUM_STEPS + 1))
+                assert len(self._told(job_id)) == len([e for e in self._events(job_id) if e.seq is not None]) + len(
+                    [each for each in self._told(job_id) if each.kind == "outcome"]
+                )
+        assert not self.runners.alive
+        self.what_is_told_elsewhere_is_told_once()
+
+    def _events(self, job_id: str) -> list[JobEvent]:
+        with self.people.read() as session:
+            return list(EventRepository(session).since(0, limit=10_000, job_id=job_id))
+
+    def _told(self, job_id: str) -> list[JournalRecord]:
+        return list(read_journal(self.stage.settings.jobs_dir / job_id / "journal.jsonl"))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def new_database(request: pytest.FixtureRequest, tmp_path: Path) -> NewDatabase:
+    if request.param == "postgresql":
+        server: PostgresServer = request.getfixturevalue("postgresql")
+        return lambda: server.new_database(migrated=True)
+    template = tmp_path / "template.db"
+    migrate(f"sqlite:///{template}")
+
+    @contextmanager
+    def copied() -> Iterator[str]:
+        with tempfile.TemporaryDirectory(prefix="windlass-life-") as folder:
+            shutil.copy(template, Path(folder, "windlass.db"))
+            yield f"sqlite:///{folder}/windlass.db"
+
+    return copied
+
+
+def _run(new_database: NewDatabase, *, num_examples: int, num_steps: int) -> None:
+    machine = type("LifeCycleOnADatabase", (LifeCycle,), {"new_database": staticmethod(new_database)})
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=num_examples,
+            stateful_step_count=num_steps,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_no_job_is_lost_doubled_or_led_astray(new_database: NewDatabase) -> None:
+    _run(new_database, num_examples=8, num_steps=30)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_job_is_lost_doubled_or_led_astray_for_long(new_database: NewDatabase) -> None:
+    _run(new_database, num_examples=200, num_steps=60)
