@@ -165,10 +165,14 @@ def _build(name: ActorName, context: JobContext, send: Any) -> Any:
     import torch
 
     from windlass.actors.gpu_worker import GpuWorker
+    from windlass.engine.kept_memory import keep_freed_memory
     from windlass.engine.partition import partition_folder
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        keep_freed_memory()
     partition = partition_folder(context.spec.model_dir, context.formats.precision)
-    return GpuWorker(context, partition, send, device="cuda" if torch.cuda.is_available() else "cpu")
+    return GpuWorker(context, partition, send, device=device)
 
 
 class Runner:

@@ -17,6 +17,7 @@ from windlass.actors.planned_job import simulate_planned
 from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer
 from windlass.actors.simulation import Stuck, TooLong
 from windlass.actors.spans_file import SIMULATED_FOLDER, keep_step
+from windlass.engine.kept_memory import keep_freed_memory
 from windlass.engine.partition import UnsupportedArchitectureError, load_config
 from windlass.planner import placement_json
 from windlass.planner.hardware import Hardware
@@ -76,6 +77,8 @@ def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
         return _plan_again(question, order.running)
     if order.compute_threads is not None:
         torch.set_num_threads(order.compute_threads)
+        if question.hardware.gpus.count == 0:
+            keep_freed_memory()  # as the worker will
     planned = answer(question)
     found = _in_json(planned)
     if planned.solution is not None and order.simulation_s:

@@ -144,6 +144,9 @@ def _used_nbytes(folder: Path, pattern: str) -> int:
 
 def main() -> None:
     """Train as the folder says; for so many steps, if a number follows."""
+    from windlass.engine.kept_memory import keep_freed_memory
+
+    keep_freed_memory()  # as the worker's process in a service does
     print(json.dumps(asdict(train(Path(sys.argv[1]), *map(int, sys.argv[2:])))))
 
 

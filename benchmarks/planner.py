@@ -20,6 +20,7 @@ from benchmarks.planned_run import Measured, run_planned
 from benchmarks.planned_swaps import QUICK_SWAPS, SWAPS, add_swaps, sweep
 from benchmarks.report import Report, parse_options
 from windlass.actors.planning import PlanQuestion, Profiles, limits_of
+from windlass.engine.kept_memory import keep_freed_memory
 from windlass.engine.model_profile import config_of_shape
 from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.published_models import RATEL_SHAPES
@@ -132,6 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
         directory = Path(name).resolve()
         torch.set_num_threads(num_cores())
+        keep_freed_memory()  # as jobs do
         machine = measure_hardware(Settings(home=directory, ssd_dirs=(directory / "measured",)), tell=lambda _: None)
         report.add(f"This machine, measured: {machine.model_dump_json(exclude_none=True)}")
         found = []
