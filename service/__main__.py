@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 
+from windlass.service.local_key import KEY_VARIABLE
 from windlass.service.logs import set_up_logs
 from windlass.service.processes import die_with_parent
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
@@ -22,6 +23,7 @@ def main(arguments: list[str]) -> int:
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
     os.umask(0o077)
+    os.environ.pop(KEY_VARIABLE, None)  # for requests only: no job is to know it
     try:
         settings = load_settings()
         set_up_logs(settings.log_format, options.role)
@@ -58,6 +60,9 @@ def _serve_api(settings: Settings, listener_fd: int) -> None:
         # Event streams stay open until their reader goes.
         timeout_graceful_shutdown=2,
         server_header=False,
+        proxy_headers=False,  # the app reads them itself, from proxies that the settings trust
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
     )
     with socket.socket(fileno=listener_fd) as listener:
         uvicorn.Server(config).run(sockets=[listener])

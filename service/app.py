@@ -4,11 +4,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from windlass.service import events, files, health, jobs, models, plans, prometheus, webhooks
+from windlass.service import audit, events, files, health, jobs, login, models, plans, prometheus, webhooks
+from windlass.service.access import AccessMiddleware, check_protected
 from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
 from windlass.service.error_answers import install_error_handlers
+from windlass.service.limits import RateLimits
 from windlass.service.model_check import HubFiles, list_hub_files
 from windlass.service.openapi import install_openapi
 from windlass.service.prometheus import JobCollector, RequestMetrics, RequestMetricsMiddleware
@@ -16,7 +19,6 @@ from windlass.service.security import BodyLimitMiddleware, SameOriginMiddleware,
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
 
-_MAX_BODY_NBYTES = 1024**2
 _MULTIPART_OVERHEAD_NBYTES = 64 * 1024
 
 
@@ -29,9 +31,11 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
         files.remove_partial_uploads(settings.files_dir)
         migrate(settings.database_url)
         database = Database(settings.database_url)
-        app.state.context = Context(settings=settings, database=database, hub_files=hub_files)
+        limits = RateLimits(settings.requests_per_minute)
+        app.state.context = Context(settings=settings, database=database, hub_files=hub_files, limits=limits)
         app.state.request_metrics.registry.register(JobCollector(database, settings))
         try:
+            check_protected(settings, database)
             yield
         finally:
             database.close()
@@ -49,6 +53,8 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
         health.router,
         prometheus.router,
         webhooks.router,
+        audit.router,
+        login.router,
     ):
         app.include_router(router)
     install_dashboard(app)
@@ -57,11 +63,14 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
     # The last one added sees a request first.
     app.add_middleware(
         BodyLimitMiddleware,
-        limit_nbytes=_MAX_BODY_NBYTES,
+        limit_nbytes=settings.max_request_nbytes,
         upload_path="/v1/files",
         upload_limit_nbytes=settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES,
     )
-    app.add_middleware(SameOriginMiddleware, host=settings.host, port=settings.port)
+    app.add_middleware(AccessMiddleware, settings=settings)
+    app.add_middleware(SameOriginMiddleware, host=settings.host, names=settings.host_names)
     app.add_middleware(SecurityHeadersMiddleware)
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestMetricsMiddleware, metrics=app.state.request_metrics)
     return app

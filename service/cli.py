@@ -1,5 +1,8 @@
 """The command `windlass`."""
 
+import sys
+from collections.abc import Callable
+
 import typer
 
 from windlass.service import cli_jobs, cli_plan, cli_service
@@ -22,6 +25,7 @@ _COMMANDS = (
     cli_jobs.models,
     cli_jobs.export,
 )
+_KEYS = "keys"
 
 
 def main() -> None:
@@ -37,4 +41,24 @@ def main() -> None:
     )
     for command in _COMMANDS:
         app.command()(reported(command))
+    app.add_typer(_key_commands(), name=_KEYS)
     app()
+
+
+def _key_commands() -> typer.Typer:
+    """They work on the database, whose library other commands need not wait for: it is loaded where they are meant."""
+    keys = typer.Typer(help="API keys, and the audit of what was done with them.", no_args_is_help=True)
+    if _KEYS in sys.argv[1:]:
+        from windlass.service import cli_keys
+
+        commands: dict[str, Callable[..., None]] = {
+            "create": cli_keys.create,
+            "list": cli_keys.list_,
+            "revoke": cli_keys.revoke,
+            "audit": cli_keys.audit,
+        }
+        for name, command in commands.items():
+            keys.command(name)(reported(command))
+    else:
+        keys.callback()(lambda: None)
+    return keys

@@ -17,7 +17,7 @@ from windlass.service.cli_service import Home
 from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.errors import ApiError
-from windlass.service.home import find_serving
+from windlass.service.local_key import open_client
 from windlass.service.model_ids import model_dir
 from windlass.service.settings import Settings, load_settings
 from windlass.storage.ids import Precision, StatePrecision
@@ -65,7 +65,7 @@ def submit(
     }
     request: dict[str, Any] = {"model": model, "windlass": _given(extras) | _parse_settings(settings_ or [])}
     request |= _given({"suffix": suffix, "seed": seed})
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         job_id = _start_job(client, request, file, validation_file)
         if follow:
             _follow(client, job_id)
@@ -73,7 +73,7 @@ def submit(
 
 def jobs(home: Home = None) -> None:
     """List jobs, newest first."""
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         rows = client.jobs()
     table: list[tuple[object, ...]] = [("job", "status", "model", "step", "created", "fine-tuned model")]
     for job in rows:
@@ -86,7 +86,7 @@ def jobs(home: Home = None) -> None:
 
 def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """Show one job."""
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         found = client.job(job)
         metrics = [event for event in client.events(job) if event["type"] == "metrics"]
         extra = found["windlass"]
@@ -128,7 +128,7 @@ def logs(
     home: Home = None,
 ) -> None:
     """Print a job's events; with -f, show its progress."""
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         if follow:
             _follow(client, job)
         else:
@@ -138,28 +138,28 @@ def logs(
 
 def cancel(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """Cancel a job; a running one ends after its step."""
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         found = client.cancel(job)
     print(f"job {job} is cancelled" if found["status"] == "cancelled" else f"job {job} will end after its step")
 
 
 def pause(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """Pause a job; a running one commits its step, and holds no GPU and no memory then."""
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         found = client.pause(job)
     print(f"job {job} is paused" if found["status"] == "paused" else f"job {job} will pause after its step")
 
 
 def resume(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """Let a paused job go on, when its turn comes."""
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         found = client.resume(job)
     print(f"job {job} is {found['status']}")
 
 
 def files(home: Home = None) -> None:
     """List uploaded files and results, newest first."""
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         rows = client.files()
     table: list[tuple[object, ...]] = [("file", "name", "bytes", "purpose", "created")]
     for file in rows:
@@ -170,7 +170,7 @@ def files(home: Home = None) -> None:
 def models(home: Home = None) -> None:
     """List base and fine-tuned models."""
     settings = load_settings(home)
-    with _client(settings) as client:
+    with open_client(settings) as client:
         rows = client.models()
     table: list[tuple[object, ...]] = [("model", "from", "changed")]
     for model in rows:
@@ -209,12 +209,6 @@ def export(
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _client(settings: Settings) -> ServiceClient:
-    # A service that was started with --port answers there, whatever the settings say now.
-    serving = find_serving(settings.home)
-    return ServiceClient(settings.base_url if serving is None else serving.url)
 
 
 def _start_job(client: ServiceClient, request: dict[str, Any], file: str, validation_file: str | None) -> str:
@@ -259,7 +253,7 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 
 def _model_of_job(settings: Settings, job_id: str) -> str:
-    with _client(settings) as client:
+    with open_client(settings) as client:
         job = client.job(job_id)
     if job["fine_tuned_model"] is None:
         raise CommandError(f"job {job_id} is {job['status']} and has no model; only jobs that succeeded have one")

@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from windlass.service.cli_table import print_columns
-from windlass.service.client import ServiceClient
 from windlass.service.home import find_serving, prepare_home
 from windlass.service.launch import start_detached
+from windlass.service.local_key import KEY_VARIABLE, open_client
 from windlass.service.machine import Drive, inspect_machine
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
@@ -41,7 +41,12 @@ def up(
     if port is not None:
         # The environment wins over the settings file, and reaches the processes that are started.
         os.environ["WINDLASS_PORT"] = str(port)
+    os.environ.pop(KEY_VARIABLE, None)  # for requests only: no process of the service, and no job, is to know it
     settings = load_settings(home)
+    if settings.is_for_others:  # refused before anything takes time
+        from windlass.service.lifecycle import refuse_unprotected
+
+        refuse_unprotected(settings)
     if (settings.measure if measure is None else measure) and find_serving(settings.home) is None:
         from windlass.service.measured_machine import ensure_measured
 
@@ -89,7 +94,7 @@ def status(home: Home = None) -> None:
         if ray_pids:
             print(f"Ray is {ray}: jobs go on, and `windlass up` takes them up again")
         raise typer.Exit(1)
-    with ServiceClient(serving.url) as client:
+    with open_client(settings) as client:
         healthy = client.is_healthy()
         counts = Counter(job["status"] for job in client.jobs()) if healthy else Counter()
     print(f"windlass is {'up' if healthy else 'starting, or does not answer,'} at {serving.url}")

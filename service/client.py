@@ -1,6 +1,7 @@
 """The service's HTTP API as the command line uses it."""
 
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +24,20 @@ class RequestRefusedError(ReportedError):
 
 
 class ServiceClient:
-    """Talks to a running service; errors are one line for people."""
+    """Talks to a running service; errors are one line for people.
 
-    def __init__(self, base_url: str) -> None:
+    With `certificate`, the service's own (PEM), exactly that one is trusted, whatever name the address has.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, certificate: Path | None = None) -> None:
         self._base_url = base_url
-        self._http = httpx.Client(base_url=base_url, timeout=httpx.Timeout(30.0, connect=5.0), trust_env=False)
+        self._http = httpx.Client(
+            base_url=base_url,
+            timeout=httpx.Timeout(30.0, connect=5.0),
+            trust_env=False,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            verify=True if certificate is None else _trust_only(certificate),
+        )
 
     def __enter__(self) -> "ServiceClient":
         return self
@@ -134,6 +144,16 @@ class ServiceClient:
             answer: dict[str, Any] = response.json()
             return answer
         raise RequestRefusedError(_explain(response))
+
+
+def _trust_only(certificate: Path) -> ssl.SSLContext:
+    """A context for the one server that has this certificate; those behind it in the file are not trusted."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    first, end, _ = certificate.read_text().partition("-----END CERTIFICATE-----")
+    context.load_verify_locations(cadata=first + end)
+    return context
 
 
 def _explain(response: httpx.Response) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from windlass.service.limits import RateLimits
 from windlass.service.model_check import HubFiles
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
@@ -17,6 +18,7 @@ class Context:
     settings: Settings
     database: Database
     hub_files: HubFiles
+    limits: RateLimits
 
 
 async def _context_of(request: Request) -> Context:

@@ -10,20 +10,26 @@ from fastapi.staticfiles import StaticFiles
 from fastapi.templating import Jinja2Templates
 
 import windlass
+from windlass.service.access import CallerDep
 
 _WEB_DIR = Path(windlass.__file__).parent / "web"
-_PAGE = "index.html"
 
 router = APIRouter()
 _templates = Jinja2Templates(directory=_WEB_DIR / "templates")
 
 
 @router.get("/", include_in_schema=False)
-def show_dashboard(request: Request) -> Response:
+def show_dashboard(request: Request, caller: CallerDep) -> Response:
     """The page; 404 in an installation without one."""
-    if not (_WEB_DIR / "templates" / _PAGE).is_file():
+    return render(request, "index.html", user=caller.user, has_login=caller.login is not None)
+
+
+def render(request: Request, page: str, *, status_code: int = 200, **values: Any) -> Response:
+    """A page, for the one who asked: no cache keeps it. HTTPException 404 in an installation without pages."""
+    if not (_WEB_DIR / "templates" / page).is_file():
         raise HTTPException(404)
-    return _templates.TemplateResponse(request, _PAGE)
+    headers = {"Cache-Control": "no-store"}
+    return _templates.TemplateResponse(request, page, values, status_code=status_code, headers=headers)
 
 
 @router.get("/static/vendor/plotly.min.js", include_in_schema=False)

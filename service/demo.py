@@ -13,6 +13,7 @@ from windlass.service.cli_follow import follow_job
 from windlass.service.client import RequestRefusedError, ServiceClient
 from windlass.service.demo_data import write_demo_files
 from windlass.service.home import find_serving
+from windlass.service.local_key import open_client
 from windlass.service.model_ids import model_dir
 from windlass.service.settings import Settings, load_settings
 
@@ -56,7 +57,7 @@ def _run(settings: Settings, num_train: int) -> None:
     url = _start_service(settings)
     print(f"      dashboard: {url}")
     _say("4/5", "Training every parameter; model states live on the SSD, actors move them just in time")
-    with ServiceClient(url) as client:
+    with open_client(settings) as client:
         training_file, validation_file = (client.upload(path)["id"] for path in (train, validation))
         job = client.create_job(
             {

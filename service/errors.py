@@ -8,9 +8,18 @@ _MAX_VALUE_CHARS = 80
 class ApiError(Exception):
     """A request that cannot be done, in words for its sender."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message, status, param, code)
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+    ) -> None:
+        super().__init__(message, status, param, code, kind)
         self.message, self.status, self.param, self.code = message, status, param, code
+        self.kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, self.args
@@ -19,8 +28,8 @@ class ApiError(Exception):
         return self.message
 
 
-def _rebuild(message: str, status: int, param: str | None, code: str | None) -> ApiError:
-    return ApiError(message, status=status, param=param, code=code)
+def _rebuild(message: str, status: int, param: str | None, code: str | None, kind: str | None) -> ApiError:
+    return ApiError(message, status=status, param=param, code=code, kind=kind)
 
 
 def describe_value(value: object) -> str:

@@ -1,6 +1,7 @@
 """Live streams of events (SSE). Each event has its ordinal as id, so a reader that comes back misses none."""
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import anyio
@@ -8,6 +9,7 @@ from fastapi import APIRouter, Depends, Header, Query
 from fastapi.concurrency import run_in_threadpool
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
+from windlass.service.access import Caller, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.schemas import StreamedEvent
@@ -39,48 +41,65 @@ def _start_after(
     return int(last_event_id) if int(last_event_id) <= newest else 0
 
 
-def _existing_job(context: ContextDep, job_id: str) -> str:
+def _existing_job(context: ContextDep, caller: CallerDep, job_id: str) -> str:
     """Refuse an unknown job before the answer has begun."""
     with context.database.read() as session:
-        return JobRepository(session).get(job_id).id
+        return JobRepository(session, caller.only_of).get(job_id).id
 
 
 @router.get("/v1/events/stream", response_class=EventSourceResponse)
 async def stream_all(
-    context: ContextDep, start: Annotated[int, Depends(_start_after)]
+    context: ContextDep, caller: CallerDep, start: Annotated[int, Depends(_start_after)]
 ) -> AsyncIterator[ServerSentEvent]:
-    """Events of all jobs, for as long as the client listens."""
-    async for event in _stream(context, start, None):
+    """Events of all jobs that the caller sees, for as long as the client listens and may do so."""
+    async for event in _stream(context, caller, start, None):
         yield event
 
 
 @router.get("/v1/fine_tuning/jobs/{job_id}/events/stream", response_class=EventSourceResponse)
 async def stream_job(
     context: ContextDep,
+    caller: CallerDep,
     start: Annotated[int, Depends(_start_after)],
     job_id: Annotated[str, Depends(_existing_job)],
 ) -> AsyncIterator[ServerSentEvent]:
     """A job's events, until it is finished and all have been sent."""
-    async for event in _stream(context, start, job_id):
+    async for event in _stream(context, caller, start, job_id):
         yield event
 
 
-async def _stream(context: Context, ordinal: int, job_id: str | None) -> AsyncIterator[ServerSentEvent]:
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    rows: Sequence[JobEvent]
+    newest: int  # ordinal up to which there is nothing else to send
+    is_last: bool
+
+
+async def _stream(context: Context, caller: Caller, ordinal: int, job_id: str | None) -> AsyncIterator[ServerSentEvent]:
     yield ServerSentEvent(comment="events follow", retry=_RETRY_MS)
     while True:
-        rows, is_finished = await run_in_threadpool(_read_batch, context, ordinal, job_id)
-        for row in rows:
-            ordinal = row.ordinal
-            yield ServerSentEvent(data=StreamedEvent.of(row), id=str(ordinal))
-        if is_finished and not rows:
+        batch = await run_in_threadpool(_read_batch, context, caller, ordinal, job_id)
+        for row in batch.rows:
+            yield ServerSentEvent(data=StreamedEvent.of(row), id=str(row.ordinal))
+        ordinal = batch.newest
+        if batch.is_last:
             return
-        if len(rows) < _BATCH_SIZE:
+        if len(batch.rows) < _BATCH_SIZE:
             await anyio.sleep(_POLL_INTERVAL_S)
 
 
-def _read_batch(context: Context, ordinal: int, job_id: str | None) -> tuple[Sequence[JobEvent], bool]:
+def _read_batch(context: Context, caller: Caller, ordinal: int, job_id: str | None) -> _Batch:
     with context.database.read() as session:
+        if not caller.is_still_in(session):
+            return _Batch((), ordinal, is_last=True)
+        events = EventRepository(session)
         # The status first: a job that ends in between must not be taken for one that has told all.
         is_finished = job_id is not None and JobRepository(session).get(job_id).status in TERMINAL_STATUSES
-        rows = EventRepository(session).since(ordinal, limit=_BATCH_SIZE, job_id=job_id)
-    return rows, is_finished
+        # Before the rows: what comes in between is looked for again. Others' events are passed over only once.
+        newest = max(ordinal, events.last_ordinal())
+        rows = events.since(ordinal, limit=_BATCH_SIZE, job_id=job_id, only_of=caller.only_of)
+    if len(rows) == _BATCH_SIZE:
+        newest = rows[-1].ordinal
+    elif rows:
+        newest = max(newest, rows[-1].ordinal)
+    return _Batch(rows, newest, is_last=is_finished and not rows)

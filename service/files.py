@@ -7,7 +7,9 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, File, Form, Query, UploadFile
 from fastapi.responses import FileResponse
+from sqlalchemy.orm import Session
 
+from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import ContextDep
 from windlass.service.errors import ApiError, describe_value
 from windlass.service.schemas import FileObject
@@ -24,7 +26,11 @@ router = APIRouter(prefix="/v1/files")
 
 @router.post("")
 def upload_file(
-    context: ContextDep, file: Annotated[UploadFile, File()], purpose: Annotated[str, Form()]
+    context: ContextDep,
+    caller: CallerDep,
+    audit: AuditDep,
+    file: Annotated[UploadFile, File()],
+    purpose: Annotated[str, Form()],
 ) -> FileObject:
     """Take in a training or validation file."""
     if purpose != TRAINING_PURPOSE:
@@ -38,12 +44,18 @@ def upload_file(
         raise ApiError(
             f"file: the name must end in .jsonl, got {describe_value(filename)}", param="file", code="invalid_file"
         )
+    with context.database.read() as session:
+        _check_room(session, caller, context.settings, nbytes=0)  # before anything is stored
     file_id = new_file_id()
     path = context.settings.files_dir / file_id
     nbytes = _store(file.file, path, filename, context.settings)
     try:
         with context.database.write() as session:
-            row = FileRepository(session).add(file_id=file_id, filename=filename, purpose=purpose, nbytes=nbytes)
+            _check_room(session, caller, context.settings, nbytes=nbytes)
+            row = FileRepository(session).add(
+                file_id=file_id, filename=filename, purpose=purpose, nbytes=nbytes, owner=caller.user
+            )
+            audit(session, file_id)
     except BaseException:
         path.unlink()
         raise
@@ -53,6 +65,7 @@ def upload_file(
 @router.get("")
 def list_files(
     context: ContextDep,
+    caller: CallerDep,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
@@ -60,38 +73,55 @@ def list_files(
 ) -> dict[str, Any]:
     """A page of files."""
     with context.database.read() as session:
-        page = FileRepository(session).page(limit=limit, after=after, newest_first=order == "desc", purpose=purpose)
+        page = FileRepository(session, caller.only_of).page(
+            limit=limit, after=after, newest_first=order == "desc", purpose=purpose
+        )
     data = [FileObject.of(row) for row in page.rows]
     ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
     return {"object": "list", "data": data, "has_more": page.has_more, **ends}
 
 
 @router.get("/{file_id}")
-def retrieve_file(context: ContextDep, file_id: str) -> FileObject:
+def retrieve_file(context: ContextDep, caller: CallerDep, file_id: str) -> FileObject:
     """A file, without its content."""
     with context.database.read() as session:
-        return FileObject.of(FileRepository(session).get(file_id))
+        return FileObject.of(FileRepository(session, caller.only_of).get(file_id))
 
 
 @router.get("/{file_id}/content", response_class=FileResponse)
-def retrieve_content(context: ContextDep, file_id: str) -> FileResponse:
+def retrieve_content(context: ContextDep, caller: CallerDep, file_id: str) -> FileResponse:
     """A file's raw bytes."""
     with context.database.read() as session:
-        row = FileRepository(session).get(file_id)
+        row = FileRepository(session, caller.only_of).get(file_id)
     return FileResponse(
         context.settings.files_dir / row.id, media_type="application/octet-stream", filename=row.filename
     )
 
 
 @router.delete("/{file_id}")
-def delete_file(context: ContextDep, file_id: str) -> dict[str, Any]:
+def delete_file(context: ContextDep, caller: CallerDep, audit: AuditDep, file_id: str) -> dict[str, Any]:
     """Remove a file that no unfinished job needs."""
     with context.database.write() as session:
-        FileRepository(session).delete(file_id)
+        FileRepository(session, caller.only_of).delete(file_id)
         if users := JobRepository(session).active_using_file(file_id):
             raise ApiError(f"file {file_id} is in use by job {users[0].id}; cancel it first", code="file_in_use")
+        audit(session, file_id)
     (context.settings.files_dir / file_id).unlink(missing_ok=True)
     return {"id": file_id, "object": "file", "deleted": True}
+
+
+def _check_room(session: Session, caller: Caller, settings: Settings, *, nbytes: int) -> None:
+    """Refuse one more file of so many bytes where its user would have too much."""
+    if caller.user is None:
+        return
+    num_files, stored_nbytes = FileRepository(session).usage(caller.user)
+    if num_files >= settings.max_files_per_user:
+        problem = f"you have {num_files} files; at most {settings.max_files_per_user} are kept for a user"
+    elif stored_nbytes + nbytes > settings.max_file_nbytes_per_user:
+        problem = f"your files would take {stored_nbytes + nbytes} bytes; at most {settings.max_file_nbytes_per_user}"
+    else:
+        return
+    raise ApiError(f"file: {problem}; delete some first", status=403, param="file", code="file_quota_exceeded")
 
 
 def remove_partial_uploads(files_dir: Path) -> None:

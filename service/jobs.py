@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from windlass.actors.job_spec import Initialization
 from windlass.actors.spans_file import FOLDER, KEPT_STEPS, held_steps, load_step
 from windlass.actors.spans_trace import trace_of
+from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
@@ -22,6 +23,7 @@ from windlass.service.home import node_of
 from windlass.service.hyperparameters import JobSettings
 from windlass.service.job_plans import load_plan
 from windlass.service.job_specs import job_dir
+from windlass.service.model_access import check_may_build_on, is_visible
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.schemas import CheckpointObject, CreateJob, EventObject, JobObject, event_ordinal
 from windlass.storage.sql.errors import NotFound
@@ -40,25 +42,33 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs")
 
 @router.post("")
 def create_job(
-    context: ContextDep, body: CreateJob, idempotency_key: Annotated[str | None, Header(max_length=255)] = None
+    context: ContextDep,
+    caller: CallerDep,
+    audit: AuditDep,
+    body: CreateJob,
+    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> JobObject:
-    """Accept a job. With an Idempotency-Key, the same request makes one job however often it is sent."""
+    """Accept a job. With an Idempotency-Key, the same request of a user makes one job however often it is sent."""
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     with context.database.read() as session:
-        if (job := _made_before(session, idempotency_key, digest)) is not None:
+        if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
             return JobObject.of(job)
-    new = _new_job(context, body, idempotency_key, digest)
+    new = _new_job(context, caller, body, idempotency_key, digest)
     with context.database.write() as session:
-        if (job := _made_before(session, idempotency_key, digest)) is not None:
+        if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
             return JobObject.of(job)
         for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
             if file_id is not None:
-                _check_file(context, session, param, file_id)
-        return JobObject.of(JobRepository(session).create(new))
+                _check_file(context, session, caller, param, file_id)
+        job = JobRepository(session).create(new)
+        audit(session, job.id)
+        return JobObject.of(job)
 
 
 @router.get("")
-def list_jobs(request: Request, context: ContextDep, after: str | None = None, limit: _Limit = 20) -> dict[str, Any]:
+def list_jobs(
+    request: Request, context: ContextDep, caller: CallerDep, after: str | None = None, limit: _Limit = 20
+) -> dict[str, Any]:
     """A page of jobs, newest first, that carry all the given `metadata[key]=value` pairs."""
     metadata: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -69,42 +79,49 @@ def list_jobs(request: Request, context: ContextDep, after: str | None = None, l
     with context.database.read() as session:
         # Read first: whoever follows the stream from here on misses nothing that the jobs do not show yet.
         last_event = EventRepository(session).last_ordinal()
-        page = JobRepository(session).page(limit=limit, after=after, metadata=metadata)
+        page = JobRepository(session, caller.only_of).page(limit=limit, after=after, metadata=metadata)
         data = _with_metrics(context, session, page.rows)
     return {"object": "list", "data": data, "has_more": page.has_more, "windlass": {"last_event_ordinal": last_event}}
 
 
 @router.get("/{job_id}")
-def retrieve_job(context: ContextDep, job_id: str) -> JobObject:
+def retrieve_job(context: ContextDep, caller: CallerDep, job_id: str) -> JobObject:
     """A job."""
     with context.database.read() as session:
-        return _with_metrics(context, session, [JobRepository(session).get(job_id)])[0]
+        return _with_metrics(context, session, [JobRepository(session, caller.only_of).get(job_id)])[0]
 
 
 @router.post("/{job_id}/cancel")
-def cancel_job(context: ContextDep, job_id: str) -> JobObject:
+def cancel_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
     """Cancel a job: at once, or, where it is training, as soon as its runner has stopped."""
     with context.database.write() as session:
-        return _with_metrics(context, session, [JobRepository(session).request_cancel(job_id)])[0]
+        job = JobRepository(session, caller.only_of).request_cancel(job_id)
+        audit(session, job_id)
+        return _with_metrics(context, session, [job])[0]
 
 
 @router.post("/{job_id}/pause")
-def pause_job(context: ContextDep, job_id: str) -> JobObject:
+def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
     """Pause a job: at once, or, where it is training, as soon as its runner has committed its step and stopped."""
     with context.database.write() as session:
-        return _with_metrics(context, session, [JobRepository(session).request_pause(job_id)])[0]
+        job = JobRepository(session, caller.only_of).request_pause(job_id)
+        audit(session, job_id)
+        return _with_metrics(context, session, [job])[0]
 
 
 @router.post("/{job_id}/resume")
-def resume_job(context: ContextDep, job_id: str) -> JobObject:
+def resume_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
     """Let a paused job go on, when its turn comes."""
     with context.database.write() as session:
-        return _with_metrics(context, session, [JobRepository(session).request_resume(job_id)])[0]
+        job = JobRepository(session, caller.only_of).request_resume(job_id)
+        audit(session, job_id)
+        return _with_metrics(context, session, [job])[0]
 
 
 @router.get("/{job_id}/events")
 def list_events(
     context: ContextDep,
+    caller: CallerDep,
     job_id: str,
     after: str | None = None,
     limit: _Limit = 20,
@@ -113,16 +130,16 @@ def list_events(
     """A page of a job's events, of one type or of both, newest first."""
     ordinal = None if after is None else event_ordinal(after)
     with context.database.read() as session:
-        JobRepository(session).get(job_id)
+        JobRepository(session, caller.only_of).get(job_id)
         page = EventRepository(session).page(job_id, limit=limit, after=ordinal, type=type)
     return {"object": "list", "data": [EventObject.of(row) for row in page.rows], "has_more": page.has_more}
 
 
 @router.get("/{job_id}/metrics")
-def get_metrics(context: ContextDep, job_id: str) -> dict[str, Any]:
+def get_metrics(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, Any]:
     """A job's curves, in columns with one entry for each step that counts: a resumed attempt has replaced its own."""
     with context.database.read() as session:
-        JobRepository(session).get(job_id)
+        JobRepository(session, caller.only_of).get(job_id)
         last_event = EventRepository(session).last_ordinal()
         rows = EventRepository(session).metrics(job_id)
     columns: dict[str, Any] = {"step": [row.step for row in rows], "attempt": [row.attempt for row in rows]}
@@ -132,11 +149,14 @@ def get_metrics(context: ContextDep, job_id: str) -> dict[str, Any]:
 
 @router.get("/{job_id}/timeline")
 def get_timeline(
-    context: ContextDep, job_id: str, step: Annotated[int | None, Query(ge=1, le=2**63 - 1)] = None
+    context: ContextDep,
+    caller: CallerDep,
+    job_id: str,
+    step: Annotated[int | None, Query(ge=1, le=2**63 - 1)] = None,
 ) -> JSONResponse:
     """What each resource did in a step, by default the last that is held: a trace that Perfetto and Chrome open."""
     with context.database.read() as session:
-        JobRepository(session).get(job_id)
+        JobRepository(session, caller.only_of).get(job_id)
     folder = job_dir(context.settings, job_id) / FOLDER
     held = held_steps(folder)
     if step is None and held:
@@ -157,10 +177,12 @@ def get_timeline(
 
 
 @router.get("/{job_id}/checkpoints")
-def list_checkpoints(context: ContextDep, job_id: str, after: str | None = None, limit: _Limit = 10) -> dict[str, Any]:
+def list_checkpoints(
+    context: ContextDep, caller: CallerDep, job_id: str, after: str | None = None, limit: _Limit = 10
+) -> dict[str, Any]:
     """A page of a job's checkpoints, latest first."""
     with context.database.read() as session:
-        JobRepository(session).get(job_id)
+        JobRepository(session, caller.only_of).get(job_id)
         page = EventRepository(session).checkpoints(job_id, limit=limit, after=after)
     data = [CheckpointObject.of(row) for row in page.rows]
     ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
@@ -177,8 +199,8 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     ]
 
 
-def _made_before(session: Session, key: str | None, digest: str) -> Job | None:
-    job = None if key is None else JobRepository(session).by_idempotency_key(key)
+def _made_before(session: Session, caller: Caller, key: str | None, digest: str) -> Job | None:
+    job = None if key is None else JobRepository(session).by_idempotency_key(caller.user, key)
     if job is not None and job.request_digest != digest:
         raise ApiError(
             f"Idempotency-Key {key!r} was used for job {job.id} with another body; use a new key",
@@ -188,13 +210,18 @@ def _made_before(session: Session, key: str | None, digest: str) -> Job | None:
     return job
 
 
-def _new_job(context: Context, body: CreateJob, idempotency_key: str | None, digest: str) -> NewJob:
+def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key: str | None, digest: str) -> NewJob:
     settings = body.job_settings()
+    with context.database.read() as session:
+        visible = is_visible(session, caller, body.model)
+        if visible:
+            check_may_build_on(session, caller, body.model)
     checked = check_model(
         context.settings,
         body.model,
         random_weights=settings.initialization is Initialization.RANDOM,
         hub_files=context.hub_files,
+        is_visible=visible,
     )
     sequence_length = fit_sequence_length(settings.windlass.sequence_length, checked)
     return NewJob(
@@ -210,6 +237,7 @@ def _new_job(context: Context, body: CreateJob, idempotency_key: str | None, dig
         idempotency_key=idempotency_key,
         request_digest=digest,
         node=node_of(context.settings.home),
+        owner=caller.user,
     )
 
 
@@ -217,11 +245,17 @@ def _method(settings: JobSettings) -> dict[str, Any]:
     return {"type": "supervised", "supervised": {"hyperparameters": settings.supervised.model_dump(mode="json")}}
 
 
-def _check_file(context: Context, session: Session, param: str, file_id: str) -> None:
+def _check_file(context: Context, session: Session, caller: Caller, param: str, file_id: str) -> None:
     try:
-        file = FileRepository(session).get(file_id)
+        file = FileRepository(session, caller.only_of).get(file_id)
     except NotFound as error:
         raise ApiError(f"{param}: {error}; upload it first", param=param, code="file_not_found") from None
+    if not caller.may_build_on(file.owner):
+        raise ApiError(
+            f"{param}: {file_id} belongs to user {file.owner!r}; a job uses its own user's files",
+            param=param,
+            code="not_yours",
+        )
     if file.purpose != TRAINING_PURPOSE:
         raise ApiError(
             f'{param}: {file_id} has the purpose "{file.purpose}", not "{TRAINING_PURPOSE}"',

@@ -6,9 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
-
 from windlass.service.home import Serving, find_serving, prepare_home
+from windlass.service.local_key import open_client
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
 from windlass.service.settings import Settings
 
@@ -39,7 +38,7 @@ def start_detached(settings: Settings) -> Serving:
         if process.poll() is not None:
             raise StartError(_last_error(log_path, offset))
         serving = find_serving(settings.home)
-        if serving is not None and serving.process.pid == process.pid and _is_healthy(serving.url):
+        if serving is not None and serving.process.pid == process.pid and _is_healthy(settings):
             return serving
         time.sleep(0.1)
     process.terminate()
@@ -47,11 +46,9 @@ def start_detached(settings: Settings) -> Serving:
     raise StartError(f"the API did not answer within {_UP_TIMEOUT_S:g} s; see {log_path.parent}")
 
 
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/healthz", timeout=5.0).status_code == 200
-    except httpx.TransportError:
-        return False
+def _is_healthy(settings: Settings) -> bool:
+    with open_client(settings) as client:
+        return client.is_healthy()
 
 
 def _last_error(log_path: Path, offset: int) -> str:

@@ -27,10 +27,15 @@ class CheckedModel:
 HubFiles = Callable[[str], list[str]]
 
 
-def check_model(settings: Settings, model: str, *, random_weights: bool, hub_files: HubFiles) -> CheckedModel:
-    """Check that a job may start from `model`; ApiError with param "model" says what is wrong."""
+def check_model(
+    settings: Settings, model: str, *, random_weights: bool, hub_files: HubFiles, is_visible: bool = True
+) -> CheckedModel:
+    """Check that a job may start from `model`; ApiError with param "model" says what is wrong.
+
+    One that is not visible to who asks is as one that is not there.
+    """
     folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    if folder.is_dir():
+    if is_visible and folder.is_dir():
         names = [path.name for path in folder.iterdir()]
         _check_files(model, names, random_weights)
         return _check_config(model, folder / "config.json")

@@ -13,7 +13,9 @@ from windlass.service.errors import ApiError, describe_value
 # The hub's own limit is 96 characters a component.
 _COMPONENT = r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _BASE_ID = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})?")
-_FINE_TUNED_ID = re.compile(r"ft:(?P<base>[A-Za-z0-9_][A-Za-z0-9._-]*):[A-Za-z0-9._-]*:[A-Za-z0-9]+(?:-step-[0-9]+)?")
+_FINE_TUNED_ID = re.compile(
+    r"ft:(?P<base>[A-Za-z0-9_][A-Za-z0-9._-]*):[A-Za-z0-9._-]*:(?P<job>[A-Za-z0-9]+)(?:-step-[0-9]+)?"
+)
 _SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_ID_CHARS = 200
 
@@ -51,6 +53,12 @@ def fine_tuned_model_id(model: str, suffix: str | None, job_id: str) -> str:
     fine_tuned = _FINE_TUNED_ID.fullmatch(model)
     base = fine_tuned["base"] if fine_tuned else model.rsplit("/", 1)[-1]
     return f"ft:{base}:{suffix or ''}:{job_id.removeprefix('ftjob-')[:12]}"
+
+
+def job_id_prefix(model: str) -> str | None:
+    """How the id of the job begins that made a fine-tuned model or a checkpoint; None for a base model."""
+    fine_tuned = _FINE_TUNED_ID.fullmatch(model)
+    return f"ftjob-{fine_tuned['job']}" if fine_tuned else None
 
 
 def model_dir(model: str, *, models_dir: Path, fine_tuned_dir: Path) -> Path:

@@ -8,8 +8,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from windlass.service.context import ContextDep
+from windlass.service.access import AuditDep, Caller, CallerDep
+from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
+from windlass.service.model_access import is_visible
 from windlass.service.model_ids import check_model_id, is_fine_tuned_id, model_dir
 from windlass.service.schemas import ModelObject
 from windlass.service.settings import Settings
@@ -19,25 +21,25 @@ router = APIRouter(prefix="/v1/models")
 
 
 @router.get("")
-def list_models(context: ContextDep) -> dict[str, Any]:
+def list_models(context: ContextDep, caller: CallerDep) -> dict[str, Any]:
     """All models, those with the latest change first."""
-    models = [_model_object(context.settings, model) for model in _model_ids(context.settings)]
+    with context.database.read() as session:
+        found = [model for model in _model_ids(context.settings) if is_visible(session, caller, model)]
+    models = [_model_object(context.settings, model) for model in found]
     models.sort(key=lambda model: (-model.created, model.id))
     return {"object": "list", "data": models, "has_more": False}
 
 
 @router.get("/{model:path}")
-def retrieve_model(context: ContextDep, model: str) -> ModelObject:
+def retrieve_model(context: ContextDep, caller: CallerDep, model: str) -> ModelObject:
     """A model."""
-    check_model_id(model)
-    return _model_object(context.settings, model)
+    return _visible_model(context, caller, model)
 
 
 @router.delete("/{model:path}")
-def delete_model(context: ContextDep, model: str) -> dict[str, Any]:
+def delete_model(context: ContextDep, caller: CallerDep, audit: AuditDep, model: str) -> dict[str, Any]:
     """Remove a fine-tuned model or a checkpoint, and its files."""
-    check_model_id(model)
-    _model_object(context.settings, model)
+    _visible_model(context, caller, model)
     if not is_fine_tuned_id(model):
         raise ApiError(
             f"model: {model!r} is a base model; only fine-tuned models are deleted here",
@@ -50,9 +52,18 @@ def delete_model(context: ContextDep, model: str) -> dict[str, Any]:
     with context.database.write() as session:
         if users := JobRepository(session).active_using_model(model):
             raise ApiError(f"model {model!r} is in use by job {users[0].id}; cancel it first", code="model_in_use")
+        audit(session, model)
         folder.rename(doomed)
     shutil.rmtree(doomed)
     return {"id": model, "object": "model", "deleted": True}
+
+
+def _visible_model(context: Context, caller: Caller, model: str) -> ModelObject:
+    check_model_id(model)
+    with context.database.read() as session:
+        if not is_visible(session, caller, model):
+            raise _not_here(model)
+    return _model_object(context.settings, model)
 
 
 def _folder(settings: Settings, model: str) -> Path:
@@ -63,11 +74,13 @@ def _model_object(settings: Settings, model: str) -> ModelObject:
     try:
         created_s = (_folder(settings, model) / "config.json").stat().st_mtime
     except OSError:
-        raise ApiError(
-            f"model: there is no model {model!r} here", status=404, param="model", code="model_not_found"
-        ) from None
+        raise _not_here(model) from None
     owner = "user" if is_fine_tuned_id(model) else "local"
     return ModelObject(id=model, created=int(created_s), owned_by=owner)
+
+
+def _not_here(model: str) -> ApiError:
+    return ApiError(f"model: there is no model {model!r} here", status=404, param="model", code="model_not_found")
 
 
 def _model_ids(settings: Settings) -> Iterator[str]:

@@ -207,16 +207,16 @@ def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -
         message=f"The job has successfully completed. New fine-tuned model created: {folder.name}",
         seen=job,
         fine_tuned_model=folder.name,
-        result_files=[_write_result_file(session, settings, job.id)],
+        result_files=[_write_result_file(session, settings, job)],
         **fields,
     )
 
 
-def _write_result_file(session: Session, settings: Settings, job_id: str) -> str:
+def _write_result_file(session: Session, settings: Settings, job: Job) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(_COLUMNS)
-    for metrics in EventRepository(session).metrics(job_id):
+    for metrics in EventRepository(session).metrics(job.id):
         values = (metrics.data.get(name) for name in _COLUMNS.values())
         table.writerow(["" if value is None else value for value in values])
     content = text.getvalue().encode()
@@ -224,5 +224,11 @@ def _write_result_file(session: Session, settings: Settings, job_id: str) -> str
     fd = os.open(settings.files_dir / file_id, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
-    FileRepository(session).add(file_id=file_id, filename=RESULT_FILENAME, purpose=RESULTS_PURPOSE, nbytes=len(content))
+    FileRepository(session).add(
+        file_id=file_id,
+        filename=RESULT_FILENAME,
+        purpose=RESULTS_PURPOSE,
+        nbytes=len(content),
+        owner=job.owner,
+    )
     return file_id

@@ -13,12 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from windlass.actors.spans_file import SIMULATED_FOLDER, held_steps, load_step
 from windlass.actors.spans_trace import trace_of
 from windlass.planner.hardware import Hardware, unusual
+from windlass.service.access import CallerDep
 from windlass.service.context import ContextDep
 from windlass.service.doctor import measured_hardware
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import GREATEST_MICROBATCH_SIZE, WindlassSettings
 from windlass.service.job_plans import plans_of
 from windlass.service.job_specs import Machinery, job_dir, measuring_threads, plan_question
+from windlass.service.model_access import is_visible
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
 from windlass.service.plan_view import view_of
@@ -44,10 +46,12 @@ class CreatePlan(BaseModel):
 
 
 @router.post("/plans")
-def create_plan(context: ContextDep, body: CreatePlan) -> dict[str, Any]:
+def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dict[str, Any]:
     """What a job would take, if it were made: nothing is stored."""
     asked, settings = body.windlass, context.settings
-    checked = check_model(settings, body.model, random_weights=True, hub_files=context.hub_files)
+    with context.database.read() as session:
+        visible = is_visible(session, caller, body.model)
+    checked = check_model(settings, body.model, random_weights=True, hub_files=context.hub_files, is_visible=visible)
     sequence_length = fit_sequence_length(asked.sequence_length, checked)
     if sequence_length is None:
         raise ApiError(
@@ -78,10 +82,10 @@ def create_plan(context: ContextDep, body: CreatePlan) -> dict[str, Any]:
 
 
 @router.get("/jobs/{job_id}/plan")
-def get_plan(context: ContextDep, job_id: str) -> dict[str, Any]:
+def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, Any]:
     """The plan that a job runs by, what was measured beside it, and the plans before it."""
     with context.database.read() as session:
-        job = JobRepository(session).get(job_id)
+        job = JobRepository(session, caller.only_of).get(job_id)
         measured = EventRepository(session).last_measured(job_id)
     *before, found = plans_of(context.settings, job) or (None,)
     if found is None and measured is None:
@@ -96,10 +100,10 @@ def get_plan(context: ContextDep, job_id: str) -> dict[str, Any]:
 
 
 @router.get("/jobs/{job_id}/plan/timeline")
-def get_planned_timeline(context: ContextDep, job_id: str) -> JSONResponse:
+def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) -> JSONResponse:
     """What each resource does in a step of the planned job, as it was simulated: a trace as of a measured step."""
     with context.database.read() as session:
-        JobRepository(session).get(job_id)
+        JobRepository(session, caller.only_of).get(job_id)
     folder = job_dir(context.settings, job_id) / "prepare" / SIMULATED_FOLDER
     held = held_steps(folder)
     found = load_step(folder, held[-1]) if held else None

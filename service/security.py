@@ -1,9 +1,10 @@
-"""Who may talk to the service, how much they may send, and what browsers are told.
+"""From where requests may come, how much they may send, and what browsers are told.
 
-No key exists yet, so the service answers on loopback only. A web page of somebody else's can still make a browser send
-requests there: such requests name a foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
+A web page of somebody else's can make a browser send requests to this service, from inside the network that the service
+is in: such requests name a foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
 """
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import anyio
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.service.error_answers import error_response
 from windlass.service.errors import ApiError
-from windlass.service.loopback import is_loopback
+from windlass.service.loopback import address_of, is_loopback, is_unspecified, same_address
 
 _SECURITY_HEADERS = {
     # Charts set inline styles; scripts come from this service only.
@@ -21,7 +22,8 @@ _SECURITY_HEADERS = {
     "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
+    # With none at all, browsers would not name the origin of our own forms either.
+    "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _DRAIN_TIMEOUT_S = 60.0
@@ -45,38 +47,53 @@ class SecurityHeadersMiddleware:
 class SameOriginMiddleware:
     """Refuses requests that were not meant for this service: 403.
 
-    The Host must be a loopback name, with any port (a forwarded one may differ), or exactly the configured address.
-    An Origin, which browsers send with whatever a page requests of its own accord, must be that same Host.
+    The Host must be a loopback name or one of `names`, with any port (a forwarded one may differ), or the address that
+    the service is bound to; where it is bound to all, any address: a rebound name is never one. An Origin, which
+    browsers send with whatever a page requests of its own accord, must be that same Host.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, names: Sequence[str] = ()) -> None:
         self._app = app
-        self._authority = f"{host}:{port}".lower()
+        self._host = host.lower()
+        self._is_bound_to_all = is_unspecified(host)
+        self._names = frozenset(names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))):
+        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope), scope.get("scheme", "http"))):
             await error_response(ApiError(refusal, status=403, code="origin_not_allowed"))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> str | None:
+    def _refusal(self, headers: Headers, scheme: str) -> str | None:
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) != 1 or not self._is_ours(hosts[0].lower()):
-            return f"requests must name this service as their Host ({self._authority}), got {', '.join(hosts)!r:.100}"
+            ours = ", ".join((self._host, *sorted(self._names)))
+            return (
+                f"requests must name this service as their Host ({ours}), got {', '.join(hosts)!r:.100}; other names "
+                "under which it is reached go into the setting host_names"
+            )
         host = hosts[0].lower()
-        if any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in origins):
+        # Without TLS of our own there may be a proxy with it before us.
+        schemes = ("https",) if scheme == "https" else ("http", "https")
+        if any(origin.lower() not in [f"{each}://{host}" for each in schemes] for origin in origins):
             return f"a page of another origin ({', '.join(origins)!r:.100}) may not use this service"
         return None
 
     def _is_ours(self, authority: str) -> bool:
-        if authority == self._authority:
-            return True
         try:
             parts = urlsplit(f"//{authority}")
             well_formed = parts.netloc == authority and "@" not in authority and parts.port != 0
         except ValueError:
             return False
-        return well_formed and parts.hostname is not None and is_loopback(parts.hostname)
+        name = parts.hostname
+        if not well_formed or not name:
+            return False
+        return (
+            is_loopback(name)
+            or name in self._names
+            or same_address(name, self._host)
+            or (self._is_bound_to_all and address_of(name) is not None)
+        )
 
 
 class BodyLimitMiddleware:
@@ -105,14 +122,16 @@ class BodyLimitMiddleware:
             message = await receive()
             num_received += len(message.get("body", b""))
             if too_long or num_received > limit:
-                await _drain(receive, message)
+                if message["type"] == "http.request" and message.get("more_body", False):
+                    await drain(receive)
                 raise HTTPException(413, f"the request is longer than the {limit} bytes that {scope['path']} takes")
             return message
 
         await self._app(scope, receive_limited, send)
 
 
-async def _drain(receive: Receive, message: Message) -> None:
+async def drain(receive: Receive) -> None:
+    """Read what is left of a request and throw it away, for a while."""
     with anyio.move_on_after(_DRAIN_TIMEOUT_S):
-        while message["type"] == "http.request" and message.get("more_body", False):
-            message = await receive()
+        while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+            pass

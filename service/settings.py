@@ -1,6 +1,8 @@
 """What a person sets about their installation: the environment, then `windlass.toml` in the home, then defaults."""
 
+import ipaddress
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -13,7 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from windlass.actors.cores import numa_nodes
 from windlass.service.errors import describe_value
 from windlass.service.logs import LogFormat
-from windlass.service.loopback import is_loopback
+from windlass.service.loopback import is_loopback, is_unspecified
 from windlass.service.machine import num_cores
 from windlass.service.reported_error import ReportedError
 from windlass.storage.raw_device import is_device_path
@@ -27,6 +29,7 @@ HARDWARE_FILE = "hardware.yaml"
 # more than sharing them (docs/decisions/0008-thread-budgets.md).
 CORES_TO_DIVIDE = 8
 
+_HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9-]{0,62}))*")
 _TB_NBYTES = 10**12  # as data sheets count
 _Tbw = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -56,12 +59,23 @@ class Settings(BaseSettings):
     compute_threads: int | None = Field(default=None, ge=1)  # of a job's GPU worker; None: by cores and GPUs
     optimizer_threads: int | None = Field(default=None, ge=1)  # of each optimizer; None: by cores and GPUs
     max_attempts: int = Field(default=5, ge=1)  # that are lost in a row, without a step of progress, before a job fails
+    # Names, besides that of this machine alone, under which the service is reached; no port.
+    host_names: Annotated[tuple[str, ...], NoDecode] = ()
+    # Addresses or networks of the proxies whose word on the sender's address and scheme counts.
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
+    tls_certificate: Path | None = None  # PEM, with what leads to a known authority
+    tls_key: Path | None = None
+    login_hours: float = Field(default=12, gt=0, le=24 * 365)  # that a login on the dashboard lasts
+    requests_per_minute: int = Field(default=1200, ge=1)  # of one key
+    max_request_kib: int = Field(default=1024, ge=1)  # but for uploads
     max_file_mib: int = Field(default=512, ge=1)
+    max_files_per_user: int = Field(default=1000, ge=1)
+    max_file_gib_per_user: float = Field(default=100, gt=0, allow_inf_nan=False)
     webhook_private_addresses: bool = False  # else webhooks go to public addresses only, by HTTPS
     log_format: LogFormat = LogFormat.TEXT  # of the files in `logs`
     measure: bool = True  # `windlass up` measures the machine, where it was not yet
 
-    @field_validator("ssd_dirs", "ssd_endurance_tbw", mode="before")
+    @field_validator("ssd_dirs", "ssd_endurance_tbw", "host_names", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -136,9 +150,44 @@ class Settings(BaseSettings):
 
     @field_validator("host")
     @classmethod
-    def _loopback_only(cls, value: str) -> str:
-        if not is_loopback(value):
-            raise ValueError("must be a loopback address such as 127.0.0.1: the service has no API keys yet")
+    def _address_to_bind(cls, value: str) -> str:
+        if value != "localhost":
+            try:
+                ipaddress.ip_address(value)
+            except ValueError:
+                raise ValueError("must be an IP address, such as 127.0.0.1, or 0.0.0.0 for all of them") from None
+        return value
+
+    @field_validator("host_names")
+    @classmethod
+    def _plain_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not _HOST_NAME.fullmatch(name):
+                raise ValueError(f"must be names such as box.example.org, without scheme and port, got {name!r}")
+        return tuple(name.lower() for name in names)
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _addresses_or_networks(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            try:
+                ipaddress.ip_network(value)
+            except ValueError:
+                raise ValueError(f"must be addresses, or networks such as 10.0.0.0/24, got {value!r}") from None
+        return values
+
+    @field_validator("tls_certificate", "tls_key")
+    @classmethod
+    def _file_there(cls, value: Path | None) -> Path | None:
+        if value is not None and not (value.is_absolute() and os.access(value, os.R_OK) and value.is_file()):
+            raise ValueError("must be the absolute path of a file that you may read")
+        return value
+
+    @field_validator("tls_key")
+    @classmethod
+    def _nobody_elses_to_read(cls, value: Path | None) -> Path | None:
+        if value is not None and value.stat().st_mode & stat.S_IROTH:
+            raise ValueError(f"anybody may read it; run `chmod 600 {value}`")
         return value
 
     @model_validator(mode="before")
@@ -157,6 +206,26 @@ class Settings(BaseSettings):
         if not self.models_dir.is_absolute():
             raise ValueError(f"models_dir must be an absolute path, got {str(self.models_dir)!r}")
         return self
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together; give both or none")
+        return self
+
+    @property
+    def is_for_others(self) -> bool:
+        """Whether others than this machine's users reach the service: then it answers to nobody without a key."""
+        return self.why_for_others is not None
+
+    @property
+    def why_for_others(self) -> str | None:
+        """The setting by which others reach the service, in words; None if they do not."""
+        if not is_loopback(self.host):
+            return f"host is {self.host}"
+        if self.host_names:
+            return f"host_names is {', '.join(self.host_names)}"
+        return f"trusted_proxies is {', '.join(self.trusted_proxies)}" if self.trusted_proxies else None
 
     @property
     def files_dir(self) -> Path:
@@ -185,10 +254,21 @@ class Settings(BaseSettings):
         return ratings * len(self.ssd_dirs) if len(ratings) == 1 else ratings
 
     @property
+    def max_request_nbytes(self) -> int:
+        """The longest body of a request that is no upload."""
+        return self.max_request_kib * 1024
+
+    @property
+    def max_file_nbytes_per_user(self) -> int:
+        """What one user's files may take together."""
+        return int(self.max_file_gib_per_user * 1024**3)
+
+    @property
     def base_url(self) -> str:
-        """Where the service answers."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        """Where the service answers to programs of this machine."""
+        host = ("::1" if ":" in self.host else "127.0.0.1") if is_unspecified(self.host) else self.host
+        host = f"[{host}]" if ":" in host else host
+        return f"{'http' if self.tls_certificate is None else 'https'}://{host}:{self.port}"
 
     def make_dirs(self) -> None:
         """Create the home's folders and the SSD directories, readable by their owner only; devices are left alone."""

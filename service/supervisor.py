@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from windlass.service.access import check_protected
 from windlass.service.home import HomeLock, prepare_home
+from windlass.service.loopback import is_loopback
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings
-from windlass.storage.sql.database import migrate
+from windlass.storage.sql.database import Database, migrate
 
 _LOG = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class Supervisor:
     def run(self) -> None:
         """Start everything, keep it running, and return after SIGTERM or SIGINT.
 
-        Raises HomeError, AlreadyUpError, PortInUseError or RayStartError, with no process left behind.
+        Raises HomeError, AlreadyUpError, PortInUseError, UnprotectedError or RayStartError, with no process left.
         """
         settings = self._settings
         prepare_home(settings.home)
@@ -125,6 +127,7 @@ class Supervisor:
             with _listening(settings.host, settings.port) as listener, self._ended_by_signals():
                 settings.make_dirs()
                 migrate(settings.database_url)
+                _refuse_unprotected(settings)
                 if settings.ray_address is None:
                     start_ray(settings)
                 self._serve(listener)
@@ -172,6 +175,16 @@ class Supervisor:
         finally:
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
+
+
+def _refuse_unprotected(settings: Settings) -> None:
+    database = Database(settings.database_url)
+    try:
+        check_protected(settings, database)
+    finally:
+        database.close()
+    if not (is_loopback(settings.host) or settings.tls_certificate or settings.trusted_proxies):
+        _LOG.warning("host is %s without TLS: whoever listens on the network reads the API keys", settings.host)
 
 
 def start_ray(settings: Settings) -> None:

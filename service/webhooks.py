@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from windlass.service.access import AuditDep, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.sealed import Seal
@@ -95,34 +96,37 @@ class EndpointObject(BaseModel):
 
 
 @router.post("/webhook_endpoints", response_model_exclude_none=True)
-def create_endpoint(context: ContextDep, body: CreateEndpoint) -> EndpointObject:
+def create_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, body: CreateEndpoint) -> EndpointObject:
     """Add an endpoint. The answer has its signing secret."""
     _check(context, body.url)
     secret = new_signing_secret()
     sealed = _seal(context).close(secret)
     with context.database.write() as session:
-        row = WebhookRepository(session).add(name=body.name, url=body.url, event_types=body.event_types, secret=sealed)
+        row = WebhookRepository(session).add(
+            name=body.name, url=body.url, event_types=body.event_types, secret=sealed, owner=caller.user
+        )
+        audit(session, row.id)
         return EndpointObject.of(row, secret, tells_secret=True)
 
 
 @router.get("/webhook_endpoints", response_model_exclude_none=True)
 def list_endpoints(
-    context: ContextDep, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    context: ContextDep, caller: CallerDep, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
     """A page of endpoints, newest first."""
     seal = _seal(context)
     with context.database.read() as session:
-        page = WebhookRepository(session).page(limit=limit, after=after)
+        page = WebhookRepository(session, caller.only_of).page(limit=limit, after=after)
         data = [EndpointObject.of(row, seal.open(row.secret)) for row in page.rows]
     ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
     return {"object": "list", "data": data, "has_more": page.has_more, **ends}
 
 
 @router.get("/webhook_endpoints/{endpoint_id}", response_model_exclude_none=True)
-def retrieve_endpoint(context: ContextDep, endpoint_id: str) -> EndpointObject:
+def retrieve_endpoint(context: ContextDep, caller: CallerDep, endpoint_id: str) -> EndpointObject:
     """An endpoint, with its last deliveries under `windlass`."""
     with context.database.read() as session:
-        webhooks = WebhookRepository(session)
+        webhooks = WebhookRepository(session, caller.only_of)
         row = webhooks.get(endpoint_id)
         deliveries = [
             {
@@ -139,49 +143,59 @@ def retrieve_endpoint(context: ContextDep, endpoint_id: str) -> EndpointObject:
 
 
 @router.post("/webhook_endpoints/{endpoint_id}", response_model_exclude_none=True)
-def update_endpoint(context: ContextDep, endpoint_id: str, body: UpdateEndpoint) -> EndpointObject:
+def update_endpoint(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str, body: UpdateEndpoint
+) -> EndpointObject:
     """Change an endpoint; what was to be delivered to it goes to the new URL."""
     if body.url is not None:
         _check(context, body.url)
     with context.database.write() as session:
-        row = WebhookRepository(session).get(endpoint_id)
+        row = WebhookRepository(session, caller.only_of).get(endpoint_id)
         changes = body.model_dump(exclude_none=True)
         if any(getattr(row, name) != value for name, value in changes.items()):
             for name, value in changes.items():
                 setattr(row, name, value)
             row.updated_at = time.time()
         session.flush()
+        audit(session, endpoint_id)
         return EndpointObject.of(row, _seal(context).open(row.secret))
 
 
 @router.delete("/webhook_endpoints/{endpoint_id}")
-def delete_endpoint(context: ContextDep, endpoint_id: str) -> dict[str, Any]:
+def delete_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str) -> dict[str, Any]:
     """Forget an endpoint, and what was to be delivered to it."""
     with context.database.write() as session:
-        WebhookRepository(session).delete(endpoint_id)
+        WebhookRepository(session, caller.only_of).delete(endpoint_id)
+        audit(session, endpoint_id)
     return {"id": endpoint_id, "object": "webhook_endpoint.deleted", "deleted": True}
 
 
 @router.post("/webhook_endpoints/{endpoint_id}/rotate_secret", response_model_exclude_none=True)
-def rotate_secret(context: ContextDep, endpoint_id: str, body: RotateSecret | None = None) -> EndpointObject:
+def rotate_secret(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str, body: RotateSecret | None = None
+) -> EndpointObject:
     """A new signing secret. On request the old one signs as well for a day."""
     secret, now_s = new_signing_secret(), time.time()
     sealed = _seal(context).close(secret)
     with context.database.write() as session:
-        row = WebhookRepository(session).get(endpoint_id)
+        row = WebhookRepository(session, caller.only_of).get(endpoint_id)
         keeps = body is not None and body.keep_old_secret_active_for_24_hours
         row.secret_before = row.secret if keeps else None
         row.secret_before_until = now_s + _KEEP_OLD_SECRET_S if keeps else None
         row.secret, row.updated_at = sealed, now_s
         session.flush()
+        audit(session, endpoint_id)
         return EndpointObject.of(row, secret, tells_secret=True)
 
 
 @router.post("/webhook_endpoints/{endpoint_id}/test")
-def test_endpoint(context: ContextDep, endpoint_id: str, body: TestEndpoint) -> dict[str, Any]:
+def test_endpoint(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str, body: TestEndpoint
+) -> dict[str, Any]:
     """Send a sample event now; the status code with which it was answered."""
-    with context.database.read() as session:
-        row = WebhookRepository(session).get(endpoint_id)
+    with context.database.write() as session:
+        row = WebhookRepository(session, caller.only_of).get(endpoint_id)
+        audit(session, endpoint_id)
     event_id = new_event_id()
     try:
         status = send(

@@ -49,7 +49,8 @@ class Database:
 
 def migrate(url: str) -> None:
     """Bring the schema to the newest version; two processes may try at once."""
-    engine = _open_engine(url)
+    # Some changes make a SQLite table anew; dropping the old one would delete the rows that refer to it.
+    engine = _open_engine(url, foreign_keys=False)
     # Here, as only the process that starts a service needs it.
     from alembic import command
     from alembic.config import Config
@@ -64,7 +65,7 @@ def migrate(url: str) -> None:
         engine.dispose()
 
 
-def _open_engine(url: str) -> Engine:
+def _open_engine(url: str, *, foreign_keys: bool = True) -> Engine:
     parsed = make_url(url)
     backend = parsed.get_backend_name()
     if backend not in SUPPORTED_DATABASES:
@@ -74,6 +75,8 @@ def _open_engine(url: str) -> Engine:
     engine = create_engine(parsed)
     if backend == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
+        if foreign_keys:
+            event.listen(engine, "connect", _hold_foreign_keys)
         event.listen(engine, "begin", _begin_sqlite)
     else:
         event.listen(engine, "begin", _begin_postgresql)
@@ -86,8 +89,11 @@ def _set_up_sqlite(dbapi_connection: Any, _record: Any) -> None:
     cursor = dbapi_connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
     _use_write_ahead_log(cursor)
-    cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
+
+
+def _hold_foreign_keys(dbapi_connection: Any, _record: Any) -> None:
+    dbapi_connection.execute("PRAGMA foreign_keys = ON")
 
 
 def _use_write_ahead_log(cursor: sqlite3.Cursor) -> None:

@@ -8,7 +8,7 @@ from sqlalchemy import func, select, tuple_
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound
-from windlass.storage.sql.models import Checkpoint, JobEvent, JobMetrics
+from windlass.storage.sql.models import Checkpoint, Job, JobEvent, JobMetrics
 from windlass.storage.sql.paging import Page, page_of
 
 _NUM_TO_SEARCH = 10
@@ -61,11 +61,15 @@ class EventRepository:
         where = (JobEvent.job_id == job_id, JobEvent.attempt == attempt)
         return self._session.scalar(select(JobEvent).where(*where).order_by(JobEvent.ordinal).limit(1))
 
-    def since(self, ordinal: int, *, limit: int, job_id: str | None = None) -> Sequence[JobEvent]:
-        """Events after an ordinal, oldest first, of one job or of all: what a live stream sends."""
+    def since(
+        self, ordinal: int, *, limit: int, job_id: str | None = None, only_of: str | None = None
+    ) -> Sequence[JobEvent]:
+        """Events after an ordinal, oldest first, of one job, of one user's or of all: what a live stream sends."""
         query = select(JobEvent).where(JobEvent.ordinal > ordinal).order_by(JobEvent.ordinal).limit(limit)
         if job_id is not None:
             query = query.where(JobEvent.job_id == job_id)
+        if only_of is not None:
+            query = query.join(Job, Job.id == JobEvent.job_id).where(Job.owner == only_of)
         return self._session.scalars(query).all()
 
     def last_ordinal(self) -> int:

@@ -3,7 +3,7 @@
 import secrets
 import time
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import func, select, tuple_
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound
@@ -17,14 +17,18 @@ def new_file_id() -> str:
 
 
 class FileRepository:
-    """Files, within the caller's transaction."""
+    """Files, within the caller's transaction.
 
-    def __init__(self, session: Session) -> None:
+    With `only_of` the files of all other users are not there, and those of nobody neither.
+    """
+
+    def __init__(self, session: Session, only_of: str | None = None) -> None:
         self._session = session
+        self._only_of = only_of
 
-    def add(self, *, file_id: str, filename: str, purpose: str, nbytes: int) -> File:
+    def add(self, *, file_id: str, filename: str, purpose: str, nbytes: int, owner: str | None = None) -> File:
         """Record a file whose bytes are in place."""
-        file = File(id=file_id, filename=filename, purpose=purpose, nbytes=nbytes, created_at=time.time())
+        file = File(id=file_id, filename=filename, purpose=purpose, nbytes=nbytes, created_at=time.time(), owner=owner)
         self._session.add(file)
         self._session.flush()
         return file
@@ -32,7 +36,7 @@ class FileRepository:
     def get(self, file_id: str) -> File:
         """The file; NotFound if there is none."""
         file = self._session.get(File, file_id)
-        if file is None:
+        if file is None or self._only_of not in (None, file.owner):
             raise NotFound("file", file_id)
         return file
 
@@ -40,6 +44,12 @@ class FileRepository:
         """Forget the file; NotFound if there is none. Its bytes are the caller's to remove, after the commit."""
         self._session.delete(self.get(file_id))
         self._session.flush()
+
+    def usage(self, owner: str) -> tuple[int, int]:
+        """How many files a user has, and their bytes together."""
+        totals = select(func.count(), func.coalesce(func.sum(File.nbytes), 0)).where(File.owner == owner)
+        num_files, nbytes = self._session.execute(totals).one()
+        return int(num_files), int(nbytes)
 
     def page(self, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Page[File]:
         """Files by time of upload; NotFound if `after` is not a file's id."""
@@ -49,6 +59,8 @@ class FileRepository:
             query = query.order_by(File.created_at.desc(), File.id.desc())
         else:
             query = query.order_by(File.created_at, File.id)
+        if self._only_of is not None:
+            query = query.where(File.owner == self._only_of)
         if purpose is not None:
             query = query.where(File.purpose == purpose)
         if after is not None:

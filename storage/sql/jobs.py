@@ -38,6 +38,7 @@ class NewJob:
     idempotency_key: str | None
     request_digest: str | None
     node: str | None = None  # whose home has its files; None: that of whoever claims it
+    owner: str | None = None  # a user; None: no key was needed
 
 
 class JobFields(TypedDict, total=False):
@@ -74,10 +75,14 @@ def _fence(seen: Job | None) -> _Fence | None:
 
 
 class JobRepository:
-    """Jobs, within the caller's transaction."""
+    """Jobs, within the caller's transaction.
 
-    def __init__(self, session: Session) -> None:
+    With `only_of`, `get` and all that begins with it, and `page`, know that user's jobs and no others.
+    """
+
+    def __init__(self, session: Session, only_of: str | None = None) -> None:
         self._session = session
+        self._only_of = only_of
 
     def create(self, new: NewJob) -> Job:
         """Add a job, to be validated first, and its first event."""
@@ -85,6 +90,7 @@ class JobRepository:
             id=new_job_id(),
             status=JobStatus.VALIDATING_FILES,
             created_at=time.time(),
+            owner=new.owner,
             model=new.model,
             training_file=new.training_file,
             validation_file=new.validation_file,
@@ -107,21 +113,28 @@ class JobRepository:
     def get(self, job_id: str) -> Job:
         """The job as it is now; NotFound if there is none."""
         job = self.find(job_id)
-        if job is None:
+        if job is None or self._only_of not in (None, job.owner):
             raise NotFound("fine-tuning job", job_id)
         return job
 
     def find(self, job_id: str) -> Job | None:
-        """The job as it is now, if there is one."""
+        """The job as it is now, if there is one, whosever it is."""
         return self._session.get(Job, job_id, populate_existing=True)
 
-    def by_idempotency_key(self, key: str) -> Job | None:
-        """The job that a request with this key made."""
-        return self._session.scalar(select(Job).where(Job.idempotency_key == key))
+    def by_idempotency_key(self, owner: str | None, key: str) -> Job | None:
+        """The job that a request of this user with this key made."""
+        return self._session.scalar(select(Job).where(Job.owner == owner, Job.idempotency_key == key))
+
+    def owners_by_prefix(self, prefix: str) -> tuple[str | None, ...]:
+        """The owners of the jobs whose ids begin so: of one, as a rule; none where no such job is known."""
+        # Ids go on in hexadecimal digits, which come before g. Thus the primary key's index serves.
+        return tuple(self._session.scalars(select(Job.owner).where(Job.id >= prefix, Job.id < f"{prefix}g")))
 
     def page(self, *, limit: int, after: str | None, metadata: Mapping[str, str]) -> Page[Job]:
         """Jobs, newest first, that carry all these metadata pairs; NotFound if `after` is not a job's id."""
         query = select(Job).order_by(Job.created_at.desc(), Job.id.desc()).limit(limit + 1)
+        if self._only_of is not None:
+            query = query.where(Job.owner == self._only_of)
         for key, value in metadata.items():
             query = query.where(Job.job_metadata[key].as_string() == value)
         if after is not None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
@@ -41,13 +41,26 @@ class File(Base):
     purpose: Mapped[str] = mapped_column(String(32))
     nbytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[float]
+    owner: Mapped[str | None] = mapped_column(String(64), index=True)  # a user; NULL: made while no key was needed
 
 
 class Job(Base):
     """A fine-tuning job, and the one authority on its state."""
 
     __tablename__ = "jobs"
-    __table_args__ = (Index("ix_jobs_status_order", "status", "priority", "created_at"),)
+    __table_args__ = (
+        Index("ix_jobs_status_order", "status", "priority", "created_at"),
+        Index("ix_jobs_owner", "owner", "created_at"),
+        Index("uq_jobs_idempotency_key", "owner", "idempotency_key", unique=True),
+        # For those without an owner: NULLs differ from each other.
+        Index(
+            "uq_jobs_idempotency_key_unowned",
+            "idempotency_key",
+            unique=True,
+            sqlite_where=text("owner IS NULL"),
+            postgresql_where=text("owner IS NULL"),
+        ),
+    )
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     status: Mapped[JobStatus] = mapped_column(_StatusType())
@@ -57,7 +70,8 @@ class Job(Base):
     finished_at: Mapped[float | None]
     estimated_finish: Mapped[float | None]
 
-    # What was asked for.
+    # What was asked for, and by which user; NULL: while no key was needed.
+    owner: Mapped[str | None] = mapped_column(String(64))
     model: Mapped[str] = mapped_column(String(255))
     # Not foreign keys: a finished job outlives the files it was made from.
     training_file: Mapped[str] = mapped_column(String(64), index=True)
@@ -68,7 +82,7 @@ class Job(Base):
     windlass: Mapped[dict[str, Any]] = mapped_column(JSON)  # the request's `windlass` object
     job_metadata: Mapped[dict[str, str]] = mapped_column("metadata", JSON)
     priority: Mapped[int] = mapped_column(default=0)  # smaller first; ties by created_at
-    idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    idempotency_key: Mapped[str | None] = mapped_column(String(255))  # one job for each of an owner's
     request_digest: Mapped[str | None] = mapped_column(String(64))
 
     # How it goes.
@@ -171,6 +185,7 @@ class WebhookEndpoint(Base):
     secret_before_until: Mapped[float | None]
     created_at: Mapped[float]
     updated_at: Mapped[float]
+    owner: Mapped[str | None] = mapped_column(String(64))  # a user, who is told of their own jobs
 
 
 class WebhookDelivery(Base):
@@ -188,3 +203,46 @@ class WebhookDelivery(Base):
     next_try_at: Mapped[float | None] = mapped_column(index=True)  # None: it was delivered, or given up
     delivered_at: Mapped[float | None]
     last_error: Mapped[str | None] = mapped_column(Text)
+
+
+class ApiKey(Base):
+    """Who may use the service. The key itself is known to its holder only."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64))
+    user: Mapped[str] = mapped_column("user_name", String(64))  # whose jobs and files are made with it
+    role: Mapped[str] = mapped_column(String(8))
+    digest: Mapped[str] = mapped_column(String(64), unique=True)  # SHA-256 of the key, in hex
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]  # to the minute
+
+
+class LoginSession(Base):
+    """A browser that its person has logged in with a key; it ends with that key."""
+
+    __tablename__ = "login_sessions"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)  # SHA-256 of the cookie's token, in hex
+    key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id", ondelete="CASCADE"), index=True)
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
+
+
+class AuditEvent(Base):
+    """Who changed what, or tried to. Rows outlive what they speak of."""
+
+    __tablename__ = "audit_events"
+    __table_args__ = ({"sqlite_autoincrement": True},)
+
+    ordinal: Mapped[int] = mapped_column(_Ordinal, primary_key=True, autoincrement=True)
+    created_at: Mapped[float]
+    key_id: Mapped[str | None] = mapped_column(String(64))  # NULL: no key was needed, or known
+    user: Mapped[str | None] = mapped_column("user_name", String(64))
+    action: Mapped[str] = mapped_column(String(64))
+    target: Mapped[str | None] = mapped_column(String(255))  # the id of what was changed
+    peer: Mapped[str | None] = mapped_column(String(64))  # the address that asked
+    result: Mapped[str] = mapped_column(String(8))

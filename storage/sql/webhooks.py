@@ -43,14 +43,17 @@ class Due:
 
 
 class WebhookRepository:
-    """Endpoints and deliveries, within the caller's transaction."""
+    """Endpoints and deliveries, within the caller's transaction. With `only_of`, that user's endpoints alone."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, only_of: str | None = None) -> None:
         self._session = session
+        self._only_of = only_of
 
     # --- endpoints --------------------------------------------------------------------------------------------------
 
-    def add(self, *, name: str, url: str, event_types: Sequence[str], secret: str) -> WebhookEndpoint:
+    def add(
+        self, *, name: str, url: str, event_types: Sequence[str], secret: str, owner: str | None = None
+    ) -> WebhookEndpoint:
         """A new endpoint; `secret` is sealed."""
         now_s = time.time()
         endpoint = WebhookEndpoint(
@@ -61,6 +64,7 @@ class WebhookRepository:
             secret=secret,
             created_at=now_s,
             updated_at=now_s,
+            owner=owner,
         )
         self._session.add(endpoint)
         self._session.flush()
@@ -69,7 +73,7 @@ class WebhookRepository:
     def get(self, endpoint_id: str) -> WebhookEndpoint:
         """The endpoint; NotFound if there is none. What is changed in it is written with the transaction."""
         endpoint = self._session.get(WebhookEndpoint, endpoint_id)
-        if endpoint is None:
+        if endpoint is None or self._only_of not in (None, endpoint.owner):
             raise NotFound("webhook endpoint", endpoint_id)
         return endpoint
 
@@ -81,6 +85,8 @@ class WebhookRepository:
     def page(self, *, limit: int, after: str | None) -> Page[WebhookEndpoint]:
         """Endpoints, newest first; NotFound if `after` is not one's id."""
         query = select(WebhookEndpoint).order_by(WebhookEndpoint.created_at.desc(), WebhookEndpoint.id.desc())
+        if self._only_of is not None:
+            query = query.where(WebhookEndpoint.owner == self._only_of)
         if after is not None:
             last = self.get(after)
             position = tuple_(WebhookEndpoint.created_at, WebhookEndpoint.id)
@@ -95,10 +101,12 @@ class WebhookRepository:
     # --- deliveries -------------------------------------------------------------------------------------------------
 
     def tell(self, job: Job, status: JobStatus) -> None:
-        """A job has ended: whoever wants to know is to be told."""
+        """A job has ended: whoever of its owner's endpoints wants to know is to be told."""
         event_type, now_s = f"fine_tuning.job.{status.value}", time.time()
         event_id = new_event_id()
-        for endpoint in self._session.scalars(select(WebhookEndpoint)):
+        for endpoint in self._session.scalars(
+            select(WebhookEndpoint).where(WebhookEndpoint.owner.is_not_distinct_from(job.owner))
+        ):
             if event_type in endpoint.event_types:
                 body = event_body(event_id, event_type, job.id, now_s)
                 delivery = WebhookDelivery(

@@ -1,5 +1,6 @@
 """A real API process over a home of its own, and jobs as the dispatcher would write them into its database."""
 
+import json
 import os
 import signal
 import socket
@@ -10,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from windlass.actors.journal import JournalRecord
-from windlass.service.settings import Settings
+from windlass.service.local_key import open_client
+from windlass.service.settings import SETTINGS_FILE, Settings
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
@@ -42,11 +42,12 @@ HYPERPARAMETERS: Mapping[str, Any] = {
 class LiveService:
     """The API as `windlass up` runs it; it can be killed and started again at the same address."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **options: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        self.settings = Settings(home=home, port=self.port)
+        (home / SETTINGS_FILE).write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items()))
+        self.settings = Settings(home=home, port=self.port, **options)  # type: ignore[arg-type]
         self.settings.make_dirs()
         migrate(self.settings.database_url)
         self.database = Database(self.settings.database_url)
@@ -72,11 +73,8 @@ class LiveService:
                 pass_fds=(listener.fileno(),),
             )
         deadline = time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(f"{self.url}/healthz", timeout=5).raise_for_status()
-                return
-            except httpx.TransportError:
+        with open_client(self.settings) as client:
+            while not client.is_healthy():
                 assert self._process.poll() is None, "the API ended at once"
                 assert time.monotonic() < deadline, "the API did not answer within a minute"
                 time.sleep(0.05)

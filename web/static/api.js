@@ -13,6 +13,7 @@ export class Refusal extends Error {
 /** The answer's JSON. Throws Refusal for an error that the service sent, TypeError where none answers. */
 async function request(path, options = {}) {
   const response = await fetch(path, { cache: "no-store", ...options });
+  if (response.status === 401) location.assign(`/login${location.hash}`); // the login is over, or its key
   const body = await response.json().catch(() => ({}));
   if (!response.ok) {
     throw new Refusal(response.status, body.error?.message ?? `the service answered ${response.status}`);

@@ -255,10 +255,13 @@ function skipToDetail(event) {
   byId("detail").focus();
 }
 
+const keyHeader = "needsKey" in document.body.dataset ? [`  -H "Authorization: Bearer $WINDLASS_API_KEY" \\`] : [];
 byId("empty-curl").textContent = [
   `curl ${location.origin}/v1/files \\`,
+  ...keyHeader,
   "  -F purpose=fine-tune -F file=@train.jsonl",
   `curl ${location.origin}/v1/fine_tuning/jobs \\`,
+  ...keyHeader,
   "  -H 'Content-Type: application/json' \\",
   `  -d '{"model": "MODEL", "training_file": "FILE_ID"}'`,
 ].join("\n");

@@ -30,10 +30,11 @@ def no_hub(model: str) -> list[str]:
 
 
 @contextmanager
-def serve(settings: Settings, **kwargs: Any) -> Iterator[TestClient]:
-    """The app behind a client that names it properly."""
+def serve(settings: Settings, *, peer: str = "127.0.0.1", **kwargs: Any) -> Iterator[TestClient]:
+    """The app behind a client that names it properly and has this address."""
     app = create_app(settings, **({"hub_files": no_hub} | kwargs))
-    with TestClient(app, base_url=settings.base_url, raise_server_exceptions=False) as client:
+    address = (peer, 50000)
+    with TestClient(app, base_url=settings.base_url, raise_server_exceptions=False, client=address) as client:
         yield client
 
 

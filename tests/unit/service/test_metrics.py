@@ -90,7 +90,7 @@ def test_jobs_carry_what_they_wear_off_ssds(
         service = ServiceClient(settings.base_url)
         service._http.close()
         service._http = client
-        monkeypatch.setattr(cli_jobs, "_client", lambda settings: service)
+        monkeypatch.setattr(cli_jobs, "open_client", lambda settings: service)
         cli_jobs.show(job_id, tmp_path)
         assert f"SSD wear         {wear['summary']}\n" in capsys.readouterr().out
 

@@ -227,7 +227,7 @@ def test_the_command_line_shows_both(
     job_id, _ = new_job(client, file_id)
     service = ServiceClient(str(client.base_url))
     service._http = client
-    monkeypatch.setattr(cli_jobs, "_client", lambda _: contextlib.nullcontext(service))
+    monkeypatch.setattr(cli_jobs, "open_client", lambda _: contextlib.nullcontext(service))
     home = context_of(client).settings.home
 
     def shown() -> str:

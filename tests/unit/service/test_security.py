@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.unit.service.api_client import serve, upload
+from tests.unit.service.api_client import context_of, serve, upload
 from windlass.service.loopback import is_loopback
 from windlass.service.settings import Settings
+from windlass.storage.sql.audit import AuditRepository
+from windlass.storage.sql.keys import KeyRepository, Role
 
 
 @pytest.fixture
@@ -47,6 +49,73 @@ def test_other_hosts_are_refused(client: TestClient, host: str) -> None:
     response = client.get("/healthz", headers={"Host": host})
     assert response.status_code == 403
     assert response.json()["error"]["code"] == "origin_not_allowed"
+
+
+@pytest.mark.parametrize(
+    ("bound", "host", "is_served"),
+    [
+        ("0.0.0.0", "192.168.1.5:8642", True),
+        ("0.0.0.0", "192.168.1.5", True),
+        ("::", "[fd00::5]:8642", True),
+        ("0.0.0.0", "localhost:8642", True),
+        ("0.0.0.0", "Box.Example:8642", True),
+        ("0.0.0.0", "box.example", True),
+        ("0.0.0.0", "other.example:8642", False),  # a rebound name
+        ("0.0.0.0", "box.example.other.example", False),
+        ("0.0.0.0", "192.168.1.5.other.example", False),
+        ("0.0.0.0", "192.168.1.5@other.example", False),
+        ("192.168.1.5", "192.168.1.5:8642", True),
+        ("192.168.1.5", "192.168.1.6:8642", False),
+        ("fd00::5", "[fd00:0:0::5]:8642", True),
+        ("fd00::5", "[fd00::6]:8642", False),
+        ("127.0.0.1", "192.168.1.5:8642", False),
+        ("127.0.0.1", "box.example", True),  # a proxy passes the name on
+    ],
+)
+def test_a_service_for_others_has_names_and_addresses(tmp_path: Path, bound: str, host: str, is_served: bool) -> None:
+    opened = Settings(home=tmp_path, host=bound, host_names="box.example")
+    with serve(Settings(home=tmp_path)) as client, context_of(client).database.write() as session:
+        KeyRepository(session).create(name="a", user="a", role=Role.ADMIN)
+    with serve(opened) as client:
+        assert client.get("/healthz", headers={"Host": host}).status_code == (200 if is_served else 403)
+        origin = {"Host": host, "Origin": f"http://{host}"}
+        assert client.get("/healthz", headers=origin).status_code == (200 if is_served else 403)
+
+
+@pytest.mark.parametrize(
+    ("peer", "expected"),
+    [("10.0.0.7", ("8.8.8.8", True)), ("10.0.0.8", ("10.0.0.8", False)), ("127.0.0.1", ("127.0.0.1", False))],
+)
+def test_only_a_trusted_proxy_is_believed_who_asks_and_how(
+    tmp_path: Path, peer: str, expected: tuple[str, bool]
+) -> None:
+    behind = Settings(home=tmp_path, host_names="box.example", trusted_proxies="10.0.0.7, 10.1.0.0/16")
+    with serve(Settings(home=tmp_path)) as client, context_of(client).database.write() as session:
+        _, secret = KeyRepository(session).create(name="a", user="a", role=Role.ADMIN)
+    headers = {
+        "Host": "box.example",
+        "Origin": "https://box.example",
+        "X-Forwarded-For": "127.0.0.1, 8.8.8.8, 10.1.2.3",  # the first one is the client's own invention
+        "X-Forwarded-Proto": "https",
+    }
+    with serve(behind, peer=peer) as client:
+        response = client.post("/login", data={"key": secret}, headers=headers, follow_redirects=False)
+        assert response.status_code == 303
+        with context_of(client).database.read() as session:
+            (event,) = AuditRepository(session).page(limit=10).rows
+        assert (event.peer, "Secure" in response.headers["set-cookie"]) == expected
+
+
+def test_the_word_of_a_client_makes_no_loopback(tmp_path: Path) -> None:
+    with serve(Settings(home=tmp_path), peer="192.168.1.9") as client:
+        assert client.get("/v1/files", headers={"X-Forwarded-For": "127.0.0.1"}).status_code == 401
+
+
+def test_under_tls_a_page_without_it_is_of_another_origin(tmp_path: Path) -> None:
+    with serve(Settings(home=tmp_path)) as client:
+        client.base_url = "https://127.0.0.1:8642"
+        assert client.get("/healthz", headers={"Origin": "https://127.0.0.1:8642"}).status_code == 200
+        assert client.get("/healthz", headers={"Origin": "http://127.0.0.1:8642"}).status_code == 403
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
     [
         ("port = 99999", "port = 99999: Input should be less than or equal to 65535"),
         ('port = "x"', "port = 'x': Input should be a valid integer"),
-        ('host = "0.0.0.0"', "host = '0.0.0.0': must be a loopback address"),
+        ('host = "box"', "host = 'box': must be an IP address"),
         ('database_url = "mysql://h/d"', "database_url = 'mysql://h/d': must be one of sqlite, postgresql"),
         ('database_url = "windlass.db"', "database_url = 'windlass.db': Could not parse SQLAlchemy URL"),
         ("max_file_mib = 0", "max_file_mib = 0: Input should be greater than or equal to 1"),
@@ -78,6 +78,11 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
             "num_cpu_optimizers = 3\noptimizer_threads = 2",
             "optimizer_threads = 2: num_cpu_optimizers 3 x optimizer_threads 2 = 6 threads on 4 cores; lower one",
         ),
+        ('host_names = ["https://box"]', "must be names such as box.example.org, without scheme and port, got 'https"),
+        ('host_names = "box:8642"', "without scheme and port, got 'box:8642'"),
+        ('trusted_proxies = "*"', "must be addresses, or networks such as 10.0.0.0/24, got '*'"),
+        ('tls_key = "/none"', "must be the absolute path of a file that you may read"),
+        ('tls_certificate = "/etc/hostname"', "tls_certificate and tls_key go together; give both or none"),
         ("port = ", "cannot be read: Invalid value"),
     ],
 )
@@ -91,6 +96,44 @@ def test_errors_name_file_key_and_value(
         load_settings(tmp_path)
     assert str(caught.value).startswith(str(file))
     assert message in str(caught.value)
+
+
+def test_a_key_that_anybody_may_read_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    key.write_text("")
+    key.chmod(0o644)
+    (tmp_path / "windlass.toml").write_text(f'tls_key = "{key}"\n')
+    with pytest.raises(SettingsError, match=f"anybody may read it; run `chmod 600 {key}`"):
+        load_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8642"),
+        ("::", "http://[::1]:8642"),
+        ("192.168.1.5", "http://192.168.1.5:8642"),
+        ("fd00::5", "http://[fd00::5]:8642"),
+    ],
+)
+def test_programs_of_this_machine_reach_what_others_do(tmp_path: Path, host: str, url: str) -> None:
+    settings = Settings(home=tmp_path, host=host)
+    assert (settings.base_url, settings.is_for_others) == (url, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"host": "::1"}, None),
+        ({"host": "localhost"}, None),
+        ({"host": "0.0.0.0"}, "host is 0.0.0.0"),
+        ({"host_names": "a.example, B.example"}, "host_names is a.example, b.example"),
+        ({"trusted_proxies": "127.0.0.1"}, "trusted_proxies is 127.0.0.1"),
+    ],
+)
+def test_what_opens_the_service_to_others(tmp_path: Path, change: dict[str, str], why: str | None) -> None:
+    assert Settings(home=tmp_path, **change).why_for_others == why  # type: ignore[arg-type]
 
 
 def test_errors_name_the_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

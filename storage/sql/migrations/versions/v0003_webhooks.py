@@ -22,6 +22,7 @@ def upgrade() -> None:
         sa.Column("secret_before_until", sa.Double),
         sa.Column("created_at", sa.Double, nullable=False),
         sa.Column("updated_at", sa.Double, nullable=False),
+        sa.Column("owner", sa.String(64)),
     )
     op.create_table(
         "webhook_deliveries",

@@ -29,23 +29,27 @@ def url(request: pytest.FixtureRequest, sqlite_url: str) -> Iterator[str]:
             yield made
 
 
+def make_new_job(**changes: Any) -> NewJob:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "training_file": "file-1",
+        "validation_file": None,
+        "suffix": None,
+        "seed": 1,
+        "method": {"type": "supervised"},
+        "windlass": {},
+        "metadata": {},
+        "priority": 0,
+        "idempotency_key": None,
+        "request_digest": None,
+    }
+    return NewJob(**(fields | changes))
+
+
 @pytest.fixture
 def make_job(database: Database) -> Callable[..., Job]:
     def make(**changes: Any) -> Job:
-        fields: dict[str, Any] = {
-            "model": "tiny",
-            "training_file": "file-1",
-            "validation_file": None,
-            "suffix": None,
-            "seed": 1,
-            "method": {"type": "supervised"},
-            "windlass": {},
-            "metadata": {},
-            "priority": 0,
-            "idempotency_key": None,
-            "request_digest": None,
-        }
         with database.write() as session:
-            return JobRepository(session).create(NewJob(**(fields | changes)))
+            return JobRepository(session).create(make_new_job(**changes))
 
     return make

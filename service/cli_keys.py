@@ -1,0 +1,164 @@
+"""Commands for API keys and the audit. They work on the database itself: who runs them owns the home."""
+
+import getpass
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Annotated
+
+import typer
+from sqlalchemy.orm import Session
+
+from windlass.service.cli_errors import CommandError
+from windlass.service.cli_service import Home
+from windlass.service.cli_table import print_columns
+from windlass.service.home import prepare_home
+from windlass.service.local_key import keep_local_key, kept_key
+from windlass.service.settings import Settings, load_settings
+from windlass.storage.sql.audit import AuditRepository, audit_id
+from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.errors import NotFound
+from windlass.storage.sql.keys import KeyRepository, Role, is_active
+from windlass.storage.sql.models import ApiKey, AuditEvent
+
+_LOCAL_NAME = "cli"
+_PEER = "command line"
+_NAME = re.compile(r"[\w.@+ -]{1,64}")
+_EXPIRY = re.compile(r"([1-9][0-9]{0,4})([hdwy])")
+_UNITS_S = {"h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
+
+
+def create(
+    name: Annotated[str, typer.Option(help="What the key is called in lists.")],
+    user: Annotated[
+        str | None, typer.Option(help="Whose jobs and files are made with it (default: the key's name).")
+    ] = None,
+    role: Annotated[str, typer.Option(help="user sees what is the user's own; admin sees everything.")] = Role.USER,
+    expires: Annotated[str | None, typer.Option(help="After how long: 12h, 90d, 4w, 1y (default: never).")] = None,
+    home: Home = None,
+) -> None:
+    """Make an API key and print it; it is shown this once only."""
+    user = name if user is None else user
+    for option, value in (("--name", name), ("--user", user)):
+        if not _NAME.fullmatch(value) or value != value.strip():
+            raise CommandError(f"{option} takes 1 to 64 letters, digits, spaces and . _ @ + -, got {value!r}")
+    if role not in list(Role):
+        raise CommandError(f"--role is {' or '.join(Role)}, got {role!r}")
+    expires_at = None if expires is None else time.time() + _seconds(expires)
+    settings = load_settings(home)
+    with _database(settings) as database:
+        is_first = not _has_working_key(settings, database)
+        with database.write() as session:
+            key, secret = KeyRepository(session).create(name=name, user=user, role=Role(role), expires_at=expires_at)
+            _record(session, "create_key", key.id)
+            if is_first:
+                # In the same transaction: from the first key on, the command line needs one, too.
+                own, own_secret = KeyRepository(session).create(name=_LOCAL_NAME, user=_LOCAL_NAME, role=Role.ADMIN)
+                _record(session, "create_key", own.id)
+                file = keep_local_key(settings.home, own_secret)
+    print(secret)
+    until = "" if expires_at is None else f", expires {_time(expires_at)}"
+    _tell(f"{key.id} for user {user!r}, role {role}{until}. Keep it: it is not shown again.")
+    if is_first:
+        _tell(f"The command line of this machine has an admin key of its own, {own.id}, in {file}.")
+
+
+def list_(home: Home = None) -> None:
+    """List all keys, with what has become of them."""
+    with _database(load_settings(home)) as database, database.read() as session:
+        keys = KeyRepository(session).all()
+    if not keys:
+        print("no keys: the service answers to this machine only, without one; `windlass keys create` makes one")
+        return
+    header = ("key", "name", "user", "role", "state", "created", "last used")
+    print_columns([header, *(_row(key) for key in keys)])
+
+
+def revoke(
+    key: Annotated[str, typer.Argument(help="The key's id, as `windlass keys list` shows it.")], home: Home = None
+) -> None:
+    """End a key and the logins made with it, at once."""
+    with _database(load_settings(home)) as database:
+        try:
+            with database.write() as session:
+                KeyRepository(session).revoke(key)
+                _record(session, "revoke_key", key)
+        except NotFound:
+            raise CommandError(f"there is no key {key!r}; `windlass keys list` shows the ids") from None
+        with database.read() as session:
+            is_needed = KeyRepository(session).is_needed()
+    print(f"{key} is revoked")
+    if not is_needed:
+        print("it was the last one: the service answers to this machine only, without a key")
+
+
+def audit(
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many events.")] = 50, home: Home = None
+) -> None:
+    """Show who changed what, newest first."""
+    with _database(load_settings(home)) as database, database.read() as session:
+        rows = AuditRepository(session).page(limit=limit).rows
+    if not rows:
+        print("nothing was changed yet")
+        return
+    header = ("event", "time", "user", "key", "action", "what", "from", "result")
+    print_columns([header, *(_audit_row(row) for row in rows)])
+
+
+@contextmanager
+def _database(settings: Settings) -> Iterator[Database]:
+    prepare_home(settings.home)
+    migrate(settings.database_url)
+    database = Database(settings.database_url)
+    try:
+        yield database
+    finally:
+        database.close()
+
+
+def _has_working_key(settings: Settings, database: Database) -> bool:
+    secret = kept_key(settings.home)
+    if secret is None:
+        return False
+    with database.read() as session:
+        return KeyRepository(session).find(secret) is not None
+
+
+def _record(session: Session, action: str, key_id: str) -> None:
+    AuditRepository(session).add(action, key_id, key_id=None, user=getpass.getuser(), peer=_PEER)
+
+
+def _seconds(expires: str) -> int:
+    match = _EXPIRY.fullmatch(expires)
+    if match is None:
+        raise CommandError(f"--expires takes a number with h, d, w or y, such as 90d, got {expires!r}")
+    return int(match[1]) * _UNITS_S[match[2]]
+
+
+def _row(key: ApiKey) -> tuple[str, ...]:
+    used = "never" if key.last_used_at is None else _time(key.last_used_at)
+    return key.id, key.name, key.user, key.role, _state(key), _time(key.created_at), used
+
+
+def _audit_row(row: AuditEvent) -> list[str]:
+    who = (audit_id(row.ordinal), _time(row.created_at), row.user, row.key_id)
+    return [cell or "" for cell in (*who, row.action, row.target, row.peer, row.result)]
+
+
+def _state(key: ApiKey) -> str:
+    if key.revoked_at is not None:
+        return f"revoked {_time(key.revoked_at)}"
+    if key.expires_at is None:
+        return "active"
+    return f"{'active until' if is_active(key, time.time()) else 'expired'} {_time(key.expires_at)}"
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+
+
+def _tell(line: str) -> None:
+    """Beside the output: that is the key alone, for scripts."""
+    typer.echo(line, err=True)

@@ -1,0 +1,132 @@
+"""A service with keys: two users and an admin, each with a file, a job and a model, and keys that open nothing."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.testclient import TestClient
+from starlette.routing import BaseRoute, Mount, Route
+
+from tests.unit.service.api_client import context_of, make_model, serve
+from windlass.service.settings import Settings
+from windlass.storage.sql.files import FileRepository
+from windlass.storage.sql.jobs import JobRepository, NewJob
+from windlass.storage.sql.keys import KeyRepository, Role
+from windlass.storage.sql.statuses import JobStatus
+
+USERS = ("alice", "bob")
+ADMIN = "root"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Things:
+    """What one user has, by the names that paths have for it."""
+
+    file_id: str
+    job_id: str  # queued
+    model: str  # of a job that succeeded
+
+    @property
+    def ids(self) -> dict[str, str]:
+        return {"file_id": self.file_id, "job_id": self.job_id, "model": self.model}
+
+
+NOTHING = Things(file_id="file-0123456789", job_id="ftjob-0123456789", model="ft:tiny:x:0123456789ab")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The service and who may use it."""
+
+    client: TestClient
+    secrets: dict[str, str]  # by user, and of the keys "expired" and "revoked"
+    key_ids: dict[str, str]
+    things: dict[str | None, Things]  # by user; None: from before there were keys
+
+    def ask(self, who: str | None, method: str, path: str, **arguments: Any) -> Any:
+        """Make a request with somebody's key; it follows no redirects."""
+        headers = {} if who is None else {"Authorization": f"Bearer {self.secrets[who]}"}
+        headers |= arguments.pop("headers", {})
+        return self.client.request(method, path, headers=headers, follow_redirects=False, **arguments)
+
+
+@contextmanager
+def keyed_world(settings: Settings) -> Iterator[World]:
+    """A service in which all of this is there."""
+    make_model(settings.models_dir / "tiny")
+    with serve(settings) as client:
+        things: dict[str | None, Things] = {
+            user: _make_things(client, settings, user) for user in (None, *USERS, ADMIN)
+        }
+        secrets, key_ids = {"wrong": "wk-" + "x" * 43}, {}
+        with context_of(client).database.write() as session:
+            keys = KeyRepository(session)
+            for name in (*USERS, ADMIN, "expired", "revoked"):
+                key, secrets[name] = keys.create(
+                    name=name,
+                    user=name if name in (*USERS, ADMIN) else USERS[0],
+                    role=Role.ADMIN if name == ADMIN else Role.USER,
+                    expires_at=time.time() - 1 if name == "expired" else None,
+                )
+                key_ids[name] = key.id
+            keys.revoke(key_ids["revoked"])
+        yield World(client=client, secrets=secrets, key_ids=key_ids, things=things)
+
+
+def routes_of(client: TestClient) -> list[tuple[str, str]]:
+    """Method and path of everything that the app answers to; folders of files as one path."""
+    found = []
+    for route in _walk(client.app.routes):  # type: ignore[attr-defined]
+        if isinstance(route, Mount):
+            found.append(("GET", f"{route.path}/{{path}}"))
+        else:
+            assert isinstance(route, Route), f"a kind of route that this test does not know: {route}"
+            found += [(method, route.path) for method in route.methods or () if method != "HEAD"]
+    # What takes things away comes last.
+    return sorted(
+        found, key=lambda each: (each[0] == "DELETE" or each[1].endswith("/cancel"), each[1] == "/logout", each)
+    )
+
+
+def _walk(routes: list[BaseRoute]) -> Iterator[BaseRoute]:
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is None:
+            yield route
+        else:
+            yield from _walk(included.routes)
+
+
+def new_job(file_id: str, owner: str | None, model: str = "tiny") -> NewJob:
+    return NewJob(
+        model=model,
+        training_file=file_id,
+        validation_file=None,
+        suffix=None,
+        seed=1,
+        method={"type": "supervised", "supervised": {"hyperparameters": {}}},
+        windlass={},
+        metadata={},
+        priority=0,
+        idempotency_key=None,
+        request_digest=None,
+        owner=owner,
+    )
+
+
+def _make_things(client: TestClient, settings: Settings, owner: str | None) -> Things:
+    file_id = f"file-of-{owner}"
+    (settings.files_dir / file_id).write_bytes(b'{"text": "a"}\n')
+    with context_of(client).database.write() as session:
+        FileRepository(session).add(file_id=file_id, filename="a.jsonl", purpose="fine-tune", nbytes=14, owner=owner)
+        jobs = JobRepository(session)
+        done, job = (jobs.create(new_job(file_id, owner)) for _ in range(2))
+        model = f"ft:tiny::{done.id.removeprefix('ftjob-')[:12]}"
+        jobs.transition(done.id, JobStatus.VALIDATING_FILES, JobStatus.QUEUED, message="queued")
+        jobs.transition(done.id, JobStatus.QUEUED, JobStatus.RUNNING, message="started", attempt=1)
+        jobs.transition(done.id, JobStatus.RUNNING, JobStatus.SUCCEEDED, message="done", fine_tuned_model=model)
+        jobs.transition(job.id, JobStatus.VALIDATING_FILES, JobStatus.QUEUED, message="queued")
+    make_model(settings.fine_tuned_dir / model)
+    return Things(file_id=file_id, job_id=job.id, model=model)
