@@ -133,6 +133,10 @@ class ServiceClient:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx.ConnectError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise ServiceUnreachableError(
+                    f"what answers at {self._base_url} has another certificate than the settings name: {error}"
+                ) from error
             raise ServiceUnreachableError(
                 f"no service answers at {self._base_url}; start it with `windlass up --detach`"
             ) from error
