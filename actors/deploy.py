@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from windlass.actors.admission import arena_free_nbytes, require_room, survey_ssds
 from windlass.actors.attempt_lock import begin_attempt, join_attempt, tell_alive
@@ -49,6 +49,7 @@ from windlass.storage.store_format import CommitRecord, last_common_commit
 NAMESPACE = "windlass"
 # The custom resource that stands for what a rank computes on: a GPU, or the CPU of a machine that has none.
 DEVICE_RESOURCE = "device"
+_NODE_LABEL = "ray.io/node-id"  # Ray gives each node one
 _START_DEADLINE_S = 120.0
 # Between the runner's signs of life.
 _PULSE_S = 1.0
@@ -264,7 +265,7 @@ class Runner:
         require_room(context)
         arena = Arena.create(path, context.plan.arena_nbytes)
         mailbox = Mailbox(self._post)
-        group = placement_group([{DEVICE_RESOURCE: 1}], strategy="STRICT_PACK")
+        group = device_here()
         try:
             if not group.wait(_START_DEADLINE_S):
                 raise TimeoutError(f"no device came free within {_START_DEADLINE_S:g} s; another job holds it")
@@ -342,11 +343,25 @@ def _answers_of(asked: Mapping[ActorName, Any]) -> dict[ActorName, Any]:
 _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)
 
 
+def device_here() -> Any:
+    """A placement group with one of the devices of this process's node: all processes of a job share its memory."""
+    here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
+    return placement_group([{DEVICE_RESOURCE: 1}], strategy="STRICT_PACK", bundle_label_selector=[here])
+
+
 def start_runner(spec: JobSpec) -> None:
-    """Launches an attempt; Ray must be connected. Returns when the runner has begun."""
+    """Launches an attempt on the caller's node; Ray must be connected. Returns when the runner has begun."""
+    # It asks for nothing, so that Ray would put it on any node, the head of a cluster too.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     runner = (
         ray.remote(Runner)
-        .options(name=runner_name(spec.job, spec.attempt), namespace=NAMESPACE, lifetime="detached", num_cpus=0)
+        .options(
+            name=runner_name(spec.job, spec.attempt),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            scheduling_strategy=here,
+        )
         .remote(spec)
     )
     ray.get(runner.start.remote(), timeout=_START_DEADLINE_S)

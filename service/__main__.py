@@ -1,4 +1,7 @@
-"""The service's processes: `python -m windlass.service supervisor|api|dispatcher`; `windlass up` starts them."""
+"""The service's processes: `python -m windlass.service supervisor|api|dispatcher`; `windlass up` starts them.
+
+Without a supervisor, as in containers, the API opens its port itself, and who runs them starts them again.
+"""
 
 import argparse
 import logging
@@ -6,6 +9,7 @@ import os
 import socket
 import sys
 
+from windlass.service.home import prepare_home
 from windlass.service.local_key import KEY_VARIABLE
 from windlass.service.logs import set_up_logs
 from windlass.service.processes import die_with_parent
@@ -18,7 +22,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="windlass.service")
     parser.add_argument("role", choices=("supervisor", "api", "dispatcher"))
     parser.add_argument("--parent-pid", type=int)
-    parser.add_argument("--listener", type=int, help="file descriptor of the API's listening socket")
+    parser.add_argument("--listener", type=int, help="file descriptor of the API's socket; else it opens one")
     options = parser.parse_args(arguments)
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
@@ -30,8 +34,15 @@ def main(arguments: list[str]) -> int:
         if options.role == "supervisor":
             _supervise(settings)
         elif options.role == "api":
+            prepare_home(settings.home)
             _serve_api(settings, options.listener)
         else:
+            if options.parent_pid is None:  # else the supervisor has done it
+                from windlass.storage.sql.database import migrate
+
+                prepare_home(settings.home)
+                settings.make_dirs()
+                migrate(settings.database_url)
             _dispatch(settings)
     except ReportedError as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
@@ -48,10 +59,11 @@ def _supervise(settings: Settings) -> None:
     Supervisor(settings).run()
 
 
-def _serve_api(settings: Settings, listener_fd: int) -> None:
+def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     import uvicorn
 
     from windlass.service.app import create_app
+    from windlass.service.supervisor import listening
 
     config = uvicorn.Config(
         create_app(settings),
@@ -64,7 +76,8 @@ def _serve_api(settings: Settings, listener_fd: int) -> None:
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
     )
-    with socket.socket(fileno=listener_fd) as listener:
+    opened = listening(settings.host, settings.port) if listener_fd is None else socket.socket(fileno=listener_fd)
+    with opened as listener:
         uvicorn.Server(config).run(sockets=[listener])
 
 

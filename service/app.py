@@ -27,7 +27,7 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        settings.make_dirs()
+        settings.make_home_dirs()
         files.remove_partial_uploads(settings.files_dir)
         migrate(settings.database_url)
         database = Database(settings.database_url)

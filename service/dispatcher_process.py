@@ -1,4 +1,4 @@
-"""The dispatcher as a process: the Ray driver, started and restarted by the supervisor."""
+"""The dispatcher as a process: the Ray driver, started again by the supervisor, or by who runs its container."""
 
 import logging
 import signal
@@ -14,7 +14,8 @@ from windlass.service.home import DispatcherLock, node_of
 from windlass.service.job_specs import Machinery
 from windlass.service.lease import Lease
 from windlass.service.processes import boot_id
-from windlass.service.ray_cluster import NAMESPACE, RayCluster
+from windlass.service.ray_cluster import RayCluster
+from windlass.service.ray_node import RayNode
 from windlass.service.settings import Settings
 from windlass.service.webhook_sender import WebhookSender
 from windlass.storage.ids import Attempt, JobId
@@ -25,7 +26,7 @@ _INTERVAL_S = 0.5
 
 
 class RayLostError(RuntimeError):
-    """The Ray daemon that this process was connected to has ended."""
+    """What this process was connected to has ended: the Ray daemon, or this machine's node of a cluster."""
 
 
 class RayRunners:
@@ -60,19 +61,16 @@ class RayRunners:
 
 
 def run_dispatcher(settings: Settings) -> None:
-    """Dispatch until SIGTERM; raises RayLostError for the supervisor to start a new process, with a new Ray."""
+    """Dispatch until SIGTERM; raises RayLostError for a new process to be started, with a new Ray.
+
+    Raises RayStartError where there is no Ray that jobs could run on.
+    """
     ending = threading.Event()
 
     def end(_signum: int, _frame: FrameType | None) -> None:
         ending.set()
 
-    machinery = Machinery.here()
-    cluster = RayCluster(settings.home) if settings.ray_address is None else None
-    if cluster is not None:
-        cluster.ensure_running(num_cpus=machinery.num_cores, num_gpus=machinery.num_gpus)
-        cluster.connect()
-    else:
-        ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
+    ray_side, machinery = _connect(settings)
     # Only now: Ray sets handlers of its own when it connects.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, end)
@@ -91,8 +89,8 @@ def run_dispatcher(settings: Settings) -> None:
     _LOG.info("dispatching")
     try:
         while not ending.is_set():
-            if cluster is not None and not cluster.is_running:
-                raise RayLostError("the Ray daemon has ended; a new one will be started, and its jobs go on there")
+            if not ray_side.is_running:
+                raise RayLostError("Ray has ended here; when it is back, its jobs go on there")
             dispatcher.tick()
             ending.wait(_INTERVAL_S)
     finally:
@@ -101,3 +99,15 @@ def run_dispatcher(settings: Settings) -> None:
         sender.close()
         dispatcher.close()
         database.close()
+
+
+def _connect(settings: Settings) -> tuple[RayCluster | RayNode, Machinery]:
+    """Become a driver, of a Ray daemon of our own or of a cluster that others run; and what jobs have there."""
+    if settings.ray_address is not None:
+        node = RayNode.join(settings.ray_address)
+        return node, node.machinery
+    machinery = Machinery.here()
+    cluster = RayCluster(settings.home)
+    cluster.ensure_running(num_cpus=machinery.num_cores, num_gpus=machinery.num_gpus)
+    cluster.connect()
+    return cluster, machinery

@@ -272,8 +272,14 @@ class Settings(BaseSettings):
 
     def make_dirs(self) -> None:
         """Create the home's folders and the SSD directories, readable by their owner only; devices are left alone."""
-        ssd_dirs = (path for path in self.ssd_dirs if not is_device_path(path))
-        for path in (self.home, self.files_dir, self.jobs_dir, self.fine_tuned_dir, self.models_dir, *ssd_dirs):
+        self.make_home_dirs()
+        for path in self.ssd_dirs:
+            if not is_device_path(path):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def make_home_dirs(self) -> None:
+        """Create the home's folders only: the API may run where the SSDs are not."""
+        for path in (self.home, self.files_dir, self.jobs_dir, self.fine_tuned_dir, self.models_dir):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 

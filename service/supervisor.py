@@ -124,7 +124,7 @@ class Supervisor:
         lock = HomeLock(settings.home)
         lock.acquire(settings.base_url)
         try:
-            with _listening(settings.host, settings.port) as listener, self._ended_by_signals():
+            with listening(settings.host, settings.port) as listener, self._ended_by_signals():
                 settings.make_dirs()
                 migrate(settings.database_url)
                 _refuse_unprotected(settings)
@@ -194,8 +194,11 @@ def start_ray(settings: Settings) -> None:
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """The API's socket: held here, so that no other program can take the port while the API restarts."""
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """The API's socket: held by the supervisor, so that no other program can take the port while the API restarts.
+
+    Raises PortInUseError.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         # Else the port can't be used for a minute after the last service's connections were closed.

@@ -1,0 +1,99 @@
+"""The service's processes where no supervisor has prepared anything for them, as in containers."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from windlass.service import __main__ as service_main
+from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.jobs import JobRepository
+
+_DEADLINE_S = 120.0
+
+
+@contextmanager
+def _api(home: Path, port: int) -> "Iterator[subprocess.Popen[str]]":
+    command = [sys.executable, "-m", "windlass.service", "api"]
+    environment = {**os.environ, "WINDLASS_HOME": str(home), "WINDLASS_PORT": str(port)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _answer(url: str, process: "subprocess.Popen[str]") -> httpx.Response:
+    until_s = time.monotonic() + _DEADLINE_S
+    while True:
+        try:
+            return httpx.get(url, timeout=_DEADLINE_S)
+        except httpx.TransportError:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+
+
+def test_the_api_opens_its_port_itself_and_makes_no_ssd_directories(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with _api(home, port) as process:
+        ready = _answer(f"http://127.0.0.1:{port}/readyz", process)
+        assert (ready.status_code, ready.json()["status"]) == (200, "ok")
+        assert home.stat().st_mode & 0o777 == 0o700
+        assert (home / "files").is_dir()
+        assert not (home / "ssd0").exists()
+        process.terminate()
+        process.communicate(timeout=_DEADLINE_S)
+
+
+def test_the_api_says_that_its_port_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with _api(tmp_path / "home", port) as process:
+            _, told = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 1
+    assert f"error: port {port} of 127.0.0.1 is used by another program" in told
+
+
+@pytest.mark.parametrize("role", ["api", "dispatcher"])
+def test_a_home_that_others_may_enter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], role: str
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o755)
+    monkeypatch.setenv("WINDLASS_HOME", str(home))
+    assert service_main.main([role]) == 1
+    assert "others may enter the home" in capsys.readouterr().err
+
+
+def test_a_dispatcher_finds_its_folders_and_its_database_whoever_starts_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("WINDLASS_HOME", str(home))
+    found = []
+
+    def dispatch(settings: Settings) -> None:
+        database = Database(settings.database_url)
+        with database.read() as session:
+            found.append(JobRepository(session).count_by_status())
+        database.close()
+        assert all(path.is_dir() for path in (settings.jobs_dir, *settings.ssd_dirs))
+
+    monkeypatch.setattr(service_main, "_dispatch", dispatch)
+    assert service_main.main(["dispatcher"]) == 0
+    assert found == [{}]
