@@ -12,11 +12,14 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from windlass.service.access import CallerDep
+from windlass.service.errors import ApiError
 from windlass.service.settings import Settings
 from windlass.storage.raw_device import is_device_path
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.keys import Role
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
 
@@ -146,8 +149,10 @@ def _of_running(running: Sequence[Job], last: dict[str, dict[str, Any]]) -> Iter
 
 
 @router.get("/metrics", include_in_schema=False)
-def show_metrics(request: Request) -> Response:
-    """In the text format of Prometheus or OpenMetrics, as the scraper asks."""
+def show_metrics(request: Request, caller: CallerDep) -> Response:
+    """In the text format of Prometheus or OpenMetrics, as the scraper asks. They are of all users' jobs: for admins."""
+    if caller.role is not Role.ADMIN:
+        raise ApiError("metrics are for admins", status=403, code="permission_denied")
     requests: RequestMetrics = request.app.state.request_metrics
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(requests.registry), headers={"Content-Type": content_type})

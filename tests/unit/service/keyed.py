@@ -10,11 +10,13 @@ from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Mount, Route
 
 from tests.unit.service.api_client import context_of, make_model, serve
+from windlass.service.sealed import Seal
 from windlass.service.settings import Settings
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.keys import KeyRepository, Role
 from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.webhooks import WebhookRepository
 
 USERS = ("alice", "bob")
 ADMIN = "root"
@@ -27,13 +29,24 @@ class Things:
     file_id: str
     job_id: str  # queued
     model: str  # of a job that succeeded
+    endpoint_id: str  # that is told of webhooks
 
     @property
     def ids(self) -> dict[str, str]:
-        return {"file_id": self.file_id, "job_id": self.job_id, "model": self.model}
+        return {
+            "file_id": self.file_id,
+            "job_id": self.job_id,
+            "model": self.model,
+            "endpoint_id": self.endpoint_id,
+        }
 
 
-NOTHING = Things(file_id="file-0123456789", job_id="ftjob-0123456789", model="ft:tiny:x:0123456789ab")
+NOTHING = Things(
+    file_id="file-0123456789",
+    job_id="ftjob-0123456789",
+    model="ft:tiny:x:0123456789ab",
+    endpoint_id="we_0123456789",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,5 +141,8 @@ def _make_things(client: TestClient, settings: Settings, owner: str | None) -> T
         jobs.transition(done.id, JobStatus.QUEUED, JobStatus.RUNNING, message="started", attempt=1)
         jobs.transition(done.id, JobStatus.RUNNING, JobStatus.SUCCEEDED, message="done", fine_tuned_model=model)
         jobs.transition(job.id, JobStatus.VALIDATING_FILES, JobStatus.QUEUED, message="queued")
+        sealed = Seal(settings.home).close("whsec_aGVsbG8=")
+        url, types = "https://192.0.2.1/hook", ("fine_tuning.job.failed",)
+        endpoint = WebhookRepository(session).add(name="a", url=url, event_types=types, secret=sealed, owner=owner)
     make_model(settings.fine_tuned_dir / model)
-    return Things(file_id=file_id, job_id=job.id, model=model)
+    return Things(file_id=file_id, job_id=job.id, model=model, endpoint_id=endpoint.id)

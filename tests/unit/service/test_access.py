@@ -17,8 +17,10 @@ from windlass.storage.sql.keys import KeyRepository, Role, digest_of
 from windlass.storage.sql.models import AuditEvent
 
 JOBS = "/v1/fine_tuning/jobs"
+HOOKS = "/v1/webhook_endpoints"
 OPEN = {
     ("GET", "/healthz"),
+    ("GET", "/readyz"),
     ("GET", "/login"),
     ("POST", "/login"),
     ("GET", "/static/{path}"),
@@ -27,7 +29,14 @@ OPEN = {
 PAGES = {("GET", "/"), ("POST", "/logout")}
 # Answers to who may ask: of what is there only once a job was planned or has trained, of what is not there yet, and of
 # a file that a job needs.
-OWN_CODES = {"timeline_not_held", "plan_not_found", "not_supported", "not_measured", "file_in_use"}
+OWN_CODES = {
+    "timeline_not_held",
+    "plan_not_found",
+    "not_supported",
+    "not_measured",
+    "file_in_use",
+    "webhook_not_delivered",
+}
 ORIGIN = {"Origin": "http://127.0.0.1:8642"}
 
 
@@ -50,6 +59,10 @@ def arguments_of(method: str, path: str, things: Things) -> dict[str, Any]:
         f"{JOBS}/{{job_id}}/cancel": {},
         f"{JOBS}/{{job_id}}/pause": {},
         f"{JOBS}/{{job_id}}/resume": {},
+        HOOKS: {"json": {"name": "b", "url": "https://192.0.2.1", "event_types": ["fine_tuning.job.failed"]}},
+        f"{HOOKS}/{{endpoint_id}}": {"json": {"name": "c"}},
+        f"{HOOKS}/{{endpoint_id}}/rotate_secret": {},
+        f"{HOOKS}/{{endpoint_id}}/test": {"json": {"event_type": "fine_tuning.job.failed"}},
     }
     return bodies[path]  # an endpoint that is new has to be put here
 
@@ -137,11 +150,20 @@ def test_users_use_what_is_theirs_and_admins_what_is_anybodys(world: World, who:
         response = ask(world, who, method, path, things)
         if response.status_code != 200 and response.json()["error"]["code"] not in OWN_CODES:
             refused[method, path] = response.text
-        listed = {"/v1/files": things.file_id, JOBS: things.job_id, "/v1/models": things.model}.get(path, "")
+        lists = {
+            "/v1/files": things.file_id,
+            JOBS: things.job_id,
+            "/v1/models": things.model,
+            HOOKS: things.endpoint_id,
+        }
+        listed = lists.get(path, "")
         listed = things.job_id if path.endswith("/events/stream") else listed
         if method == "GET" and listed not in response.text:
             refused[method, path] = response.text
-    expected = {("alice", "alice"): {("GET", "/v1/audit")}, (ADMIN, "alice"): {("POST", JOBS)}}  # on another's file
+    expected = {
+        ("alice", "alice"): {("GET", "/v1/audit"), ("GET", "/metrics")},
+        (ADMIN, "alice"): {("POST", JOBS)},
+    }  # on another's file
     assert refused.keys() == expected.get((who, whose), set()), refused
 
 
