@@ -23,6 +23,7 @@ from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_s
 from windlass.service.logs import about
 from windlass.service.outcomes import fail_attempt, fail_job, open_journal, resume, take_in
 from windlass.service.plan_corrections import Ask, PlanCorrections, ask_planner
+from windlass.service.plan_renewal import PlanRenewals
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
@@ -122,6 +123,7 @@ class Dispatcher:
         self._jitter = jitter
         self._preparations: dict[str, Preparation] = {}
         self._corrections = PlanCorrections(database, settings, ask=ask)
+        self._renewals = PlanRenewals(database, settings, ask=ask)
         self._readers: dict[str, JournalReader] = {}  # of running jobs
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
         self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
@@ -150,6 +152,7 @@ class Dispatcher:
         """End the preparations, and let another dispatcher go on; runners stay."""
         self._drop_preparations(keep=())
         self._corrections.drop(keep=())
+        self._renewals.drop(keep=())
         self._lease.give_up()
 
     # --- what another dispatcher had in hand, or this one under another name ------------------------------------------
@@ -158,6 +161,7 @@ class Dispatcher:
         """Forget everything, as what is remembered may be of jobs that were others' meanwhile."""
         self._drop_preparations(keep=())
         self._corrections.drop(keep=())
+        self._renewals.drop(keep=())
         for remembered in (self._readers, self._over, self._told, self._signs, self._retries):
             remembered.clear()
         for job_id in jobs_with_states(self._settings):
@@ -320,12 +324,14 @@ class Dispatcher:
         queued = sorted(self._jobs(JobStatus.QUEUED), key=lambda job: job.attempt == 0)
         for job_id in self._retries.keys() - {job.id for job in queued}:
             del self._retries[job_id]
+        self._renewals.drop(keep={job.id for job in queued})
         pausing = {job.id: pause_s for job in queued if (pause_s := self._pause_before_retry(job)) is not None}
         for position, job in enumerate(queued):
             leaving = {job_id for job_id, over in self._over.items() if not over.is_gone}
             on_devices = self._jobs_here(JobStatus.RUNNING, JobStatus.PAUSING)
             # Also those that are about to go on: what comes later must not take their place.
-            holders = list(dict.fromkeys([*(each.id for each in on_devices), *leaving, *pausing]))
+            coming = [*pausing, *(job_id for job_id in self._renewals.pending if job_id != job.id)]
+            holders = list(dict.fromkeys([*(each.id for each in on_devices), *leaving, *coming]))
             if job.id in leaving:
                 reason = f"the processes of attempt {job.attempt} have not ended yet"
                 self._guarded(job.id, self._explain_wait, job, reason)
@@ -335,7 +341,7 @@ class Dispatcher:
             elif len(holders) >= self._machinery.num_devices:
                 self._guarded(job.id, self._explain_wait, job, self._reason_to_wait(holders, position))
             else:
-                self._guarded(job.id, self._launch, job)
+                self._guarded(job.id, self._launch_by_its_plan, job)
 
     def _pause_before_retry(self, job: Job) -> float | None:
         """How long a job waits after its attempt was lost without a step of progress; None if it need not any more."""
@@ -361,6 +367,12 @@ class Dispatcher:
         if reason != job.waiting_reason:
             with self._database.write() as session:
                 JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
+
+    def _launch_by_its_plan(self, job: Job) -> None:
+        if self._renewals.is_pending(job):
+            self._explain_wait(job, "its plan is made again, as the machine was measured since")
+        else:
+            self._launch(job)
 
     def _launch(self, job: Job) -> None:
         attempt = Attempt(job.attempt + 1)

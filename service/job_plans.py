@@ -44,12 +44,14 @@ def keep_plan(settings: Settings, job: Job, found: dict[str, Any]) -> int:
 
 
 def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
-    """What the planner was asked before the job was queued; None if that is not known any more."""
+    """What the planner was asked for the plan that holds; None if that is not known any more."""
+    found = load_plan(settings, job) or {}
     try:
         question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
     except (OSError, ValueError):
         return None
-    return question
+    # A plan that was made for the machine as it was measured later tells so.
+    return question | {name: found[name] for name in ("hardware",) if name in found}
 
 
 def planned_seconds(found: dict[str, Any] | None, job: Job) -> float | None:

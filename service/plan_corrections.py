@@ -149,6 +149,7 @@ def _corrected(before: dict[str, Any], found: dict[str, Any], attempt: int) -> d
         return _uncorrected(before, "; ".join(found.get("warnings", ())))
     from_attempt = attempt + 1 if found["changes"] else None
     facts = {name: found[name] for name in ("plan", "placement", "arena_nbytes", "told")}
+    facts |= {name: before[name] for name in ("hardware",) if name in before}  # that it was made for
     return {**facts, "corrected": True, "from_attempt": from_attempt}
 
 

@@ -189,6 +189,20 @@ def test_cancel(client: OpenAI, database: Database, file_id: str) -> None:
     assert client.fine_tuning.jobs.retrieve(running).status == "cancelled"
 
 
+def test_pause_and_resume(client: OpenAI, database: Database, file_id: str) -> None:
+    waiting, running = (client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id for _ in range(2))
+    assert client.fine_tuning.jobs.pause(waiting).status == "paused"
+    assert client.fine_tuning.jobs.resume(waiting).status == "validating_files"
+    start(database, running)
+    assert client.fine_tuning.jobs.pause(running).status == "pausing"  # until its runner has stopped
+    with database.write() as session:
+        JobRepository(session).transition(running, JobStatus.PAUSING, JobStatus.PAUSED, message="Paused")
+    assert client.fine_tuning.jobs.retrieve(running).status == "paused"
+    with pytest.raises(openai.BadRequestError, match="is paused and cannot become paused"):
+        client.fine_tuning.jobs.pause(running)
+    assert client.fine_tuning.jobs.cancel(running).status == "cancelled"
+
+
 def test_errors_are_typed(client: OpenAI, file_id: str) -> None:
     jobs = client.fine_tuning.jobs
     with pytest.raises(openai.BadRequestError) as caught:
@@ -205,9 +219,9 @@ def test_errors_are_typed(client: OpenAI, file_id: str) -> None:
     with pytest.raises(openai.NotFoundError):
         jobs.retrieve("ftjob-none")
     job = jobs.create(model="tiny", training_file=file_id)
-    for action in (jobs.pause, jobs.resume):
-        with pytest.raises(openai.BadRequestError, match="not yet supported"):
-            action(job.id)
+    with pytest.raises(openai.BadRequestError, match="was expected to be paused but is validating_files") as refused:
+        jobs.resume(job.id)
+    assert refused.value.code == "invalid_state"
 
 
 def test_a_file_over_the_limit_gets_its_answer(client: OpenAI) -> None:

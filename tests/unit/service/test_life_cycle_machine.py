@@ -373,7 +373,7 @@ def _run(new_database: NewDatabase, *, num_examples: int, num_steps: int) -> Non
 
 
 def test_no_job_is_lost_doubled_or_led_astray(new_database: NewDatabase) -> None:
-    _run(new_database, num_examples=8, num_steps=30)
+    _run(new_database, num_examples=5, num_steps=25)
 
 
 @pytest.mark.long
