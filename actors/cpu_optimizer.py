@@ -224,7 +224,7 @@ class CpuOptimizer:
                         self._tell_progress(**progress)
                     self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0)))
                 case ExportModel():
-                    self._model_io.export(message.path, message.step)
+                    self._model_io.export(message.path, message.step, message.copy_of)
                     exported = ModelExported(job=self.spec.job, step=message.step, path=message.path)
                     self.send(SCHEDULER, exported)
             release_team()  # in one process with others, one of which may compute on the CPU

@@ -87,6 +87,21 @@ class Hyperparameters:
         return self.order_of_updates in (UpdateOrder.KEPT, UpdateOrder.AFTER_BACKWARD)
 
 
+class FinalModel(StrEnum):
+    """Which weights the job's model has."""
+
+    LAST = "last"  # those of the last step
+    BEST = "best"  # those with the lowest validation loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStopping:
+    """After how many evaluations in a row without an improvement a job ends."""
+
+    patience: int
+    min_delta: float = 0.0  # a loss is an improvement where it is lower by more than this than the last one that was
+
+
 _FIRST_ATTEMPT = Attempt(1)
 
 
@@ -107,8 +122,15 @@ class JobSpec:
     arena_dir: str = "/dev/shm"
     hyperparameters: Hyperparameters
     total_steps: int
-    checkpoint_every: int | None = None  # steps; None: only the final model
     evaluate_every: int | None = None  # steps; None: only at the end. Without validation data never
+    # What is exported besides the final model: every so many steps; at the first commit after so many minutes; after
+    # the evaluation with the lowest loss so far. Of the first two kinds only the last `keep_checkpoints` stay.
+    checkpoint_every: int | None = None
+    checkpoint_minutes: float | None = None
+    keep_best: bool = False
+    keep_checkpoints: int | None = None
+    early_stopping: EarlyStopping | None = None
+    final_model: FinalModel = FinalModel.LAST
     num_cpu_optimizers: int = 1
     compute_threads: int = 1  # of the GPU worker's process
     optimizer_threads: int = 1  # of each optimizer
@@ -122,6 +144,16 @@ class JobSpec:
     def has_validation(self) -> bool:
         """A validation file was given."""
         return self.num_validation_examples > 0
+
+    @property
+    def keeps_best(self) -> bool:
+        """The model with the lowest validation loss is a checkpoint."""
+        return self.has_validation and (self.keep_best or self.final_model is FinalModel.BEST)
+
+    @property
+    def evaluation_decides(self) -> bool:
+        """What an evaluation finds may ask for a checkpoint or end the job."""
+        return self.keeps_best or (self.has_validation and self.early_stopping is not None)
 
     @property
     def effective_ordering(self) -> Ordering:

@@ -372,6 +372,7 @@ class ExportModel(Message):
     """Write the params of `step` as a Hugging Face model folder."""
 
     path: str
+    copy_of: str | None = None  # an earlier export that it is to be instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

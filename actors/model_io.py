@@ -13,6 +13,7 @@ from windlass.actors.job_spec import Initialization
 from windlass.engine.export import ModelExporter
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.initialization import BlockInitializer
+from windlass.engine.model_folder import copy_model_folder
 from windlass.engine.partition import build_meta_model, load_config
 from windlass.engine.split_master import split_master
 from windlass.engine.weights import CheckpointReader
@@ -106,10 +107,13 @@ class ModelIo:
             return CheckpointReader(spec.model_dir, self.context.layout, model)
         return BlockInitializer(model, self.context.layout, spec.hyperparameters.seed)
 
-    def export(self, path: str, step: Step) -> None:
-        """Writes the params of `step` as a Hugging Face folder. A failure leaves nothing at `path`."""
+    def export(self, path: str, step: Step, copy_of: str | None = None) -> None:
+        """Writes the params of `step` as a Hugging Face folder, or `copy_of`. A failure leaves nothing at `path`."""
         if Path(path).exists():
             return  # by an attempt that was lost before it could tell; a folder that exists is whole
+        if copy_of is not None:
+            copy_model_folder(Path(copy_of), Path(path), links=True)
+            return
         spec, layout = self.context.spec, self.context.layout
         dtype = TORCH_DTYPE[self.context.formats.precision]
         exporter = ModelExporter(spec.model_dir, layout, load_config(spec.model_dir), path, dtype)

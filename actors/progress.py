@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.waits import UnexpectedEventError
 from windlass.actors.spans_file import FOLDER, keep_step
 from windlass.actors.timeline import Timeline
+from windlass.engine.model_folder import folder_nbytes
 from windlass.storage.ids import ActorName
 
 # What a step's metrics call the bytes that activations move.
@@ -36,6 +38,13 @@ _ACTIVATION_BYTES = {
     SpanKind.COPY_ACTIVATIONS_OUT: "activation_bytes_out",
     SpanKind.COPY_ACTIVATIONS_IN: "activation_bytes_in",
 }
+_CHECKPOINT_METRICS = (
+    "train_loss",
+    "train_mean_token_accuracy",
+    "valid_loss",
+    "full_valid_loss",
+    "valid_mean_token_accuracy",
+)
 
 
 @dataclass(slots=True)
@@ -86,9 +95,20 @@ class Progress:
     """
 
     def __init__(
-        self, shape: JobShape, journal: Journal, *, num_params: int, initial_step: int | None, scales_loss: bool
+        self,
+        shape: JobShape,
+        journal: Journal,
+        *,
+        num_params: int,
+        initial_step: int | None,
+        scales_loss: bool,
+        on_evaluation: Callable[[int, float | None], None],
     ) -> None:
-        """`initial_step`: the commit that the attempt goes on from."""
+        """`initial_step`: the commit that the attempt goes on from.
+
+        `on_evaluation` gets a step and its validation loss, None where that is not finite, as soon as it is told.
+        """
+        self._on_evaluation = on_evaluation
         self._shape = shape
         self._journal = journal
         self._num_params = num_params
@@ -113,7 +133,8 @@ class Progress:
         self._model_kernels: list[str] = []  # the same in all attempts
         self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
         self._evaluations: dict[int, _Losses] = {}
-        self._last_metrics: dict[str, Any] = {}
+        self._last_metrics: dict[str, Any] = {}  # of the last step that was told of
+        self._evaluation: dict[str, Any] = {"step": 0}  # the last one
         self._timeline = Timeline(
             shape.num_blocks, keeps_grads=shape.keeps_grads, overlaps_steps=shape.ordering.overlaps_steps
         )
@@ -146,7 +167,7 @@ class Progress:
         if resumed["metrics"]:
             data: dict[str, Any] = {"step": self._told, "total_steps": self._shape.total_steps, **resumed["metrics"]}
             data["trained_tokens"] = self.trained_tokens
-            self._last_metrics |= data
+            self._last_metrics = data
             if self._told not in self._history.steps:
                 self._journal.append("metrics", self._step_message(data), **data)
 
@@ -201,8 +222,6 @@ class Progress:
                     self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
             case StoreCommitted():
                 self._on_store_committed(event)
-            case ModelExported():
-                self._on_exported(event)
 
     def first_not_finite(self, step: int) -> str:
         """What of a step was not finite, in words; the first where it was several."""
@@ -213,6 +232,25 @@ class Progress:
         while self._told < step:
             self._told += 1
             self._tell(self._told)
+
+    def tell_export(self, event: ModelExported, reasons: list[str], kept: list[tuple[int, list[str]]]) -> None:
+        """A step is exported. `kept`: the steps of which there are exports from now on, and why."""
+        metrics = {"step": event.step}
+        for told in (self._last_metrics, self._evaluation):
+            if told.get("step") == event.step:
+                metrics |= {name: told[name] for name in _CHECKPOINT_METRICS if name in told}
+        folder = Path(event.path)
+        self._journal.append(
+            "checkpoint",
+            f"Checkpoint of step {event.step} written",
+            step_number=event.step,
+            fine_tuned_model_checkpoint=folder.name,
+            path=event.path,
+            metrics=metrics,
+            nbytes=folder_nbytes(folder),
+            reasons=reasons,
+            kept=kept,
+        )
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -298,9 +336,10 @@ class Progress:
             "full_valid_loss": loss,
             "valid_mean_token_accuracy": sums.num_correct / sums.num_targets,
         }
-        self._last_metrics |= data
         message = f"Step {event.step}: validation loss={_in_words(loss)}"
         self._journal.append("metrics", message, **data)
+        self._evaluation = data
+        self._on_evaluation(event.step, loss)
 
     def _tell(self, step: int) -> None:
         """A step is committed or, where none is due, over."""
@@ -316,7 +355,7 @@ class Progress:
         data["remaining_s"] = self._seconds_a_step(step) * (self._shape.total_steps - step)
         data |= self._ssd_metrics() | self._where_time_went(step)
         data["measured"] = self._measured.data
-        self._last_metrics |= data
+        self._last_metrics = data
         where = self._not_finite.pop(step, None)
         if data["grad_norm"] is None:
             text = f"Step {step} skipped: {where} was not finite"
@@ -363,25 +402,6 @@ class Progress:
 
     def _step_message(self, data: dict[str, Any]) -> str:
         return f"Step {data['step']}/{self._shape.total_steps}: training loss={_in_words(data['train_loss'])}"
-
-    def _on_exported(self, event: ModelExported) -> None:
-        names = (
-            "train_loss",
-            "train_mean_token_accuracy",
-            "valid_loss",
-            "full_valid_loss",
-            "valid_mean_token_accuracy",
-        )
-        metrics = {name: self._last_metrics[name] for name in names if name in self._last_metrics}
-        name = Path(event.path).name
-        self._journal.append(
-            "checkpoint",
-            f"Checkpoint of step {event.step} written",
-            step_number=event.step,
-            fine_tuned_model_checkpoint=name,
-            path=event.path,
-            metrics={"step": event.step, **metrics},
-        )
 
 
 def _finite(number: float) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from windlass.actors.checkpoints import Checkpoints
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, num_evaluation_groups, optimizer_name, ssd_name
 from windlass.actors.journal import JOURNAL_FILE, Journal
 from windlass.actors.messages import (
@@ -23,7 +24,9 @@ from windlass.actors.messages import (
     LossComputed,
     MemoryMeasured,
     Message,
+    ModelExported,
     ModelKernelsChosen,
+    ModelLoaded,
     SpansTold,
 )
 from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
@@ -33,6 +36,7 @@ from windlass.actors.policy.waits import DeadlineMissedError, Instruction, Unexp
 from windlass.actors.progress import Progress
 from windlass.actors.stop_request import StopRequest
 from windlass.engine.learning_rate import learning_rate
+from windlass.engine.model_folder import remove_model_folder
 from windlass.storage.ids import ActorName, Precision
 from windlass.storage.store_format import CommitRecord
 
@@ -84,6 +88,7 @@ def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobSh
         total_steps=spec.total_steps,
         num_evaluation_groups=num_evaluation_groups(spec),
         evaluate_every=spec.evaluate_every or 0,
+        evaluation_decides=spec.evaluation_decides,
         checkpoint_every=spec.checkpoint_every or 0,
         clip_norm=hyper.clip_norm,
         keeps_grads=hyper.keeps_grads,
@@ -139,7 +144,10 @@ class Scheduler:
             num_params=context.layout.numel,
             initial_step=initial_step,
             scales_loss=trainer.scales_loss,
+            on_evaluation=self._on_evaluation,
         )
+        self._checkpoints = Checkpoints(self.spec, (self._resumed or {}).get("checkpoints"))
+        self._remarks: list[str] = []  # on the job's model
 
     # --- what others call -------------------------------------------------------------------------------------------
 
@@ -175,6 +183,10 @@ class Scheduler:
                 "or submit the job again"
             )
         self._progress.begin(self._resumed)
+        if self._resumed is not None:
+            self._checkpoints.begin(time.monotonic())
+            if self._checkpoints.resume_timed(self.pipeline.committed):
+                self.pipeline.checkpoint_after(self.pipeline.committed)
         self._carry_out(self.pipeline.start(time.monotonic()))
         next_tick_s = time.monotonic() + _TICK_S
         while not self.pipeline.finished:
@@ -184,6 +196,9 @@ class Scheduler:
                 self._carry_out(self.pipeline.stop_after_current_step(time.monotonic()))
                 if self.pipeline.finished:
                     return
+            if self.pipeline.committed >= 0 and self._checkpoints.is_time(time.monotonic()):
+                self._checkpoints.time_has_come(step := self.pipeline.next_open_commit)
+                self.pipeline.checkpoint_after(step)
             with contextlib.suppress(queue.Empty):
                 self._take(self._events.get(timeout=_TICK_S))
             if time.monotonic() >= next_tick_s:
@@ -195,7 +210,7 @@ class Scheduler:
     @property
     def _is_to_stop(self) -> bool:
         """A job that is paused in its last step would only have its export left, for another attempt."""
-        return self._stop.is_cancelled or (self._stop.is_paused and self.pipeline.begun < self.spec.total_steps)
+        return self._stop.is_cancelled or (self._stop.is_paused and self.pipeline.begun < self.pipeline.final_step)
 
     def _status(self) -> str:
         if self._exported():
@@ -230,7 +245,51 @@ class Scheduler:
     def _end_step(self, step: int) -> str:
         """What the commit of a step keeps for a restart: asked for as soon as it is known what became of the step."""
         kept = self._progress.end_step(step, self.pipeline.ends.pop(step, None))
+        kept["checkpoints"] = self._checkpoints.to_json(time.monotonic())
         return json.dumps({"trainer": self.pipeline.trainer.to_json(), **kept})
+
+    def _on_evaluation(self, step: int, loss: float | None) -> None:
+        """Decides what an evaluation means, before the policy hears that it is over."""
+        if not self.spec.evaluation_decides:
+            return
+        verdict = self._checkpoints.evaluated(step, loss)
+        if verdict.is_best:
+            self.pipeline.checkpoint_after(step)
+        if verdict.ends_job and self.pipeline.finish_after_current_step():
+            num, best = self._checkpoints.num_without_improvement, self._checkpoints.best
+            text = f"Ended early, after step {step} of {self.spec.total_steps}: no improvement in the last {num} "
+            text += "evaluation" if num == 1 else "evaluations"
+            if best is not None:
+                text += f"; the lowest validation loss was {best[1]:.4f}, at step {best[0]}"
+            self._remark(text)
+        if step == self.pipeline.final_step and (best_step := self._checkpoints.model_instead_of(step)) is not None:
+            self._take_best(best_step)
+
+    def _take_best(self, step: int) -> None:
+        """The job's model will be that of an earlier step."""
+        path = self.pipeline.shape.path_of_checkpoint(step)
+        if Path(path).is_dir():
+            self.pipeline.final_copy_of = path
+            self._remark(f"The model is that of step {step}, which had the lowest validation loss")
+        else:
+            text = f"The checkpoint of step {step}, the best, is not there any more: the model is that of the last step"
+            self._remark(text, level="warn")
+
+    def _remark(self, text: str, level: str = "info") -> None:
+        self._journal.append("message", text, level=level)
+        self._remarks.append(text)
+
+    def _on_exported(self, event: ModelExported) -> None:
+        is_last = event.path == self.spec.output_dir
+        if is_last and self.pipeline.final_copy_of is not None:
+            return  # there is a checkpoint of that step
+        removed = self._checkpoints.exported(event.step, time.monotonic(), is_last=is_last)
+        self._progress.tell_export(event, self._checkpoints.reasons(event.step), self._checkpoints.kept)
+        for step in removed:
+            try:
+                remove_model_folder(Path(self.pipeline.shape.path_of_checkpoint(step)))
+            except OSError as error:  # no reason to lose the job
+                self._journal.append("message", f"A checkpoint could not be removed: {error}", level="warn")
 
     def _take(self, event: Message) -> None:
         match event:
@@ -245,7 +304,12 @@ class Scheduler:
                 self._progress.note(event)
             case _:
                 self._progress.note(event)
-                self._carry_out(self._handle(event))
+                instructions = self._handle(event)
+                if isinstance(event, ModelLoaded):
+                    self._checkpoints.begin(time.monotonic())
+                elif isinstance(event, ModelExported):
+                    self._on_exported(event)  # what is to go is gone before the next step begins
+                self._carry_out(instructions)
                 # Nobody waits for what people are told.
                 self._progress.tell_up_to(self.pipeline.commits.settled)
 
@@ -284,5 +348,7 @@ class Scheduler:
             "trained_tokens": self._progress.trained_tokens,
             "model_dir": self.spec.output_dir if status == "succeeded" else None,
         }
+        if status == "succeeded" and self._remarks:
+            outcome |= {"total_steps": self.pipeline.final_step, "remarks": self._remarks}
         self._journal.append_outcome(message=message or str(error and error["message"]), **outcome)
         return outcome

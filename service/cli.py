@@ -23,6 +23,7 @@ _COMMANDS = (
     cli_jobs.cancel,
     cli_jobs.files,
     cli_jobs.models,
+    cli_jobs.checkpoints,
     cli_jobs.export,
 )
 _KEYS = "keys"

@@ -1,7 +1,6 @@
 """Commands for jobs, files and models."""
 
 import json
-import shutil
 import sys
 from datetime import datetime
 from enum import StrEnum
@@ -9,8 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from windlass.actors.job_spec import Optimizer, UpdateOrder
+from windlass.engine.model_folder import copy_model_folder, folder_nbytes
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import follow_job, format_event
 from windlass.service.cli_service import Home
@@ -178,8 +180,22 @@ def models(home: Home = None) -> None:
     _print(table, empty=f"no models yet; put a Hugging Face model folder into {settings.models_dir}")
 
 
+def checkpoints(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
+    """List a job's checkpoints, latest first."""
+    with _client(load_settings(home)) as client:
+        rows = client.checkpoints(job)
+    table: list[tuple[object, ...]] = [("checkpoint", "step", "why", "bytes", "training loss", "validation loss")]
+    for row in rows:
+        extra, metrics = row["windlass"], row["metrics"]
+        losses = (metrics.get(name) for name in ("train_loss", "valid_loss"))
+        cells = ("" if loss is None else f"{loss:.4f}" for loss in losses)
+        why, nbytes = ", ".join(extra["reasons"]), "" if extra["bytes"] is None else extra["bytes"]
+        table.append((row["fine_tuned_model_checkpoint"], row["step_number"], why, nbytes, *cells))
+    _print(table, empty="no checkpoints yet")
+
+
 def export(
-    model: Annotated[str, typer.Argument(help="A fine-tuned model's id, or the id of the job that made it.")],
+    model: Annotated[str, typer.Argument(help="A fine-tuned model, a checkpoint, or the job that made it.")],
     destination: Annotated[Path, typer.Argument(help="The folder to make.")],
     home: Home = None,
 ) -> None:
@@ -195,14 +211,15 @@ def export(
         raise CommandError(f"there is no model {model!r} in {source.parent}; `windlass models` lists what there is")
     if destination.exists():
         raise CommandError(f"{destination} exists already; choose a new folder")
-    partial = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, partial)
-        partial.rename(destination)
+        # On standard error: the folder's name is what the command prints.
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(model, total=folder_nbytes(source))
+            copy_model_folder(
+                source, destination, links=False, on_progress=lambda nbytes: progress.update(task, completed=nbytes)
+            )
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CommandError(f"{model} could not be copied to {destination}: {error}") from error
     print(destination)
 

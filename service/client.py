@@ -79,6 +79,10 @@ class ServiceClient:
         """One job."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}")
 
+    def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+        """A job's checkpoints, latest first."""
+        return self._list(f"/v1/fine_tuning/jobs/{job_id}/checkpoints")
+
     def plan(self, job_id: str) -> dict[str, Any]:
         """What was planned for a job, and what was measured since."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/plan")

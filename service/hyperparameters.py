@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from windlass.actors.job_spec import Hyperparameters, Initialization, Optimizer, Schedule, UpdateOrder
+from windlass.actors.job_spec import FinalModel, Hyperparameters, Initialization, Optimizer, Schedule, UpdateOrder
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 DEFAULT_EPOCHS = 3
@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Hyper
 _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
 _MAX_SEED = 2**63 - 1
+_MAX_MINUTES = 525_600  # a year
 
 
 def _auto_or_int(low: int, high: int) -> Callable[[Any], Any]:
@@ -88,6 +89,13 @@ class Budgets(_Strict):
     gpu_memory_gib: float | None = Field(default=None, gt=0, le=65536)
 
 
+class EarlyStoppingSettings(_Strict):
+    """When a job ends before its last step."""
+
+    patience: int = Field(ge=1, le=1000)  # evaluations in a row without an improvement
+    min_delta: float = Field(default=0.0, ge=0)  # what a loss must be lower by, more than this, to be one
+
+
 class WindlassSettings(_Strict):
     """What windlass adds to a request, in its `windlass` object."""
 
@@ -114,7 +122,12 @@ class WindlassSettings(_Strict):
     model_kernels: Literal["auto", "torch"] = "auto"
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     priority: int = Field(default=0, ge=-1000, le=1000)  # smaller runs first
-    checkpoint_every: int | None = Field(default=None, ge=1)  # steps; null: only the final model
+    checkpoint_every: int | None = Field(default=None, ge=1)  # steps
+    checkpoint_minutes: float | None = Field(default=None, gt=0, le=_MAX_MINUTES)
+    keep_checkpoints: int | None = Field(default=None, ge=1)  # of the two above: the last so many; null: all
+    keep_best: bool = False
+    early_stopping: EarlyStoppingSettings | None = None
+    final_model: Annotated[FinalModel, _WORD] = FinalModel.LAST
     evaluate_every: int | None = Field(default=None, ge=1)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = Initialization.WEIGHTS
     gpus: Literal[1] = 1
@@ -168,6 +181,24 @@ class WindlassSettings(_Strict):
                 "or kept"
             )
         return order
+
+    @field_validator("keep_checkpoints")
+    @classmethod
+    def _there_are_some_to_keep(cls, number: int | None, info: ValidationInfo) -> int | None:
+        asked = [info.data.get(name, "wrong") for name in ("checkpoint_every", "checkpoint_minutes")]
+        if number is not None and asked == [None, None]:
+            raise ValueError("without checkpoint_every or checkpoint_minutes there are none to keep")
+        return number
+
+    @property
+    def needs_validation(self) -> str | None:
+        """A setting that goes by the validation loss; None if there is none."""
+        asked = {
+            "keep_best": self.keep_best,
+            "early_stopping": self.early_stopping is not None,
+            "final_model": self.final_model is FinalModel.BEST,
+        }
+        return next((name for name, is_asked in asked.items() if is_asked), None)
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.cores import cores_of, numa_nodes
-from windlass.actors.job_spec import Hyperparameters, Initialization, JobSpec, Optimizer, Schedule, UpdateOrder
+from windlass.actors.job_spec import (
+    EarlyStopping,
+    Hyperparameters,
+    Initialization,
+    JobSpec,
+    Optimizer,
+    Schedule,
+    UpdateOrder,
+)
 from windlass.actors.journal import JOURNAL_FILE
 from windlass.planner import placement_json
 from windlass.planner.hardware import Hardware
@@ -206,6 +214,7 @@ def build_job_spec(
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
     asked = _settings_of(job)
+    stopping = asked.windlass.early_stopping
     folder = job_dir(settings, job.id)
     prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
     hyper = _hyperparameters(job.hyperparameters)
@@ -225,6 +234,11 @@ def build_job_spec(
         hyperparameters=hyper,
         total_steps=job.total_steps,
         checkpoint_every=asked.windlass.checkpoint_every,
+        checkpoint_minutes=asked.windlass.checkpoint_minutes,
+        keep_checkpoints=asked.windlass.keep_checkpoints,
+        keep_best=asked.windlass.keep_best,
+        early_stopping=None if stopping is None else EarlyStopping(**stopping.model_dump()),
+        final_model=asked.windlass.final_model,
         evaluate_every=asked.windlass.evaluate_every or job.total_steps // hyper.epochs,
         num_cpu_optimizers=settings.num_cpu_optimizers,
         compute_threads=compute_threads,

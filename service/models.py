@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
+from sqlalchemy.orm import Session
 
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import Context, ContextDep
@@ -15,7 +16,9 @@ from windlass.service.model_access import is_visible
 from windlass.service.model_ids import check_model_id, is_fine_tuned_id, model_dir
 from windlass.service.schemas import ModelObject
 from windlass.service.settings import Settings
+from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.statuses import ACTIVE_STATUSES
 
 router = APIRouter(prefix="/v1/models")
 
@@ -52,6 +55,8 @@ def delete_model(context: ContextDep, caller: CallerDep, audit: AuditDep, model:
     with context.database.write() as session:
         if users := JobRepository(session).active_using_model(model):
             raise ApiError(f"model {model!r} is in use by job {users[0].id}; cancel it first", code="model_in_use")
+        _check_not_needed(session, model)
+        EventRepository(session).remove_checkpoint(model)
         audit(session, model)
         folder.rename(doomed)
     shutil.rmtree(doomed)
@@ -64,6 +69,19 @@ def _visible_model(context: Context, caller: Caller, model: str) -> ModelObject:
         if not is_visible(session, caller, model):
             raise _not_here(model)
     return _model_object(context.settings, model)
+
+
+def _check_not_needed(session: Session, model: str) -> None:
+    """The best that a job has so far may become its model."""
+    checkpoint = EventRepository(session).checkpoint_of(model)
+    if checkpoint is None or "best" not in checkpoint.reasons:
+        return
+    if JobRepository(session).get(checkpoint.job_id).status in ACTIVE_STATUSES:
+        raise ApiError(
+            f"model {model!r} is the best that job {checkpoint.job_id} has so far; the job removes it when there is a "
+            "better one; cancel it first",
+            code="model_in_use",
+        )
 
 
 def _folder(settings: Settings, model: str) -> Path:

@@ -200,11 +200,14 @@ def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -
     fields: dict[str, Any] = {}
     if (trained_tokens := outcome.data.get("trained_tokens")) is not None:
         fields["trained_tokens"] = trained_tokens
+    if (total_steps := outcome.data.get("total_steps")) is not None:
+        fields["total_steps"] = total_steps  # less than planned where it ended early
+    remarks = "".join(f"{remark}. " for remark in outcome.data.get("remarks", ()))
     JobRepository(session).transition(
         job.id,
         job.status,
         JobStatus.SUCCEEDED,
-        message=f"The job has successfully completed. New fine-tuned model created: {folder.name}",
+        message=f"The job has successfully completed. {remarks}New fine-tuned model created: {folder.name}",
         seen=job,
         fine_tuned_model=folder.name,
         result_files=[_write_result_file(session, settings, job)],

@@ -96,6 +96,12 @@ class CreateJob(_Request):
             raise ApiError(
                 f"seed: it is {self.seed} but windlass.seed is {self.windlass.seed}", param="seed", code="invalid_value"
             )
+        if self.validation_file is None and (name := self.windlass.needs_validation) is not None:
+            raise ApiError(
+                f"windlass.{name}: it goes by the loss on a validation file; give validation_file",
+                param=f"windlass.{name}",
+                code="invalid_value",
+            )
         seed = self.windlass.seed if self.seed is None else self.seed
         try:
             return JobSettings(
@@ -250,6 +256,7 @@ class CheckpointObject(BaseModel):
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, Any]
+    windlass: dict[str, Any]
 
     @classmethod
     def of(cls, row: Checkpoint) -> "CheckpointObject":
@@ -261,6 +268,7 @@ class CheckpointObject(BaseModel):
             fine_tuning_job_id=row.job_id,
             step_number=row.step_number,
             metrics=row.metrics,
+            windlass={"reasons": row.reasons, "bytes": row.nbytes},
         )
 
 

@@ -94,8 +94,12 @@ class Pipeline:
         self._restoring = False
         self._to_skip: int | None = None  # a step whose gradients are not finite, until they are all dropped
         self._exporting = False
+        self._to_export: set[int] = set()  # steps beside those of the program
         self._stopped = False
         self._begun = max(self.committed, 0)  # last step of which anything has been granted
+        self._kept = max(self.committed, 0)  # last step of which the trainer's state was asked for
+        self.final_step = shape.total_steps  # whose model is the job's
+        self.final_copy_of: str | None = None  # the checkpoint that is the job's model instead
         self._handlers: dict[type[Message], Callable[..., list[Instruction]]] = {
             ModelLoaded: self._on_model_loaded,
             StatesRestored: self._on_states_restored,
@@ -143,16 +147,39 @@ class Pipeline:
         return self._begun
 
     @property
+    def next_open_commit(self) -> int:
+        """The first step to be committed whose commit can still keep that it is to be a checkpoint."""
+        return self.shape.commit_after(max(self._kept, self._begun - 1))
+
+    def checkpoint_after(self, step: int) -> None:
+        """Exports a step that is to be committed, before anything of the next one begins. That must not have begun."""
+        assert self._begun <= step, f"step {step} is over, and step {self._begun} has begun"
+        if step <= self.final_step:
+            self._to_export.add(step)
+
+    def finish_after_current_step(self) -> bool:
+        """The job ends with this step, as if it had no more: with its export. False where the attempt stops anyway.
+
+        Only while the evaluation of the step goes on: else the next one may have begun.
+        """
+        if self._stopped:
+            return False
+        self.final_step = self.commits.last_step = self._begun
+        self._to_export = {self._begun}
+        return True
+
+    @property
     def finished(self) -> bool:
         """Nothing is left to do and everything is committed."""
         over = self._next is None or self._next.step > self.commits.last_step or self._is_cut(self._next)
-        return over and not self.waits.outstanding and self.committed >= self.commits.last_step
+        is_safe = self.committed >= self.commits.last_step
+        return over and not self.waits.outstanding and is_safe and (self._stopped or not self._to_export)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _on_model_loaded(self, event: ModelLoaded) -> list[Instruction]:
         self.waits.settle("load", 0, 0, self.shape.optimizers[0])
-        self.commits.model_loaded(self.shape.trainer_state(0))
+        self.commits.model_loaded(self._trainer_state(Step(0)))
         return []
 
     def _on_states_restored(self, event: StatesRestored) -> list[Instruction]:
@@ -208,7 +235,7 @@ class Pipeline:
                     f"the gradients of {self.trainer.num_bad_steps} steps in a row, up to step {step}, were not finite"
                 )
             self._to_skip = step
-            updates.trainer_state = self.shape.trainer_state(step)
+            updates.trainer_state = self._trainer_state(step)
             return [self._drop(step, block, chunks) for block, chunks in kept.items()]
         if self.shape.clip_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ has it.
@@ -257,8 +284,12 @@ class Pipeline:
         updates.num_updated += 1
         if updates.num_updated == self.shape.num_blocks:
             del self._steps[event.step]
-            self.commits.step_over(event.step, self.shape.trainer_state(event.step))
+            self.commits.step_over(event.step, self._trainer_state(event.step))
         return []
+
+    def _trainer_state(self, step: Step) -> str:
+        self._kept = step
+        return self.shape.trainer_state(step)
 
     def _on_block_flushed(self, event: BlockFlushed) -> list[Instruction]:
         self.waits.settle("flush", event.step, event.block, event.actor)
@@ -273,7 +304,9 @@ class Pipeline:
     def _on_model_exported(self, event: ModelExported) -> list[Instruction]:
         self.waits.settle("export", event.step, 0, self.shape.optimizers[0])
         self._exporting = False
-        self._next = next(self._program, None)
+        self._to_export.discard(event.step)
+        if self._next is not None and self._next.phase is None:
+            self._next = next(self._program, None)
         return []
 
     # --- decisions --------------------------------------------------------------------------------------------------
@@ -292,16 +325,34 @@ class Pipeline:
         """A job that was told to stop neither evaluates nor exports after its last step."""
         return self._stopped and operation.version == operation.step == self.commits.last_step
 
+    def _next_operation(self) -> Operation | None:
+        """The program's, or an export that was asked for and comes before it; None where nothing may be granted."""
+        if self.committed < 0:
+            return None
+        operation = self._next
+        step = min(self._to_export, default=None)
+        if step is not None and not self._stopped and (operation is None or operation.step > step):
+            return Operation(op=0, step=Step(step), version=Step(step), phase=None, block=BlockIndex(0))
+        if operation is None or operation.step > self.commits.last_step or self._is_cut(operation):
+            return None
+        return operation
+
+    def _is_deciding(self) -> bool:
+        """What an evaluation finds is told before its last operation is done."""
+        return self.shape.evaluation_decides and any(
+            operation.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) for operation in self._running.values()
+        )
+
     def _grant_operations(self) -> list[Instruction]:
         granted: list[Instruction] = []
-        while (operation := self._next) is not None and operation.step <= self.commits.last_step:
-            if self.committed < 0 or self._is_cut(operation):
-                break
+        while (operation := self._next_operation()) is not None:
             if self._to_restore:
                 granted.extend(self._grant_restore())
                 break
             if operation.phase is None:
                 granted.extend(self._grant_export(operation))
+                break
+            if operation.step > self._begun and self._is_deciding():
                 break
             blocks = self.shape.shared[operation.block]
             if len(self._running) >= self.shape.ordering.max_prefetched:
@@ -374,8 +425,10 @@ class Pipeline:
         if self._exporting or self._running or self.committed < operation.version:
             return []
         self._exporting = True
-        path = self.shape.path_of_export(operation.step)
-        message = ExportModel(job=self.shape.job, step=operation.step, path=path)
+        is_final = operation.step == self.final_step
+        path = self.shape.output_dir if is_final else self.shape.path_of_checkpoint(operation.step)
+        copy_of = self.final_copy_of if is_final else None
+        message = ExportModel(job=self.shape.job, step=operation.step, path=path, copy_of=copy_of)
         return [Instruction(self.shape.optimizers[0], message)]
 
     def _grant_offloads(self) -> list[Instruction]:

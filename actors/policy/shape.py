@@ -35,6 +35,9 @@ class JobShape:
     device_blocks: frozenset[int] = frozenset()
     spilled_blocks: frozenset[int] = frozenset()  # whose kept gradients go to the SSDs, over the states to come
     commit_every: int = 1  # steps
+    # What an evaluation finds may ask for a checkpoint or end the job: evaluated steps are committed, and nothing of
+    # the next step is granted before the evaluation is over.
+    evaluation_decides: bool = False
     num_groups: int = 1  # of a step: micro-batches that go through the blocks together
     ordering: Ordering = field(default_factory=Ordering)
     deadline_s: float = 120.0
@@ -100,11 +103,13 @@ class JobShape:
 
     @property
     def _commit_intervals(self) -> tuple[int, ...]:
-        return (self.commit_every, self.checkpoint_every) if self.checkpoint_every else (self.commit_every,)
+        decides = self.evaluation_decides and self.num_evaluation_groups > 0
+        found = (self.commit_every, self.checkpoint_every, self.evaluate_every if decides else 0)
+        return tuple(every for every in found if every)
 
-    def path_of_export(self, step: int) -> str:
-        """The final model takes the output folder itself; checkpoints stand beside it."""
-        return self.output_dir if step == self.total_steps else f"{self.output_dir}-step-{step}"
+    def path_of_checkpoint(self, step: int) -> str:
+        """Beside the output folder, which the final model takes."""
+        return f"{self.output_dir}-step-{step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import func, select, tuple_
+from sqlalchemy import delete, func, select, tuple_
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound
@@ -100,6 +100,14 @@ class EventRepository:
         # The last steps may have been evaluated only, so far.
         rows = self._session.scalars(query.limit(_NUM_TO_SEARCH))
         return next((row.data["measured"] for row in rows if "measured" in row.data), None)
+
+    def checkpoint_of(self, model: str) -> Checkpoint | None:
+        """The checkpoint whose model this is."""
+        return self._session.scalar(select(Checkpoint).where(Checkpoint.model == model))
+
+    def remove_checkpoint(self, model: str) -> None:
+        """The checkpoint whose model this is leaves the list; nothing happens if there is none."""
+        self._session.execute(delete(Checkpoint).where(Checkpoint.model == model))
 
     def checkpoints(self, job_id: str, *, limit: int, after: str | None) -> Page[Checkpoint]:
         """A job's checkpoints, latest step first; NotFound if `after` is not one of them."""

@@ -137,6 +137,16 @@ def _put_metrics(session: Session, job: Job, record: Record) -> None:
     session.flush()
 
 
+def _keep_checkpoints(session: Session, job_id: str, kept: dict[int, list[str]]) -> None:
+    """Of those that there are, only these are left, and for these reasons."""
+    for row in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)).all():
+        if row.step_number in kept:
+            row.reasons = kept[row.step_number]
+        else:
+            session.delete(row)
+    session.flush()
+
+
 def _put_checkpoint(session: Session, job_id: str, record: Record) -> None:
     values = {
         "attempt": record.attempt,
@@ -144,8 +154,12 @@ def _put_checkpoint(session: Session, job_id: str, record: Record) -> None:
         "model": record.data["fine_tuned_model_checkpoint"],
         "path": record.data["path"],
         "metrics": record.data.get("metrics") or {},
+        "reasons": record.data.get("reasons") or [],
+        "nbytes": record.data.get("nbytes"),
     }
     step = record.data["step_number"]
+    if (kept := record.data.get("kept")) is not None:
+        _keep_checkpoints(session, job_id, dict(kept))
     where = (Checkpoint.job_id == job_id, Checkpoint.step_number == step)
     # A resumed attempt may pass a checkpoint again; its id stays, as others may have noted it.
     checkpoint_id = session.scalar(select(Checkpoint.id).where(*where))

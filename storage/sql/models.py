@@ -169,6 +169,8 @@ class Checkpoint(Base):
     model: Mapped[str] = mapped_column(String(255))
     path: Mapped[str] = mapped_column(Text)
     metrics: Mapped[dict[str, Any]] = mapped_column(JSON)
+    reasons: Mapped[list[str]] = mapped_column(JSON)  # "interval", "minutes", "best", "last"
+    nbytes: Mapped[int | None] = mapped_column(BigInteger)  # of its folder; NULL: nobody told
 
 
 class WebhookEndpoint(Base):

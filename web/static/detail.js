@@ -316,6 +316,9 @@ export class Detail {
           [valid_loss, "validation"],
         ].filter(([value]) => value !== undefined);
         const figures = losses.map(([value, name]) => `${name} ${format.loss(value)}`);
+        const { reasons, bytes } = checkpoint.windlass;
+        if (reasons.length > 0) figures.push(reasons.join(", "));
+        if (bytes !== null) figures.push(format.bytes(bytes));
         item.append(
           make("span", [`step ${format.whole(checkpoint.step_number)}`, ...figures].join(" · ")),
           make("code", checkpoint.fine_tuned_model_checkpoint),

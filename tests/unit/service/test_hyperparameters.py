@@ -174,3 +174,10 @@ def test_a_small_batch_has_no_empty_microbatches() -> None:
     resolved = resolve(settings({"num_microbatches": 8}), num_examples=3)
     assert (resolved.batch_size, resolved.num_microbatches) == (3, 3)
     assert replace(resolved, num_microbatches=1) != resolved
+
+
+def test_of_no_checkpoints_none_are_kept() -> None:
+    for asked in ({"checkpoint_every": 5}, {"checkpoint_minutes": 0.5}):
+        assert WindlassSettings(keep_checkpoints=1, **asked).keep_checkpoints == 1
+    with pytest.raises(ValidationError, match="there are none to keep"):
+        WindlassSettings(keep_checkpoints=1)

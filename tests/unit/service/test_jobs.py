@@ -391,3 +391,19 @@ def test_unknown_jobs_are_404(client: TestClient, path: str) -> None:
     response = client.get(f"{JOBS}/ftjob-none{path}")
     assert response.status_code == 404
     assert "no fine-tuning job 'ftjob-none'" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("keep_best", True), ("early_stopping", {"patience": 2}), ("final_model", "best")]
+)
+def test_what_goes_by_the_validation_loss_needs_a_validation_file(
+    client: TestClient, file_id: str, name: str, value: object
+) -> None:
+    body = {"model": "tiny", "training_file": file_id, "windlass": {name: value}}
+    refused = client.post("/v1/fine_tuning/jobs", json=body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"], error["code"]) == (f"windlass.{name}", "invalid_value")
+    assert "give validation_file" in error["message"]
+    accepted = client.post("/v1/fine_tuning/jobs", json=body | {"validation_file": file_id})
+    assert accepted.json()["windlass"]["settings"][name] is not None

@@ -5,6 +5,7 @@ or freeze for so long that the other takes over; runners train, end, fail, are i
 status followed from the one before, no event is lost or told twice, no job runs twice at once, and none is forgotten.
 """
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,8 +34,9 @@ from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.errors import StatusConflict
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.models import Dispatcher as DispatcherRow
-from windlass.storage.sql.models import Job, JobEvent, OutboxEntry
+from windlass.storage.sql.models import Job, JobEvent, WebhookDelivery
 from windlass.storage.sql.statuses import TERMINAL_STATUSES, TRANSITIONS, IllegalTransition, JobStatus
+from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository
 
 NUM_STEPS = 4  # of each job
 MACHINES = ("boot-a", "boot-b")
@@ -132,6 +134,9 @@ class LifeCycle(RuleBasedStateMachine):
 
     @initialize()
     def two_dispatchers_begin(self) -> None:
+        with self.people.write() as session:
+            url = "https://example.com"
+            WebhookRepository(session).add(name="all", url=url, event_types=EVENT_TYPES, secret="sealed")
         for index in range(len(MACHINES)):
             self.dispatch(index, None, False)
 
@@ -280,12 +285,12 @@ class LifeCycle(RuleBasedStateMachine):
     @invariant()
     def what_is_told_elsewhere_is_told_once(self) -> None:
         with self.people.read() as session:
-            rows = session.scalars(select(OutboxEntry)).all()
+            bodies = [json.loads(row.body) for row in session.scalars(select(WebhookDelivery))]
         statuses = {job_id: self.stage.status(job_id) for job_id in self.jobs}
         ended = [
             (job_id, f"fine_tuning.job.{status}") for job_id, status in statuses.items() if status in TERMINAL_STATUSES
         ]
-        assert sorted((row.job_id, row.type) for row in rows) == sorted(ended)
+        assert sorted((body["data"]["id"], body["type"]) for body in bodies) == sorted(ended)
 
     @invariant()
     def what_runners_told_is_taken_in_once_and_in_order(self) -> None:

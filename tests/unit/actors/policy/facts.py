@@ -94,6 +94,7 @@ class Facts(Expected):
         self.exports: list[tuple[int, str]] = []
         self.delivered: list[Message] = []
         self.stopped_at: int | None = None  # the last step of which anything was granted when the job was stopped
+        self.final_step = shape.total_steps  # lower where the job is finished before
         self.begun = max(self.committed, 0)
         self.failed = False  # gradients were bad and could not be skipped
 
@@ -112,8 +113,32 @@ class Facts(Expected):
         """As the contract tells it; where nothing is kept, each step counts as committed once it is over."""
         if not self.shape.ssd_servers:
             return True
-        every = [each for each in (self.shape.commit_every, self.shape.checkpoint_every) if each]
-        return step in (self.shape.total_steps, self.stopped_at) or 0 in {step % each for each in every}
+        return step == self.stopped_at or self.is_due_for_commit(step)
+
+    def is_due_for_commit(self, step: int) -> bool:
+        """Whether it is committed, wherever the job stops."""
+        every = [self.shape.commit_every, self.shape.checkpoint_every]
+        if self.shape.evaluation_decides and self.shape.num_evaluation_groups:
+            every.append(self.shape.evaluate_every)
+        return step == self.shape.total_steps or 0 in {step % each for each in every if each}
+
+    def is_end_of_evaluation(self, event: Message) -> bool:
+        """Whether all of a step's evaluation is known with this event, which has been accounted for."""
+        if not isinstance(event, BlockComputed) or event.phase is not Phase.EVALUATE_HEAD:
+            return False
+        return self.computed[-1][3] == self.shape.num_evaluation_groups - 1
+
+    def expect_export(self, step: int) -> None:
+        """One more, if the program has none after this step: before anything of the next one."""
+        if (step, None, 0, 0) not in self.expected:
+            place = sum(each[0] <= step for each in self.expected)
+            self.expected = [*self.expected[:place], (step, None, 0, 0), *self.expected[place:]]
+
+    def expect_end(self, step: int) -> None:
+        """The job has no more steps, and exports this one."""
+        self.final_step = step
+        self.expected = [each for each in self.expected if each[0] <= step]
+        self.expect_export(step)
 
     def commit_before(self, step: int) -> int:
         """The last step before this one that must be safe before it changes anything."""

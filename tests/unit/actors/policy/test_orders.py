@@ -62,6 +62,7 @@ shapes = st.builds(
     num_groups=st.integers(1, 3),
     num_evaluation_groups=st.integers(0, 2),
     evaluate_every=st.integers(0, 2),
+    evaluation_decides=st.booleans(),
     checkpoint_every=st.integers(0, 4),
     max_prefetched=st.integers(1, 4),
     max_offloading=st.integers(1, 3),
@@ -77,16 +78,27 @@ bad_gradients = st.one_of(
     st.frozensets(st.integers(1, 7)).map(lambda steps: frozenset((step, b) for step in steps for b in range(6))),
 )
 slow_actors = st.sets(st.sampled_from(["compute", "gradient", "offload", "update", "flush", "commit", "export"]))
+best_steps = st.frozensets(st.integers(1, 7), max_size=4)
+finishes = st.one_of(st.none(), st.integers(1, 7))
+wanted = st.frozensets(st.integers(0, 150), max_size=3)
 many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def run(world: World, order: random.Random, slow: set[str], stop_at: int | None = None) -> None:
-    """Delivers events in a random order until nothing is left."""
+def run(
+    world: World,
+    order: random.Random,
+    slow: set[str],
+    stop_at: int | None = None,
+    want_at: frozenset[int] = frozenset(),
+) -> None:
+    """Delivers events in a random order until nothing is left. `want_at`: when it is time for a checkpoint."""
     world.start()
     num = 0
     while choices := world.choices():
         if stop_at is not None and num >= stop_at:
             world.stop()  # again after each event, as the shell does
+        if num in want_at and world.committed >= 0:
+            world.want_checkpoint()
         fast = [choice for choice in choices if choice.answers.split()[0] not in slow]
         world.deliver(order.choice(fast if fast and order.random() < 0.9 else choices))
         num += 1
@@ -124,6 +136,36 @@ def test_a_resumed_job_goes_on_at_the_next_step(
     world.check_end()
     trained = {Phase.FORWARD, Phase.HEAD, Phase.BACKWARD}
     assert min(step for step, phase, *_ in world.computed if phase in trained) == initial_step + 1
+
+
+@given(
+    shape=shapes,
+    seed=st.integers(0, 2**32),
+    slow=slow_actors,
+    bad=bad_gradients,
+    best=best_steps,
+    finish_at=finishes,
+    want_at=wanted,
+    stop_at=st.one_of(st.none(), st.integers(0, 120)),
+)
+@many
+def test_checkpoints_that_are_asked_for_come_before_the_next_step_and_an_early_end_has_its_model(
+    shape: JobShape,
+    seed: int,
+    slow: set[str],
+    bad: frozenset[tuple[int, int]],
+    best: frozenset[int],
+    finish_at: int | None,
+    want_at: frozenset[int],
+    stop_at: int | None,
+) -> None:
+    world = World(shape, bad=bad, best=best, finish_at=finish_at)
+    run(world, random.Random(seed), slow, stop_at, want_at)
+    world.check_end()
+    if shape.evaluation_decides and shape.num_evaluation_groups and stop_at is None and not world.failed:
+        evaluated = {step for step, phase, *_ in world.expected if phase is Phase.EVALUATE_HEAD}
+        assert best & evaluated <= {step for step, _ in world.exports}
+        assert world.exports[-1] == (finish_at if finish_at in evaluated else shape.total_steps, "/models/out")
 
 
 @given(shape=shapes, seed=st.integers(0, 2**32), data=st.data(), bad=bad_gradients)
@@ -237,21 +279,11 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.long)], ids="{}-of-each".format)
-@pytest.mark.parametrize(
-    ("options", "bad"),
-    [pytest.param(*case, marks=[pytest.mark.long] if name in LONG else [], id=name) for name, case in TINY.items()],
-)
-def test_all_orders_of_a_tiny_job(options: dict[str, Any], bad: Bad, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every state that a few blocks and steps can get into, and a stop in each of them."""
-    monkeypatch.setattr(pipeline_module, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
-    for frozen in (Message, GradChunk):  # shared by all copies of a world, which is most of the work of copying it
-        monkeypatch.setattr(frozen, "__deepcopy__", lambda it, _memo: it, raising=False)
-    num_blocks = len(options.get("chunks_per_block", (1,) * 4))
-    several = {"num_optimizers": num, "num_ssds": num, "max_prefetched": num + 1}
-    shape = make_shape(tied=True, **(several | options | {"chunks_per_block": (num,) * num_blocks}))
-    root = World(shape, bad=bad)
-    root.start()
+def explore(root: World, *, wants: bool = False) -> tuple[int, int]:
+    """Every state that a world can get into, and a stop in each. How many ends and states there are.
+
+    `wants`: it may be time for a checkpoint at any moment, once.
+    """
     seen: set[tuple[frozenset[str], frozenset[str], Any]] = set()
     frontier: list[tuple[World, frozenset[str]]] = [(root, frozenset())]
     num_ends = 0
@@ -270,9 +302,69 @@ def test_all_orders_of_a_tiny_job(options: dict[str, Any], bad: Bad, num: int, m
         stopped.stop()
         deliver_all_but(stopped)
         stopped.check_end()
+        if wants and choices and world.committed >= 0 and not any(each.startswith("want") for each in history):
+            twin = world.fork()
+            frontier.append((twin, history | {f"want {twin.want_checkpoint()}"}))
         for place, choice in enumerate(choices):
             twin = world if place == len(choices) - 1 else world.fork()
             twin.deliver(choice)
             frontier.append((twin, history | {choice.answers}))
+    return num_ends, len(seen)
+
+
+@pytest.fixture
+def copyable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_module, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
+    for frozen in (Message, GradChunk):  # shared by all copies of a world, which is most of the work of copying it
+        monkeypatch.setattr(frozen, "__deepcopy__", lambda it, _memo: it, raising=False)
+
+
+@pytest.mark.usefixtures("copyable")
+@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.long)], ids="{}-of-each".format)
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [pytest.param(*case, marks=[pytest.mark.long] if name in LONG else [], id=name) for name, case in TINY.items()],
+)
+def test_all_orders_of_a_tiny_job(options: dict[str, Any], bad: Bad, num: int) -> None:
+    """Every state that a few blocks and steps can get into, and a stop in each of them."""
+    num_blocks = len(options.get("chunks_per_block", (1,) * 4))
+    several = {"num_optimizers": num, "num_ssds": num, "max_prefetched": num + 1}
+    shape = make_shape(tied=True, **(several | options | {"chunks_per_block": (num,) * num_blocks}))
+    root = World(shape, bad=bad)
+    root.start()
+    num_ends, num_states = explore(root)
     assert num_ends == 1
-    assert len(seen) > 80
+    assert num_states > 80
+
+
+DECIDES: dict[str, Any] = {
+    "chunks_per_block": (1,) * 3,
+    "evaluation_decides": True,
+    "num_evaluation_groups": 1,
+    "evaluate_every": 1,
+    "max_prefetched": 4,  # more than an evaluation has operations
+    "total_steps": 2,
+}
+
+
+@pytest.mark.usefixtures("copyable")
+@pytest.mark.parametrize("finish_at", [None, 1], ids=["to the end", "ends early"])
+@pytest.mark.parametrize("best", [frozenset(), frozenset({1})], ids=["none best", "first best"])
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [
+        (ORDERS["active"], frozenset()),
+        (ORDERS["clipped"], frozenset({(1, 2)})),
+        (ORDERS["kept"] | {"host_blocks": frozenset({0, 2}), "commit_every": 2}, frozenset()),
+        (ORDERS["active"] | {"host_blocks": frozenset(range(3)), "num_ssds": 0, "commit_every": 2}, frozenset()),
+    ],
+    ids=["active", "first skipped", "host every 2", "no SSDs"],
+)
+def test_all_orders_of_a_tiny_job_whose_evaluations_decide(
+    options: dict[str, Any], bad: Bad, best: frozenset[int], finish_at: int | None
+) -> None:
+    root = World(make_shape(**(DECIDES | options)), bad=bad, best=best, finish_at=finish_at)
+    root.start()
+    num_ends, num_states = explore(root, wants=True)
+    assert num_ends > 1  # with a checkpoint at one step, at another, and at none
+    assert num_states > 80

@@ -61,11 +61,6 @@ def test_without_intervals_only_the_end_is_exported_and_evaluated() -> None:
     assert {o.step for o in program(shape, 1) if o.phase in (None, Phase.EVALUATE, Phase.EVALUATE_HEAD)} == {3}
 
 
-def test_checkpoints_stand_beside_the_final_model() -> None:
-    shape = make_shape(total_steps=3)
-    assert [shape.path_of_export(step) for step in (1, 3)] == ["/models/out-step-1", "/models/out"]
-
-
 @pytest.mark.parametrize(("commit_every", "checkpoint_every"), [(1, 0), (1, 2), (3, 0), (3, 4), (2, 5), (9, 0)])
 def test_commit_steps_are_every_so_many_the_checkpoints_and_the_last(commit_every: int, checkpoint_every: int) -> None:
     shape = make_shape(total_steps=11, commit_every=commit_every, checkpoint_every=checkpoint_every)
@@ -76,6 +71,14 @@ def test_commit_steps_are_every_so_many_the_checkpoints_and_the_last(commit_ever
         assert shape.commit_before(step) == max(each for each in expected if each < step)
         assert shape.commit_after(step - 1) == min(each for each in expected if each >= step)
     assert shape.commit_after(-1) == 0
+
+
+@pytest.mark.parametrize(("num_groups", "expected"), [(0, [0, 4, 7]), (2, [0, 3, 4, 6, 7])])
+def test_where_evaluations_decide_their_steps_are_committed(num_groups: int, expected: list[int]) -> None:
+    options: dict[str, Any] = {"evaluate_every": 3, "evaluation_decides": True, "num_evaluation_groups": num_groups}
+    shape = make_shape(total_steps=7, commit_every=4, **options)
+    assert [step for step in range(8) if shape.is_commit_step(step)] == expected
+    assert [shape.commit_after(step - 1) for step in expected] == expected
 
 
 def test_who_holds_a_block() -> None:

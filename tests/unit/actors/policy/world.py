@@ -51,8 +51,12 @@ class World(Facts):
         *,
         bad: frozenset[tuple[int, int]] = frozenset(),
         scales_loss: bool = False,
+        best: frozenset[int] = frozenset(),
+        finish_at: int | None = None,
     ) -> None:
+        """`best`: steps whose evaluations ask for a checkpoint; `finish_at`: that of a first one that ends the job."""
         super().__init__(shape, initial_step, bad=bad, scales_loss=scales_loss)
+        self.best, self.finish_at, self.initial_step = best, finish_at, initial_step or 0
         trainer = Trainer(scales_loss=scales_loss)
         trainer.restore(self.expected_trainer(initial_step or 0))
         self.pipeline = Pipeline(self._with_state(), trainer, None if initial_step is None else Step(initial_step))
@@ -111,9 +115,34 @@ class World(Facts):
                 self.pipeline.handle(event, now_s)
             self.failed = True
             return []
+        if self.shape.evaluation_decides and self.is_end_of_evaluation(event):
+            self._decide(int(event.step))
         instructions = self.pipeline.handle(event, now_s)
         self._take(instructions)
         return instructions
+
+    def _decide(self, step: int) -> None:
+        """What the shell does before the policy hears that the evaluation is over."""
+        if step in self.best:
+            self.checkpoint_after(step)
+        if step == self.finish_at:
+            self.pipeline.finish_after_current_step()
+            if self.stopped_at is None:
+                self.expect_end(step)
+
+    def want_checkpoint(self) -> int:
+        """As where so much time has passed. Returns the step that it will be of."""
+        step = self.pipeline.next_open_commit
+        is_kept = max(self.captured[-1], self.initial_step)
+        open_steps = range(max(is_kept + 1, self.begun), self.shape.total_steps)
+        assert step == min(filter(self.is_due_for_commit, open_steps), default=self.shape.total_steps)
+        self.checkpoint_after(step)
+        return step
+
+    def checkpoint_after(self, step: int) -> None:
+        self.pipeline.checkpoint_after(step)
+        if self.stopped_at is None and step <= self.final_step:
+            self.expect_export(step)
 
     def stop(self) -> None:
         if self.stopped_at is None:
@@ -340,6 +369,8 @@ class World(Facts):
     def _take_export(self, to: ActorName, message: ExportModel) -> None:
         assert to == self.shape.optimizers[0]
         assert self.stopped_at is None
+        is_final = message.step == self.final_step
+        assert message.path == ("/models/out" if is_final else f"/models/out-step-{message.step}")
         assert (message.step, None, 0, 0) == self.expected[self.num_issued]
         self.num_issued += 1
         assert self.committed == message.step
@@ -372,7 +403,7 @@ class World(Facts):
         assert not self.to_offload
         assert not self.to_update
         assert not self.lent
-        last = self.shape.total_steps if self.stopped_at is None else self.stopped_at
+        last = self.final_step if self.stopped_at is None else self.stopped_at
         assert self.committed == last
         assert set(self.written) == set(self.labels) == {last}
         assert set(self.on_ssd) == set(self.content) == {self.last_good(last)}
@@ -384,7 +415,7 @@ class World(Facts):
             assert [o for o in expected if o[1] in (Phase.FORWARD, *WITH_GRADIENT)] == trained
         assert self.computed == [o for o in expected if o[1] is not None]
         exports = [o[0] for o in expected if o[1] is None]
-        assert self.exports == [(step, self.shape.path_of_export(step)) for step in exports]
+        assert [step for step, _ in self.exports] == exports
 
 
 def deliver_all_but(world: World, *kept: str) -> None:

@@ -132,6 +132,34 @@ def test_checkpoints_keep_their_id_when_passed_again(database: Database, make_jo
         assert events.checkpoints(job.id, limit=1, after=None).has_more
 
 
+def test_what_a_record_does_not_keep_leaves_the_list(database: Database, make_job: Callable[..., Job]) -> None:
+    job = make_job()
+
+    def checkpoint(seq: int, step: int, kept: list[tuple[int, list[str]]], attempt: int = 1) -> JournalRecord:
+        data = {"step_number": step, "fine_tuned_model_checkpoint": f"ft-step-{step}", "path": f"/m/{step}"}
+        reasons = dict(kept)[step]
+        return record(seq, "checkpoint", attempt, "saved", **data, reasons=reasons, nbytes=10 * step, kept=kept)
+
+    def rows() -> list[tuple[int, list[str], int | None]]:
+        with database.read() as session:
+            found = EventRepository(session).checkpoints(job.id, limit=9, after=None).rows
+        return [(row.step_number, row.reasons, row.nbytes) for row in found]
+
+    take(
+        database,
+        job,
+        1,
+        checkpoint(1, 2, [(2, ["best", "interval"])]),
+        checkpoint(2, 3, [(2, ["interval"]), (3, ["best"])]),
+    )
+    assert rows() == [(3, ["best"], 30), (2, ["interval"], 20)]
+    last = [(2, ["interval"]), (4, ["best"])]
+    take(database, job, 1, checkpoint(3, 4, last))
+    assert rows() == [(4, ["best"], 40), (2, ["interval"], 20)]
+    take(database, job, 2, checkpoint(1, 4, last, attempt=2))  # an attempt that was lost after it
+    assert rows() == [(4, ["best"], 40), (2, ["interval"], 20)]
+
+
 def test_the_outcome_is_handed_out_once(database: Database, make_job: Callable[..., Job]) -> None:
     job = make_job()
     done = record(1, "outcome", message="done", status="succeeded", model_dir="/m")
