@@ -182,7 +182,7 @@ def models(home: Home = None) -> None:
 
 def checkpoints(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """List a job's checkpoints, latest first."""
-    with _client(load_settings(home)) as client:
+    with open_client(load_settings(home)) as client:
         rows = client.checkpoints(job)
     table: list[tuple[object, ...]] = [("checkpoint", "step", "why", "bytes", "training loss", "validation loss")]
     for row in rows:
