@@ -39,15 +39,18 @@ class Where:
         self.path = Path(spec.path)
     def start(self):
         here = lambda: ray.get_runtime_context().get_node_id()
-        group = deploy.device_here()
-        assert group.wait(60)
-        there = PlacementGroupSchedulingStrategy(placement_group=group)
-        device = ray.get(ray.remote(num_cpus=0)(here).options(scheduling_strategy=there).remote())
-        self.path.write_text(json.dumps([here(), device]))
+        self.group = deploy.device_here()  # held: the next runner finds none free on this node
+        device = None
+        if self.group.wait(5):
+            there = PlacementGroupSchedulingStrategy(placement_group=self.group)
+            device = ray.get(ray.remote(num_cpus=0)(here).options(scheduling_strategy=there).remote())
+        with self.path.open("a") as told:
+            print(json.dumps([here(), device]), file=told)
 
 deploy.Runner = Where
 node = RayNode.join(sys.argv[1])
-deploy.start_runner(SimpleNamespace(job="ftjob-1", attempt=1, path=sys.argv[3]))
+for attempt in (1, 2):
+    deploy.start_runner(SimpleNamespace(job="ftjob-1", attempt=attempt, path=sys.argv[3]))
 print(json.dumps([len(ray.nodes()), node.node_id, node.machinery.num_cores, node.is_running]), flush=True)
 sys.stdin.readline()
 while node.is_running:
@@ -105,16 +108,24 @@ def test_a_job_is_on_the_node_of_who_started_it_and_its_end_is_seen(cluster: Clu
     with subprocess.Popen(
         command, env=cluster.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:
-        assert driver.stdin is not None
-        assert driver.stdout is not None
-        num_nodes, here, num_cores, is_running = json.loads(driver.stdout.readline())
-        assert (num_nodes, num_cores, is_running) == (2, 1, True)
-        assert json.loads(told.read_text()) == [here, here]
+        try:
+            _check(driver, cluster, told)
+        finally:
+            driver.kill()
 
-        raylets = [p for p in cluster.processes() if p.info["name"] == "raylet"]
-        box = next(p for p in raylets if any(_BOX_IP in word for word in p.info["cmdline"]))
-        box.kill()
-        driver.stdin.write("\n")
-        driver.stdin.flush()
-        # Ray prints there, too, what it makes of the raylet's end.
-        assert "lost" in driver.communicate(timeout=_DEADLINE_S)[0].splitlines()
+
+def _check(driver: "subprocess.Popen[str]", cluster: Cluster, told: Path) -> None:
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    num_nodes, here, num_cores, is_running = json.loads(driver.stdout.readline())
+    assert (num_nodes, num_cores, is_running) == (2, 1, True)
+    # The second one waits for this node's device, though the head's is free.
+    assert [json.loads(line) for line in told.read_text().splitlines()] == [[here, here], [here, None]]
+
+    raylets = [p for p in cluster.processes() if p.info["name"] == "raylet"]
+    box = next(p for p in raylets if any(_BOX_IP in word for word in p.info["cmdline"]))
+    box.kill()
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+    # Ray prints there, too, what it makes of the raylet's end.
+    assert "lost" in driver.communicate(timeout=_DEADLINE_S)[0].splitlines()
