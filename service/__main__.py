@@ -66,7 +66,8 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     from windlass.service.supervisor import listening
 
     config = uvicorn.Config(
-        create_app(settings),
+        # In a container the first key is made beside the API that runs.
+        create_app(settings, starts_without_keys=listener_fd is None),
         access_log=False,
         log_level="warning",
         # Event streams stay open until their reader goes.

@@ -22,8 +22,13 @@ from windlass.storage.sql.database import Database, migrate
 _MULTIPART_OVERHEAD_NBYTES = 64 * 1024
 
 
-def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> FastAPI:
-    """The service of one home. Its folders and its database are opened when it starts, and closed when it ends."""
+def create_app(
+    settings: Settings, hub_files: HubFiles = list_hub_files, *, starts_without_keys: bool = False
+) -> FastAPI:
+    """The service of one home. Its folders and its database are opened when it starts, and closed when it ends.
+
+    `starts_without_keys`: also where others reach it. It lets nobody in then, until the first key is made.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -35,7 +40,8 @@ def create_app(settings: Settings, hub_files: HubFiles = list_hub_files) -> Fast
         app.state.context = Context(settings=settings, database=database, hub_files=hub_files, limits=limits)
         app.state.request_metrics.registry.register(JobCollector(database, settings))
         try:
-            check_protected(settings, database)
+            if not starts_without_keys:
+                check_protected(settings, database)
             yield
         finally:
             database.close()

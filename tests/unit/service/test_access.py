@@ -269,6 +269,9 @@ def test_others_are_not_served_without_a_key(settings: Settings, change: dict[st
         assert client.get(JOBS).status_code == 401  # also from this machine: it may be a proxy
     with pytest.raises(UnprotectedError), serve(opened):
         pass
+    with serve(opened, starts_without_keys=True) as client:
+        assert client.get(JOBS).status_code == 401
+        assert client.get("/healthz").status_code == 200
 
 
 def test_a_user_follows_their_own_events_and_others_cost_no_second_look(
