@@ -181,7 +181,7 @@ class ResumeStage:
         found += [str(path) for path in self.folder(job_id).glob("attempt-*")]
         for ssd_dir in self.settings.ssd_dirs:
             volume = Volume.open(ssd_dir)
-            found += [f"{job} on {ssd_dir}" for job in volume.allocations()]
+            found += [f"{job} on {ssd_dir}" for job in volume.allocations() if job_id in str(job)]
             volume.close()
         return found
 
