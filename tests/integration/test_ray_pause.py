@@ -39,8 +39,8 @@ def test_a_paused_job_holds_nothing_but_its_states_and_goes_on_after_its_step(
     told_before = max(stage.losses(job_id))
     wait_until_paused(stage, job_id)
     last_step = max(stage.losses(job_id))
-    # The step that was being computed, and what the journal did not tell yet as it was asked.
-    assert told_before <= last_step <= told_before + 3 < NUM_STEPS
+    # Steps go on until the runner is told, which takes a pass of the dispatcher, and one is then brought to its end.
+    assert told_before <= last_step < NUM_STEPS
     assert stage.messages(job_id)[-1] == f"Paused after step {last_step}"
     stage.wait_for(lambda: list(stage.folder(job_id).glob("attempt-*")) == [], "end of its processes", job_id)
     stage.wait_for(lambda: not any(job_id in path.name for path in ARENA_DIR.iterdir()), "free memory", job_id)
