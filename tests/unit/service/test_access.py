@@ -59,7 +59,7 @@ def arguments_of(method: str, path: str, things: Things) -> dict[str, Any]:
         f"{JOBS}/{{job_id}}/cancel": {},
         f"{JOBS}/{{job_id}}/pause": {},
         f"{JOBS}/{{job_id}}/resume": {},
-        HOOKS: {"json": {"name": "b", "url": "https://192.0.2.1", "event_types": ["fine_tuning.job.failed"]}},
+        HOOKS: {"json": {"name": "b", "url": "https://hook.example", "event_types": ["fine_tuning.job.failed"]}},
         f"{HOOKS}/{{endpoint_id}}": {"json": {"name": "c"}},
         f"{HOOKS}/{{endpoint_id}}/rotate_secret": {},
         f"{HOOKS}/{{endpoint_id}}/test": {"json": {"event_type": "fine_tuning.job.failed"}},
