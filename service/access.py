@@ -17,11 +17,9 @@ from windlass.service.context import Context
 from windlass.service.error_answers import error_response
 from windlass.service.errors import ApiError
 from windlass.service.loopback import is_loopback
-from windlass.service.reported_error import ReportedError
 from windlass.service.security import drain
 from windlass.service.settings import Settings
 from windlass.storage.sql.audit import AuditRepository, AuditResult
-from windlass.storage.sql.database import Database
 from windlass.storage.sql.keys import KeyRepository, Role, digest_of, needs_note
 from windlass.storage.sql.models import ApiKey
 
@@ -35,10 +33,6 @@ _OPEN_FOLDER = "/static/"
 _PAGES = ("/", LOGOUT_PATH)  # who may not see them is sent to the login
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _HOW = "send it as `Authorization: Bearer wk-…`; `windlass keys create` makes one"
-
-
-class UnprotectedError(ReportedError):
-    """The service would be reached by others, and nobody has a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,19 +100,6 @@ def record(
     """Write an audit event."""
     AuditRepository(session).add(
         action, target, key_id=caller.key_id, user=caller.user, peer=caller.peer, result=result
-    )
-
-
-def check_protected(settings: Settings, database: Database) -> None:
-    """Raise UnprotectedError where others than this machine's users reach the service and nobody has a key."""
-    if not settings.is_for_others:
-        return
-    with database.read() as session:
-        if KeyRepository(session).has_active():
-            return
-    raise UnprotectedError(
-        f"others would reach the service ({settings.why_for_others}), and there is no API key; make one with "
-        "`windlass keys create --name NAME --role admin`, or serve this machine only (host 127.0.0.1)"
     )
 
 

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from windlass.service import audit, events, files, health, jobs, login, models, plans, prometheus, webhooks
-from windlass.service.access import AccessMiddleware, check_protected
+from windlass.service.access import AccessMiddleware
 from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
 from windlass.service.error_answers import install_error_handlers
@@ -15,6 +15,7 @@ from windlass.service.limits import RateLimits
 from windlass.service.model_check import HubFiles, list_hub_files
 from windlass.service.openapi import install_openapi
 from windlass.service.prometheus import JobCollector, RequestMetrics, RequestMetricsMiddleware
+from windlass.service.protection import check_protected
 from windlass.service.security import BodyLimitMiddleware, SameOriginMiddleware, SecurityHeadersMiddleware
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate

@@ -24,8 +24,7 @@ _HTTP_CODES = {
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
     """The envelope. Illegal changes answer 400, never 409, which clients take as a reason to try again."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    body = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    body = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
     return JSONResponse({"error": body}, status_code=error.status, headers=headers)
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from windlass.service.access import check_protected
 from windlass.service.home import Serving, find_serving, node_of, prepare_home
 from windlass.service.leftovers import remove_arenas, remove_states
 from windlass.service.outcomes import cancel_job, fail_job, open_journal, resume, take_in
 from windlass.service.processes import end_processes
+from windlass.service.protection import check_protected
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from windlass.service.access import check_protected
 from windlass.service.home import HomeLock, prepare_home
 from windlass.service.loopback import is_loopback
 from windlass.service.machine import find_gpus, num_cores
+from windlass.service.protection import check_protected
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings

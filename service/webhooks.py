@@ -193,9 +193,8 @@ def test_endpoint(
     context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str, body: TestEndpoint
 ) -> dict[str, Any]:
     """Send a sample event now; the status code with which it was answered."""
-    with context.database.write() as session:
+    with context.database.read() as session:
         row = WebhookRepository(session, caller.only_of).get(endpoint_id)
-        audit(session, endpoint_id)
     event_id = new_event_id()
     try:
         status = send(
@@ -207,6 +206,8 @@ def test_endpoint(
         )
     except (DeliveryError, UrlRefusedError) as error:
         raise ApiError(f"the sample was not delivered: {error}", code="webhook_not_delivered") from error
+    with context.database.write() as session:
+        audit(session, endpoint_id)
     return {
         "object": "webhook_endpoint.test",
         "webhook_endpoint_id": endpoint_id,

@@ -112,10 +112,10 @@ def test_a_home_that_others_may_enter_is_refused(installation: Installation) -> 
     assert f"chmod 700 {installation.home}" in line
 
 
-def test_wrong_settings_are_one_line(installation: Installation) -> None:
+def test_a_service_for_others_without_a_key_is_refused_in_one_line(installation: Installation) -> None:
     installation.home.mkdir(mode=0o700)
     (installation.home / "windlass.toml").write_text('host = "0.0.0.0"\n')
-    assert "loopback" in installation.refused("up", "--detach")
+    assert "windlass keys create" in installation.refused("up", "--detach")
 
 
 @pytest.mark.long

@@ -7,8 +7,9 @@ import pytest
 
 from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.keyed import ADMIN, NOTHING, Things, World, keyed_world, new_job, routes_of
-from windlass.service.access import LOGIN_COOKIE, Caller, UnprotectedError
+from windlass.service.access import LOGIN_COOKIE, Caller
 from windlass.service.events import _read_batch
+from windlass.service.protection import UnprotectedError
 from windlass.service.settings import Settings
 from windlass.storage.sql.audit import AuditRepository
 from windlass.storage.sql.events import EventRepository
@@ -421,6 +422,7 @@ def test_every_change_is_in_the_audit_and_nothing_else(world: World) -> None:
         if method in ("GET", "HEAD") or path == "/v1/fine_tuning/plans":
             assert added == [], path
             continue
+        assert len(added) == 1, (method, path, [(e.action, e.target, e.result) for e in added])
         (event,) = added
         assert event.result == ("done" if response.status_code == 200 else "refused"), path
         assert (event.key_id, event.user, event.peer) == (world.key_ids["alice"], "alice", "127.0.0.1")

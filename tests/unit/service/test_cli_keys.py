@@ -7,12 +7,13 @@ import pytest
 
 from tests.unit.service.api_client import context_of, serve
 from windlass.service import cli_keys
-from windlass.service.access import LOGIN_COOKIE, UnprotectedError
+from windlass.service.access import LOGIN_COOKIE
 from windlass.service.cli_errors import CommandError
 from windlass.service.client import RequestRefusedError, ServiceClient
 from windlass.service.home import HomeError
 from windlass.service.lifecycle import refuse_unprotected
 from windlass.service.local_key import KEY_VARIABLE, kept_key, local_key, open_client
+from windlass.service.protection import UnprotectedError
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.keys import KeyRepository

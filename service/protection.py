@@ -1,0 +1,23 @@
+"""Whether the service may be reached by others: only where somebody has a key."""
+
+from windlass.service.reported_error import ReportedError
+from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.keys import KeyRepository
+
+
+class UnprotectedError(ReportedError):
+    """The service would be reached by others, and nobody has a key."""
+
+
+def check_protected(settings: Settings, database: Database) -> None:
+    """Raise UnprotectedError where others than this machine's users reach the service and nobody has a key."""
+    if not settings.is_for_others:
+        return
+    with database.read() as session:
+        if KeyRepository(session).has_active():
+            return
+    raise UnprotectedError(
+        f"others would reach the service ({settings.why_for_others}), and there is no API key; make one with "
+        "`windlass keys create --name NAME --role admin`, or serve this machine only (host 127.0.0.1)"
+    )
