@@ -21,15 +21,23 @@ class ChunkUpdater:
     """A kernel for a job's formats, on one device. One thread at a time."""
 
     def __init__(
-        self, context: JobContext, device: torch.device | str = "cpu", *, announce: Callable[[str], None] | None = None
+        self,
+        context: JobContext,
+        device: torch.device | str = "cpu",
+        *,
+        holds_params: bool = True,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
-        """`announce` is told before something takes long.
+        """`holds_params`: False where a param that follows from its master is made of it for each use, and not kept.
+
+        `announce` is told before something takes long.
 
         Raises:
             KernelUnavailable: the job is bound to a kernel that cannot be had.
         """
         hyper, formats, kernel_dir = context.spec.hyperparameters, context.formats, context.spec.kernel_dir
         self._context = context
+        is_in_master = formats.param_kind is StateKind.MASTER or (formats.derives_param and not holds_params)
         self._kernel = OptimizerKernel(
             AdamSettings(
                 beta1=hyper.beta1,
@@ -39,7 +47,7 @@ class ChunkUpdater:
                 decoupled=hyper.optimizer is Optimizer.ADAMW,
             ),
             grad_dtype=TORCH_DTYPE[grad_precision(context.spec)],
-            param_dtype=None if formats.param_kind is StateKind.MASTER else TORCH_DTYPE[formats.precision],
+            param_dtype=None if is_in_master else TORCH_DTYPE[formats.precision],
             state_precision=formats.states,
             kernel=hyper.kernel,
             cache_dir=None if kernel_dir is None else Path(kernel_dir),

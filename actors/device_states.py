@@ -1,9 +1,12 @@
-"""Model states that rest on the device: updated there, with gradients that never leave it."""
+"""Model states that rest on the device: updated there, with gradients that never leave it.
+
+A param that follows from its master is not kept: whoever needs it rounds the master (AutoHete, footnote 2).
+"""
 
 import functools
 import queue
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -66,14 +69,14 @@ class DeviceStates:
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of states on their way")
         self._updater: ChunkUpdater | None = None
         if context.plan.device_blocks:
-            self._updater = ChunkUpdater(context, device.device, announce=self._announce)
+            self._updater = ChunkUpdater(context, device.device, holds_params=False, announce=self._announce)
         self._states: dict[BlockIndex, dict[StateKind, torch.Tensor]] = {}
         for index in context.plan.device_blocks:
             block = BlockIndex(index)
             numel = context.layout.blocks[block].numel
             self._states[block] = {
                 kind: torch.zeros(numel, dtype=state_dtype(context.formats, kind), device=device.device)
-                for kind in context.formats.itemsizes
+                for kind in context.formats.kinds_to_update
             }
         device.synchronize()  # copies to the device run on a stream of their own
         self._commands: queue.Queue[_Command | None] = queue.Queue()
@@ -88,9 +91,10 @@ class DeviceStates:
         return block in self._states
 
     def params(self, block: BlockIndex) -> torch.Tensor | None:
-        """The params of a block that rests here, None for others."""
-        states = self._states.get(block)
-        return None if states is None else states[self._context.formats.param_kind]
+        """The params of a block that rests here, or the master that they follow from; None for others."""
+        states, formats = self._states.get(block), self._context.formats
+        kind = StateKind.MASTER if formats.derives_param else formats.param_kind
+        return None if states is None else states[kind]
 
     def post(self, command: _Command) -> None:
         """Takes a command and returns at once."""
@@ -159,15 +163,21 @@ class DeviceStates:
         kind, start_s, end_s = SpanKind.COPY_STATES_OUT, begun.time_s(), copied.time_s()
         nbytes = sum(here.nbytes for here in self._parts(key).values())
         self._spans.note(FROM_DEVICE, kind, message.step, key.block, key.chunk, start_s, end_s, nbytes)
-        priority = (message.step, message.block)
-        self._io.write([self._chunk_io(slot, key)], message.step, priority, lambda key: self._slots.release([slot]))
+        formats, priority = self._context.formats, (message.step, message.block)
+        if formats.derives_param:
+            self._view(slot, key, StateKind.PARAM).copy_(self._view(slot, key, StateKind.MASTER))
+            if not self._device.is_cuda:
+                release_team()
+        item = self._chunk_io(slot, key, formats.itemsizes)
+        self._io.write([item], message.step, priority, lambda key: self._slots.release([slot]))
 
     def _restore(self, message: RestoreStates) -> None:
         for block in self._states:
             for key in self._context.layout.chunk_keys(block):
                 (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
                 priority = (message.step, block)
-                self._io.read([self._chunk_io(slot, key)], message.step, priority, self._arrived.put)
+                item = self._chunk_io(slot, key, self._context.formats.kinds_to_update)
+                self._io.read([item], message.step, priority, self._arrived.put)
                 self._await_chunk(key, message.step)
                 for kind, here in self._parts(key).items():
                     self._device.copy_in(here, self._view(slot, key, kind))
@@ -194,7 +204,6 @@ class DeviceStates:
         dtype, offset = state_dtype(self._context.formats, kind), slot.offset + self._offsets[kind]
         return self._memory[offset : offset + self._context.chunk_numel(key) * dtype.itemsize].view(dtype)
 
-    def _chunk_io(self, slot: Span, key: ChunkKey) -> ChunkIo:
-        itemsizes = self._context.formats.itemsizes
-        offsets = {kind: slot.offset + self._offsets[kind] for kind in itemsizes}
-        return chunk_io(key, self._context.chunk_numel(key), offsets, itemsizes)
+    def _chunk_io(self, slot: Span, key: ChunkKey, kinds: Iterable[StateKind]) -> ChunkIo:
+        offsets = {kind: slot.offset + self._offsets[kind] for kind in kinds}
+        return chunk_io(key, self._context.chunk_numel(key), offsets, self._context.formats.itemsizes)

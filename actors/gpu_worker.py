@@ -274,6 +274,8 @@ class GpuWorker:
         grads = self._grad_buffers(operation) if operation.goes_backward else {}
         self._given.append(message)
         operation.begun = compute.record()
+        for fetch in fetches:
+            self._feed.round_master(fetch)
         compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads))
         operation.computed = compute.record()
         for fetch in fetches:

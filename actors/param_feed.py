@@ -48,6 +48,7 @@ class Fetch:
     params: torch.Tensor | StreamedParams  # what an operation is lent: the buffer, or that and what comes later
     num_missing: int  # chunks
     is_lent: bool = False  # the buffer is where these params rest
+    master: torch.Tensor | None = None  # that these params follow from: they are made of it when they are needed
     chunks: HostChunks | None = None  # of a streamed block: where pieces come from
     arrivals: list["_Arrival"] = field(default_factory=list)  # of a streamed block: in use until it is computed
     ready: threading.Event = field(default_factory=threading.Event)  # the device was given all copies
@@ -65,7 +66,10 @@ class _Arrival:
 
 
 class ParamFeed:
-    """The params' way to the device. `resident` gives the params of a block that rest there, None for others."""
+    """The params' way to the device.
+
+    `resident` gives the params of a block that rest there, or the master that they follow from; None for others.
+    """
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class ParamFeed:
         num_buffers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
             context.layout.shared,
-            resident=context.plan.device_blocks,
+            resident=() if context.formats.derives_param else context.plan.device_blocks,
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
         self._buffers = DeviceBuffers(
@@ -167,6 +171,11 @@ class ParamFeed:
             self._device.compute.wait(fetch.copied)
         return fetch
 
+    def round_master(self, fetch: Fetch) -> None:
+        """Makes the params that follow from a master. Before the operation is given to the compute stream."""
+        if fetch.master is not None:
+            self._device.compute.run(functools.partial(fetch.buffer.copy_, fetch.master))
+
     def release(self, fetch: Fetch) -> None:
         """The compute stream was given the operation."""
         if not fetch.is_lent:
@@ -200,8 +209,12 @@ class ParamFeed:
             works_at(request)
             keys = layout.chunk_keys(request.block)
             resident = self._resident(request.block)
-            if resident is not None:
+            if resident is not None and resident.dtype is self._dtype:
                 fetch = Fetch(request, resident, resident, 0, is_lent=True)
+                fetch.ready.set()
+            elif resident is not None:
+                buffer = self._buffers.take(resident.numel(), self._dtype, self._device.compute)
+                fetch = Fetch(request, buffer, buffer, 0, master=resident)
                 fetch.ready.set()
             else:
                 numel = layout.blocks[request.block].numel - self._first(request.block)

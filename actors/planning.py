@@ -139,7 +139,7 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
         keeps_grads=question.clips or question.precision is Precision.FP16,
         param_itemsize=param_itemsize,
         state_itemsize=sum(itemsizes.values()),
-        read_itemsize=sum(itemsizes[kind] for kind in formats.kinds_to_update),
+        read_itemsize=formats.update_itemsize,
         grad_itemsize=4 if num_microbatches > 1 else param_itemsize,
         num_optimizers=question.num_optimizers,
         ways=question.ways,

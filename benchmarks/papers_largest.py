@@ -144,7 +144,8 @@ def add_resident(page: Page) -> None:
     page.add_table(("model", "by", *(f"{gib} GiB" for gib in _DEVICE_GIB)), rows)
     page.add(
         f"Published: {AUTOHETE_RESIDENT} layers of the 4B model, on a GPU of 40 GB. For a layer that stays AutoHete's "
-        "equation counts 14 bytes a parameter, and outside of the layers all logits at once; windlass takes 16, as "
-        "gradients stay until the update, and has logits in slices. So it has "
-        "room for more layers with large batches, and for fewer with small ones."
+        "equation counts 14 bytes a parameter, and outside of the layers all logits at once; windlass takes 14 as "
+        "well, 12 of states and 2 of gradients, which stay until the update, but no copy of the params in 16 bits (its "
+        "footnote 2), and has logits in slices. So it has room for as many layers with small batches, and for more "
+        "with large ones."
     )

@@ -70,9 +70,9 @@ def device_need(
     # Token ids and targets are int64.
     batch_nbytes = sum(2 * torch.int64.itemsize * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
-        params_nbytes=_params_numel(partition, plan, num_ahead) * TORCH_DTYPE[formats.precision].itemsize,
+        params_nbytes=_params_numel(partition, plan, num_ahead, formats) * TORCH_DTYPE[formats.precision].itemsize,
         grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items()),
-        states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * sum(formats.itemsizes.values()),
+        states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
         constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers()) + batch_nbytes,
         activations=activations,
         moment=moment,
@@ -89,7 +89,7 @@ def _units(
     return [list(row) for row in zip(*by_microbatch, strict=True)], [found[shape][1] for shape in shapes]
 
 
-def _params_numel(partition: Partition, plan: Plan, num_ahead: int) -> int:
+def _params_numel(partition: Partition, plan: Plan, num_ahead: int, formats: Formats) -> int:
     """Elements of all buffers for params: for whole blocks, for what of streamed ones comes whole, for their pieces."""
     layout = partition.layout
     bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in plan.streamed_blocks])
@@ -97,7 +97,7 @@ def _params_numel(partition: Partition, plan: Plan, num_ahead: int) -> int:
     buffers = param_buffers(
         [block.numel - in_pieces.get(block.index, 0) for block in layout.blocks],
         layout.shared,
-        resident=plan.device_blocks,
+        resident=() if formats.derives_param else plan.device_blocks,
         num_ahead=num_ahead,
     )
     return sum(numel * number for numel, number in buffers.items()) + NUM_PIECE_BUFFERS * largest_piece(bounds)

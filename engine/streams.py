@@ -85,15 +85,21 @@ class _Past:
 
 
 class DirectStream:
-    """Does work in the thread that gives it, at once."""
+    """Does work in the thread that gives it: at once, but for what other threads are doing in it.
+
+    What computes in parallel would wait for its own threads, were two of them to compute on the same cores: updates of
+    states on the device took seven times as long beside a forward pass (measured on two cores).
+    """
 
     def __init__(self, deadline_s: float) -> None:
         """`deadline_s`: of waits for events of streams with a thread."""
         self._deadline_s = deadline_s
+        self._turn = threading.RLock()  # work may give work
 
     def run(self, work: Callable[[], object]) -> None:
         """See Stream."""
-        work()
+        with self._turn:
+            work()
 
     def wait(self, event: Event) -> None:
         """See Stream. Raises as the event's own `wait`."""

@@ -24,6 +24,7 @@ _LOGIT_NBYTES = 12
 _PARAM_NBYTES = 2
 _SUM_NBYTES = 4  # fp32: sums over tied uses
 _STATES_NBYTES = 14  # 16-bit params, fp32 params and moments
+_UPDATED_NBYTES = 12  # of these, what rests on the device: the 16-bit params are made of the fp32 ones for each use
 # An estimate of what CUDA and its libraries take of a device for themselves.
 CONTEXT_NBYTES = GIB // 2
 
@@ -88,8 +89,9 @@ def device_memory(
     if streams_layers:
         (bounds,) = cut_layers([[(numel,) for numel in matrices]])
         pieces = NUM_PIECE_BUFFERS * largest_piece([bounds])
-        whole = [numel - bounds[-1] if 0 < block < last else numel for block, numel in enumerate(numels)]
-    params = param_buffers(whole, shared, resident=resident, num_ahead=2)
+        in_pieces = set(range(1, last)).difference(resident)
+        whole = [numel - bounds[-1] if block in in_pieces else numel for block, numel in enumerate(numels)]
+    params = param_buffers(whole, shared, resident=(), num_ahead=2)
     num_tokens = profile.num_examples * profile.num_tokens
     is_sliced = num_tokens > model.num_head_tokens
     grads = grad_buffers(dict(enumerate(numels)), resident=resident, num_waiting=num_grad_buffers)
@@ -101,7 +103,7 @@ def device_memory(
         params=_PARAM_NBYTES * (pieces + _numel(params)),
         grads=_PARAM_NBYTES * _numel(grads) + _SUM_NBYTES * sums,
         matrix_grad=_PARAM_NBYTES * max(*matrices, model.shape.vocab_size * model.shape.hidden_size),
-        states=_STATES_NBYTES * sum(numels[block] for block in resident),
+        states=_UPDATED_NBYTES * sum(numels[block] for block in resident),
         activations=layer.input_nbytes
         + layer.saved_nbytes
         + min(profile.interblock_nbytes, LEAVING_ACTIVATION_NBYTES)

@@ -28,7 +28,7 @@ from windlass.planner.step_costs import Kind, Limits, Part, PlannedJob, StateTie
 
 _Any = TypeVar("_Any")
 
-# Of host memory: where so much of it is free, no plan waits for it.
+# Of host memory, or of the device: where so much of it is free, no plan waits for it.
 _FREE_SHARE = 0.05
 # Of the device: what is swapped takes at most so much of it before it has left, where so much is to be had.
 _LEAVING_SHARE = 1 / 8
@@ -88,7 +88,8 @@ _RESOURCES = {
     "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE),
     "optimizer": (Part.OPTIMIZER,),
 }
-# What saves memory and is slower, each only where nothing before it fits.
+# What saves memory and takes time of its own. On the device that may be worth what else is done with the memory;
+# gradients go to the SSDs only where nothing else fits, as no states can rest in memory then.
 _RESORTS: tuple[dict[str, Any], ...] = tuple(
     {"spills": spills, "num_grad_buffers": num_grad_buffers, "streams": streams}
     for spills in (False, True)
@@ -114,9 +115,30 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
         DoesNotFitError: none fits.
     """
     missing: list[DoesNotFitError] = []
+    found: list[Solution] = []
+    for resort in _resorts(job):
+        if found and (resort["spills"] or _has_device_room(found)):
+            break
+        found += _solutions(job, speeds, limits, resort, missing)
+    if not found:
+        raise DoesNotFitError(
+            lambda: min((each.missing for each in missing), key=lambda lacking: sum(lacking.values()))
+        )
+    best: dict[Placement, Solution] = {}
+    for solution in sorted(found, key=lambda solution: solution.cost):
+        best.setdefault(solution.placement, solution)
+    return list(best.values())
+
+
+def _solutions(
+    job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any], missing: list[DoesNotFitError]
+) -> list[Solution]:
+    """With what a resort says. What is `missing` is added there, where nothing fits."""
+    found: list[Solution] = []
     leaving_nbytes = int(min(LEAVING_ACTIVATION_NBYTES, max(0.0, _LEAVING_SHARE * limits.device_nbytes)))
-    for resort, leaving in itertools.product(_resorts(job), dict.fromkeys((leaving_nbytes, 0))):
-        found: list[Solution] = []
+    for leaving in dict.fromkeys((leaving_nbytes, 0)):
+        if found:
+            break
         for group_size in group_sizes(job.num_microbatches):
             costs = StepCosts(job=job, speeds=speeds, limits=limits, group_size=group_size, **resort)
             for each in _saving_memory(costs, _depths(job, speeds, leaving)):
@@ -127,12 +149,13 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
                 else:
                     if found[-1].has_room:
                         break
-        if found:
-            best: dict[Placement, Solution] = {}
-            for solution in sorted(found, key=lambda solution: solution.cost):
-                best.setdefault(solution.placement, solution)
-            return list(best.values())
-    raise DoesNotFitError(lambda: min((each.missing for each in missing), key=lambda lacking: sum(lacking.values())))
+    return found
+
+
+def _has_device_room(found: Sequence[Solution]) -> bool:
+    """With more of the device's memory the best of these would hardly be better."""
+    best = min(found, key=lambda solution: solution.cost)
+    return best.nbytes[Tier.DEVICE] < (1 - _FREE_SHARE) * best.costs.limits.device_nbytes
 
 
 def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) -> float | None:

@@ -10,8 +10,10 @@ _MEMORY_BYTES_PER_FLOP = 1 / 180
 # What a server spends on a byte, over what moving it and its checksum alone take: pieces go through its queues, and
 # others use the memory meanwhile. Measured in three jobs: 0.12 to 0.13 s of a core for each GB, where 0.07 were found.
 _SERVER_OVER_ALONE = 1.75
-# What an update on the device reads and writes of a parameter: master and moments in and out, gradient in, param out.
-_UPDATE_NBYTES = 28
+# What an update on the device reads and writes of a parameter: master and moments in and out, gradient in.
+_UPDATE_NBYTES = 26
+# ... and to make a 16-bit param of its master.
+_ROUND_NBYTES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,11 @@ class Speeds:
     # The device is the CPU: what it computes, the optimizer and the copies have the same cores, and its memory is the
     # host's.
     shares_cores: bool = False
+
+    @property
+    def device_rounded_params(self) -> float:
+        """16-bit params made of their master on the device."""
+        return self.device_memory_bytes / _ROUND_NBYTES
 
     @property
     def read_bytes(self) -> float:

@@ -68,7 +68,7 @@ class PlannedJob:
     keeps_grads: bool  # no update before all gradients are known
     param_itemsize: int
     state_itemsize: int  # of all states of one parameter at rest
-    read_itemsize: int  # ... and of those that an update reads
+    read_itemsize: int  # ... and of those that an update reads, which are all that rests on a device
     grad_itemsize: int  # on their way to the optimizer
     num_optimizers: int = 1
     num_prefetched: int = 2  # operations whose params are on the device
@@ -190,9 +190,12 @@ class StepCosts:
         if tier in (StateTier.DEVICE, StateTier.HOST):
             seconds[Part.SSD_UPDATE] = numel * job.state_itemsize / COMMIT_EVERY / speeds.write_bytes
         if tier is StateTier.DEVICE:
-            seconds[Part.BACKWARD] = numel / speeds.device_params
-            seconds[Part.D2H_BACKWARD] = numel * job.state_itemsize / COMMIT_EVERY / speeds.d2h_bytes
-            device = numel * (job.state_itemsize + job.grad_itemsize)
+            uses_forward, uses_backward = self._uses(block)
+            round_s = numel / speeds.device_rounded_params if job.read_itemsize < job.state_itemsize else 0.0
+            seconds[Part.FORWARD] = uses_forward * round_s
+            seconds[Part.BACKWARD] = numel / speeds.device_params + uses_backward * round_s
+            seconds[Part.D2H_BACKWARD] = numel * job.read_itemsize / COMMIT_EVERY / speeds.d2h_bytes
+            device = numel * (job.read_itemsize + job.grad_itemsize)
             return self._way(seconds, device=device, in_transit=self._transit_nbytes)
         uses_forward, uses_backward = self._uses(block)
         seconds[Part.H2D_FORWARD] = uses_forward * param_nbytes / speeds.h2d_bytes

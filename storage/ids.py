@@ -94,9 +94,22 @@ class Formats:
 
     @property
     def kinds_to_update(self) -> tuple[StateKind, ...]:
-        """What an update reads: all states, but for a param that follows from its master."""
+        """What an update reads: all states, but for a param that follows from its master.
+
+        Of a block whose states rest on the device it is all that lies there (AutoHete, footnote 2).
+        """
         kinds = tuple(self.itemsizes)
         return tuple(kind for kind in kinds if kind is not StateKind.PARAM or StateKind.MASTER not in kinds)
+
+    @property
+    def update_itemsize(self) -> int:
+        """Bytes of what an update reads of one parameter's states."""
+        return sum(self.itemsizes[kind] for kind in self.kinds_to_update)
+
+    @property
+    def derives_param(self) -> bool:
+        """Whether the param follows from its master: by rounding."""
+        return self.param_kind not in self.kinds_to_update
 
     @property
     def param_kind(self) -> StateKind:

@@ -69,7 +69,7 @@ class Operations:
                 start_s = world.env.now
                 yield from self._grads.take(operation)
                 self._note(SpanKind.WAIT_GRAD_BUFFER, operation, operation.block, start_s)
-            computing = self._compute(operation, fetches[0].request)
+            computing = self._compute(operation, fetches)
             yield from world.compute.carry_out(computing, SpanKind(operation.phase), operation.step, operation.block)
             self._note_end_of_step(operation)
             for fetch in fetches:
@@ -102,8 +102,11 @@ class Operations:
     def _note(self, kind: SpanKind, operation: ComputeBlock, block: int, start_s: float) -> None:
         self.world.note(COMPUTE, kind, operation.step, block, WHOLE_BLOCK, start_s)
 
-    def _compute(self, operation: ComputeBlock, request: PrefetchParams) -> Process:
-        world, block = self.world, operation.block
+    def _compute(self, operation: ComputeBlock, fetches: list[Fetch]) -> Process:
+        world, block, request = self.world, operation.block, fetches[0].request
+        num_rounded = sum(fetch.numel or 0 for fetch in fetches if fetch.is_rounded)
+        if num_rounded:
+            yield from world.spend(num_rounded / world.rates.device_rounded_params)
         num_microbatches = self._num_microbatches(operation.group)
         peak_nbytes = world.work.peak_nbytes.get(block, 0)
         self._activations.begin(Moment(operation.step, operation.op, block))

@@ -22,6 +22,7 @@ class Fetch:
     ready: simpy.Event  # then, once it was told
     num_missing: int = 0
     numel: int | None = None  # of the buffer; None: where they rest
+    is_rounded: bool = False  # made of the master, which rests on the device, when they are needed
     held: list[tuple[ChunkKey, Span]] = field(default_factory=list)  # of a streamed block: until it is computed
 
 
@@ -41,7 +42,7 @@ class ParamFeed:
         numbers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
             context.layout.shared,
-            resident=context.plan.device_blocks,
+            resident=() if context.formats.derives_param else context.plan.device_blocks,
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
         self._buffers = {
@@ -80,9 +81,13 @@ class ParamFeed:
             request = yield from self._requests.get()
             keys = world.context.layout.chunk_keys(request.block)
             fetch = Fetch(request, world.env.event(), world.env.event())
-            if request.block in world.context.plan.device_blocks:
+            is_resident = request.block in world.context.plan.device_blocks
+            if is_resident:
                 fetch.arrived.succeed()
-            else:
+            if is_resident and world.context.formats.derives_param:
+                fetch.numel, fetch.is_rounded = world.context.layout.blocks[request.block].numel, True
+                yield from self._buffers[fetch.numel].take()
+            elif not is_resident:
                 fetch.numel = world.context.layout.blocks[request.block].numel - self._first(request.block)
                 fetch.num_missing = len(keys)
                 yield from self._buffers[fetch.numel].take()

@@ -28,6 +28,7 @@ class Rates:
     ssd_write_bytes: tuple[float, ...]
     optimizer_params: float  # of each optimizer
     device_params: float  # updated on the device, for blocks that rest there
+    device_rounded_params: float = math.inf  # made of their master on the device, for such blocks
     message_s: float = 0.0  # to the scheduler or from it; those between workers take no time
     ssd_cpu_s_per_byte: float = 0.0  # that shared cores spend meanwhile
     commit_s: float = 0.0  # of an SSD, once everything is written

@@ -68,7 +68,7 @@ class World(Log):
         # Chunks of which an SSD has something that is not committed: that lies in a place of its own.
         self._uncommitted: dict[ActorName, set[ChunkKey]] = {ssd_name(i): set() for i in range(len(context.ssds))}
         # On the SSDs one generation is always there.
-        device_nbytes = self.state_itemsize * sum(layout.blocks[block].numel for block in plan.device_blocks)
+        device_nbytes = formats.update_itemsize * sum(layout.blocks[block].numel for block in plan.device_blocks)
         ssd_nbytes = plan.ssd_nbytes if context.ssds else 0
         self._keep_states(Tier.GPU, device_nbytes, device_nbytes)
         self._keep_states(Tier.HOST, plan.host_states.nbytes, plan.host_states.nbytes)

@@ -33,6 +33,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "tied": True,
         "placement": Placement(device_blocks=(0, 2)),
     },
+    "states on the device, params made of the master": {
+        "precision": Precision.BF16,
+        "tied": True,
+        "placement": Placement(device_blocks=(0, 2)),
+    },
     "layers in pieces": {"placement": Placement(streamed_blocks=(1, 2, 3))},
     "all swapped": {
         "precision": Precision.BF16,

@@ -101,7 +101,7 @@ def allocated(context: JobContext) -> dict[tuple[Tier, str], int]:
     params = param_buffers(
         [numel - bounds[block][-1] if (block := BlockIndex(i)) in bounds else numel for i, numel in enumerate(numels)],
         layout.shared,
-        resident=plan.device_blocks,
+        resident=(),
         num_ahead=context.spec.effective_ordering.max_prefetched,
     )
     pieces = NUM_PIECE_BUFFERS * largest_piece(list(bounds.values()))
@@ -109,7 +109,7 @@ def allocated(context: JobContext) -> dict[tuple[Tier, str], int]:
         (Tier.GPU, "params"): sum(numel * number for numel, number in params.items()) * 2,
         (Tier.GPU, "pieces of params"): pieces * 2,
         (Tier.GPU, "gradients"): _grads_nbytes(context, numels),
-        (Tier.GPU, "states"): sum(numels[block] for block in plan.device_blocks) * 14,
+        (Tier.GPU, "states"): sum(numels[block] for block in plan.device_blocks) * 12,
         (Tier.HOST, "params"): plan.params.nbytes,
         (Tier.HOST, "gradients"): plan.grads.nbytes,
         (Tier.HOST, "states"): plan.host_states.nbytes,
