@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # its parts are imported when they are first used: most who import this solve nothing
 
+from windlass.planner.silence import without_stdout
+
 # Of two assignments whose steps take the same, the one with less work in its parts is better: so much of it counts.
 SPARE_WEIGHT = 1e-4
 _GAP = 1e-6  # relative, of what HiGHS calls an optimum
@@ -204,13 +206,15 @@ class _Variables:
         upper[step + 1 : step + 1 + num_tiers] = 0.0
         upper[width - num_buffers :] = 1.0
         upper[[step + 1 + tier for tier in elastic]] = np.inf
-        found = scipy.optimize.milp(
-            costs,
-            constraints=constraints,
-            integrality=integrality,
-            bounds=scipy.optimize.Bounds(0.0, upper),
-            options={"mip_rel_gap": _GAP},
-        )
+        bounds = scipy.optimize.Bounds(0.0, upper)
+        with without_stdout():
+            found = scipy.optimize.milp(
+                costs,
+                constraints=constraints,
+                integrality=integrality,
+                bounds=bounds,
+                options={"mip_rel_gap": _GAP},
+            )
         if found.x is None:
             return None
         counts = np.rint(found.x[:num_ways]).astype(int).tolist()

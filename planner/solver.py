@@ -3,6 +3,7 @@
 For each size of the groups, an integer program decides the rest (see `step_costs`); the best of all is taken.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,10 +117,12 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
     """
     missing: list[DoesNotFitError] = []
     found: list[Solution] = []
-    for resort in _resorts(job):
-        if found and (resort["spills"] or _has_device_room(found)):
-            break
+    resorts = iter(_resorts(job))
+    for resort in resorts:
         found += _solutions(job, speeds, limits, resort, missing)
+        if found:
+            found += _with_resorts(found, limits, resorts)
+            break
     if not found:
         raise DoesNotFitError(
             lambda: min((each.missing for each in missing), key=lambda lacking: sum(lacking.values()))
@@ -152,10 +155,22 @@ def _solutions(
     return found
 
 
-def _has_device_room(found: Sequence[Solution]) -> bool:
-    """With more of the device's memory the best of these would hardly be better."""
+def _with_resorts(found: Sequence[Solution], limits: Limits, resorts: Iterable[dict[str, Any]]) -> Iterator[Solution]:
+    """What the best of what was found becomes by the resorts, where more of the device's memory might help.
+
+    One that changes two things is tried only if one of them was worth it.
+    """
     best = min(found, key=lambda solution: solution.cost)
-    return best.nbytes[Tier.DEVICE] < (1 - _FREE_SHARE) * best.costs.limits.device_nbytes
+    if best.nbytes[Tier.DEVICE] < (1 - _FREE_SHARE) * limits.device_nbytes:
+        return
+    for resort in resorts:
+        changes = [name for name, value in resort.items() if getattr(best.costs, name) != value]
+        if "spills" in changes or len(changes) > 1:
+            continue
+        with contextlib.suppress(DoesNotFitError):
+            solution = _solve(replace(best.costs, limits=limits, **resort))
+            best = min(best, solution, key=lambda each: each.cost)
+            yield solution
 
 
 def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) -> float | None:

@@ -285,3 +285,18 @@ def test_states_on_the_device_need_a_buffer_in_host_memory() -> None:
     resting = solve_job(job, speeds, limits(1e6, least / MIB + transit_mib + 12))
     assert resting.placement.device_blocks
     assert resting.step_s < without.step_s
+
+
+@pytest.mark.parametrize(
+    ("device_mib", "streams", "num_grad_buffers"), [(125, True, 1), (170, False, 1), (200, False, 2), (4000, False, 2)]
+)
+def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_is_full(
+    device_mib: int, streams: bool, num_grad_buffers: int
+) -> None:
+    """A second buffer for gradients, or params as wholes, may be worth less than what else has room for instead."""
+    found = candidates(make_job(keeps_grads=True), make_speeds(d2h_bytes=1e10), limits(device_mib, 2000))
+    best = found[0].costs
+    assert (best.streams, best.num_grad_buffers) == (streams, num_grad_buffers)
+    plain = [each for each in found if not each.costs.streams and each.costs.num_grad_buffers == 2]
+    assert plain, "there was a plan without them as well"
+    assert (len(plain) == len(found)) == (device_mib == 4000)
