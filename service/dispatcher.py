@@ -15,8 +15,10 @@ from typing import Any, Protocol
 from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt, last_sign_of_life
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JournalReader
+from windlass.service.box import Box, look_at_box
 from windlass.service.doctor import measured_hardware
 from windlass.service.job_plans import load_plan, planned_seconds
+from windlass.service.job_queue import JobQueue, Verdict
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
 from windlass.service.lease import Lease
 from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_states
@@ -42,11 +44,6 @@ _TELL_AGAIN_S = 10.0
 _KILL_AFTER_S = 180.0
 # How long those may outlive their runner; Ray ends them with it.
 _KILL_ORPHANS_AFTER_S = 5.0
-# Between an attempt that was lost without a step of progress and the next: each time longer. Up to half of it is left
-# out at random, so that jobs that were lost together do not start together.
-_FIRST_PAUSE_S = 2.0
-_PAUSE_GROWS = 4.0
-_LONGEST_PAUSE_S = 300.0
 # How long a runner may give no sign of life, of which it gives one a second.
 _SILENT_S = 60.0
 _HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
@@ -88,15 +85,6 @@ class _Over:
     is_gone: bool = False  # its processes, so that what they held is free
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Retry:
-    """When a job goes on that was lost."""
-
-    after: Attempt
-    pause_s: float
-    at: float
-
-
 class Dispatcher:
     """One pass after the other over all unfinished jobs; nothing in it blocks for long."""
 
@@ -110,6 +98,7 @@ class Dispatcher:
         *,
         prepare: Callable[[PreparationOrder], Preparation] = preparation_of,
         ask: Ask = ask_planner,
+        look: Callable[[], Box] | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -120,14 +109,21 @@ class Dispatcher:
         self._lease = lease
         self._prepare = prepare
         self._clock = clock
-        self._jitter = jitter
         self._preparations: dict[str, Preparation] = {}
         self._corrections = PlanCorrections(database, settings, ask=ask)
         self._renewals = PlanRenewals(database, settings, ask=ask)
+        self._queue = JobQueue(
+            database,
+            settings,
+            machinery,
+            lease,
+            look=look or functools.partial(look_at_box, settings),
+            clock=clock,
+            jitter=jitter,
+        )
         self._readers: dict[str, JournalReader] = {}  # of running jobs
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
         self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
-        self._retries: dict[str, _Retry] = {}  # of jobs that were lost
         self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
 
     def tick(self) -> None:
@@ -162,7 +158,8 @@ class Dispatcher:
         self._drop_preparations(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
-        for remembered in (self._readers, self._over, self._told, self._signs, self._retries):
+        self._queue.forget()
+        for remembered in (self._readers, self._over, self._told, self._signs):
             remembered.clear()
         for job_id in jobs_with_states(self._settings):
             with self._database.read() as session:
@@ -225,7 +222,7 @@ class Dispatcher:
         """To end the job, or the attempt; nothing is told to one that may go on."""
         if job.cancel_requested:
             self._tell(job, "cancel", self._runners.cancel)
-        elif job.status is JobStatus.PAUSING or self._corrections.tend(job):
+        elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._corrections.tend(job):
             self._tell(job, "pause", self._runners.pause)
 
     def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
@@ -287,7 +284,7 @@ class Dispatcher:
             results = preparation.poll()
             if results is None:
                 return
-            self._queue(job, results)
+            self._enqueue(job, results)
         except PreparationError as error:
             self._drop_preparation(job.id)
             with self._database.write() as session:
@@ -295,7 +292,7 @@ class Dispatcher:
         else:
             self._drop_preparation(job.id)
 
-    def _queue(self, job: Job, results: dict[str, dict[str, Any]]) -> None:
+    def _enqueue(self, job: Job, results: dict[str, dict[str, Any]]) -> None:
         resolved = resolve_job(job, results)
         with self._database.write() as session:
             JobRepository(session).transition(
@@ -320,59 +317,22 @@ class Dispatcher:
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _launch_next(self) -> None:
-        # Who has run before keeps its place, whatever came meanwhile.
-        queued = sorted(self._jobs(JobStatus.QUEUED), key=lambda job: job.attempt == 0)
-        for job_id in self._retries.keys() - {job.id for job in queued}:
-            del self._retries[job_id]
-        self._renewals.drop(keep={job.id for job in queued})
-        pausing = {job.id: pause_s for job in queued if (pause_s := self._pause_before_retry(job)) is not None}
-        for position, job in enumerate(queued):
-            leaving = {job_id for job_id, over in self._over.items() if not over.is_gone}
-            on_devices = self._jobs_here(JobStatus.RUNNING, JobStatus.PAUSING)
-            # Also those that are about to go on: what comes later must not take their place.
-            coming = [*pausing, *(job_id for job_id in self._renewals.pending if job_id != job.id)]
-            holders = list(dict.fromkeys([*(each.id for each in on_devices), *leaving, *coming]))
-            if job.id in leaving:
-                reason = f"the processes of attempt {job.attempt} have not ended yet"
-                self._guarded(job.id, self._explain_wait, job, reason)
-            elif job.id in pausing:
-                reason = f"attempt {job.attempt} was lost; the next one begins about {pausing[job.id]:.0f} s later"
-                self._guarded(job.id, self._explain_wait, job, reason)
-            elif len(holders) >= self._machinery.num_devices:
-                self._guarded(job.id, self._explain_wait, job, self._reason_to_wait(holders, position))
-            else:
-                self._guarded(job.id, self._launch_by_its_plan, job)
+        leaving = {job_id for job_id, over in self._over.items() if not over.is_gone}
+        verdicts = self._queue.verdicts(leaving)
+        self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
+        for verdict in verdicts:
+            self._guarded(verdict.job.id, self._carry_out, verdict)
 
-    def _pause_before_retry(self, job: Job) -> float | None:
-        """How long a job waits after its attempt was lost without a step of progress; None if it need not any more."""
-        if not job.num_lost:
-            return None
-        retry = self._retries.get(job.id)
-        if retry is None or retry.after != job.attempt:
-            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _PAUSE_GROWS ** (job.num_lost - 1))
-            pause_s = longest_s * (1 - self._jitter() / 2)
-            retry = self._retries[job.id] = _Retry(
-                after=Attempt(job.attempt), pause_s=pause_s, at=self._clock() + pause_s
-            )
-        return None if self._clock() >= retry.at else retry.pause_s
-
-    def _reason_to_wait(self, holders: Sequence[str], position: int) -> str:
-        device = "the CPU" if self._machinery.num_gpus == 0 else "every GPU"
-        reason = f"{device} is in use by job {', '.join(holders)}"
-        if position:
-            reason += f"; {position} queued job{'s' if position > 1 else ''} will start before this one"
-        return reason
-
-    def _explain_wait(self, job: Job, reason: str) -> None:
-        if reason != job.waiting_reason:
-            with self._database.write() as session:
-                JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
-
-    def _launch_by_its_plan(self, job: Job) -> None:
-        if self._renewals.is_pending(job):
-            self._explain_wait(job, "its plan is made again, as the machine was measured since")
-        else:
+    def _carry_out(self, verdict: Verdict) -> None:
+        job = verdict.job
+        # One that was begun is seen to its end: other jobs wait for the planner.
+        if (verdict.may_move or job.id in self._renewals.pending) and self._renewals.is_pending(job):
+            self._queue.explain(job, "its plan is made again, as the machine or the settings have changed since")
+        elif verdict.is_ready and verdict.decision.begins:
             self._launch(job)
+        else:
+            self._queue.make_room(job, verdict.decision.pauses)
+            self._queue.explain(job, verdict.reason)
 
     def _launch(self, job: Job) -> None:
         attempt = Attempt(job.attempt + 1)
@@ -409,11 +369,6 @@ class Dispatcher:
         """Those that this dispatcher holds."""
         with self._database.read() as session:
             return JobRepository(session).with_status(*statuses, lease_holder=self._lease.holder)
-
-    def _jobs_here(self, *statuses: JobStatus) -> Sequence[Job]:
-        """Those of this box, whoever holds them."""
-        with self._database.read() as session:
-            return JobRepository(session).with_status(*statuses, node=self._lease.node)
 
     def _guarded(self, job_id: str, handle: Callable[..., None], *arguments: object) -> None:
         try:

@@ -50,8 +50,13 @@ def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
         question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
     except (OSError, ValueError):
         return None
-    # A plan that was made for the machine as it was measured later tells so.
-    return question | {name: found[name] for name in ("hardware",) if name in found}
+    return question | made_for(found)
+
+
+def made_for(found: dict[str, Any]) -> dict[str, Any]:
+    """What a plan was made for that was made again, for the machine and the settings as they were later."""
+    names = ("hardware", "num_optimizers", "host_memory_nbytes", "device_memory_nbytes")
+    return {name: found[name] for name in names if name in found}
 
 
 def planned_seconds(found: dict[str, Any] | None, job: Job) -> float | None:

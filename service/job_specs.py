@@ -167,11 +167,14 @@ def plan_question(
         "precision": asked.precision,
         "state_precision": asked.state_precision,
         "clips": asked.clip_norm is not None,
-        "num_optimizers": settings.num_cpu_optimizers,
-        "host_memory_nbytes": _budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
-        "device_memory_nbytes": _budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
         "compute_threads": compute_threads,
+        **_bounds(settings, asked),
     }
+
+
+def plan_bounds(settings: Settings, job: Job) -> dict[str, int | None]:
+    """What the planner is asked about a job that depends on the installation's settings."""
+    return _bounds(settings, _settings_of(job).windlass)
 
 
 def measuring_threads(settings: Settings, machinery: Machinery, hardware: Hardware) -> int | None:
@@ -246,9 +249,7 @@ def build_job_spec(
         kernel_dir=str(settings.home / "kernels"),
         # What was planned has exactly the memory that was planned.
         host_memory_nbytes=(
-            _budget_nbytes(settings.host_memory_gib, asked.windlass.budgets.host_memory_gib)
-            if planned is None
-            else planned["arena_nbytes"]
+            _bounds(settings, asked.windlass)["host_memory_nbytes"] if planned is None else planned["arena_nbytes"]
         ),
         deadline_s=_DEADLINE_S,
         placement=Placement() if planned is None else placement_json.from_json(planned["placement"]),
@@ -283,6 +284,14 @@ def _threads(settings: Settings, machinery: Machinery) -> tuple[int, int]:
         nodes = numa_nodes()
         each = min(each, *(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers)))
     return compute, each
+
+
+def _bounds(settings: Settings, asked: WindlassSettings) -> dict[str, int | None]:
+    return {
+        "num_optimizers": settings.num_cpu_optimizers,
+        "host_memory_nbytes": _budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
+        "device_memory_nbytes": _budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
+    }
 
 
 def _budget_nbytes(*budgets_gib: float | None) -> int | None:

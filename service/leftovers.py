@@ -58,7 +58,7 @@ def _on_each_volume(settings: Settings, act: Callable[[Volume], _Result]) -> lis
     results: list[_Result] = []
     for path in settings.ssd_dirs:
         try:
-            if not _has_volume(path):
+            if not has_volume(path):
                 continue
             # No states are moved from here, so it does not matter whether the file system takes O_DIRECT.
             volume = Volume.open(path, direct=False)
@@ -71,7 +71,7 @@ def _on_each_volume(settings: Settings, act: Callable[[Volume], _Result]) -> lis
     return results
 
 
-def _has_volume(path: Path) -> bool:
+def has_volume(path: Path) -> bool:
     """Whether an SSD carries a trace of a volume: opening would make one of a blank directory or device."""
     try:
         fd = os.open(path if is_block_device(path) else path / VOLUME_FILE, os.O_RDONLY | os.O_CLOEXEC)

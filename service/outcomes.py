@@ -68,6 +68,12 @@ def cancel_job(session: Session, job: Job) -> None:
     )
 
 
+def in_words_to(session: Session, job: Job, other: str) -> str:
+    """Another job, as this one's owner may know of it: users see their own jobs only."""
+    found = JobRepository(session).find(other)
+    return f"job {other}" if found is not None and found.owner == job.owner else "a job"
+
+
 def open_journal(settings: Settings, job: Job) -> JournalReader:
     """What a job's runners have told and is not imported yet."""
     return JournalReader(journal_path(settings, job.id), (job.journal_attempt, job.journal_seq))
@@ -110,7 +116,7 @@ def resume(settings: Settings, session: Session, job: Job, reason: str) -> None:
 
     StatusConflict if it has ended or moved on meanwhile.
     """
-    last_fruitful = _last_fruitful_attempt(session, job.id)
+    last_fruitful = last_fruitful_attempt(session, job.id)
     num_lost = 0 if last_fruitful == job.attempt else job.num_lost + 1
     if JobRepository(session).get(job.id).cancel_requested:
         cancel_job(session, job)
@@ -133,7 +139,7 @@ def resume(settings: Settings, session: Session, job: Job, reason: str) -> None:
 def _leave(
     session: Session, job: Job, message: str, *, level: str, num_lost: int, plan_number: int | None = None
 ) -> None:
-    """The job is not over, but its attempt is: another one goes on, before all jobs that have not begun.
+    """The job is not over, but its attempt is: another one goes on, before those of its priority that have not begun.
 
     One that is to pause waits to be resumed.
     """
@@ -149,7 +155,7 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_
     plans = plans_of(settings, job)
     if len(plans) < 2 or not plans[-1].get("corrected") or (first := plans[-1]["from_attempt"]) is None:
         return False
-    if job.attempt < first or _last_fruitful_attempt(session, job.id) >= first:
+    if job.attempt < first or last_fruitful_attempt(session, job.id) >= first:
         return False
     number = keep_plan(settings, job, {**plans[-2], "from_attempt": job.attempt + 1})
     message = f"Attempt {job.attempt} failed: {reason}; going on by the plan before, from the last committed step"
@@ -157,7 +163,7 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_
     return True
 
 
-def _last_fruitful_attempt(session: Session, job_id: str) -> int:
+def last_fruitful_attempt(session: Session, job_id: str) -> int:
     """The attempt that told a training loss last, which is told once its step is committed; 0 if none ever did."""
     # Newest first. A few evaluations may have come since; attempts that brought nothing else are few.
     page = EventRepository(session).page(job_id, limit=_NUM_METRICS_TO_SEARCH, after=None, type="metrics")
@@ -187,6 +193,10 @@ def _go_on(session: Session, job: Job) -> None:
         cancel_job(session, job)
     elif job.status is JobStatus.PAUSING:
         _leave(session, job, f"Paused after step {now.step}", level="info", num_lost=0)
+    elif now.yields_to is not None:
+        paused = f"Paused after step {now.step} for {in_words_to(session, now, now.yields_to)} of higher priority"
+        message = f"{paused}; it goes on by itself when there is room"
+        _leave(session, job, message, level="info", num_lost=0)
     else:
         message = f"Attempt {job.attempt} ended after step {now.step}, so that another goes on with the new plan"
         _leave(session, job, message, level="info", num_lost=0)

@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.actors.measured_steps import MIN_STEPS
 from windlass.actors.spans_file import FOLDER
-from windlass.service.job_plans import keep_plan, load_plan, load_question
+from windlass.service.job_plans import keep_plan, load_plan, load_question, made_for
 from windlass.service.job_specs import job_dir
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step
 from windlass.service.settings import Settings
@@ -149,8 +149,7 @@ def _corrected(before: dict[str, Any], found: dict[str, Any], attempt: int) -> d
         return _uncorrected(before, "; ".join(found.get("warnings", ())))
     from_attempt = attempt + 1 if found["changes"] else None
     facts = {name: found[name] for name in ("plan", "placement", "arena_nbytes", "told")}
-    facts |= {name: before[name] for name in ("hardware",) if name in before}  # that it was made for
-    return {**facts, "corrected": True, "from_attempt": from_attempt}
+    return {**facts, **made_for(before), "corrected": True, "from_attempt": from_attempt}
 
 
 def _uncorrected(before: dict[str, Any], why: str) -> dict[str, Any]:

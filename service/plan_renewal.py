@@ -1,17 +1,17 @@
 """Plans that are made again before a job is launched, as its machine is not any more what they were made for.
 
-A job may wait or be paused for long; meanwhile SSDs or GPUs are changed, and the machine is measured again. An attempt
-goes on wherever its plan has things rest, so the new plan holds from the next attempt on.
+A job may wait or be paused for long; meanwhile SSDs or GPUs are changed and the machine is measured again, or the
+settings give jobs other budgets. An attempt goes on wherever its plan has things rest, so the new plan holds from the
+next attempt on.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.planner.hardware import Hardware
 from windlass.service.doctor import measured_hardware
 from windlass.service.job_plans import keep_plan, load_plan, load_question
-from windlass.service.job_specs import job_dir
+from windlass.service.job_specs import job_dir, plan_bounds
 from windlass.service.plan_corrections import Ask
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError
 from windlass.service.settings import Settings
@@ -23,7 +23,8 @@ from windlass.storage.sql.models import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    hardware: Hardware
+    why: str
+    now: dict[str, Any]  # what the plan is to be made for
     preparation: Preparation
 
 
@@ -48,16 +49,23 @@ class PlanRenewals:
             self._poll(asked, job)
             return True
         self._asked.pop(job.id, None)
-        question, hardware = load_question(self._settings, job), measured_hardware(self._settings)
-        if load_plan(self._settings, job) is None or question is None or hardware is None:
+        question, now = load_question(self._settings, job), self._now(job)
+        if load_plan(self._settings, job) is None or question is None:
             return False
-        if question.get("hardware") in (None, hardware.model_dump()):
+        changed = [name for name, value in now.items() if question.get(name, value) != value]
+        if not changed:
             return False
         if not self._asked:
-            question = {**question, "hardware": hardware.model_dump()}
-            preparation = self._ask(job_dir(self._settings, job.id) / "renewal", question)
-            self._asked[job.id] = _Asked(hardware=hardware, preparation=preparation)
+            why = "The machine was measured again" if "hardware" in changed else "The settings' budgets have changed"
+            preparation = self._ask(job_dir(self._settings, job.id) / "renewal", {**question, **now})
+            self._asked[job.id] = _Asked(why=why, now=now, preparation=preparation)
         return True
+
+    def _now(self, job: Job) -> dict[str, Any]:
+        """Of what a planner is asked, all that may be another thing by now."""
+        hardware = measured_hardware(self._settings)
+        measured = {} if hardware is None else {"hardware": hardware.model_dump()}
+        return {**plan_bounds(self._settings, job), **measured}
 
     def drop(self, *, keep: Collection[str]) -> None:
         """End what was begun for a job that is not queued any more."""
@@ -80,13 +88,13 @@ class PlanRenewals:
         """What comes of it: another plan, or the one before for this machine too, so that it is not asked for again."""
         self._asked[job.id] = None
         if found is not None:
-            told = "The machine was measured again: the job goes on by a new plan"
+            told = f"{asked.why}: the job goes on by a new plan"
             kept = {name: found[name] for name in ("plan", "placement", "arena_nbytes")}
         else:
-            told = f"The machine was measured again, but there is no new plan, and the one before stays: {why_not}"
+            told = f"{asked.why}, but there is no new plan, and the one before stays: {why_not}"
             kept = load_plan(self._settings, job) or {}
         about = {"corrected": False, "from_attempt": job.attempt + 1, "told": told}
-        number = keep_plan(self._settings, job, {**kept, **about, "hardware": asked.hardware.model_dump()})
+        number = keep_plan(self._settings, job, {**kept, **about, **asked.now})
         with self._database.write() as session:
             JobRepository(session).set_fields(job.id, seen=job, plan_number=number)
             EventRepository(session).add(

@@ -23,7 +23,7 @@ ALIGNMENT_NBYTES = 4096
 # Making room for huge pages takes 1 to 2 s a GiB on a machine with fragmented memory; then a job waits no longer.
 _HUGE_PAGES_BUDGET_S = 20.0
 
-_ARENA_NAME = re.compile(r"windlass-.+-\d+-\d+\.arena")
+_ARENA_NAME = re.compile(r"windlass-(.+)-\d+-\d+\.arena")
 _MADV_POPULATE_READ = 22  # of Linux's mman-common.h; Python has no name for it
 _POPULATE_STEP_NBYTES = 256 << 20
 
@@ -40,6 +40,18 @@ def remove_leftovers(directory: Path) -> list[Path]:
     compared: those of another container mean nothing here, and they are used again.
     """
     return [path for path in sorted(directory.glob("windlass-*.arena")) if _remove_if_unlocked(path)]
+
+
+def arenas_in(directory: Path) -> dict[JobId, int]:
+    """Bytes of memory that the arenas of each job hold there."""
+    found: dict[JobId, int] = {}
+    for path in directory.glob("windlass-*.arena"):
+        name = _ARENA_NAME.fullmatch(path.name)
+        with suppress(FileNotFoundError):  # its job has just ended
+            if name is not None:
+                job = JobId(name[1])
+                found[job] = found.get(job, 0) + path.stat().st_blocks * 512
+    return found
 
 
 class Arena:

@@ -236,7 +236,7 @@ class JobRepository:
         check_transition(job_id, source, target)
         fence = _fence(seen)
         job = self.get(job_id)
-        values: dict[str, Any] = {"waiting_reason": None, **fields, "status": target}
+        values: dict[str, Any] = {"waiting_reason": None, "yields_to": None, **fields, "status": target}
         now_s = time.time()
         if target is JobStatus.RUNNING and job.started_at is None:
             values["started_at"] = now_s
@@ -276,6 +276,15 @@ class JobRepository:
         if job.waiting_reason != reason:
             self._update(job, ACTIVE_STATUSES, fence, {"waiting_reason": reason})
             self._event(job, f"Waiting: {reason}", "info", {"waiting_reason": reason})
+
+    def ask_to_yield(self, job_id: str, to: str, *, message: str, seen: Job) -> None:
+        """Note that a running job's attempt is to end for another job; StatusConflict if it does not run, or as
+        `transition`.
+        """
+        fence = _fence(seen)
+        job = self.get(job_id)
+        self._update(job, (JobStatus.RUNNING,), fence, {"yields_to": to})
+        self._event(job, message, "info", {})
 
     def _update(
         self, job: Job, statuses: Collection[JobStatus], fence: "_Fence | None", values: Mapping[str, Any]

@@ -96,6 +96,8 @@ class Job(Base):
     plan_number: Mapped[int] = mapped_column(default=0)
     # Attempts that were lost since the last that brought a step, or ended as it was asked to.
     num_lost: Mapped[int] = mapped_column(default=0)
+    # The job of higher priority that its attempt ends for; NULL: it need not. It goes on by itself afterwards.
+    yields_to: Mapped[str | None] = mapped_column(String(64))
     # The home that has its folder and its files; NULL: that of the dispatcher that will claim it.
     node: Mapped[str | None] = mapped_column(String(64))
     # The dispatcher that works on it; NULL, or one that is not in the table: it may be claimed.

@@ -89,7 +89,7 @@ class ResumeStage:
                     command, env=environment, cwd=self.settings.home, stdout=log, stderr=log
                 )
 
-    def submit(self, num_steps: int = NUM_STEPS) -> str:
+    def submit(self, num_steps: int = NUM_STEPS, *, priority: int = 0) -> str:
         """A job that is prepared: it has the files that the preparation leaves. Returns its id."""
         hyper = replace(HYPERPARAMETERS, clip_norm=0.5)
         new = NewJob(
@@ -101,7 +101,7 @@ class ResumeStage:
             method={"type": "supervised", "supervised": {"hyperparameters": {}}},
             windlass={"precision": "fp32", "evaluate_every": 4, "checkpoint_every": 8},
             metadata={},
-            priority=0,
+            priority=priority,
             idempotency_key=None,
             request_digest=None,
         )

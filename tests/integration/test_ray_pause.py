@@ -1,4 +1,4 @@
-"""Jobs that are paused and resumed, on real Ray and through the real dispatcher, and lose nothing by it."""
+"""Jobs that are paused and go on, on real Ray and through the real dispatcher, and lose nothing by it."""
 
 import pytest
 
@@ -82,3 +82,27 @@ def test_a_paused_job_that_is_cancelled_leaves_nothing(stage: ResumeStage) -> No
     with stage.database.write() as session:
         assert JobRepository(session).request_cancel(job_id).status is JobStatus.CANCELLED
     stage.wait_for(lambda: stage.leftovers(job_id) == [], f"end of {stage.leftovers(job_id)}", job_id)
+
+
+def test_a_job_is_paused_for_one_of_higher_priority_and_loses_nothing(
+    stage: ResumeStage, undisturbed: Undisturbed
+) -> None:
+    low = stage.submit(NUM_STEPS, priority=1)
+    stage.wait_for_step(low, attempt=1, step=2)
+    high = stage.submit(NUM_STEPS)
+    stage.wait_for(lambda: stage.job(high).status is JobStatus.RUNNING, "turn of the other", low)
+    assert stage.job(low).status is JobStatus.QUEUED
+    assert not any(low in path.name for path in ARENA_DIR.iterdir())
+    assert list(stage.folder(low).glob("attempt-*")) == []
+    last_step = max(stage.losses(low))
+    assert 2 <= last_step < NUM_STEPS
+    why = f"Paused after step {last_step} for job {high} of higher priority; it goes on by itself when there is room"
+    assert why in stage.messages(low)
+
+    stage.finish(high)
+    stage.finish(low)
+    assert (stage.job(low).attempt, stage.job(high).attempt) == (2, 1)
+    told = {record.data["step"]: record.attempt for record in stage.journal(low) if "train_loss" in record.data}
+    assert told == {step: 1 if step <= last_step else 2 for step in range(1, NUM_STEPS + 1)}
+    for job_id in (high, low):
+        assert Undisturbed(stage.losses(job_id), stage.model(job_id)) == undisturbed

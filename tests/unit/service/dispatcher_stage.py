@@ -15,6 +15,10 @@ from sqlalchemy import update
 from windlass.actors.attempt_lock import begin_attempt
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
+from windlass.planner import placement_json
+from windlass.planner.hardware import GIB
+from windlass.planner.plan import Placement
+from windlass.service.box import Box
 from windlass.service.dispatcher import Dispatcher
 from windlass.service.home import node_of
 from windlass.service.job_specs import Machinery, resolve_job
@@ -42,6 +46,17 @@ PREPARED: Mapping[str, dict[str, Any]] = {
         "warnings": ["train.jsonl: 1 examples are longer than 8 tokens and were cut"],
     },
 }
+
+
+def planned(host_gib: float, *, buffers_gib: float = 0.0, ssd_gib: float = 0.0) -> Mapping[str, dict[str, Any]]:
+    """What the preparation of a job ends with that takes so much by its plan."""
+    peaks = {"gpu": 0.0, "host": host_gib, "ssd": ssd_gib}
+    plan = {
+        "plan": {"feasible": True, "reasons": [], "step_s": 1.0, "peak_gib": peaks},
+        "placement": placement_json.to_json(Placement()),
+        "arena_nbytes": int(buffers_gib * GIB),
+    }
+    return {**PREPARED, PLAN_JOB: {"ok": True, **plan}}
 
 
 @dataclass
@@ -93,7 +108,8 @@ class StandInPreparation(Preparation):
         if self.ending is None:
             return None
         self.order.work_dir.mkdir(parents=True, exist_ok=True)
-        (self.order.work_dir / "prepare_data.json").write_text(json.dumps(self.ending["prepare_data"]))
+        for name in self.ending.keys() & {"prepare_data", PLAN_JOB}:
+            (self.order.work_dir / f"{name}.json").write_text(json.dumps(self.ending[name]))
         return dict(self.ending)
 
     def stop(self) -> None:
@@ -128,6 +144,7 @@ class Stage:
         self.runners = StandInRunners()
         self.preparations: list[StandInPreparation] = []
         self.planners: list[StandInPlanner] = []
+        self.box = Box(room_nbytes=1 << 60)
         self.now = 1000.0
         self.node = node_of(home)
         self.machine = "boot-1"
@@ -165,6 +182,7 @@ class Stage:
             Lease(database, node=self.node, machine=machine or self.machine, is_alone=is_alone, clock=clock),
             prepare=prepare,
             ask=ask,
+            look=lambda: self.box,
             clock=clock,
             jitter=lambda: 0.0,
         )
@@ -181,7 +199,7 @@ class Stage:
             self.tick()
             self.now += BEAT_S
 
-    def submit(self, *, priority: int = 0, node: str | None = None, **windlass: Any) -> str:
+    def submit(self, *, priority: int = 0, owner: str | None = None, node: str | None = None, **windlass: Any) -> str:
         """A new job's id."""
         new = NewJob(
             model="tiny",
@@ -196,15 +214,18 @@ class Stage:
             idempotency_key=None,
             request_digest=None,
             node=node,
+            owner=owner,
         )
         with self.database.write() as session:
             return JobRepository(session).create(new).id
 
-    def queue(self, *, priority: int = 0) -> str:
+    def queue(
+        self, *, priority: int = 0, owner: str | None = None, prepared: Mapping[str, dict[str, Any]] = PREPARED
+    ) -> str:
         """A job that is prepared, and not started yet if the device is busy."""
-        job_id = self.submit(priority=priority)
+        job_id = self.submit(priority=priority, owner=owner)
         self.tick()
-        self.preparations[-1].ending = PREPARED
+        self.preparations[-1].ending = prepared
         self.tick()
         return job_id
 

@@ -154,9 +154,7 @@ def test_the_second_job_waits_for_the_device_and_says_why_once(stage: Stage) -> 
     second, third = stage.queue(), stage.queue()
     stage.tick(3)
     assert stage.job(second).waiting_reason == f"the CPU is in use by job {first}"
-    assert stage.job(third).waiting_reason == (
-        f"the CPU is in use by job {first}; 1 queued job will start before this one"
-    )
+    assert stage.job(third).waiting_reason == f"the CPU is in use by job {first}; 1 queued job is before this one"
     assert sum("the CPU is in use" in message for message in stage.messages(second)) == 1
 
     stage.export_model()

@@ -101,16 +101,16 @@ def test_a_runner_that_hangs_is_killed_and_followed_by_another(stage: Stage) -> 
 def test_a_job_that_goes_on_keeps_its_place(stage: Stage) -> None:
     first, journal = stage.run()
     journal.close()
-    urgent = stage.queue(priority=-5)
+    other = stage.queue()
     interrupt(stage, first)
     stage.tick()
-    assert str(stage.job(urgent).waiting_reason).endswith("; 1 queued job will start before this one")
+    assert str(stage.job(other).waiting_reason).endswith("; 1 queued job is before this one")
     stage.end_runner(first)
     stage.tick(2)
-    assert stage.status(urgent) is JobStatus.QUEUED
+    assert stage.job(other).waiting_reason == f"the CPU is in use by job {first}; 1 queued job is before this one"
     stage.sit_out_the_pause()
     assert [(spec.job, spec.attempt) for spec in stage.runners.started] == [(first, 1), (first, 2)]
-    assert stage.status(urgent) is JobStatus.QUEUED
+    assert stage.status(other) is JobStatus.QUEUED
 
 
 def test_the_next_attempt_waits_until_every_process_of_the_old_one_is_gone(stage: Stage) -> None:

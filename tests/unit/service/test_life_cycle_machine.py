@@ -3,6 +3,7 @@
 People create, cancel, pause and resume; dispatchers are killed at any of their writes, before or after it is committed,
 or freeze for so long that the other takes over; runners train, end, fail, are interrupted and die. Whatever came: every
 status followed from the one before, no event is lost or told twice, no job runs twice at once, and none is forgotten.
+Nobody gets memory or a device that another one has, and no job runs in the place of one of higher priority.
 """
 
 import json
@@ -21,11 +22,13 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from tests.postgresql import PostgresServer
-from tests.unit.service.dispatcher_stage import PREPARED, Stage, StandInRunners
+from tests.unit.service.dispatcher_stage import Stage, StandInRunners, planned
 from windlass.actors.attempt_lock import tell_alive
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal, JournalRecord, read_journal
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
+from windlass.planner.hardware import GIB
+from windlass.service.box import Box
 from windlass.service.dispatcher import Dispatcher
 from windlass.service.lease import BEAT_S, LEASE_S
 from windlass.service.preparation import PreparationError
@@ -40,6 +43,8 @@ from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository
 
 NUM_STEPS = 4  # of each job
 MACHINES = ("boot-a", "boot-b")
+NUM_GPUS = 2
+MEMORY_GIB = 10
 # Losing so many attempts is not what ends a job here.
 MAX_ATTEMPTS = 1000
 
@@ -111,12 +116,14 @@ class LifeCycle(RuleBasedStateMachine):
         url = self._open.enter_context(self.new_database())
         home = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="windlass-life-")))
         self.people = self._opened(DatabaseOfAMortal(url))
-        self.stage = Stage(home / "home", self.people, max_attempts=MAX_ATTEMPTS, num_gpus=1)
+        self.stage = Stage(home / "home", self.people, max_attempts=MAX_ATTEMPTS, num_gpus=NUM_GPUS)
         self.runners = self.stage.runners = TrainingRunners()
         self._databases = [self._opened(DatabaseOfAMortal(url)) for _ in MACHINES]
         self.dispatchers: list[Dispatcher] = [self._made(index) for index in range(len(MACHINES))]
         self.jobs: list[str] = []
+        self.gib: dict[str, int] = {}  # of memory, that each needs
         self.steps: dict[str, int] = {}  # that are committed
+        self.fruitful: set[tuple[str, int]] = set()  # attempts that have committed one
         self.may_fail: set[str] = set()
         self.may_be_cancelled: set[str] = set()
 
@@ -140,11 +147,11 @@ class LifeCycle(RuleBasedStateMachine):
         for index in range(len(MACHINES)):
             self.dispatch(index, None, False)
 
-    @rule(priority=st.integers(-1, 1))
-    def create(self, priority: int) -> None:
+    @rule(priority=st.integers(-1, 1), gib=st.integers(1, MEMORY_GIB))
+    def create(self, priority: int, gib: int) -> None:
         if len(self.jobs) < 4:
             self.jobs.append(self.stage.submit(priority=priority))
-            self.steps[self.jobs[-1]] = 0
+            self.steps[self.jobs[-1]], self.gib[self.jobs[-1]] = 0, gib
 
     @rule(
         action=st.sampled_from(["cancel", "pause", "resume"]),
@@ -179,6 +186,9 @@ class LifeCycle(RuleBasedStateMachine):
     def dispatch(self, index: int, kill_at: int | None, is_committed: bool) -> None:
         """A pass, at one of whose writes the process may be killed."""
         self._databases[index].kill_at, self._databases[index].is_committed = kill_at, is_committed
+        buffers = {job_id: self.gib[job_id] * GIB for job_id, _ in self.runners.alive}
+        room_nbytes = MEMORY_GIB * GIB - sum(buffers.values())
+        self.stage.box = Box(host_nbytes=MEMORY_GIB * GIB, room_nbytes=room_nbytes, buffers=buffers)
         try:
             self.dispatchers[index].tick()
         except Killed:
@@ -219,9 +229,11 @@ class LifeCycle(RuleBasedStateMachine):
         living = [each for each in self.stage.preparations if each.ending is None and not each.stopped]
         if living:
             preparation = living[which % len(living)]
-            preparation.ending = PREPARED if is_usable else PreparationError("invalid_file", "it is empty")
+            job_id = preparation.order.work_dir.parent.name
+            prepared = planned(self.gib[job_id], buffers_gib=self.gib[job_id])
+            preparation.ending = prepared if is_usable else PreparationError("invalid_file", "it is empty")
             if not is_usable:
-                self.may_fail.add(preparation.order.work_dir.parent.name)
+                self.may_fail.add(job_id)
 
     # --- runners ----------------------------------------------------------------------------------------------------
 
@@ -256,6 +268,7 @@ class LifeCycle(RuleBasedStateMachine):
         else:
             self.steps[job_id] += 1
             step = self.steps[job_id]
+            self.fruitful.add((job_id, attempt))
             journal.append("metrics", f"Step {step}", step=step, total_steps=NUM_STEPS, train_loss=1.0 / step)
             return
         self.runners.alive.remove((job_id, attempt))
@@ -265,6 +278,38 @@ class LifeCycle(RuleBasedStateMachine):
         journal = self.stage.journal(job_id, attempt)
         yield journal
         journal.close()
+
+    # --- whose turn it is -------------------------------------------------------------------------------------------
+
+    @rule()
+    def nobody_runs_in_the_place_of_a_job_of_higher_priority_once_things_settle(self) -> None:
+        """Nothing comes for a while but the end of those that were asked to end."""
+        for _ in range(6):
+            for index in range(len(MACHINES)):
+                self.dispatch(index, None, False)
+            for job_id, attempt in sorted(self.runners.alive & {*self.runners.paused, *self.runners.cancelled}):
+                with self._journal(job_id, attempt) as journal:
+                    self._train(job_id, attempt, journal)
+        jobs = [self.stage.job(job_id) for job_id in self.jobs]
+        queued = [job for job in jobs if job.status is JobStatus.QUEUED]
+        if not queued or any("was lost" in str(job.waiting_reason) for job in queued):
+            return
+        first = min(queued, key=lambda job: (job.priority, job.attempt == 0, job.created_at, job.id))
+        running = [job for job in jobs if job.status is JobStatus.RUNNING]
+        lower = [job for job in running if job.priority > first.priority]
+        if any((job.id, job.attempt) not in self.fruitful for job in lower):
+            return
+        for gone in ([], *([job] for job in lower)):
+            stays = [self.gib[job.id] for job in running if job not in gone]
+            assert len(stays) == NUM_GPUS or sum(stays) + self.gib[first.id] > MEMORY_GIB, self._told_of(first.id)
+
+    def _told_of(self, job_id: str) -> str:
+        return f"{self.stage.job(job_id).waiting_reason}: {self.stage.messages(job_id)}"
+
+    @invariant()
+    def no_more_is_given_than_there_is(self) -> None:
+        assert len(self.runners.alive) <= NUM_GPUS
+        assert sum(self.gib[job_id] for job_id, _ in self.runners.alive) <= MEMORY_GIB
 
     # --- what always holds ------------------------------------------------------------------------------------------
 

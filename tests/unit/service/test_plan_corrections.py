@@ -112,7 +112,7 @@ def test_the_job_goes_on_with_another_plan_after_a_commit(stage: Stage) -> None:
     assert stage.messages(job_id)[-1] == BETTER["told"]
     assert stage.runners.paused == [(job_id, 1)]
     train(stage, journal, 6)
-    other = stage.queue(priority=-5)
+    other = stage.queue()
     journal.append_outcome(PAUSED, "The attempt ended after a commit")
     journal.close()
     stage.tick()

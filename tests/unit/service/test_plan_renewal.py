@@ -11,6 +11,7 @@ from windlass.planner.hardware import Hardware
 from windlass.planner.placement_json import to_json
 from windlass.planner.plan import Placement
 from windlass.service import plan_renewal
+from windlass.service.box import Box
 from windlass.service.job_specs import job_dir
 from windlass.service.preparation import PreparationError
 from windlass.storage.sql.statuses import JobStatus
@@ -57,7 +58,8 @@ def paused_job(stage: Stage) -> str:
     folder = job_dir(stage.settings, job_id) / "prepare"
     folder.mkdir(parents=True)
     (folder / "plan_job.json").write_text(json.dumps(PLANNED))
-    question = {"batch_size": 5, "compute_threads": 4, "hardware": machine(2.0).model_dump()}
+    asked = {"batch_size": 5, "compute_threads": 4, "host_memory_nbytes": None}
+    question = {**asked, "hardware": machine(2.0).model_dump()}
     (folder / "question.json").write_text(json.dumps(question))
     stage.preparations[-1].ending = PREPARED
     stage.tick(2)
@@ -93,8 +95,11 @@ def test_a_job_that_is_resumed_on_another_machine_is_planned_anew(stage: Stage, 
     other = stage.queue()
     stage.tick()
     (planner,) = stage.planners
-    assert planner.question == {"batch_size": 5, "compute_threads": 4, "hardware": machine(4.0).model_dump()}
-    assert stage.job(job_id).waiting_reason == "its plan is made again, as the machine was measured since"
+    assert planner.question["batch_size"] == 5
+    assert planner.question["hardware"] == machine(4.0).model_dump()
+    assert stage.job(job_id).waiting_reason == (
+        "its plan is made again, as the machine or the settings have changed since"
+    )
     planner.answer = ANOTHER
     stage.tick(2)
     job = stage.job(job_id)
@@ -151,6 +156,57 @@ def test_a_dispatcher_that_is_killed_meanwhile_asks_again(stage: Stage, measured
     stage.planners[1].answer = ANOTHER
     stage.tick(2)
     assert (stage.status(job_id), stage.runners.started[1].placement) == (JobStatus.RUNNING, NEW)
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_job_that_is_resumed_with_another_budget_is_planned_anew(
+    stage: Stage, measured: Measured, is_measured: bool
+) -> None:
+    job_id = paused_job(stage)
+    if not is_measured:
+        measured.hardware = None
+    stage.settings = stage.settings.model_copy(update={"host_memory_gib": 3.0})
+    stage.new_dispatcher()
+    stage.request_resume(job_id)
+    stage.tick()
+    (planner,) = stage.planners
+    assert planner.question["host_memory_nbytes"] == 3 << 30
+    assert planner.question["hardware"] == machine(2.0).model_dump()
+    planner.answer = ANOTHER
+    stage.tick(2)
+    assert stage.runners.started[1].placement == NEW
+    assert "The settings' budgets have changed: the job goes on by a new plan" in stage.messages(job_id)
+    pause(stage, job_id)
+    stage.request_resume(job_id)
+    stage.tick()
+    assert len(stage.planners) == 1
+
+
+def test_a_job_whose_plan_does_not_fit_any_more_is_planned_anew(stage: Stage, measured: Measured) -> None:
+    job_id = paused_job(stage)
+    measured.hardware = machine(4.0)
+    stage.box = Box(room_nbytes=1 << 10)
+    stage.request_resume(job_id)
+    stage.tick()
+    (planner,) = stage.planners
+    planner.answer = {**ANOTHER, "arena_nbytes": 1 << 10}
+    stage.tick(2)
+    assert stage.runners.started[1].host_memory_nbytes == 1 << 10
+
+
+def test_a_job_that_needs_a_plan_and_waits_does_not_keep_others_from_theirs(stage: Stage, measured: Measured) -> None:
+    """The planner has answered, but a job of higher priority has the device by now."""
+    job_id = paused_job(stage)
+    measured.hardware = machine(4.0)
+    stage.request_resume(job_id)
+    stage.tick()
+    urgent = stage.queue(priority=-1)
+    stage.tick()
+    assert stage.status(urgent) is JobStatus.RUNNING
+    stage.planners[0].answer = ANOTHER
+    stage.tick(2)
+    assert stage.job(job_id).plan_number == 1
+    assert stage.job(job_id).waiting_reason == f"the CPU is in use by job {urgent}"
 
 
 def test_a_machine_that_is_not_measured_any_more_changes_nothing(stage: Stage, measured: Measured) -> None:

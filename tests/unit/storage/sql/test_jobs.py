@@ -252,3 +252,29 @@ def test_errors_pickle(error: Exception) -> None:
 def test_check_transition_names_what_is_allowed() -> None:
     with pytest.raises(IllegalTransition, match="it may become cancelled, queued"):
         check_transition("ftjob-1", JobStatus.PAUSED, JobStatus.RUNNING)
+
+
+def test_a_running_job_is_asked_to_yield_until_its_status_changes(
+    database: Database, make_job: Callable[..., Job]
+) -> None:
+    def ask(seen: Job) -> None:
+        with database.write() as session:
+            JobRepository(session).ask_to_yield(seen.id, "ftjob-2", message="make room", seen=seen)
+
+    job = make_job()
+    bring_to(database, job, JobStatus.QUEUED)
+    with pytest.raises(StatusConflict):
+        ask(job)
+    with database.write() as session:
+        running = JobRepository(session).transition(
+            job.id, JobStatus.QUEUED, JobStatus.RUNNING, message="go", attempt=1
+        )
+    with pytest.raises(StatusConflict):
+        ask(job)  # as it was
+    ask(running)
+    with database.read() as session:
+        assert JobRepository(session).get(job.id).yields_to == "ftjob-2"
+        assert [event.message for event in EventRepository(session).since(0, limit=9)][-1] == "make room"
+    with database.write() as session:
+        queued = JobRepository(session).transition(job.id, JobStatus.RUNNING, JobStatus.QUEUED, message="paused")
+        assert queued.yields_to is None
