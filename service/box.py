@@ -116,7 +116,7 @@ def look_at_box(settings: Settings) -> Box:
     return Box(
         host_nbytes=None if hardware is None else int(hardware.host.memory_gib * GIB),
         room_nbytes=arena_room_nbytes(ARENA_DIR),
-        buffers=arenas_in(ARENA_DIR),
+        buffers={str(job): nbytes for job, nbytes in arenas_in(ARENA_DIR).items()},
         ssds=_ssds(settings.ssd_dirs),
     )
 
