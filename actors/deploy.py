@@ -42,7 +42,7 @@ from windlass.actors.stop_request import StopRequest
 from windlass.engine.layout import ModelLayout
 from windlass.storage.arena import Arena, arena_path, remove_leftovers
 from windlass.storage.ids import ActorName, Attempt, JobId
-from windlass.storage.room import NotEnoughRoom
+from windlass.storage.room import NotEnoughRoom, is_for_want_of_room
 from windlass.storage.store_errors import StoreError
 from windlass.storage.store_format import CommitRecord, last_common_commit
 
@@ -51,6 +51,10 @@ NAMESPACE = "windlass"
 DEVICE_RESOURCE = "device"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives each node one
 _START_DEADLINE_S = 120.0
+# For what may compile kernels first, or wait for another process that does; that has deadlines of its own.
+_SET_UP_DEADLINE_S = 1500.0
+# How long a runner waits for room on the disk to tell how its attempt ended, and between two tries.
+_ROOM_DEADLINE_S, _ROOM_TRY_S = 60.0, 1.0
 # Between the runner's signs of life.
 _PULSE_S = 1.0
 # Of malloc.h.
@@ -241,20 +245,35 @@ class Runner:
         try:
             self._attempt()
         except Exception as error:  # noqa: BLE001 - the journal is the only way to tell
-            Path(self.spec.job_dir, "error.txt").write_text(traceback.format_exc())
+            detail = traceback.format_exc()
+            with contextlib.suppress(OSError):  # the disk may be full
+                Path(self.spec.job_dir, "error.txt").write_text(detail)
             # Ray wraps what an actor raised; the cause is what people need.
             cause = getattr(error, "cause", None) or error
             was_lost = isinstance(cause, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
+            if is_for_want_of_room(cause):
+                # A job that asks for more than there is shall know at once; one that has trained may wait.
+                was_lost = not isinstance(cause, NotEnoughRoom) or self.spec.attempt > 1
             is_for_people = isinstance(cause, ActorLostError | TimeoutError | NotEnoughRoom | StoreError | ValueError)
             message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
-            status = INTERRUPTED if was_lost else "failed"
-            with self._lock, contextlib.closing(self._open_journal()) as journal:
-                self._is_over = True
-                journal.append_outcome(
-                    status, message, {"code": "start_failed", "message": message, "param": None}, model_dir=None
-                )
+            self._tell_end(INTERRUPTED if was_lost else "failed", message)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
+
+    def _tell_end(self, status: str, message: str) -> None:
+        """The attempt's last record. Where there is no room for it within a minute, the attempt is lost without."""
+        until_s = time.monotonic() + _ROOM_DEADLINE_S
+        while True:
+            try:
+                with self._lock, contextlib.closing(self._open_journal()) as journal:
+                    self._is_over = True
+                    error = {"code": "start_failed", "message": message, "param": None}
+                    journal.append_outcome(status, message, error, model_dir=None)
+                return
+            except OSError as error:
+                if not is_for_want_of_room(error) or time.monotonic() > until_s:
+                    raise
+            time.sleep(_ROOM_TRY_S)
 
     def _attempt(self) -> None:
         spec = self.spec
@@ -312,7 +331,7 @@ class Runner:
         commit = last_common_commit(list(journals.values()))
         _answers_of({name: handle.resume_from.remote(commit) for name, handle in servers.items()})
         others = {name: handle for name, handle in self._workers.items() if name not in servers}
-        _answers_of({name: handle.setup.remote(commit) for name, handle in others.items()})
+        _answers_of({name: handle.setup.remote(commit) for name, handle in others.items()}, _SET_UP_DEADLINE_S)
         self._alive = {handle.wait_until_stopped.remote(): name for name, handle in self._workers.items()}
         return commit
 
@@ -323,15 +342,15 @@ class Runner:
             raise ActorLostError(f"the process of {name} died; the kernel log tells whether memory ran out")
 
 
-def _answers_of(asked: Mapping[ActorName, Any]) -> dict[ActorName, Any]:
+def _answers_of(asked: Mapping[ActorName, Any], deadline_s: float = _START_DEADLINE_S) -> dict[ActorName, Any]:
     """What all of them answer; raises what one of them raised, and TimeoutError for one that does not answer."""
-    until_s, answers = time.monotonic() + _START_DEADLINE_S, {}
+    until_s, answers = time.monotonic() + deadline_s, {}
     for name, reference in asked.items():
         try:
             answers[name] = ray.get(reference, timeout=max(0.0, until_s - time.monotonic()))
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(
-                f"{name} was not ready within {_START_DEADLINE_S:g} s; the machine is overloaded, or a disk hangs"
+                f"{name} was not ready within {deadline_s:g} s; the machine is overloaded, or a disk hangs"
             ) from error
         except ray.exceptions.ActorDiedError as error:
             raise ActorLostError(

@@ -5,6 +5,7 @@ attempt, so a reader that remembers the last `(attempt, seq)` it took in misses 
 The last record of an attempt has kind "outcome"; `append_outcome` writes it.
 """
 
+import errno
 import json
 import os
 import time
@@ -62,7 +63,8 @@ class Journal:
         self._torn = True
         if (written := os.write(self._fd, encoded)) != len(encoded):
             raise OSError(
-                f"journal record {record.seq} was cut at {written} of {len(encoded)} bytes: is the disk full?"
+                errno.ENOSPC,
+                f"journal record {record.seq} was cut at {written} of {len(encoded)} bytes: the disk is full",
             )
         self._torn = False
         self._seq = record.seq

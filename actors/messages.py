@@ -4,6 +4,7 @@ Commands are imperative, events past tense, failures are events too. Every messa
 a step and block, or a correlation id. The scheduler speaks blocks; workers speak chunks, directly to each other.
 """
 
+import errno
 import re
 import traceback
 from dataclasses import dataclass
@@ -463,10 +464,14 @@ class MemoryMeasured(Message):
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+
+
 class FailureKind(StrEnum):
     """What a failure says of another attempt."""
 
     LASTING = "lasting"  # it would only fail again: a broken disk, a wrong input
+    NO_ROOM = "no_room"  # a disk is full; where there is room again, another attempt gets on
     STALLED = "stalled"  # something did not come in time; in other processes it may
     UNFORESEEN = "unforeseen"  # nobody has a name for it: as good as the death of the process
 
@@ -475,6 +480,8 @@ class FailureKind(StrEnum):
         """Of what an actor raised. What the house foresees has a class of its own, or is a wrong value or a file's."""
         if isinstance(error, TimeoutError):
             return cls.STALLED
+        if getattr(error, "errno", None) in _FULL:
+            return cls.NO_ROOM
         is_named = type(error).__module__.startswith("windlass.") or isinstance(error, ValueError | OSError)
         return cls.LASTING if is_named else cls.UNFORESEEN
 

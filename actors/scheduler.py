@@ -18,6 +18,7 @@ from windlass.actors.journal import JOURNAL_FILE, Journal
 from windlass.actors.messages import (
     ActorFailed,
     Announcement,
+    CommitStore,
     FailureKind,
     KernelChosen,
     LoadProgressed,
@@ -309,17 +310,21 @@ class Scheduler:
                     self._checkpoints.begin(time.monotonic())
                 elif isinstance(event, ModelExported):
                     self._on_exported(event)  # what is to go is gone before the next step begins
-                self._carry_out(instructions)
-                # Nobody waits for what people are told.
+                # Nobody waits for what people are told, but for the next commit: an attempt that goes on from there
+                # could not tell of this one any more.
+                commits = [each for each in instructions if isinstance(each.message, CommitStore)]
+                self._carry_out([each for each in instructions if each not in commits])
                 self._progress.tell_up_to(self.pipeline.commits.settled)
+                self._carry_out(commits)
 
     def _fail(self, event: ActorFailed) -> NoReturn:
-        (Path(self.spec.job_dir) / "error.txt").write_text(f"{event.actor}\n{event.detail}")
+        with contextlib.suppress(OSError):  # the disk may be full, which is no reason to lose what is told here
+            (Path(self.spec.job_dir) / "error.txt").write_text(f"{event.actor}\n{event.detail}")
         text = f"{event.actor}: {event.error}"
         match event.kind:
             case FailureKind.LASTING:
                 raise JobFailedError(text)
-            case FailureKind.UNFORESEEN:
+            case FailureKind.UNFORESEEN | FailureKind.NO_ROOM:
                 raise ActorLostError(text)
             case FailureKind.STALLED:
                 self._end_stalled({event.actor: text})

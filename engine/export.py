@@ -17,6 +17,7 @@ from windlass.engine.partition import build_meta_model
 from windlass.engine.safetensors_file import encode_header
 from windlass.engine.weight_names import NameRules
 from windlass.storage.ids import ChunkKey, Precision
+from windlass.storage.room import is_for_want_of_room, require_disk_room
 
 MAX_SHARD_NBYTES = 5 * 10**9
 # For the small files beside the weights, when asking whether the disk has room.
@@ -55,8 +56,8 @@ class ModelExporter:
     """A model folder in the making; it appears under its name in one step, complete, when `finish` returns.
 
     Until then it is a hidden folder beside its place. So a folder that exists is a whole one: asked to export to it
-    again, this refuses (`ExportError`), as it does when the disk is too small, or when the library would not load a
-    tensor of the architecture back under the name it has in the model. `config` is not changed.
+    again, this refuses (`ExportError`), as it does when the library would not load a tensor of the architecture back
+    under the name it has in the model. Where the disk is too small it raises `NotEnoughRoom`. `config` is not changed.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class ModelExporter:
             self._preallocate(shards)
         except OSError as error:
             self.abort()
+            if is_for_want_of_room(error):
+                raise  # it may pass
             raise ExportError(f"cannot write the model to {self._path}: {error}") from error
 
     def write_chunk(self, key: ChunkKey, tensor: torch.Tensor) -> None:
@@ -157,9 +160,7 @@ class ModelExporter:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             remove_partial_folders(self._path)  # of an attempt that died
-            free = shutil.disk_usage(self._path.parent).free
-            if free < needed:
-                raise ExportError(f"the model needs {needed} bytes at {self._path.parent}, where {free} are free")
+            require_disk_room("the exported model", self._path.parent, needed)
             self._partial = make_partial_folder(self._path)
         except OSError as error:
             raise ExportError(f"cannot write the model to {self._path}: {error}") from error

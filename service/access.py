@@ -8,13 +8,13 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.service.context import Context
-from windlass.service.error_answers import error_response
+from windlass.service.error_answers import answer_to_trouble, error_response
 from windlass.service.errors import ApiError
 from windlass.service.loopback import is_loopback
 from windlass.service.security import drain
@@ -137,8 +137,13 @@ class AccessMiddleware:
             return
         request = Request(scope)
         context: Context = scope["app"].state.context
-        caller = await run_in_threadpool(self._admit, context, request)
-        refusal = self._refusal(context, request, caller)
+        caller, refusal = None, None
+        try:
+            caller = await run_in_threadpool(self._admit, context, request)
+        except SQLAlchemyError as error:
+            if (refusal := answer_to_trouble(error)) is None:
+                raise
+        refusal = refusal or self._refusal(context, request, caller)
         if refusal is not None:
             await drain(receive)  # who is cut off while it sends would never see the answer
             await refusal(scope, receive, send)
@@ -154,7 +159,8 @@ class AccessMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_noting)
-        if status >= 400 and getattr(request.state, "changes", False):
+        # With 503 nothing was refused: the database could not be asked, or written.
+        if status >= 400 and status != 503 and getattr(request.state, "changes", False):
             target = next(iter(scope.get("path_params", {}).values()), None)
             await run_in_threadpool(_record_refusal, context, _action_of(scope), target, caller)
 

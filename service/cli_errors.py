@@ -9,6 +9,7 @@ import typer
 
 from windlass.planner.yaml_files import YamlFileError
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
+from windlass.storage.room import is_for_want_of_room
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -27,6 +28,11 @@ def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Resu
             return command(*arguments, **options)
         except (ReportedError, YamlFileError) as error:
             print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except OSError as error:
+            if not is_for_want_of_room(error):
+                raise
+            print(f"{ERROR_PREFIX}a disk is full ({error}); make room", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None

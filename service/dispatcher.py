@@ -17,6 +17,7 @@ from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JournalReader
 from windlass.service.box import Box, look_at_box
 from windlass.service.doctor import measured_hardware
+from windlass.service.home import LEAST_FREE_NBYTES, is_out_of_room
 from windlass.service.job_plans import load_plan, planned_seconds
 from windlass.service.job_queue import JobQueue, Verdict
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
@@ -29,7 +30,8 @@ from windlass.service.plan_renewal import PlanRenewals
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
-from windlass.storage.sql.database import Database
+from windlass.storage.room import is_for_want_of_room
+from windlass.storage.sql.database import Database, why_unavailable
 from windlass.storage.sql.errors import JournalError, StatusConflict
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
@@ -47,7 +49,10 @@ _KILL_ORPHANS_AFTER_S = 5.0
 # How long a runner may give no sign of life, of which it gives one a second.
 _SILENT_S = 60.0
 _HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
-_LOST = "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine"
+_LOST = (
+    "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine, "
+    "or the disk was too full to write one"
+)
 
 
 class RunnerLostError(RuntimeError):
@@ -125,11 +130,19 @@ class Dispatcher:
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
         self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
         self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
+        self._was_cut_short = False  # the last pass: what it began with may not have been done for all jobs
 
     def tick(self) -> None:
-        """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other."""
+        """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other.
+
+        Raises what SQLAlchemy does where the database cannot be used: then the next pass does what this one did not.
+        """
+        was_cut_short, self._was_cut_short = self._was_cut_short, True
         if self._lease.renew():
-            self._start_over()
+            self._forget()
+            was_cut_short = True
+        if was_cut_short:
+            self._take_up_all()
         for job in self._lease.claim():
             self._guarded(job.id, self._take_up, job)
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
@@ -143,6 +156,7 @@ class Dispatcher:
         for job in validating:
             self._guarded(job.id, self._validate, job)
         self._launch_next()
+        self._was_cut_short = False
 
     def close(self) -> None:
         """End the preparations, and let another dispatcher go on; runners stay."""
@@ -153,14 +167,16 @@ class Dispatcher:
 
     # --- what another dispatcher had in hand, or this one under another name ------------------------------------------
 
-    def _start_over(self) -> None:
-        """Forget everything, as what is remembered may be of jobs that were others' meanwhile."""
+    def _forget(self) -> None:
+        """What is remembered may be of jobs that were others' meanwhile."""
         self._drop_preparations(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
         self._queue.forget()
         for remembered in (self._readers, self._over, self._told, self._signs):
             remembered.clear()
+
+    def _take_up_all(self) -> None:
         for job_id in jobs_with_states(self._settings):
             with self._database.read() as session:
                 job = JobRepository(session).find(job_id)
@@ -274,7 +290,7 @@ class Dispatcher:
     def _validate(self, job: Job) -> None:
         preparation = self._preparations.get(job.id)
         if preparation is None:
-            if self._preparations:
+            if self._preparations or is_out_of_room(self._settings.home):
                 return  # one at a time: they take all cores
             preparation = self._prepare(
                 preparation_order(self._settings, self._machinery, job, measured_hardware(self._settings))
@@ -287,6 +303,9 @@ class Dispatcher:
             self._enqueue(job, results)
         except PreparationError as error:
             self._drop_preparation(job.id)
+            if is_out_of_room(self._settings.home):
+                _LOG.warning("job %s: the disk is full, and its preparation begins anew: %s", job.id, error)
+                return
             with self._database.write() as session:
                 fail_job(session, job, error.code, error.message, error.param)
         else:
@@ -325,6 +344,10 @@ class Dispatcher:
 
     def _carry_out(self, verdict: Verdict) -> None:
         job = verdict.job
+        if verdict.is_ready and is_out_of_room(self._settings.home):
+            reason = f"less than {LEAST_FREE_NBYTES >> 20} MiB are free on the disk of {self._settings.home}"
+            self._queue.explain(job, reason)
+            return
         # One that was begun is seen to its end: other jobs wait for the planner.
         if (verdict.may_move or job.id in self._renewals.pending) and self._renewals.is_pending(job):
             self._queue.explain(job, "its plan is made again, as the machine or the settings have changed since")
@@ -357,7 +380,7 @@ class Dispatcher:
             self._await_end(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:
-                if isinstance(error, RunnerLostError):
+                if isinstance(error, RunnerLostError) or is_for_want_of_room(error):
                     resume(self._settings, session, claimed, str(error))
                 else:
                     code, message = getattr(error, "code", "start_failed"), str(error) or repr(error)
@@ -376,5 +399,7 @@ class Dispatcher:
         except StatusConflict as conflict:
             # Cancelled, or taken over, between our look and our change; the next pass sees what holds now.
             _LOG.info("%s", conflict, extra=about(job_id))
-        except Exception:  # noqa: BLE001  # one job's trouble must not stop the others
+        except Exception as error:  # one job's trouble must not stop the others
+            if why_unavailable(error) is not None:
+                raise  # it is the same for all of them
             _LOG.exception("job %s could not be handled; it will be tried again", job_id, extra=about(job_id))

@@ -6,6 +6,7 @@ import threading
 from types import FrameType
 
 import ray
+from sqlalchemy.exc import SQLAlchemyError
 
 from windlass.actors import deploy
 from windlass.actors.job_spec import JobSpec
@@ -19,10 +20,12 @@ from windlass.service.ray_node import RayNode
 from windlass.service.settings import Settings
 from windlass.service.webhook_sender import WebhookSender
 from windlass.storage.ids import Attempt, JobId
-from windlass.storage.sql.database import Database
+from windlass.storage.sql.database import Database, why_unavailable
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 0.5
+# Between passes while the database cannot be used: each time longer.
+_LONGEST_INTERVAL_S = 5.0
 
 
 class RayLostError(RuntimeError):
@@ -88,17 +91,30 @@ def run_dispatcher(settings: Settings) -> None:
     sender.start()
     _LOG.info("dispatching")
     try:
-        while not ending.is_set():
-            if not ray_side.is_running:
-                raise RayLostError("Ray has ended here; when it is back, its jobs go on there")
-            dispatcher.tick()
-            ending.wait(_INTERVAL_S)
+        dispatch_until(ending, dispatcher, ray_side)
     finally:
         ending.set()
         pulse.join()
         sender.close()
         dispatcher.close()
         database.close()
+
+
+def dispatch_until(ending: threading.Event, dispatcher: Dispatcher, ray_side: RayCluster | RayNode) -> None:
+    """Pass after pass, also while the database cannot be used for a while. Raises RayLostError."""
+    interval_s = _INTERVAL_S
+    while not ending.is_set():
+        if not ray_side.is_running:
+            raise RayLostError("Ray has ended here; when it is back, its jobs go on there")
+        try:
+            dispatcher.tick()
+            interval_s = _INTERVAL_S
+        except SQLAlchemyError as error:
+            if (why := why_unavailable(error)) is None:
+                raise
+            interval_s = min(2 * interval_s, _LONGEST_INTERVAL_S)
+            _LOG.warning("nothing can be done now, as the database cannot be used: %s (%s)", why, error)
+        ending.wait(interval_s)
 
 
 def _connect(settings: Settings) -> tuple[RayCluster | RayNode, Machinery]:

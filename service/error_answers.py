@@ -7,13 +7,18 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from windlass.service.errors import ApiError, describe_value
+from windlass.storage.room import is_for_want_of_room
+from windlass.storage.sql.database import why_unavailable
 from windlass.storage.sql.errors import NotFound, StatusConflict
 from windlass.storage.sql.statuses import IllegalTransition
 
 _log = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 5
 
 _HTTP_CODES = {
     HTTPStatus.NOT_FOUND: "unknown_url",
@@ -36,7 +41,27 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(StatusConflict, _on_illegal_change)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    for kind in (SQLAlchemyError, OSError):
+        app.add_exception_handler(kind, _on_trouble)
     app.add_exception_handler(Exception, _on_unexpected)
+
+
+def answer_to_trouble(error: Exception) -> JSONResponse | None:
+    """503 where the database cannot be used for now, or a disk is full: clients try again. None: it is neither."""
+    if (why := why_unavailable(error)) is not None:
+        answer = ApiError(f"the service's database cannot be used: {why}", status=503, code="database_unavailable")
+    elif is_for_want_of_room(error):
+        answer = ApiError("a disk of the service is full", status=503, code="disk_full")
+    else:
+        return None
+    _log.warning("%s: %s", answer.message, error)
+    return error_response(answer, {"Retry-After": str(_RETRY_AFTER_S)})
+
+
+def _on_trouble(_request: Request, error: Exception) -> JSONResponse:
+    if (answer := answer_to_trouble(error)) is None:
+        raise error
+    return answer
 
 
 def _on_api_error(_request: Request, error: Exception) -> JSONResponse:

@@ -9,10 +9,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from windlass.service.context import ContextDep
+from windlass.service.home import LEAST_FREE_NBYTES
 
 _LOG = logging.getLogger(__name__)
-# With less, neither uploads nor the database's own files have room.
-_LEAST_FREE_NBYTES = 64 * 1024**2
 
 router = APIRouter()
 
@@ -41,7 +40,7 @@ def readyz(context: ContextDep, response: Response) -> Health:
         _LOG.warning("the database does not answer: %s", error)
         reasons.append("the database does not answer")
     free_nbytes = shutil.disk_usage(context.settings.home).free
-    if free_nbytes < _LEAST_FREE_NBYTES:
+    if free_nbytes < LEAST_FREE_NBYTES:
         reasons.append(f"only {free_nbytes // 1024**2} MiB are free on the home's disk")
     if not reasons:
         return Health()

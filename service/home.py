@@ -4,12 +4,19 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 from windlass.service.processes import ProcessId, find_process
 from windlass.service.reported_error import ReportedError
+from windlass.storage.room import is_for_want_of_room
+
+# With less, neither uploads and journals nor the database's own files have room.
+LEAST_FREE_NBYTES = 64 * 1024**2
 
 
 class HomeError(ReportedError):
@@ -48,14 +55,35 @@ def node_of(home: Path) -> str:
     except FileNotFoundError:
         pass
     partial = home / f".node-{secrets.token_hex(6)}"
-    partial.write_text(f"node-{secrets.token_hex(12)}\n")
     try:
+        with partial.open("w") as file:
+            file.write(f"node-{secrets.token_hex(12)}\n")
+            file.flush()
+            os.fsync(file.fileno())  # with another name after a power loss, its jobs would be nobody's
         path.hardlink_to(partial)  # whole, and only if no other process was faster
     except FileExistsError:
         pass
     finally:
-        partial.unlink()
+        partial.unlink(missing_ok=True)
     return path.read_text().strip()
+
+
+@contextmanager
+def telling_of_disk(home: Path) -> Iterator[None]:
+    """Raises HomeError where the block fails for lack of disk space."""
+    try:
+        yield
+    except OSError as error:
+        if not is_for_want_of_room(error):
+            raise
+        raise HomeError(
+            f"a disk is full, that of the home {home} or of an SSD directory ({error}); make room"
+        ) from error
+
+
+def is_out_of_room(home: Path) -> bool:
+    """Whether the home's disk is full, or as good as that."""
+    return shutil.disk_usage(home).free < LEAST_FREE_NBYTES
 
 
 class DispatcherLock:
@@ -116,7 +144,8 @@ def find_serving(home: Path) -> Serving | None:
     """The living supervisor of a home, if there is one."""
     try:
         fields = json.loads((home / "windlass.lock").read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    process = ProcessId(**fields["process"])
-    return Serving(process=process, url=fields["url"]) if process.is_alive else None
+        process = ProcessId(**fields["process"])
+        serving = Serving(process=process, url=fields["url"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None  # nobody ever did, or a full disk or a power loss cut the file short
+    return serving if process.is_alive else None

@@ -48,6 +48,7 @@ class Lease:
         self._lock = threading.Lock()
         self._holder: str | None = None
         self._is_lost = True  # taken for dead, or not registered yet
+        self._may_have_changed = False  # jobs, hands; until a pass was told
         self._beat_at = 0.0
         self._looked_at = 0.0
         self._renewed_at = clock()
@@ -65,9 +66,11 @@ class Lease:
         self.beat()
         if self._is_lost:
             self._register()
-            self._end_the_dead()
-            return True
-        return self._end_the_dead()
+            self._may_have_changed = True
+        if self._end_the_dead():
+            self._may_have_changed = True
+        may_have_changed, self._may_have_changed = self._may_have_changed, False
+        return may_have_changed
 
     def beat(self) -> None:
         """A sign of life, if it is time for one."""
@@ -104,11 +107,14 @@ class Lease:
             return LeaseRepository(session).claim(self.holder, self.node)
 
     def give_up(self) -> None:
-        """Let others claim the jobs at once."""
+        """Let others claim the jobs at once; where the database cannot be used, when the lease has run out."""
         with self._lock:
             if self._holder is not None and not self._is_lost:
-                with self._database.write() as session:
-                    LeaseRepository(session).end(self._holder)
+                try:
+                    with self._database.write() as session:
+                        LeaseRepository(session).end(self._holder)
+                except SQLAlchemyError as error:
+                    _LOG.warning("the jobs could not be given up: %s", error)
             self._is_lost = True
 
     # --- inside -----------------------------------------------------------------------------------------------------

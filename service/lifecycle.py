@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
+from windlass.service.database_away import telling_of_database
 from windlass.service.home import Serving, find_serving, node_of, prepare_home
 from windlass.service.leftovers import remove_arenas, remove_states
 from windlass.service.outcomes import cancel_job, fail_job, open_journal, resume, take_in
@@ -36,7 +37,8 @@ class Ended:
 def refuse_unprotected(settings: Settings) -> None:
     """Raise UnprotectedError where a service with these settings would not start for want of a key."""
     prepare_home(settings.home)
-    migrate(settings.database_url)
+    with telling_of_database():
+        migrate(settings.database_url)
     with _database(settings) as database:
         check_protected(settings, database)
 
@@ -96,7 +98,8 @@ def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
 def _database(settings: Settings) -> Iterator[Database]:
     database = Database(settings.database_url)
     try:
-        yield database
+        with telling_of_database():
+            yield database
     finally:
         database.close()
 

@@ -1,6 +1,7 @@
 """What a runner tells becomes the job's record, and its end: status, error or model, and result file."""
 
 import csv
+import hashlib
 import io
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from windlass.service.leftovers import output_dir
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.files import FileRepository, new_file_id
+from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobFields, JobRepository
 from windlass.storage.sql.journal import Outcome, import_journal
 from windlass.storage.sql.models import Job
@@ -28,6 +29,7 @@ RESULTS_PURPOSE = "fine-tune-results"
 # that they were fruitful by holds again.
 _MAX_FRUITLESS_BY_A_PLAN = 2
 _NUM_METRICS_TO_SEARCH = 100
+_ID_CHARS = 24
 # The file's columns, and where the metrics have them.
 _COLUMNS = {
     "step": "step",
@@ -233,8 +235,9 @@ def _write_result_file(session: Session, settings: Settings, job: Job) -> str:
         values = (metrics.data.get(name) for name in _COLUMNS.values())
         table.writerow(["" if value is None else value for value in values])
     content = text.getvalue().encode()
-    file_id = new_file_id()
-    fd = os.open(settings.files_dir / file_id, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    # Always the same for a job: where this transaction is undone, the next one's file takes the place of this.
+    file_id = f"file-{hashlib.sha256(job.id.encode()).hexdigest()[:_ID_CHARS]}"
+    fd = os.open(settings.files_dir / file_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
     FileRepository(session).add(

@@ -98,6 +98,8 @@ class Preparation:
 
     def poll(self) -> Results | None:
         """Go on where possible: all results once every step is done, None before; PreparationError if one failed."""
+        if not self._steps:
+            return self._results  # it was told before, to who could do nothing with it then
         if self._process is None:
             self._start()
         step = self._step

@@ -188,10 +188,10 @@ class RayCluster:
     def _read_record(self) -> _Record | None:
         try:
             fields = json.loads(self._record_path.read_text())
-        except FileNotFoundError:
-            return None
-        core, helpers = (tuple(ProcessId(**each) for each in fields[name]) for name in ("core", "helpers"))
-        return _Record(address=fields["address"], temp_dir=fields["temp_dir"], core=core, helpers=helpers)
+            core, helpers = (tuple(ProcessId(**each) for each in fields[name]) for name in ("core", "helpers"))
+            return _Record(address=fields["address"], temp_dir=fields["temp_dir"], core=core, helpers=helpers)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None  # none was started, or a power loss took the record, and the daemon with it
 
     def _write_record(self, record: _Record) -> None:
         partial = self._record_path.with_suffix(".partial")

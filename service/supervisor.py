@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from windlass.service.home import HomeLock, prepare_home
+from windlass.service.database_away import telling_of_database
+from windlass.service.home import HomeLock, prepare_home, telling_of_disk
 from windlass.service.loopback import is_loopback
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.protection import check_protected
@@ -70,9 +71,7 @@ class Child:
             self._process = None
             if now - self._started_at >= _STEADY_S:
                 self._num_failures = 0
-            delay_s = _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
-            self._num_failures += 1
-            self._start_at = now + delay_s
+            delay_s = self._put_off(now)
             _LOG.warning("%s ended with code %d; next start in %g s; see %s", self.name, code, delay_s, self._log_path)
 
     def signal_end(self) -> None:
@@ -92,9 +91,16 @@ class Child:
         self._process = None
 
     def _start(self, now: float) -> None:
+        self._started_at = now
+        try:
+            self._process = self._open()
+        except OSError as error:  # a full disk, or no memory for one more process: that may pass
+            _LOG.warning("%s could not be started (%s); next try in %g s", self.name, error, self._put_off(now))
+
+    def _open(self) -> "subprocess.Popen[bytes]":
         with self._log_path.open("ab") as log:
             # A session of its own: Ctrl-C in a terminal reaches the supervisor, which ends its children in order.
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 self._command,
                 env=self._environment,
                 cwd=self._cwd,
@@ -104,7 +110,13 @@ class Child:
                 stderr=log,
                 start_new_session=True,
             )
-        self._started_at = now
+
+    def _put_off(self, now: float) -> float:
+        """How long the next start waits: each time longer."""
+        delay_s = _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
+        self._num_failures += 1
+        self._start_at = now + delay_s
+        return delay_s
 
 
 class Supervisor:
@@ -117,17 +129,24 @@ class Supervisor:
     def run(self) -> None:
         """Start everything, keep it running, and return after SIGTERM or SIGINT.
 
-        Raises HomeError, AlreadyUpError, PortInUseError, UnprotectedError or RayStartError, with no process left.
+        Raises HomeError, AlreadyUpError, PortInUseError, UnprotectedError, DatabaseAwayError or RayStartError, with no
+        process left.
         """
         settings = self._settings
-        prepare_home(settings.home)
-        lock = HomeLock(settings.home)
-        lock.acquire(settings.base_url)
+        with telling_of_disk(settings.home):
+            prepare_home(settings.home)
+            lock = HomeLock(settings.home)
+            lock.acquire(settings.base_url)
         try:
-            with listening(settings.host, settings.port) as listener, self._ended_by_signals():
+            with (
+                telling_of_disk(settings.home),
+                listening(settings.host, settings.port) as listener,
+                self._ended_by_signals(),
+            ):
                 settings.make_dirs()
-                migrate(settings.database_url)
-                _refuse_unprotected(settings)
+                with telling_of_database():
+                    migrate(settings.database_url)
+                    _refuse_unprotected(settings)
                 if settings.ray_address is None:
                     start_ray(settings)
                 self._serve(listener)

@@ -20,6 +20,8 @@ _NUM_AT_ONCE = 4
 # Longer than a request may take: until then a delivery is the sender's that has claimed it.
 _CLAIM_S = 60.0
 _BACKOFF_S = (5.0, 30.0, 120.0, 600.0, 3600.0)  # the last one again and again
+_MOST_JITTER = 1.2  # not all at the same moment
+_LONGEST_S = _BACKOFF_S[-1] * _MOST_JITTER
 _GIVE_UP_AFTER_S = 3 * 86400.0
 _MAX_ERROR_CHARS = 500
 
@@ -65,10 +67,12 @@ class WebhookSender:
     def _claim(self) -> list[Due]:
         now_s = self._clock()
         with self._database.read() as session:  # who only looks holds up no writer
-            if not WebhookRepository(session).has_due(now_s):
+            if not WebhookRepository(session).has_due(now_s, _LONGEST_S):
                 return []
         with self._database.write() as session:
-            return WebhookRepository(session).claim(now_s=now_s, until_s=now_s + _CLAIM_S, limit=_NUM_AT_ONCE)
+            return WebhookRepository(session).claim(
+                now_s=now_s, until_s=now_s + _CLAIM_S, longest_s=_LONGEST_S, limit=_NUM_AT_ONCE
+            )
 
     def _run(self) -> None:
         while not self._ending.wait(_INTERVAL_S):
@@ -83,7 +87,7 @@ class WebhookSender:
         next_try_at: float | None = None
         if error is not None and now_s - due.created_at < _GIVE_UP_AFTER_S:
             delay_s = _BACKOFF_S[min(due.num_tries, len(_BACKOFF_S)) - 1]
-            next_try_at = now_s + delay_s * random.uniform(1.0, 1.2)  # not all at the same moment
+            next_try_at = now_s + delay_s * random.uniform(1.0, _MOST_JITTER)
         with self._database.write() as session:
             if error is None:
                 WebhookRepository(session).delivered(due.ordinal)

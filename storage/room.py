@@ -1,15 +1,19 @@
 """Is there enough room? Asked before memory or disk is taken, so that a job is refused and nothing is half done."""
 
+import errno
 import os
 from pathlib import Path
 
 import psutil
 
 _GIB = 1 << 30
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 class NotEnoughRoom(RuntimeError):
     """What was wanted does not fit; nothing has been taken."""
+
+    errno = errno.ENOSPC
 
     def __init__(self, what: str, path: str, needed_nbytes: int, free_nbytes: int, advice: str) -> None:
         super().__init__(what, path, needed_nbytes, free_nbytes, advice)
@@ -24,6 +28,16 @@ class NotEnoughRoom(RuntimeError):
             f"not enough room in {self.path} for {self.what}: {_amount(self.needed_nbytes)} needed, "
             f"{_amount(self.free_nbytes)} free; {self.advice}"
         )
+
+
+def is_for_want_of_room(error: BaseException | None) -> bool:
+    """Whether a full disk or a quota is what made this fail, or what it was raised from: it may pass."""
+    while error is not None:
+        if getattr(error, "errno", None) in _FULL:
+            return True
+        # Ray wraps what an actor raised.
+        error = getattr(error, "cause", None) or error.__cause__
+    return False
 
 
 def directory_free_nbytes(directory: Path) -> int:

@@ -3,13 +3,15 @@
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from sqlalchemy import create_engine
 from sqlalchemy.exc import OperationalError
 
@@ -31,25 +33,35 @@ def find_programs() -> Path | None:
 class PostgresServer:
     """Answers on a socket in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: Sequence[str | Path]) -> None:
         self._folder = folder
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
 
     def url(self, database: str) -> str:
         """Of one of its databases."""
         return f"postgresql://{_USER}@/{database}?host={self._folder}"
 
-    def wait_until_ready(self) -> None:
+    def start(self) -> None:
         """Returns once it answers."""
-        until_s = time.monotonic() + _DEADLINE_S
-        while True:
-            try:
-                self._run("SELECT 1")
-                return
-            except OperationalError:
-                if time.monotonic() > until_s:
-                    raise
-            time.sleep(0.05)
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(self._command, cwd=self._folder, stdout=log, stderr=log)
+        self._wait_until_ready()
+
+    def stop(self) -> None:
+        """End it at once, whoever is connected; what was written stays."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(_DEADLINE_S)
+
+    def pause(self) -> None:
+        """Nobody gets an answer until `go_on`, nor is anybody told."""
+        self._signal_all(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After `pause`."""
+        self._signal_all(signal.SIGCONT)
 
     @contextmanager
     def new_database(self, *, migrated: bool) -> Iterator[str]:
@@ -65,6 +77,23 @@ class PostgresServer:
         """What migrated databases are copied from."""
         self._run(f"CREATE DATABASE {_TEMPLATE}")
         migrate(self.url(_TEMPLATE))
+
+    def _wait_until_ready(self) -> None:
+        until_s = time.monotonic() + _DEADLINE_S
+        while True:
+            try:
+                self._run("SELECT 1")
+                return
+            except OperationalError:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(0.05)
+
+    def _signal_all(self, signum: signal.Signals) -> None:
+        assert self._process is not None
+        server = psutil.Process(self._process.pid)
+        for process in (server, *server.children(recursive=True)):
+            process.send_signal(signum)
 
     def _run(self, statement: str) -> None:
         engine = create_engine(self.url("postgres").replace("://", "+psycopg://", 1), isolation_level="AUTOCOMMIT")
@@ -92,13 +121,12 @@ def postgres_server(programs: Path) -> Iterator[PostgresServer]:
         options = {"fsync": "off", "full_page_writes": "off", "listen_addresses": "", "unix_socket_directories": folder}
         words = [f"--{key}={value}" for key, value in options.items()]
         login = ["--reuid", _USER, "--regid", _USER, "--clear-groups"] if is_root else []
-        command = ["setpriv", "--pdeathsig", "QUIT", *login, programs / "postgres", "-D", data, *words]
-        with (folder / "log").open("wb") as log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as child:
-            try:
-                server = PostgresServer(folder)
-                server.wait_until_ready()
-                server.make_template()
-                yield server
-            finally:
-                child.terminate()
-                child.wait(_DEADLINE_S)
+        server = PostgresServer(
+            folder, ["setpriv", "--pdeathsig", "QUIT", *login, programs / "postgres", "-D", data, *words]
+        )
+        try:
+            server.start()
+            server.make_template()
+            yield server
+        finally:
+            server.stop()

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
 from sqlalchemy.orm import Session
 
 SUPPORTED_DATABASES = ("sqlite", "postgresql")
@@ -20,6 +21,38 @@ _BUSY_TIMEOUT_MS = 15_000
 _WRITES = "windlass_writes"
 # Any number will do that no other user of the same PostgreSQL database locks.
 _WRITER_LOCK = 0x77696E646C617373
+# Of connections to PostgreSQL, where the URL says nothing else: a server that is gone without a word is noticed within
+# a minute, not after the hours that the system's own settings take.
+_NOTICES_LOSS = {
+    "connect_timeout": "10",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+_SQLITE_TROUBLE = {
+    sqlite3.SQLITE_BUSY: "another process has locked it",
+    sqlite3.SQLITE_LOCKED: "another process has locked it",
+    sqlite3.SQLITE_FULL: "its disk is full",
+    sqlite3.SQLITE_IOERR: "its file cannot be read or written",
+    sqlite3.SQLITE_CANTOPEN: "its file cannot be opened",
+    sqlite3.SQLITE_READONLY: "its file cannot be written",
+}
+
+
+def why_unavailable(error: BaseException) -> str | None:
+    """Why the database cannot be used for now, in words, where that is what an error says. None: it says another thing.
+
+    What was asked of the database may be asked again later.
+    """
+    original = getattr(error, "orig", None)
+    if isinstance(original, sqlite3.OperationalError):
+        return _SQLITE_TROUBLE.get(original.sqlite_errorcode & 0xFF)  # the rest of the code tells more than is needed
+    if isinstance(error, TimeoutError):
+        return "all connections to it are in use"
+    if isinstance(error, OperationalError | InterfaceError) and not isinstance(original, sqlite3.Error):
+        return "it does not answer, or not in time"
+    return None
 
 
 class Database:
@@ -72,7 +105,8 @@ def _open_engine(url: str, *, foreign_keys: bool = True) -> Engine:
         raise ValueError(f"the database must be one of {', '.join(SUPPORTED_DATABASES)}, got {backend!r}")
     if parsed.drivername == "postgresql":  # SQLAlchemy would take the driver before this one
         parsed = parsed.set(drivername="postgresql+psycopg")
-    engine = create_engine(parsed)
+    # Asked whether they live before they are used: PostgreSQL may have been started again meanwhile.
+    engine = create_engine(_noticing_loss(parsed), pool_pre_ping=backend != "sqlite")
     if backend == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         if foreign_keys:
@@ -81,6 +115,12 @@ def _open_engine(url: str, *, foreign_keys: bool = True) -> Engine:
     else:
         event.listen(engine, "begin", _begin_postgresql)
     return engine
+
+
+def _noticing_loss(url: URL) -> URL:
+    if url.get_backend_name() == "sqlite":
+        return url
+    return url.update_query_dict({key: value for key, value in _NOTICES_LOSS.items() if key not in url.query})
 
 
 def _set_up_sqlite(dbapi_connection: Any, _record: Any) -> None:

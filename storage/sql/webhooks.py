@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select, tuple_, update
+from sqlalchemy import ColumnElement, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound
@@ -114,17 +114,17 @@ class WebhookRepository:
                 )
                 self._session.add(delivery)
 
-    def has_due(self, now_s: float) -> bool:
-        """Whether a delivery's turn has come."""
-        query = select(WebhookDelivery.ordinal).where(WebhookDelivery.next_try_at <= now_s).limit(1)
+    def has_due(self, now_s: float, longest_s: float) -> bool:
+        """Whether a delivery's turn has come. None is put off by more than `longest_s`, unless the clock was set."""
+        query = select(WebhookDelivery.ordinal).where(_is_due(now_s, longest_s)).limit(1)
         return self._session.scalar(query) is not None
 
-    def claim(self, *, now_s: float, until_s: float, limit: int) -> list[Due]:
+    def claim(self, *, now_s: float, until_s: float, longest_s: float, limit: int) -> list[Due]:
         """Deliveries whose turn has come; nobody else gets them before `until_s`."""
         query = select(WebhookDelivery, WebhookEndpoint).join(
             WebhookEndpoint, WebhookDelivery.endpoint_id == WebhookEndpoint.id
         )
-        query = query.where(WebhookDelivery.next_try_at <= now_s).order_by(WebhookDelivery.next_try_at).limit(limit)
+        query = query.where(_is_due(now_s, longest_s)).order_by(WebhookDelivery.next_try_at).limit(limit)
         found = []
         for delivery, endpoint in self._session.execute(query):
             delivery.num_tries += 1
@@ -155,3 +155,8 @@ class WebhookRepository:
     def _end(self, ordinal: int, **values: object) -> None:
         where = (WebhookDelivery.ordinal == ordinal, WebhookDelivery.delivered_at.is_(None))
         self._session.execute(update(WebhookDelivery).where(*where).values(**values))
+
+
+def _is_due(now_s: float, longest_s: float) -> ColumnElement[bool]:
+    """By a clock that may have been set back since: what is further off than anything ever is, is due."""
+    return or_(WebhookDelivery.next_try_at <= now_s, WebhookDelivery.next_try_at > now_s + longest_s)

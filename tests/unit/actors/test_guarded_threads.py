@@ -13,6 +13,7 @@ from windlass.actors.guarded_threads import GuardedThreads, working_at, works_at
 from windlass.actors.messages import ActorFailed, FailureKind, LoadModel, Message, OffloadGrad
 from windlass.storage.arena import SlotTimeout
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
+from windlass.storage.room import NotEnoughRoom
 from windlass.storage.store_errors import StoreCorrupt
 
 JOB = JobId("ftjob-1")
@@ -123,7 +124,9 @@ def test_what_came_too_late_is_told_with_who_owes_it() -> None:
         (TimeoutError("late"), FailureKind.STALLED),
         (SlotTimeout("late"), FailureKind.STALLED),
         (StoreCorrupt("other bytes"), FailureKind.LASTING),
-        (OSError(28, "No space left on device"), FailureKind.LASTING),
+        (OSError(5, "Input/output error"), FailureKind.LASTING),
+        (OSError(28, "No space left on device"), FailureKind.NO_ROOM),
+        (NotEnoughRoom("the exported model", "/models", 2, 1, "delete files there"), FailureKind.NO_ROOM),
         (ValueError("no such file format"), FailureKind.LASTING),
         (RuntimeError("CUDA error"), FailureKind.UNFORESEEN),
         (AssertionError("a defect"), FailureKind.UNFORESEEN),

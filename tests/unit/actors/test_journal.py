@@ -1,5 +1,6 @@
 """The journal survives crashes of its writer and is read exactly once."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -94,8 +95,9 @@ def test_a_short_write_raises_and_the_number_is_used_again(
     journal.append("message", "a")
     real_write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:stop]))
-    with pytest.raises(OSError, match="record 2 was cut at"):
+    with pytest.raises(OSError, match="record 2 was cut at") as raised:
         journal.append("message", "b")
+    assert raised.value.errno == errno.ENOSPC
     monkeypatch.undo()
     journal.append("message", "c")
     assert [(r.seq, r.message) for r in read_journal(path)] == [(1, "a"), (2, "c")]

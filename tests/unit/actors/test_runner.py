@@ -1,5 +1,7 @@
 """The runner's own part of an attempt, without Ray."""
 
+import dataclasses
+import errno
 import os
 import time
 from pathlib import Path
@@ -13,10 +15,11 @@ from windlass.actors import deploy
 from windlass.actors.attempt_lock import close_attempt, has_begun, last_sign_of_life
 from windlass.actors.context import make_context, optimizer_name
 from windlass.actors.deploy import Runner
-from windlass.actors.journal import read_journal
+from windlass.actors.journal import Journal, read_journal
 from windlass.actors.messages import Announcement, KernelChosen, Message
 from windlass.actors.scheduler import INTERRUPTED, ActorLostError
 from windlass.storage.ids import Attempt, Kernel, Step
+from windlass.storage.room import NotEnoughRoom
 
 
 @pytest.fixture
@@ -34,6 +37,8 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
         (TimeoutError("ssd-0 was not ready within 120 s"), INTERRUPTED),
         (ValueError("the model has no weights"), "failed"),
         (RuntimeError("a bug"), "failed"),
+        (OSError(errno.ENOSPC, "No space left on device"), INTERRUPTED),
+        (NotEnoughRoom("the arena", "/dev/shm", 2, 1, "stop other jobs"), INTERRUPTED),  # of a second attempt
     ],
 )
 def test_a_process_that_dies_or_hangs_while_the_attempt_starts_is_no_failure_of_the_job(
@@ -46,6 +51,45 @@ def test_a_process_that_dies_or_hangs_while_the_attempt_starts_is_no_failure_of_
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.kind, outcome.data["status"]) == ("outcome", status)
+
+
+def test_a_job_that_asks_for_more_than_there_is_knows_at_once(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempt() -> None:
+        raise NotEnoughRoom("the arena", "/dev/shm", 2, 1, "stop other jobs")
+
+    runner.spec = dataclasses.replace(runner.spec, attempt=Attempt(1))
+    monkeypatch.setattr(runner, "_attempt", attempt)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert outcome.data["status"] == "failed"
+
+
+@pytest.mark.parametrize("comes_in_time", [True, False])
+def test_the_end_is_told_when_there_is_room_for_it(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_in_time: bool
+) -> None:
+    tries: list[float] = []
+
+    def append_outcome(self: Journal, *arguments: object, **data: object) -> None:
+        tries.append(deploy.time.monotonic())
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        journal_append(self, *arguments, **data)  # type: ignore[arg-type]
+
+    journal_append = Journal.append_outcome
+    monkeypatch.setattr(Journal, "append_outcome", append_outcome)
+    monkeypatch.setattr(deploy, "_ROOM_DEADLINE_S", 60.0 if comes_in_time else -1.0)
+    monkeypatch.setattr(deploy, "_ROOM_TRY_S", 0.0)
+    if comes_in_time:
+        runner._tell_end(INTERRUPTED, "the disk is full")
+        (outcome,) = read_journal(tmp_path / "journal.jsonl")
+        assert (outcome.seq, outcome.data["status"]) == (1, INTERRUPTED)
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            runner._tell_end(INTERRUPTED, "the disk is full")
+        assert len(tries) == 1
 
 
 def test_what_is_told_before_there_is_a_scheduler_reaches_it_in_order(

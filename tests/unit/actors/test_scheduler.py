@@ -1,5 +1,6 @@
 """The shell around the policy: actors that answer at once, or not at all, and what the journal tells of them."""
 
+import errno
 import itertools
 import math
 from pathlib import Path
@@ -30,7 +31,7 @@ from windlass.actors.messages import (
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.scheduler import INTERRUPTED, PAUSED, ActorLostError, JobFailedError
 from windlass.planner.plan import Placement
-from windlass.storage.ids import Attempt, Kernel, Step
+from windlass.storage.ids import ActorName, Attempt, Kernel, Step
 
 
 class Clock:
@@ -83,6 +84,37 @@ def test_nobody_waits_for_what_people_are_told(stage: Stage) -> None:
     # The export is asked for by the event that makes the last step safe, and that is told of.
     assert [list(told) for told in told_before] == [[1, 2, 3]]
     assert list(metrics_of(stage.spec, "train_loss")) == [1, 2, 3, 4]
+
+
+def test_a_step_is_told_before_the_next_one_can_be_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who goes on from a commit can tell of its step alone, where the disk was full or the runner was killed."""
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.01)
+    pending: list[tuple[ActorName, Message]] = []
+    told_before: dict[int, list[int]] = {}
+
+    def look(message: Message) -> None:
+        if isinstance(message, CommitStore):
+            pending.append(stage.received[-1])
+            told_before[message.step] = list(metrics_of(stage.spec, "train_loss"))
+
+    def answer_late() -> None:
+        """When all that can be done meanwhile is: the next step is over, and waits to be committed."""
+        while pending:
+            for event in stage._answers(*pending.pop()):
+                stage.scheduler.post(event)
+
+    stage.before, stage.silent, stage.check_actors = look, {CommitStore}, answer_late
+    assert stage.run()["status"] == "succeeded"
+    assert told_before == {0: [], 1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3]}
+
+
+def test_a_reason_is_told_though_its_details_have_no_room(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    outcome = stalled_by(stage, failure("ssd-1", "the disk is broken"))
+    assert outcome["error"]["message"] == "ssd-1: the disk is broken"
 
 
 def test_each_actor_is_told_what_is_its_own(stage: Stage) -> None:
@@ -243,7 +275,11 @@ def test_all_who_wait_in_vain_are_named_with_who_owes_the_scheduler(
 
 @pytest.mark.parametrize(
     ("kind", "status", "code"),
-    [(FailureKind.LASTING, "failed", "training_failed"), (FailureKind.UNFORESEEN, INTERRUPTED, "process_lost")],
+    [
+        (FailureKind.LASTING, "failed", "training_failed"),
+        (FailureKind.NO_ROOM, INTERRUPTED, "process_lost"),
+        (FailureKind.UNFORESEEN, INTERRUPTED, "process_lost"),
+    ],
 )
 def test_what_is_broken_explains_who_waits(stage: Stage, kind: FailureKind, status: str, code: str) -> None:
     broken = failure("ssd-1", "the disk is broken", kind)

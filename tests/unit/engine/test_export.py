@@ -13,6 +13,7 @@ from windlass.engine.layout import ModelLayout
 from windlass.engine.partial_folder import make_partial_folder
 from windlass.engine.partition import Partition, build_meta_model, load_config
 from windlass.storage.ids import ChunkKey, Precision
+from windlass.storage.room import NotEnoughRoom
 
 CHUNK_NUMEL = 700
 NAMES = ("qwen2-tied", "qwen2", "llama", "gpt2", "mixtral")
@@ -170,7 +171,7 @@ def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
 def test_a_disk_too_small_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model_folder(tmp_path / "model", "llama")
     monkeypatch.setattr("windlass.engine.export._MARGIN_NBYTES", 2**62)
-    with pytest.raises(ExportError, match=r"needs \d+ bytes at .*, where \d+ are free"):
+    with pytest.raises(NotEnoughRoom, match=r"for the exported model: .* \(\d+ bytes\) needed, .* \(\d+ bytes\) free"):
         make_exporter(tmp_path, "llama")
     assert list((tmp_path / "out").iterdir()) == []
 

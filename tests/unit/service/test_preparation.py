@@ -157,3 +157,10 @@ def test_a_model_that_is_not_here_is_downloaded_first_by_the_one_step_that_may_t
         f" --result {tmp_path}/work/download_model.json"
     )
     assert ["HF_TOKEN" in step.passed_on for step in preparation._steps] == [True, False, False]
+
+
+def test_what_was_found_can_be_asked_for_again(tmp_path: Path) -> None:
+    """Who asked may have been unable to write it down."""
+    preparation = Preparation([_step(tmp_path, _OK)], work_dir=tmp_path)
+    results = _finish(preparation)
+    assert preparation.poll() == results

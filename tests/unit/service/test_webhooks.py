@@ -306,3 +306,14 @@ def test_another_key_does_not_open_what_was_sealed(tmp_path: Path) -> None:
     (tmp_path / "secrets.key").write_bytes(b"")
     with pytest.raises(SealError, match="holds no key"):
         Seal(tmp_path)
+
+
+def test_a_clock_that_is_set_back_holds_nothing_up(
+    client: TestClient, receiver: Receiver, sender: WebhookSender, clock: Clock
+) -> None:
+    add(client, receiver)
+    cancel_one(client)
+    clock.now_s -= DAY_S
+    assert sender.send_due() == 1
+    assert len(receiver.received) == 1
+    assert sender.send_due() == 0

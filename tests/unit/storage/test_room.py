@@ -1,3 +1,4 @@
+import errno
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ import pytest
 
 from windlass.storage import room
 from windlass.storage.room import NotEnoughRoom
+from windlass.storage.store_errors import StoreError
 
 
 def _v2_group(folder: Path, *, limit: str, used: int, cache: int) -> None:
@@ -91,3 +93,13 @@ class TestRequire:
     def test_what_fits_passes(self, tmp_path: Path) -> None:
         room.require_disk_room("the states", tmp_path, 1)
         room.require_arena_room(tmp_path, 1)
+
+
+def test_want_of_room_is_known_through_what_wraps_it() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    wrapped = StoreError("SSD /ssd0: could not open the volume")
+    wrapped.__cause__ = full
+    for error in (full, OSError(errno.EDQUOT, "Quota exceeded"), NotEnoughRoom("it", "/", 2, 1, "less"), wrapped):
+        assert room.is_for_want_of_room(error)
+    for other in (None, OSError(errno.EIO, "Input/output error"), RuntimeError("full"), StoreError("broken")):
+        assert not room.is_for_want_of_room(other)
