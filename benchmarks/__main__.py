@@ -9,6 +9,7 @@ from pathlib import Path
 NAMES = (
     "activations",
     "active_gradient",
+    "chaos",
     "device_memory",
     "memory",
     "optimizer",

@@ -222,7 +222,7 @@ class ResumeStage:
             victims = {what: next(each for each in map(psutil.Process, self.cluster.pids) if each.name() == what)}
         else:
             attempt = self.job(job_id).attempt
-            found = dict(_processes(self.folder(job_id), attempt, self.settings.ssd_dirs))
+            found = dict(processes_of(self.folder(job_id), attempt, self.settings.ssd_dirs))
             victims = found if what == "all" else {name: each for name, each in found.items() if name == what}
         for process in victims.values():
             _send_kill(process)
@@ -239,7 +239,7 @@ def resume_stage(home: Path, environment: Mapping[str, str] = MappingProxyType({
         stage.close()
 
 
-def _processes(folder: Path, attempt: int, ssd_dirs: tuple[Path, ...]) -> Iterator[tuple[str, psutil.Process]]:
+def processes_of(folder: Path, attempt: int, ssd_dirs: tuple[Path, ...]) -> Iterator[tuple[str, psutil.Process]]:
     """The processes of an attempt, told apart by the files that they have open or mapped."""
     for process in psutil.process_iter():
         try:

@@ -1,0 +1,293 @@
+"""Jobs that end right whatever dies in between: `python -m benchmarks.chaos [--runs 40] [--seed 1] [--database sqlite]`
+
+The service as a person has it, with real processes: a job is submitted, and at random moments of the seed's choice one
+to three things are done to the installation: SIGKILL of the service, the API, the dispatcher, the runner, a worker, an
+SSD server, the raylet, the GCS or of everything at once; the database does not answer, is locked or started again; the
+disk is full. Each job must succeed, tell every step exactly once with the very losses of a job that nobody disturbed,
+make the same bytes, and leave nothing behind. A run that does not keeps its home, and the exit code is 1.
+
+Needs the packages that the tests need; for the full disk root, as that is a file system of its own in a file; for runs
+on PostgreSQL its programs. What is missing is left out, and the report says so.
+"""
+
+import argparse
+import contextlib
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.chaos_plan import DatabaseKind, Injury, Kind, Run, plan_runs
+from benchmarks.chaos_record import Record, complaints
+from benchmarks.chaos_stage import NUM_STEPS, NotRightError, Observer, Stage, copy_kernels, own_disk
+from benchmarks.report import Report, ratio
+from tests.postgresql import PostgresServer, find_programs, postgres_server
+
+_QUICK_RUNS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """An injury as it came."""
+
+    injury: Injury
+    at_s: float  # since the job was submitted
+
+    def __str__(self) -> str:
+        return f"{self.injury} at {self.at_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run went."""
+
+    run: Run
+    done: tuple[Done, ...]  # without those for which the job was too fast
+    took_s: float | None
+    lost_s: float | None  # more than the undisturbed job took
+    num_attempts: int | None
+    complaints: tuple[str, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Nothing to complain of."""
+        return not self.complaints
+
+    def __str__(self) -> str:
+        what = "; ".join(map(str, self.done)) or "nothing came in time"
+        if self.took_s is None or self.complaints:
+            return f"{what}: NOT RIGHT: {'; '.join(self.complaints)}"
+        return f"{what}: right after {self.took_s:.1f} s, {self.num_attempts} attempts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undisturbed:
+    """The job that nobody interferes with, on one of the stages."""
+
+    record: Record
+    took_s: float
+
+
+def run_undisturbed(stage: Stage) -> Undisturbed:
+    """Submit a job and leave it alone. Raises NotRightError."""
+    job_id = stage.submit()
+    observer = Observer(stage.installation.url, job_id)
+    observer.start()
+    took_s = observer.wait()
+    record = stage.record(job_id)
+    found = [*complaints(record, record), *stage.wait_until_tidy(job_id), *observer.faults]
+    if record.num_attempts != 1 or len(record.train_losses) != NUM_STEPS:
+        found.append(f"{len(record.train_losses)} of {NUM_STEPS} steps in {record.num_attempts} attempts")
+    if found:
+        raise NotRightError(f"the undisturbed job: {'; '.join(found)}")
+    return Undisturbed(record=record, took_s=took_s)
+
+
+def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
+    """One job, hurt as planned."""
+    job_id = stage.submit()
+    observer = Observer(stage.installation.url, job_id)
+    observer.start()
+    done, found, took_s, num_attempts = list[Done](), list[str](), None, None
+    try:
+        for injury in run.injuries:
+            observer.join(injury.after_s)
+            at_s = time.monotonic() - observer.began_s
+            if observer.took_s is None and stage.hurt(injury, job_id):
+                done.append(Done(injury=injury, at_s=at_s))
+        took_s = observer.wait()
+        record = stage.record(job_id)
+        num_attempts = record.num_attempts
+        found += complaints(record, undisturbed.record)
+        found += [f"{left} is left" for left in stage.wait_until_tidy(job_id)]
+    except NotRightError as error:
+        found.append(str(error))
+    except Exception as error:  # noqa: BLE001  # the other runs go on
+        traceback.print_exc()
+        found.append(f"{type(error).__name__}: {error}")
+    return Result(
+        run=run,
+        done=tuple(done),
+        took_s=took_s,
+        lost_s=None if took_s is None else took_s - undisturbed.took_s,
+        num_attempts=num_attempts,
+        complaints=(*found, *observer.faults),
+    )
+
+
+class Stages:
+    """An installation for each kind of database; both serve at once. One that failed is followed by another."""
+
+    def __init__(self, scratch: Path, server: PostgresServer | None, *, fills_disks: bool) -> None:
+        self._scratch = scratch
+        self._server = server
+        self._fills_disks = fills_disks
+        self._open: dict[DatabaseKind, tuple[Stage, contextlib.ExitStack]] = {}
+        self._first: Stage | None = None
+        self._number = 0
+
+    def of(self, database: DatabaseKind) -> Stage:
+        """The installation of that kind; made and started if there is none."""
+        if database not in self._open:
+            resources = contextlib.ExitStack()
+            stage = resources.enter_context(self._made(database))
+            self._open[database] = (stage, resources)
+            if self._first is not None:
+                copy_kernels(self._first, stage)
+            self._first = self._first or stage
+            stage.up()
+        return self._open[database][0]
+
+    def keep(self, database: DatabaseKind, number: int) -> Path:
+        """Copy the home of an installation whose run was not right, and end it. Returns where it is."""
+        stage, resources = self._open.pop(database)
+        kept = Path(tempfile.mkdtemp(prefix=f"windlass-chaos-run-{number}-", dir=self._scratch.parent))
+        stage.stop_all()
+        shutil.copytree(stage.installation.home, kept / "home", symlinks=True, ignore_dangling_symlinks=True)
+        if self._first is stage:
+            self._first = None
+        resources.close()
+        return kept
+
+    def end(self) -> list[str]:
+        """End all of them by `windlass down`; what was left, or was ended that should not."""
+        found = []
+        for database in list(self._open):
+            stage, resources = self._open.pop(database)
+            others = {each: each.installation.service_processes() for each, _ in self._open.values()}
+            found += stage.end()
+            for other, before in others.items():
+                if not before or before[0] not in other.installation.service_processes():
+                    found.append("`windlass down` ended another installation's service")
+            resources.close()
+        return found
+
+    def close(self) -> None:
+        """Whatever happened."""
+        for _, resources in self._open.values():
+            resources.close()
+
+    @contextlib.contextmanager
+    def _made(self, database: DatabaseKind) -> Iterator[Stage]:
+        self._number += 1
+        folder = self._scratch / f"{database}-{self._number}"
+        folder.mkdir(mode=0o700)
+        with contextlib.ExitStack() as resources:
+            url = server = None
+            if database is DatabaseKind.POSTGRESQL:
+                assert self._server is not None
+                server, url = self._server, resources.enter_context(self._server.new_database(migrated=False))
+            if self._fills_disks:
+                folder = resources.enter_context(own_disk(folder))
+            stage = Stage(folder, server=server, url=url, has_own_disk=self._fills_disks)
+            resources.callback(stage.close)
+            yield stage
+
+
+def reason_not_to_fill_disks(scratch: Path) -> str | None:
+    """Why no disk can be filled here; None: one can."""
+    probe = scratch / "probe"
+    probe.mkdir()
+    try:
+        with own_disk(probe):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+def run_all(options: argparse.Namespace, scratch: Path) -> int:
+    """Everything, and its report; the exit code."""
+    databases = [DatabaseKind(options.database)] if options.database else list(DatabaseKind)
+    left_out = ["the machine's clock and its power: tests set clocks, and cut off writes to the SSDs"]
+    programs = find_programs()
+    if programs is None and DatabaseKind.POSTGRESQL in databases:
+        databases.remove(DatabaseKind.POSTGRESQL)
+        left_out.append("PostgreSQL, which is not installed")
+    if (reason := reason_not_to_fill_disks(scratch)) is not None:
+        left_out.append(f"full disks ({reason})")
+    configuration = {
+        "form": "quick" if options.quick else "full",
+        "runs": options.runs,
+        "seed": options.seed,
+        "databases": ", ".join(databases),
+        "job": f"{NUM_STEPS} steps of a model of 100 thousand parameters; evaluations and checkpoints every 20 steps",
+        "not covered": "; ".join(left_out),
+    }
+    report = Report("Jobs under injuries", scratch, configuration)
+    with contextlib.ExitStack() as resources:
+        server = None
+        if programs is not None and DatabaseKind.POSTGRESQL in databases:
+            server = resources.enter_context(postgres_server(programs))
+        stages = Stages(scratch, server, fills_disks=reason is None)
+        resources.callback(stages.close)
+        run_undisturbed(stages.of(databases[0]))  # which also compiles the kernels that all use
+        undisturbed = {database: run_undisturbed(stages.of(database)) for database in databases}
+        first = undisturbed[databases[0]]
+        for database, each in undisturbed.items():
+            if found := complaints(each.record, first.record):
+                raise NotRightError(f"the undisturbed job on {database}: {'; '.join(found)}")
+            report.add(f"Undisturbed on {database}: {each.took_s:.1f} s.")
+        runs = plan_runs(options.runs, options.seed, databases, first.took_s, disk_can_be_filled=reason is None)
+        results = []
+        for run in runs:
+            result = do_run(stages.of(run.database), run, undisturbed[run.database])
+            results.append(result)
+            report.add(f"Run {run.number}/{options.runs}, {run.database}: {result}.")
+            if not result.is_right:
+                report.add(f"Its home is kept in {stages.keep(run.database, run.number)}.")
+        found = stages.end()
+    report.add(*found)
+    report_results(report, results)
+    return 0 if all(result.is_right for result in results) and not found else 1
+
+
+def report_results(report: Report, results: Sequence[Result]) -> None:
+    """The table by kinds, and the line of ratios."""
+    came: dict[Kind, list[Result]] = defaultdict(list)
+    for result in results:
+        for each in result.done:
+            came[each.injury.kind].append(result)
+    rows = []
+    for kind in Kind:
+        alone = [each.lost_s for each in came[kind] if len(each.done) == 1 and each.lost_s is not None]
+        right = f"{sum(each.is_right for each in came[kind])}"
+        mean_s = f"{statistics.mean(alone):.1f} ({len(alone)})" if alone else "missing"
+        rows.append((str(kind), str(len(came[kind])), right, mean_s))
+    report.add_table(("injury", "times", "in runs that ended right", "mean time lost where alone, s (runs)"), rows)
+    num_injuries = sum(len(result.done) for result in results)
+    lost_s = sum(result.lost_s for result in results if result.lost_s is not None)
+    report.add("Time lost is what a job took longer than the undisturbed one on the same database.")
+    report.finish(
+        {
+            "ended_right": ratio(float(sum(result.is_right for result in results)), float(len(results))),
+            "runs": len(results),
+            "injuries": num_injuries,
+            "lost_s_per_injury": ratio(lost_s, float(num_injuries)),
+        }
+    )
+
+
+def main() -> int:
+    """0 when every job ended right and nothing was left."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, help="jobs to hurt (default: 40)")
+    parser.add_argument("--seed", type=int, default=1, help="what is hurt, and when (default: 1)")
+    parser.add_argument("--database", choices=list(DatabaseKind), help="one kind only (default: both in turn)")
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_RUNS} runs")
+    parser.add_argument("--directory", type=Path, default=Path(), help="where homes are made (default: here)")
+    options = parser.parse_args()
+    options.runs = options.runs or (_QUICK_RUNS if options.quick else 40)
+    with tempfile.TemporaryDirectory(prefix="windlass-chaos-", dir=options.directory.resolve()) as scratch:
+        return run_all(options, Path(scratch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

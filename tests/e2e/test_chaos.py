@@ -1,0 +1,29 @@
+"""The short form of `python -m benchmarks.chaos`: three injuries to one job."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import Stages, do_run, run_undisturbed
+from benchmarks.chaos_plan import DatabaseKind, Injury, Kind, Run
+
+INJURIES = (
+    Injury(kind=Kind.DISPATCHER, after_s=2.0, lasts_s=0.0),  # while the job is prepared
+    Injury(kind=Kind.SSD_1, after_s=0.0, lasts_s=0.0),
+    Injury(kind=Kind.EVERYTHING, after_s=8.0, lasts_s=1.0),
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_job_ends_right_whatever_dies(tmp_path: Path) -> None:
+    stages = Stages(tmp_path, None, fills_disks=False)
+    try:
+        stage = stages.of(DatabaseKind.SQLITE)
+        undisturbed = run_undisturbed(stage)
+        result = do_run(stage, Run(number=1, database=DatabaseKind.SQLITE, injuries=INJURIES), undisturbed)
+        assert result.complaints == ()
+        assert [each.injury for each in result.done] == list(INJURIES)
+        assert stages.end() == []
+    finally:
+        stages.close()

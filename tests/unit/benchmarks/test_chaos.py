@@ -1,0 +1,125 @@
+"""Which injuries a seed means, and what a job's record must be like. The real thing is in `tests/e2e/test_chaos.py`."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos_plan import DatabaseKind, Kind, plan_runs
+from benchmarks.chaos_record import Record, complaints, read_record
+from tests.unit.service.dispatcher_stage import Stage
+from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.models import Job
+from windlass.storage.sql.statuses import JobStatus
+
+BOTH = list(DatabaseKind)
+
+
+def test_a_seed_means_the_same_injuries_each_time() -> None:
+    runs = plan_runs(40, 1, BOTH, 30.0, disk_can_be_filled=True)
+    assert runs == plan_runs(40, 1, BOTH, 30.0, disk_can_be_filled=True)
+    assert runs != plan_runs(40, 2, BOTH, 30.0, disk_can_be_filled=True)
+    assert [run.number for run in runs] == list(range(1, 41))
+    assert [run.database for run in runs[:4]] == BOTH * 2
+
+
+def test_every_kind_of_injury_comes_and_each_as_often_as_another() -> None:
+    for database in BOTH:
+        runs = plan_runs(40, 1, [database], 30.0, disk_can_be_filled=True)
+        times = Counter(injury.kind for run in runs for injury in run.injuries)
+        possible = set(Kind) - ({Kind.DATABASE_RESTARTED} if database is DatabaseKind.SQLITE else set())
+        assert set(times) == possible
+        assert max(times.values()) - min(times.values()) <= 1
+
+
+def test_a_disk_that_cannot_be_filled_is_not() -> None:
+    runs = plan_runs(40, 1, BOTH, 30.0, disk_can_be_filled=False)
+    assert Kind.FULL_DISK not in {injury.kind for run in runs for injury in run.injuries}
+
+
+def test_the_first_injury_comes_while_the_job_is_under_way() -> None:
+    for run in plan_runs(40, 1, BOTH, 30.0, disk_can_be_filled=True):
+        assert 0 <= run.injuries[0].after_s <= 30.0
+        assert 1 <= len(run.injuries) <= 3
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    url = f"sqlite:///{tmp_path / 'test.db'}"
+    migrate(url)
+    database = Database(url)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def stage(tmp_path: Path, database: Database) -> Stage:
+    return Stage(tmp_path / "home", database)
+
+
+@pytest.fixture
+def job_id(stage: Stage) -> str:
+    job_id, journal = stage.run()
+    for step in (1, 2):
+        journal.append("metrics", f"Step {step}", step=step, total_steps=2, train_loss=1.0 / step)
+    stage.export_model()
+    folder = Path(stage.runners.started[-1].output_dir)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    journal.append_outcome("succeeded", "The model is ready", trained_tokens=10)
+    journal.close()
+    stage.end_runner(job_id)
+    stage.tick()
+    return job_id
+
+
+@pytest.fixture
+def record(stage: Stage, job_id: str) -> Record:
+    return read_record(stage.database, stage.settings, job_id)
+
+
+def test_a_job_that_ended_right_has_nothing_to_complain_of(record: Record, job_id: str) -> None:
+    assert complaints(record, record) == []
+    assert record.train_losses == ((1, 1.0), (2, 0.5))
+    ((name, _),) = record.models
+    assert name == "ft:tiny::JOB/model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"train_losses": ((1, 1.0),)}, "train_losses are not those of the undisturbed job: 1 instead of 2"),
+        ({"train_losses": ((1, 1.0), (2, 0.5), (2, 0.5))}, "step 2 was told 2 times"),
+        ({"train_losses": ((2, 0.5), (1, 1.0))}, "the steps were not told in their order"),
+        ({"train_losses": ((1, 1.0), (2, 0.5000001))}, "train_losses are not those of the undisturbed job: (2, 0.5"),
+        ({"result_file": "step\n"}, "result_file are not those"),
+        ({"models": (("ft:tiny::JOB/model.safetensors", "0"),)}, "models are not those"),
+        ({"checkpoints": ("ft:tiny::JOB-step-1",)}, "checkpoints are not those"),
+        ({"faults": ("events have the same ids",)}, "events have the same ids"),
+    ],
+)
+def test_whatever_differs_is_complained_of(record: Record, change: dict[str, object], complaint: str) -> None:
+    found = complaints(dataclasses.replace(record, **change), record)  # type: ignore[arg-type]
+    assert any(each.startswith(complaint) for each in found), found
+
+
+def test_a_job_that_did_not_succeed_is_complained_of(record: Record) -> None:
+    job = Job(status=JobStatus.FAILED, error={"code": "runner_lost"})
+    assert complaints(dataclasses.replace(record, job=job), record) == ['the job is failed: {"code": "runner_lost"}']
+
+
+def test_a_record_that_is_no_event_and_a_file_that_is_nobodys_are_faults(
+    stage: Stage, job_id: str, database: Database
+) -> None:
+    journal = stage.journal(job_id, 1)
+    journal.append("message", "nobody took this in")
+    journal.close()
+    (stage.settings.files_dir / "file-stray").write_text("")
+    faults = read_record(database, stage.settings, job_id).faults
+    assert faults[0].startswith("of the journal's records [(1, 4)] are no events, [] are several")
+    assert faults[1] == "the file file-stray is nobody's"
+    with database.write() as session:
+        EventRepository(session).add(job_id, attempt=1, message="of the service's own")
+    assert len(read_record(database, stage.settings, job_id).faults) == 2
