@@ -9,6 +9,7 @@ from pathlib import Path
 NAMES = (
     "activations",
     "active_gradient",
+    "api",
     "chaos",
     "device_memory",
     "memory",

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 LOGIN_PATH = "/login"
 LOGOUT_PATH = "/logout"
 LOGIN_COOKIE = "windlass_login"
-_OPEN_PATHS = ("/healthz", "/readyz", LOGIN_PATH)
+OPEN_PATHS = ("/healthz", "/readyz", LOGIN_PATH)
 _OPEN_FOLDER = "/static/"
 _PAGES = ("/", LOGOUT_PATH)  # who may not see them is sent to the login
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -132,7 +132,7 @@ class AccessMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        if scope["type"] != "http" or path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER):
+        if scope["type"] != "http" or path in OPEN_PATHS or path.startswith(_OPEN_FOLDER):
             await self._app(scope, receive, send)
             return
         request = Request(scope)

@@ -11,12 +11,18 @@ from windlass.service.access import AccessMiddleware
 from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
 from windlass.service.error_answers import install_error_handlers
+from windlass.service.event_news import EventNews
 from windlass.service.limits import RateLimits
 from windlass.service.model_check import HubFiles, list_hub_files
 from windlass.service.openapi import install_openapi
 from windlass.service.prometheus import JobCollector, RequestMetrics, RequestMetricsMiddleware
 from windlass.service.protection import check_protected
-from windlass.service.security import BodyLimitMiddleware, SameOriginMiddleware, SecurityHeadersMiddleware
+from windlass.service.security import (
+    BodyLimitMiddleware,
+    NullCharacterMiddleware,
+    SameOriginMiddleware,
+    SecurityHeadersMiddleware,
+)
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
 
@@ -38,7 +44,9 @@ def create_app(
         migrate(settings.database_url)
         database = Database(settings.database_url)
         limits = RateLimits(settings.requests_per_minute)
-        app.state.context = Context(settings=settings, database=database, hub_files=hub_files, limits=limits)
+        app.state.context = Context(
+            settings=settings, database=database, hub_files=hub_files, limits=limits, news=EventNews(database)
+        )
         app.state.request_metrics.registry.register(JobCollector(database, settings))
         try:
             if not starts_without_keys:
@@ -74,6 +82,7 @@ def create_app(
         upload_path="/v1/files",
         upload_limit_nbytes=settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES,
     )
+    app.add_middleware(NullCharacterMiddleware)
     app.add_middleware(AccessMiddleware, settings=settings)
     app.add_middleware(SameOriginMiddleware, host=settings.host, names=settings.host_names)
     app.add_middleware(SecurityHeadersMiddleware)

@@ -1,6 +1,6 @@
 """`/v1/audit`: who changed what; for admins."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from windlass.service.access import CallerDep
 from windlass.service.context import ContextDep
 from windlass.service.errors import ApiError
+from windlass.service.lists import ListOf
 from windlass.storage.sql.audit import AuditRepository, audit_id
 from windlass.storage.sql.keys import Role
 from windlass.storage.sql.models import AuditEvent
@@ -49,14 +50,14 @@ def list_audit_events(
     caller: CallerDep,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> dict[str, Any]:
+) -> ListOf[AuditObject]:
     """A page of audit events, newest first."""
     if caller.role is not Role.ADMIN:
         raise ApiError("the audit is for admins", status=403, code="permission_denied")
     ordinal = None if after is None else _ordinal(after)
     with context.database.read() as session:
         page = AuditRepository(session).page(limit=limit, after=ordinal)
-    return {"object": "list", "data": [AuditObject.of(row) for row in page.rows], "has_more": page.has_more}
+    return ListOf(data=[AuditObject.of(row) for row in page.rows], has_more=page.has_more)
 
 
 def _ordinal(public_id: str) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from windlass.service.event_news import EventNews
 from windlass.service.limits import RateLimits
 from windlass.service.model_check import HubFiles
 from windlass.service.settings import Settings
@@ -19,6 +20,7 @@ class Context:
     database: Database
     hub_files: HubFiles
     limits: RateLimits
+    news: EventNews
 
 
 async def _context_of(request: Request) -> Context:

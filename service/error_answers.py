@@ -29,8 +29,14 @@ _HTTP_CODES = {
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
     """The envelope. Illegal changes answer 400, never 409, which clients take as a reason to try again."""
-    body = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    param = error.param and _encodable(error.param)
+    body = {"message": _encodable(error.message), "type": error.kind, "param": param, "code": error.code}
     return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+
+
+def _encodable(text: str) -> str:
+    """The names of parameters are the sender's, and JSON can spell what is no Unicode."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -1,8 +1,13 @@
 """What goes wrong with a request."""
 
+import reprlib
 from typing import Any
 
 _MAX_VALUE_CHARS = 80
+# Looks at the outside of a value only: what strangers send may be large, or nested deeper than Python can follow.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 2 * _MAX_VALUE_CHARS
 
 
 class ApiError(Exception):
@@ -34,5 +39,5 @@ def _rebuild(message: str, status: int, param: str | None, code: str | None, kin
 
 def describe_value(value: object) -> str:
     """A value as it goes into a message: cut where it is long."""
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}…"

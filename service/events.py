@@ -1,5 +1,6 @@
 """Live streams of events (SSE). Each event has its ordinal as id, so a reader that comes back misses none."""
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,14 +13,19 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from windlass.service.access import Caller, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
+from windlass.service.event_news import News
 from windlass.service.schemas import StreamedEvent
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import JobEvent
 from windlass.storage.sql.statuses import TERMINAL_STATUSES
 
-_POLL_INTERVAL_S = 0.5
+_POLL_INTERVAL_S = 0.1
+# After which a stream asks the database whether its caller is still let in; at once where a key or a login was ended.
+_LOOK_AGAIN_S = 2.0
 _BATCH_SIZE = 500
+# Events that are looked through for one user's: not all that there are, where that user has few or none.
+_WINDOW = 100_000
 _RETRY_MS = 1000
 
 router = APIRouter()
@@ -28,7 +34,7 @@ router = APIRouter()
 def _start_after(
     context: ContextDep,
     last_event_id: Annotated[str | None, Header()] = None,
-    after: Annotated[int, Query(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
 ) -> int:
     """The ordinal to go on from: what a browser noted last, else the query's, else the beginning."""
     if last_event_id is None:
@@ -77,15 +83,32 @@ class _Batch:
 
 async def _stream(context: Context, caller: Caller, ordinal: int, job_id: str | None) -> AsyncIterator[ServerSentEvent]:
     yield ServerSentEvent(comment="events follow", retry=_RETRY_MS)
+    keys, look_at_s = None, 0.0
     while True:
-        batch = await run_in_threadpool(_read_batch, context, caller, ordinal, job_id)
+        news = await context.news.latest()
+        if news.keys != keys or time.monotonic() >= look_at_s or ordinal < news.after:
+            keys, look_at_s = news.keys, time.monotonic() + _LOOK_AGAIN_S
+            batch = await run_in_threadpool(_read_batch, context, caller, ordinal, job_id)
+        else:
+            batch = _batch_of(news, caller, ordinal, job_id)
         for row in batch.rows:
             yield ServerSentEvent(data=StreamedEvent.of(row), id=str(row.ordinal))
         ordinal = batch.newest
         if batch.is_last:
             return
-        if len(batch.rows) < _BATCH_SIZE:
+        if job_id is not None and any("status" in row.data for row in batch.rows):
+            look_at_s = 0.0  # it may have been the last one
+        elif ordinal >= news.newest:
             await anyio.sleep(_POLL_INTERVAL_S)
+
+
+def _batch_of(news: News, caller: Caller, ordinal: int, job_id: str | None) -> _Batch:
+    rows = [
+        row
+        for row, owner in news.rows
+        if row.ordinal > ordinal and job_id in (None, row.job_id) and caller.only_of in (None, owner)
+    ]
+    return _Batch(rows, max(ordinal, news.newest), is_last=False)
 
 
 def _read_batch(context: Context, caller: Caller, ordinal: int, job_id: str | None) -> _Batch:
@@ -97,7 +120,10 @@ def _read_batch(context: Context, caller: Caller, ordinal: int, job_id: str | No
         is_finished = job_id is not None and JobRepository(session).get(job_id).status in TERMINAL_STATUSES
         # Before the rows: what comes in between is looked for again. Others' events are passed over only once.
         newest = max(ordinal, events.last_ordinal())
-        rows = events.since(ordinal, limit=_BATCH_SIZE, job_id=job_id, only_of=caller.only_of)
+        until = None
+        if job_id is None and caller.only_of is not None:
+            until = newest = min(newest, ordinal + _WINDOW)
+        rows = events.since(ordinal, limit=_BATCH_SIZE, until=until, job_id=job_id, only_of=caller.only_of)
     if len(rows) == _BATCH_SIZE:
         newest = rows[-1].ordinal
     elif rows:

@@ -3,7 +3,7 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 
 from fastapi import APIRouter, File, Form, Query, UploadFile
 from fastapi.responses import FileResponse
@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import ContextDep
 from windlass.service.errors import ApiError, describe_value
+from windlass.service.lists import Deleted, PageOf
 from windlass.service.schemas import FileObject
 from windlass.service.settings import Settings
 from windlass.storage.sql.files import FileRepository, new_file_id
@@ -20,6 +21,10 @@ from windlass.storage.sql.jobs import JobRepository
 TRAINING_PURPOSE = "fine-tune"
 _PART_SUFFIX = ".part"
 _COPY_NBYTES = 1024**2
+_RAW_BYTES = {
+    "description": "The file's bytes",
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
 
 router = APIRouter(prefix="/v1/files")
 
@@ -70,15 +75,13 @@ def list_files(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
-) -> dict[str, Any]:
+) -> PageOf[FileObject]:
     """A page of files."""
     with context.database.read() as session:
         page = FileRepository(session, caller.only_of).page(
             limit=limit, after=after, newest_first=order == "desc", purpose=purpose
         )
-    data = [FileObject.of(row) for row in page.rows]
-    ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
-    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+    return PageOf.of([FileObject.of(row) for row in page.rows], has_more=page.has_more)
 
 
 @router.get("/{file_id}")
@@ -88,7 +91,7 @@ def retrieve_file(context: ContextDep, caller: CallerDep, file_id: str) -> FileO
         return FileObject.of(FileRepository(session, caller.only_of).get(file_id))
 
 
-@router.get("/{file_id}/content", response_class=FileResponse)
+@router.get("/{file_id}/content", response_class=FileResponse, responses={200: _RAW_BYTES})
 def retrieve_content(context: ContextDep, caller: CallerDep, file_id: str) -> FileResponse:
     """A file's raw bytes."""
     with context.database.read() as session:
@@ -99,7 +102,7 @@ def retrieve_content(context: ContextDep, caller: CallerDep, file_id: str) -> Fi
 
 
 @router.delete("/{file_id}")
-def delete_file(context: ContextDep, caller: CallerDep, audit: AuditDep, file_id: str) -> dict[str, Any]:
+def delete_file(context: ContextDep, caller: CallerDep, audit: AuditDep, file_id: str) -> Deleted:
     """Remove a file that no unfinished job needs."""
     with context.database.write() as session:
         FileRepository(session, caller.only_of).delete(file_id)
@@ -107,7 +110,7 @@ def delete_file(context: ContextDep, caller: CallerDep, audit: AuditDep, file_id
             raise ApiError(f"file {file_id} is in use by job {users[0].id}; cancel it first", code="file_in_use")
         audit(session, file_id)
     (context.settings.files_dir / file_id).unlink(missing_ok=True)
-    return {"id": file_id, "object": "file", "deleted": True}
+    return Deleted(id=file_id, object="file")
 
 
 def _check_room(session: Session, caller: Caller, settings: Settings, *, nbytes: int) -> None:

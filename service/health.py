@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from typing import Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
@@ -16,6 +17,12 @@ _LOG = logging.getLogger(__name__)
 router = APIRouter()
 
 
+class Alive(BaseModel):
+    """Said by a service that answers at all."""
+
+    status: Literal["ok"] = "ok"
+
+
 class Health(BaseModel):
     """`reasons`: why the service is not ready, in words."""
 
@@ -24,9 +31,9 @@ class Health(BaseModel):
 
 
 @router.get("/healthz")
-async def healthz() -> dict[str, str]:
+async def healthz() -> Alive:
     """Whether the service answers."""
-    return {"status": "ok"}
+    return Alive()
 
 
 @router.get("/readyz", responses={503: {"model": Health}})

@@ -39,6 +39,7 @@ _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
 _MAX_SEED = 2**63 - 1
 _MAX_MINUTES = 525_600  # a year
+_MAX_STEPS = 2**31 - 1
 
 
 def _auto_or_int(low: int, high: int) -> Callable[[Any], Any]:
@@ -104,7 +105,7 @@ class WindlassSettings(_Strict):
     num_microbatches: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
     sequence_length: int | None = Field(default=None, ge=8, le=1_048_576)
     learning_rate: float | None = Field(default=None, gt=0, le=1)
-    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup_steps: int | None = Field(default=None, ge=0, le=_MAX_STEPS)
     warmup: float | None = Field(default=None, ge=0, le=1)  # share of all steps
     schedule: Annotated[Schedule, _WORD] = Schedule.LINEAR
     weight_decay: float = Field(default=DEFAULT_WEIGHT_DECAY, ge=0, le=1)
@@ -122,13 +123,14 @@ class WindlassSettings(_Strict):
     model_kernels: Literal["auto", "torch"] = "auto"
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     priority: int = Field(default=0, ge=-1000, le=1000)  # smaller runs first
-    checkpoint_every: int | None = Field(default=None, ge=1)  # steps
+    checkpoint_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps
     checkpoint_minutes: float | None = Field(default=None, gt=0, le=_MAX_MINUTES)
-    keep_checkpoints: int | None = Field(default=None, ge=1)  # of the two above: the last so many; null: all
+    # Of the two above: the last so many; null: all.
+    keep_checkpoints: int | None = Field(default=None, ge=1, le=_MAX_STEPS)
     keep_best: bool = False
     early_stopping: EarlyStoppingSettings | None = None
     final_model: Annotated[FinalModel, _WORD] = FinalModel.LAST
-    evaluate_every: int | None = Field(default=None, ge=1)  # steps; null: at each epoch's end
+    evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = Initialization.WEIGHTS
     gpus: Literal[1] = 1
     budgets: Budgets = Budgets()

@@ -3,6 +3,7 @@
 The job's row says which one holds: an attempt runs by the plan that holds when it is launched.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,21 @@ def load_plan(settings: Settings, job: Job) -> dict[str, Any] | None:
     One that came while the job ran also has `from_attempt`: the first that it is another one for.
     """
     return _load(_path(settings, job, job.plan_number))
+
+
+def has_plan(settings: Settings, job: Job) -> bool:
+    """Whether something was planned; a list asks it of many jobs, so the file is read only when it has changed."""
+    path = _path(settings, job, job.plan_number)
+    try:
+        changed_ns = path.stat().st_mtime_ns
+    except OSError:
+        return False
+    return _holds_plan(path, changed_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _holds_plan(path: Path, _changed_ns: int) -> bool:
+    return _load(path) is not None
 
 
 def plans_of(settings: Settings, job: Job) -> Sequence[dict[str, Any]]:

@@ -21,11 +21,23 @@ from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
 from windlass.service.home import node_of
 from windlass.service.hyperparameters import JobSettings
-from windlass.service.job_plans import load_plan
+from windlass.service.job_plans import has_plan
 from windlass.service.job_specs import job_dir
+from windlass.service.lists import ListOf, PageOf
 from windlass.service.model_access import check_may_build_on, is_visible
 from windlass.service.model_check import check_model, fit_sequence_length
-from windlass.service.schemas import CheckpointObject, CreateJob, EventObject, JobObject, event_ordinal
+from windlass.service.schemas import (
+    CheckpointObject,
+    CreateJob,
+    CurveColumns,
+    EventObject,
+    JobList,
+    JobObject,
+    MetricsObject,
+    StreamStart,
+    TraceObject,
+    event_ordinal,
+)
 from windlass.storage.sql.errors import NotFound
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.files import FileRepository
@@ -33,8 +45,6 @@ from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.models import Job
 
 _METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
-# What a curve is drawn from, of each step's metrics.
-_CURVE_COLUMNS = ("train_loss", "valid_loss")
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs")
@@ -68,7 +78,7 @@ def create_job(
 @router.get("")
 def list_jobs(
     request: Request, context: ContextDep, caller: CallerDep, after: str | None = None, limit: _Limit = 20
-) -> dict[str, Any]:
+) -> JobList:
     """A page of jobs, newest first, that carry all the given `metadata[key]=value` pairs."""
     metadata: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -81,7 +91,7 @@ def list_jobs(
         last_event = EventRepository(session).last_ordinal()
         page = JobRepository(session, caller.only_of).page(limit=limit, after=after, metadata=metadata)
         data = _with_metrics(context, session, page.rows)
-    return {"object": "list", "data": data, "has_more": page.has_more, "windlass": {"last_event_ordinal": last_event}}
+    return JobList(data=data, has_more=page.has_more, windlass=StreamStart(last_event_ordinal=last_event))
 
 
 @router.get("/{job_id}")
@@ -126,28 +136,32 @@ def list_events(
     after: str | None = None,
     limit: _Limit = 20,
     type: Literal["message", "metrics"] | None = None,
-) -> dict[str, Any]:
+) -> ListOf[EventObject]:
     """A page of a job's events, of one type or of both, newest first."""
     ordinal = None if after is None else event_ordinal(after)
     with context.database.read() as session:
         JobRepository(session, caller.only_of).get(job_id)
         page = EventRepository(session).page(job_id, limit=limit, after=ordinal, type=type)
-    return {"object": "list", "data": [EventObject.of(row) for row in page.rows], "has_more": page.has_more}
+    return ListOf(data=[EventObject.of(row) for row in page.rows], has_more=page.has_more)
 
 
 @router.get("/{job_id}/metrics")
-def get_metrics(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, Any]:
+def get_metrics(context: ContextDep, caller: CallerDep, job_id: str) -> MetricsObject:
     """A job's curves, in columns with one entry for each step that counts: a resumed attempt has replaced its own."""
     with context.database.read() as session:
         JobRepository(session, caller.only_of).get(job_id)
         last_event = EventRepository(session).last_ordinal()
         rows = EventRepository(session).metrics(job_id)
-    columns: dict[str, Any] = {"step": [row.step for row in rows], "attempt": [row.attempt for row in rows]}
-    columns |= {name: [row.data.get(name) for row in rows] for name in _CURVE_COLUMNS}
-    return {"object": "fine_tuning.job.metrics", "job_id": job_id, "last_event_ordinal": last_event, "data": columns}
+    columns = CurveColumns(
+        step=[row.step for row in rows],
+        attempt=[row.attempt for row in rows],
+        train_loss=[row.data.get("train_loss") for row in rows],
+        valid_loss=[row.data.get("valid_loss") for row in rows],
+    )
+    return MetricsObject(job_id=job_id, last_event_ordinal=last_event, data=columns)
 
 
-@router.get("/{job_id}/timeline")
+@router.get("/{job_id}/timeline", responses={200: {"model": TraceObject}})
 def get_timeline(
     context: ContextDep,
     caller: CallerDep,
@@ -179,14 +193,12 @@ def get_timeline(
 @router.get("/{job_id}/checkpoints")
 def list_checkpoints(
     context: ContextDep, caller: CallerDep, job_id: str, after: str | None = None, limit: _Limit = 10
-) -> dict[str, Any]:
+) -> PageOf[CheckpointObject]:
     """A page of a job's checkpoints, latest first."""
     with context.database.read() as session:
         JobRepository(session, caller.only_of).get(job_id)
         page = EventRepository(session).checkpoints(job_id, limit=limit, after=after)
-    data = [CheckpointObject.of(row) for row in page.rows]
-    ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
-    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+    return PageOf.of([CheckpointObject.of(row) for row in page.rows], has_more=page.has_more)
 
 
 def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> list[JobObject]:
@@ -194,7 +206,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes
     return [
-        JobObject.of(job, last_metrics.get(job.id), rated_nbytes, has_plan=load_plan(context.settings, job) is not None)
+        JobObject.of(job, last_metrics.get(job.id), rated_nbytes, has_plan=has_plan(context.settings, job))
         for job in rows
     ]
 

@@ -4,7 +4,6 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
@@ -12,6 +11,7 @@ from sqlalchemy.orm import Session
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
+from windlass.service.lists import Deleted, ListOf
 from windlass.service.model_access import is_visible
 from windlass.service.model_ids import check_model_id, is_fine_tuned_id, model_dir
 from windlass.service.schemas import ModelObject
@@ -24,13 +24,13 @@ router = APIRouter(prefix="/v1/models")
 
 
 @router.get("")
-def list_models(context: ContextDep, caller: CallerDep) -> dict[str, Any]:
+def list_models(context: ContextDep, caller: CallerDep) -> ListOf[ModelObject]:
     """All models, those with the latest change first."""
     with context.database.read() as session:
         found = [model for model in _model_ids(context.settings) if is_visible(session, caller, model)]
     models = [_model_object(context.settings, model) for model in found]
     models.sort(key=lambda model: (-model.created, model.id))
-    return {"object": "list", "data": models, "has_more": False}
+    return ListOf(data=models)
 
 
 @router.get("/{model:path}")
@@ -40,7 +40,7 @@ def retrieve_model(context: ContextDep, caller: CallerDep, model: str) -> ModelO
 
 
 @router.delete("/{model:path}")
-def delete_model(context: ContextDep, caller: CallerDep, audit: AuditDep, model: str) -> dict[str, Any]:
+def delete_model(context: ContextDep, caller: CallerDep, audit: AuditDep, model: str) -> Deleted:
     """Remove a fine-tuned model or a checkpoint, and its files."""
     _visible_model(context, caller, model)
     if not is_fine_tuned_id(model):
@@ -60,7 +60,7 @@ def delete_model(context: ContextDep, caller: CallerDep, audit: AuditDep, model:
         audit(session, model)
         folder.rename(doomed)
     shutil.rmtree(doomed)
-    return {"id": model, "object": "model", "deleted": True}
+    return Deleted(id=model, object="model")
 
 
 def _visible_model(context: Context, caller: Caller, model: str) -> ModelObject:

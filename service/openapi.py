@@ -6,8 +6,15 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from windlass.service.access import OPEN_PATHS
+
 _REF = "#/components/schemas/"
 _FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")
+_KEY = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "An API key, `wk-…`. Requests of the service's own machine need none until somebody has made one.",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -26,7 +33,10 @@ class ErrorEnvelope(BaseModel):
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Describe every failure by the one envelope: wrong requests answer 400 and others, never FastAPI's 422."""
+    """Describe every failure by the one envelope: wrong requests answer 400 and others, never FastAPI's 422.
+
+    And that a key is needed, but for the paths that are open to all.
+    """
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -47,8 +57,12 @@ def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
         "description": "What went wrong",
         "content": {"application/json": {"schema": {"$ref": f"{_REF}ErrorEnvelope"}}},
     }
-    for operations in schema["paths"].values():
+    schema["components"]["securitySchemes"] = {"key": _KEY}
+    schema["security"] = [{"key": []}]
+    for path, operations in schema["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = failure
+            if path in OPEN_PATHS:
+                operation["security"] = []
     return schema

@@ -23,8 +23,10 @@ from windlass.service.job_specs import Machinery, job_dir, measuring_threads, pl
 from windlass.service.model_access import is_visible
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
+from windlass.service.plan_objects import JobPlanObject, PlanObject
 from windlass.service.plan_view import view_of
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step
+from windlass.service.schemas import TraceObject
 from windlass.service.settings import Settings
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
@@ -45,7 +47,7 @@ class CreatePlan(BaseModel):
     windlass: WindlassSettings = WindlassSettings()
 
 
-@router.post("/plans")
+@router.post("/plans", response_model=PlanObject)
 def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dict[str, Any]:
     """What a job would take, if it were made: nothing is stored."""
     asked, settings = body.windlass, context.settings
@@ -81,7 +83,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     return {"object": "fine_tuning.plan", **about, **plan}
 
 
-@router.get("/jobs/{job_id}/plan")
+@router.get("/jobs/{job_id}/plan", response_model=JobPlanObject)
 def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, Any]:
     """The plan that a job runs by, what was measured beside it, and the plans before it."""
     with context.database.read() as session:
@@ -99,7 +101,7 @@ def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, A
     return {"object": "fine_tuning.job.plan", "job_id": job_id, **shown}
 
 
-@router.get("/jobs/{job_id}/plan/timeline")
+@router.get("/jobs/{job_id}/plan/timeline", responses={200: {"model": TraceObject}})
 def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) -> JSONResponse:
     """What each resource does in a step of the planned job, as it was simulated: a trace as of a measured step."""
     with context.database.read() as session:

@@ -15,12 +15,14 @@ from windlass.service.hyperparameters import (
     SupervisedHyperparameters,
     WindlassSettings,
 )
+from windlass.service.lists import Identified, ListOf
 from windlass.service.model_ids import check_suffix
+from windlass.service.text import check_storable
 from windlass.storage.sql.models import Checkpoint, File, Job, JobEvent
 from windlass.storage.sql.statuses import TERMINAL_STATUSES
 
 _MAX_METADATA_PAIRS = 16
-_FileId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+_FileId = Annotated[str, StringConstraints(min_length=1, max_length=64), AfterValidator(check_storable)]
 
 
 def _check_metadata(value: dict[str, str]) -> dict[str, str]:
@@ -32,6 +34,7 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"keys must be 1 to 64 printable characters without quotes and backslashes, got {key!r}")
         if len(item) > 512:
             raise ValueError(f"values must have at most 512 characters, {key!r} has {len(item)}")
+        check_storable(item)
     return value
 
 
@@ -50,9 +53,9 @@ class Method(_Request):
 
     type: str
     supervised: SupervisedMethod | None = None
-    # Kept open, so that the answer is about the method and not about one of its fields.
-    dpo: Any = None
-    reinforcement: Any = None
+    # Kept open, so that the answer is about the method and not about one of its fields; no part of what was asked for.
+    dpo: Annotated[Any, Field(exclude=True)] = None
+    reinforcement: Annotated[Any, Field(exclude=True)] = None
 
     @field_validator("type")
     @classmethod
@@ -65,7 +68,7 @@ class Method(_Request):
 class CreateJob(_Request):
     """The body of `POST /v1/fine_tuning/jobs`."""
 
-    model: str
+    model: Annotated[str, AfterValidator(check_storable)]
     training_file: _FileId
     validation_file: _FileId | None = None
     suffix: Annotated[str, AfterValidator(check_suffix)] | None = None
@@ -113,10 +116,9 @@ class CreateJob(_Request):
             raise ApiError(str(error), param="windlass", code="invalid_value") from None
 
 
-class FileObject(BaseModel):
+class FileObject(Identified):
     """A file."""
 
-    id: str
     object: Literal["file"] = "file"
     bytes: int
     created_at: int
@@ -132,6 +134,52 @@ class FileObject(BaseModel):
         )
 
 
+class JobHyperparameters(BaseModel):
+    """The three that OpenAI's API knows, as they were asked for, and as they are once the data was counted."""
+
+    n_epochs: int | Literal["auto"] = "auto"
+    batch_size: int | Literal["auto"] = "auto"
+    learning_rate_multiplier: float | Literal["auto"] = "auto"
+
+
+class JobSupervised(BaseModel):
+    """How it is supervised."""
+
+    hyperparameters: JobHyperparameters
+
+
+class JobMethod(BaseModel):
+    """How a job trains."""
+
+    type: Literal["supervised"] = "supervised"
+    supervised: JobSupervised
+
+
+class JobError(BaseModel):
+    """Why a job failed."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class JobExtras(BaseModel):
+    """What windlass adds to a job."""
+
+    settings: dict[str, Any]  # as asked
+    hyperparameters: dict[str, Any] | None  # as resolved
+    attempt: int
+    priority: int
+    step: int
+    total_steps: int | None
+    started_at: int | None
+    waiting_reason: str | None
+    cancel_requested: bool
+    has_plan: bool
+    last_metrics: dict[str, Any] | None
+    ssd_wear: dict[str, Any] | None
+
+
 class JobObject(BaseModel):
     """A fine-tuning job."""
 
@@ -144,18 +192,18 @@ class JobObject(BaseModel):
     fine_tuned_model: str | None
     organization_id: str = "windlass"
     status: str
-    hyperparameters: dict[str, Any]
+    hyperparameters: JobHyperparameters
     training_file: str
     validation_file: str | None
     result_files: list[str]
     trained_tokens: int | None
     seed: int
-    error: dict[str, Any] | None
-    method: dict[str, Any]
+    error: JobError | None
+    method: JobMethod
     metadata: dict[str, str]
     integrations: list[Any]
     suffix: str | None
-    windlass: dict[str, Any]
+    windlass: JobExtras
 
     @classmethod
     def of(
@@ -167,13 +215,14 @@ class JobObject(BaseModel):
         has_plan: bool = False,
     ) -> "JobObject":
         """What clients see of a row, the metrics of the last step, and their meaning for SSDs of these ratings."""
-        hyperparameters = dict(job.method["supervised"]["hyperparameters"])
-        if job.hyperparameters is not None:
-            hyperparameters = {
-                "n_epochs": job.hyperparameters["epochs"],
-                "batch_size": job.hyperparameters["batch_size"],
-                "learning_rate_multiplier": round(job.hyperparameters["learning_rate"] / DEFAULT_LEARNING_RATE, 9),
-            }
+        if job.hyperparameters is None:
+            hyperparameters = JobHyperparameters(**job.method["supervised"]["hyperparameters"])
+        else:
+            hyperparameters = JobHyperparameters(
+                n_epochs=job.hyperparameters["epochs"],
+                batch_size=job.hyperparameters["batch_size"],
+                learning_rate_multiplier=round(job.hyperparameters["learning_rate"] / DEFAULT_LEARNING_RATE, 9),
+            )
         return cls(
             id=job.id,
             created_at=int(job.created_at),
@@ -188,26 +237,38 @@ class JobObject(BaseModel):
             result_files=job.result_files,
             trained_tokens=job.trained_tokens,
             seed=job.seed,
-            error=job.error,
-            method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+            error=None if job.error is None else JobError(**job.error),
+            method=JobMethod(supervised=JobSupervised(hyperparameters=hyperparameters)),
             metadata=job.job_metadata,
             integrations=[],
             suffix=job.suffix,
-            windlass={
-                "settings": job.windlass,
-                "hyperparameters": job.hyperparameters,
-                "attempt": job.attempt,
-                "priority": job.priority,
-                "step": job.step,
-                "total_steps": job.total_steps,
-                "started_at": _seconds(job.started_at),
-                "waiting_reason": job.waiting_reason,
-                "cancel_requested": job.cancel_requested,
-                "has_plan": has_plan,
-                "last_metrics": last_metrics,
-                "ssd_wear": None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
-            },
+            windlass=JobExtras(
+                settings=job.windlass,
+                hyperparameters=job.hyperparameters,
+                attempt=job.attempt,
+                priority=job.priority,
+                step=job.step,
+                total_steps=job.total_steps,
+                started_at=_seconds(job.started_at),
+                waiting_reason=job.waiting_reason,
+                cancel_requested=job.cancel_requested,
+                has_plan=has_plan,
+                last_metrics=last_metrics,
+                ssd_wear=None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
+            ),
         )
+
+
+class StreamStart(BaseModel):
+    """Where an event stream begins that misses nothing that a list does not show yet."""
+
+    last_event_ordinal: int
+
+
+class JobList(ListOf[JobObject]):
+    """A page of jobs."""
+
+    windlass: StreamStart
 
 
 class EventObject(BaseModel):
@@ -246,10 +307,9 @@ class StreamedEvent(EventObject):
         return cls(**EventObject.of(row).model_dump(), job_id=row.job_id, attempt=row.attempt)
 
 
-class CheckpointObject(BaseModel):
+class CheckpointObject(Identified):
     """A model saved on the way."""
 
-    id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
     created_at: int
     fine_tuned_model_checkpoint: str
@@ -270,6 +330,32 @@ class CheckpointObject(BaseModel):
             metrics=row.metrics,
             windlass={"reasons": row.reasons, "bytes": row.nbytes},
         )
+
+
+class CurveColumns(BaseModel):
+    """One entry for each step; null is what was not measured."""
+
+    step: list[int]
+    attempt: list[int]
+    train_loss: list[float | None]
+    valid_loss: list[float | None]
+
+
+class MetricsObject(BaseModel):
+    """A job's curves."""
+
+    object: Literal["fine_tuning.job.metrics"] = "fine_tuning.job.metrics"
+    job_id: str
+    last_event_ordinal: int
+    data: CurveColumns
+
+
+class TraceObject(BaseModel):
+    """A trace in the form that Perfetto and Chrome open."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: Literal["ms"]
+    otherData: dict[str, Any]
 
 
 class ModelObject(BaseModel):

@@ -9,7 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from windlass.service.access import AuditDep, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
+from windlass.service.lists import Deleted, Identified, ListOf, PageOf
 from windlass.service.sealed import Seal
+from windlass.service.text import check_storable
 from windlass.service.webhook_requests import DeliveryError, UrlRefusedError, check_url, new_signing_secret, send
 from windlass.storage.sql.models import WebhookEndpoint
 from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository, event_body, new_event_id
@@ -27,7 +29,7 @@ def _known_types(value: list[str]) -> list[str]:
     return sorted(set(value))
 
 
-_Name = Annotated[str, Field(min_length=1, max_length=255)]
+_Name = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(check_storable)]
 _Types = Annotated[list[str], Field(min_length=1, max_length=len(EVENT_TYPES)), AfterValidator(_known_types)]
 
 
@@ -65,10 +67,21 @@ class TestEndpoint(_Request):
     event_type: Annotated[str, AfterValidator(lambda value: _known_types([value])[0])]
 
 
-class EndpointObject(BaseModel):
+class TestedEndpoint(BaseModel):
+    """How a sample was answered: with a success, else there is an error."""
+
+    __test__ = False
+
+    object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
+    webhook_endpoint_id: str
+    event_type: str
+    status_code: int
+    success: Literal[True] = True
+
+
+class EndpointObject(Identified):
     """An endpoint. The secret is told when it is made, never again."""
 
-    id: str
     object: Literal["webhook_endpoint"] = "webhook_endpoint"
     name: str
     url: str
@@ -77,7 +90,7 @@ class EndpointObject(BaseModel):
     updated_at: int
     signing_secret_hint: str
     signing_secret: str | None = None
-    windlass: dict[str, Any] = {}
+    windlass: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def of(cls, row: WebhookEndpoint, secret: str, *, tells_secret: bool = False, **windlass: Any) -> "EndpointObject":
@@ -112,14 +125,13 @@ def create_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, bod
 @router.get("/webhook_endpoints", response_model_exclude_none=True)
 def list_endpoints(
     context: ContextDep, caller: CallerDep, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
-) -> dict[str, Any]:
+) -> PageOf[EndpointObject]:
     """A page of endpoints, newest first."""
     seal = _seal(context)
     with context.database.read() as session:
         page = WebhookRepository(session, caller.only_of).page(limit=limit, after=after)
         data = [EndpointObject.of(row, seal.open(row.secret)) for row in page.rows]
-    ends = {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
-    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+    return PageOf.of(data, has_more=page.has_more)
 
 
 @router.get("/webhook_endpoints/{endpoint_id}", response_model_exclude_none=True)
@@ -162,12 +174,12 @@ def update_endpoint(
 
 
 @router.delete("/webhook_endpoints/{endpoint_id}")
-def delete_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str) -> dict[str, Any]:
+def delete_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str) -> Deleted:
     """Forget an endpoint, and what was to be delivered to it."""
     with context.database.write() as session:
         WebhookRepository(session, caller.only_of).delete(endpoint_id)
         audit(session, endpoint_id)
-    return {"id": endpoint_id, "object": "webhook_endpoint.deleted", "deleted": True}
+    return Deleted(id=endpoint_id, object="webhook_endpoint.deleted")
 
 
 @router.post("/webhook_endpoints/{endpoint_id}/rotate_secret", response_model_exclude_none=True)
@@ -191,7 +203,7 @@ def rotate_secret(
 @router.post("/webhook_endpoints/{endpoint_id}/test")
 def test_endpoint(
     context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str, body: TestEndpoint
-) -> dict[str, Any]:
+) -> TestedEndpoint:
     """Send a sample event now; the status code with which it was answered."""
     with context.database.read() as session:
         row = WebhookRepository(session, caller.only_of).get(endpoint_id)
@@ -208,19 +220,13 @@ def test_endpoint(
         raise ApiError(f"the sample was not delivered: {error}", code="webhook_not_delivered") from error
     with context.database.write() as session:
         audit(session, endpoint_id)
-    return {
-        "object": "webhook_endpoint.test",
-        "webhook_endpoint_id": endpoint_id,
-        "event_type": body.event_type,
-        "status_code": status,
-        "success": True,
-    }
+    return TestedEndpoint(webhook_endpoint_id=endpoint_id, event_type=body.event_type, status_code=status)
 
 
 @router.get("/webhook_event_types")
-def list_event_types() -> dict[str, Any]:
+def list_event_types() -> ListOf[str]:
     """What endpoints can be told of."""
-    return {"object": "list", "data": list(EVENT_TYPES)}
+    return ListOf(data=list(EVENT_TYPES))
 
 
 def _seal(context: Context) -> Seal:

@@ -105,8 +105,11 @@ class PostgresServer:
 
 
 @contextmanager
-def postgres_server(programs: Path) -> Iterator[PostgresServer]:
-    """A server that ends with the block, and with this process however that ends."""
+def postgres_server(programs: Path, *, is_durable: bool = False) -> Iterator[PostgresServer]:
+    """A server that ends with the block, and with this process however that ends.
+
+    `is_durable`: it waits for the disk, as one that is used does.
+    """
     # Not in a test's folder: a socket's path is short.
     with tempfile.TemporaryDirectory(prefix="windlass-pg-") as name:
         folder = Path(name)
@@ -117,8 +120,9 @@ def postgres_server(programs: Path) -> Iterator[PostgresServer]:
         data = folder / "data"
         initdb = [programs / "initdb", "--auth=trust", f"--username={_USER}", "--no-sync", "--encoding=UTF8", data]
         subprocess.run(initdb, user=user, cwd=folder, check=True, capture_output=True, timeout=_DEADLINE_S)
-        # Nothing has to survive the test.
-        options = {"fsync": "off", "full_page_writes": "off", "listen_addresses": "", "unix_socket_directories": folder}
+        options = {"listen_addresses": "", "unix_socket_directories": folder}
+        if not is_durable:  # nothing has to survive the test
+            options |= {"fsync": "off", "full_page_writes": "off"}
         words = [f"--{key}={value}" for key, value in options.items()]
         login = ["--reuid", _USER, "--regid", _USER, "--clear-groups"] if is_root else []
         server = PostgresServer(

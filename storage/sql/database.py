@@ -4,6 +4,7 @@ One writer at a time, in SQLite by nature and in PostgreSQL by a lock. A writer 
 and events become visible in the order of their ordinals, so that whoever follows them by ordinal misses none.
 """
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -106,7 +107,7 @@ def _open_engine(url: str, *, foreign_keys: bool = True) -> Engine:
     if parsed.drivername == "postgresql":  # SQLAlchemy would take the driver before this one
         parsed = parsed.set(drivername="postgresql+psycopg")
     # Asked whether they live before they are used: PostgreSQL may have been started again meanwhile.
-    engine = create_engine(_noticing_loss(parsed), pool_pre_ping=backend != "sqlite")
+    engine = create_engine(_noticing_loss(parsed), json_serializer=_to_json, pool_pre_ping=backend != "sqlite")
     if backend == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         if foreign_keys:
@@ -121,6 +122,16 @@ def _noticing_loss(url: URL) -> URL:
     if url.get_backend_name() == "sqlite":
         return url
     return url.update_query_dict({key: value for key, value in _NOTICES_LOSS.items() if key not in url.query})
+
+
+def _to_json(value: Any) -> str:
+    """Without escapes: SQLite finds a key only as it is written. Those of what is no Unicode have to stay."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 def _set_up_sqlite(dbapi_connection: Any, _record: Any) -> None:

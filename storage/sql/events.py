@@ -62,15 +62,32 @@ class EventRepository:
         return self._session.scalar(select(JobEvent).where(*where).order_by(JobEvent.ordinal).limit(1))
 
     def since(
-        self, ordinal: int, *, limit: int, job_id: str | None = None, only_of: str | None = None
+        self,
+        ordinal: int,
+        *,
+        limit: int,
+        until: int | None = None,
+        job_id: str | None = None,
+        only_of: str | None = None,
     ) -> Sequence[JobEvent]:
-        """Events after an ordinal, oldest first, of one job, of one user's or of all: what a live stream sends."""
+        """Events after an ordinal, oldest first, of one job, of one user's or of all: what a live stream sends.
+
+        `until`: the last ordinal that is looked at.
+        """
         query = select(JobEvent).where(JobEvent.ordinal > ordinal).order_by(JobEvent.ordinal).limit(limit)
+        if until is not None:
+            query = query.where(JobEvent.ordinal <= until)
         if job_id is not None:
             query = query.where(JobEvent.job_id == job_id)
         if only_of is not None:
             query = query.join(Job, Job.id == JobEvent.job_id).where(Job.owner == only_of)
         return self._session.scalars(query).all()
+
+    def with_owners(self, ordinal: int, *, limit: int) -> Sequence[tuple[JobEvent, str | None]]:
+        """Events after an ordinal, oldest first, each with the user whose job it is of."""
+        query = select(JobEvent, Job.owner).join(Job, Job.id == JobEvent.job_id).where(JobEvent.ordinal > ordinal)
+        found = self._session.execute(query.order_by(JobEvent.ordinal).limit(limit))
+        return [(event, owner) for event, owner in found]
 
     def last_ordinal(self) -> int:
         """The newest event's ordinal; 0 if there is none."""

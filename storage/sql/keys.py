@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import sha256
 
-from sqlalchemy import and_, delete, exists, or_, select, update
+from sqlalchemy import and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound
@@ -91,6 +91,13 @@ class KeyRepository:
     def is_needed(self) -> bool:
         """Whether requests need a key: one was made and not revoked. That it expires opens no door."""
         return bool(self._session.scalar(select(exists().where(ApiKey.revoked_at.is_(None)))))
+
+    def revision(self) -> tuple[int, int]:
+        """Another one once a key or a login was made or ended; that one expires changes nothing."""
+        num_keys = select(func.count()).where(ApiKey.revoked_at.is_(None)).scalar_subquery()
+        num_logins = select(func.count()).select_from(LoginSession).scalar_subquery()
+        found = self._session.execute(select(num_keys, num_logins)).one()
+        return found[0], found[1]
 
     def note_use(self, key_id: str, now_s: float) -> None:
         """Keep when a key was used last, unless that was within the last minute."""

@@ -25,6 +25,19 @@ class _StatusType(TypeDecorator[JobStatus]):
         return None if value is None else JobStatus(value)
 
 
+class _Words(TypeDecorator[str]):
+    """Text for people, some of which strangers have written: a chat template, a data file, a web server.
+
+    What no database stores is replaced, so that no word of theirs keeps an event from being written.
+    """
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Any) -> str | None:
+        return value and value.replace("\0", "\ufffd").encode(errors="replace").decode()
+
+
 class Base(DeclarativeBase):
     """Holds the metadata that the migrations are checked against."""
 
@@ -88,7 +101,7 @@ class Job(Base):
     # How it goes.
     hyperparameters: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # resolved; plain numbers
     cancel_requested: Mapped[bool] = mapped_column(default=False)
-    waiting_reason: Mapped[str | None] = mapped_column(Text)  # why it does not run, in words
+    waiting_reason: Mapped[str | None] = mapped_column(_Words())  # why it does not run, in words
     step: Mapped[int] = mapped_column(default=0)
     total_steps: Mapped[int | None]
     trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
@@ -140,7 +153,7 @@ class JobEvent(Base):
     seq: Mapped[int | None] = mapped_column(BigInteger)  # the journal's number; NULL: the service wrote it
     created_at: Mapped[float]
     level: Mapped[str] = mapped_column(String(8))
-    message: Mapped[str] = mapped_column(Text)
+    message: Mapped[str] = mapped_column(_Words())
     type: Mapped[str] = mapped_column(String(8))
     data: Mapped[dict[str, Any]] = mapped_column(JSON)
 
@@ -206,7 +219,7 @@ class WebhookDelivery(Base):
     num_tries: Mapped[int] = mapped_column(default=0)
     next_try_at: Mapped[float | None] = mapped_column(index=True)  # None: it was delivered, or given up
     delivered_at: Mapped[float | None]
-    last_error: Mapped[str | None] = mapped_column(Text)
+    last_error: Mapped[str | None] = mapped_column(_Words())
 
 
 class ApiKey(Base):

@@ -1,5 +1,8 @@
-"""The official `openai` client against a real server. No Ray and no dispatcher: the repositories move the jobs."""
+"""The official `openai` client, both of its kinds, against a real server. No Ray and no dispatcher: the repositories
+move the jobs.
+"""
 
+import asyncio
 import json
 import socket
 import threading
@@ -12,14 +15,19 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
+from sqlalchemy import select, update
 
+from tests.integration.cutting_proxy import cutting_proxy
+from tests.integration.waiting_client import Waiting
 from windlass.actors.journal import JournalRecord
 from windlass.service.app import create_app
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
-from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.journal import import_journal
+from windlass.storage.sql.keys import KeyRepository, Role
+from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
 
 _DEADLINE_S = 20.0
@@ -31,7 +39,7 @@ def settings(tmp_path: Path) -> Settings:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-    settings = Settings(home=tmp_path / "home", port=port, max_file_mib=1)
+    settings = Settings(home=tmp_path / "home", port=port, max_file_mib=1, max_files_per_user=2)
     settings.make_dirs()
     for folder in (settings.models_dir / "tiny", settings.models_dir / "org" / "big", settings.fine_tuned_dir / MADE):
         folder.mkdir(parents=True)
@@ -63,10 +71,17 @@ def _server(settings: Settings) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-@pytest.fixture
-def client(_server: None, settings: Settings) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{settings.base_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
+@pytest.fixture(params=["synchronous", "asynchronous"])
+def client(request: pytest.FixtureRequest, _server: None, settings: Settings) -> Iterator[Any]:
+    options: dict[str, Any] = {"base_url": f"{settings.base_url}/v1", "api_key": "none", "max_retries": 0}
+    if request.param == "synchronous":
+        with OpenAI(**options) as client:
+            yield client
+        return
+    with asyncio.Runner() as runner:
+        asynchronous = AsyncOpenAI(**options)
+        yield Waiting(asynchronous, runner)
+        runner.run(asynchronous.close())
 
 
 @pytest.fixture
@@ -77,7 +92,7 @@ def database(_server: None, settings: Settings) -> Iterator[Database]:
 
 
 @pytest.fixture
-def file_id(client: OpenAI) -> str:
+def file_id(client: Any) -> str:
     return client.files.create(file=("data.jsonl", b'{"text": "a"}\n'), purpose="fine-tune").id
 
 
@@ -94,7 +109,7 @@ def start(database: Database, job_id: str) -> None:
         jobs.transition(job_id, JobStatus.QUEUED, JobStatus.RUNNING, message="Started", attempt=1)
 
 
-def test_files(client: OpenAI, tmp_path: Path) -> None:
+def test_files(client: Any, tmp_path: Path) -> None:
     content = b'{"text": "a"}\n' * 50_000  # arrives in many pieces
     path = tmp_path / "train.jsonl"
     path.write_bytes(content)
@@ -103,6 +118,7 @@ def test_files(client: OpenAI, tmp_path: Path) -> None:
     assert (file.filename, file.bytes, file.object) == ("train.jsonl", len(content), "file")
     assert client.files.retrieve(file.id) == file
     assert client.files.content(file.id).content == content
+    assert client.files.wait_for_processing(file.id) == file
     others = [client.files.create(file=("b.jsonl", b"{}\n"), purpose="fine-tune").id for _ in range(4)]
     assert [each.id for each in client.files.list(limit=2, order="asc")] == [file.id, *others]
     assert client.files.delete(file.id).deleted
@@ -110,7 +126,7 @@ def test_files(client: OpenAI, tmp_path: Path) -> None:
         client.files.retrieve(file.id)
 
 
-def test_a_job_from_creation_to_its_model(client: OpenAI, database: Database, file_id: str) -> None:
+def test_a_job_from_creation_to_its_model(client: Any, database: Database, file_id: str) -> None:
     job = client.fine_tuning.jobs.create(
         model="tiny",
         training_file=file_id,
@@ -166,7 +182,7 @@ def test_a_job_from_creation_to_its_model(client: OpenAI, database: Database, fi
     assert checkpoint.metrics.train_loss == 2.5
 
 
-def test_lists_page_and_filter(client: OpenAI, file_id: str) -> None:
+def test_lists_page_and_filter(client: Any, file_id: str) -> None:
     ids = [
         client.fine_tuning.jobs.create(model="tiny", training_file=file_id, metadata={"parity": str(index % 2)}).id
         for index in range(5)
@@ -176,7 +192,7 @@ def test_lists_page_and_filter(client: OpenAI, file_id: str) -> None:
     assert [job.id for job in odd] == [ids[3], ids[1]]
 
 
-def test_cancel(client: OpenAI, database: Database, file_id: str) -> None:
+def test_cancel(client: Any, database: Database, file_id: str) -> None:
     waiting, running = (client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id for _ in range(2))
     assert client.fine_tuning.jobs.cancel(waiting).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="is cancelled and cannot become cancelled"):
@@ -189,7 +205,7 @@ def test_cancel(client: OpenAI, database: Database, file_id: str) -> None:
     assert client.fine_tuning.jobs.retrieve(running).status == "cancelled"
 
 
-def test_pause_and_resume(client: OpenAI, database: Database, file_id: str) -> None:
+def test_pause_and_resume(client: Any, database: Database, file_id: str) -> None:
     waiting, running = (client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id for _ in range(2))
     assert client.fine_tuning.jobs.pause(waiting).status == "paused"
     assert client.fine_tuning.jobs.resume(waiting).status == "validating_files"
@@ -203,7 +219,7 @@ def test_pause_and_resume(client: OpenAI, database: Database, file_id: str) -> N
     assert client.fine_tuning.jobs.cancel(running).status == "cancelled"
 
 
-def test_errors_are_typed(client: OpenAI, file_id: str) -> None:
+def test_errors_are_typed(client: Any, file_id: str) -> None:
     jobs = client.fine_tuning.jobs
     with pytest.raises(openai.BadRequestError) as caught:
         jobs.create(model="tiny", training_file=file_id, extra_body={"windlass": {"learning_rate": 2}})
@@ -224,7 +240,7 @@ def test_errors_are_typed(client: OpenAI, file_id: str) -> None:
     assert refused.value.code == "invalid_state"
 
 
-def test_a_file_over_the_limit_gets_its_answer(client: OpenAI) -> None:
+def test_a_file_over_the_limit_gets_its_answer(client: Any) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         client.files.create(file=("big.jsonl", b"x" * 30 * 1024**2), purpose="fine-tune")
     assert caught.value.status_code == 413
@@ -249,7 +265,7 @@ def test_a_client_that_sends_all_before_it_reads_still_gets_its_answer(settings:
         assert connection.recv(12) == b"HTTP/1.1 413"
 
 
-def test_idempotency_key(client: OpenAI, file_id: str) -> None:
+def test_idempotency_key(client: Any, file_id: str) -> None:
     def create(**more: Any) -> str:
         return client.fine_tuning.jobs.create(
             model="tiny", training_file=file_id, extra_headers={"Idempotency-Key": "once"}, **more
@@ -260,7 +276,100 @@ def test_idempotency_key(client: OpenAI, file_id: str) -> None:
         create(seed=4)
 
 
-def test_models(client: OpenAI) -> None:
+def test_of_a_request_that_is_sent_again_one_job_is_made(client: Any, database: Database, file_id: str) -> None:
+    """The service has made the job when the connection is cut, and the client tries again by itself."""
+
+    def num_jobs() -> int:
+        with database.read() as session:
+            return len(session.scalars(select(Job)).all())
+
+    def create(**more: Any) -> str:
+        with cutting_proxy(client.base_url.port) as port:
+            trying = client.with_options(base_url=f"http://127.0.0.1:{port}/v1", max_retries=2)
+            job_id: str = trying.fine_tuning.jobs.create(model="tiny", training_file=file_id, **more).id
+            return job_id
+
+    made = create(extra_headers={"Idempotency-Key": "once"})
+    assert num_jobs() == 1
+    assert [job.id for job in client.fine_tuning.jobs.list()] == [made]
+    create()  # without a key nobody can know
+    assert num_jobs() == 3
+
+
+def test_a_list_of_more_than_a_thousand_jobs_is_read_to_its_end(client: Any, database: Database, file_id: str) -> None:
+    new = NewJob(
+        model="tiny",
+        training_file=file_id,
+        validation_file=None,
+        suffix=None,
+        seed=1,
+        method={"type": "supervised", "supervised": {"hyperparameters": {}}},
+        windlass={},
+        metadata={},
+        priority=0,
+        idempotency_key=None,
+        request_digest=None,
+    )
+    with database.write() as session:
+        ids = [JobRepository(session).create(new).id for _ in range(1050)]
+        for number in range(0, len(ids), 7):  # jobs of the same moment are in order too
+            session.execute(update(Job).where(Job.id.in_(ids[number : number + 7])).values(created_at=float(number)))
+    listed = []
+    for job in client.fine_tuning.jobs.list(limit=100):
+        listed.append((job.created_at, job.id))
+        if len(listed) == 250:  # what comes meanwhile moves nothing
+            client.fine_tuning.jobs.create(model="tiny", training_file=file_id)
+    assert listed == sorted(listed, reverse=True)
+    assert {job_id for _, job_id in listed} == set(ids)
+    assert len(listed) == len(ids)
+    assert len(list(client.fine_tuning.jobs.list())) == 1051  # twenty a page
+
+
+def test_errors_of_access_are_typed(client: Any, database: Database, file_id: str) -> None:
+    with database.write() as session:
+        _, secret = KeyRepository(session).create(name="ann", user="ann", role=Role.USER)
+    with pytest.raises(openai.AuthenticationError) as caught:
+        client.models.list()
+    assert (caught.value.status_code, caught.value.code) == (401, "invalid_api_key")
+    ann = client.with_options(api_key=secret)
+    with pytest.raises(openai.NotFoundError):
+        ann.files.retrieve(file_id)  # from before there were keys
+    for _ in range(2):
+        ann.files.create(file=("data.jsonl", b"{}\n"), purpose="fine-tune")
+    with pytest.raises(openai.PermissionDeniedError) as refused:
+        ann.files.create(file=("data.jsonl", b"{}\n"), purpose="fine-tune")
+    assert refused.value.code == "file_quota_exceeded"
+    for _ in range(59):  # with the one above that is what a minute allows
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+    with pytest.raises(openai.RateLimitError) as limited:
+        client.models.list()
+    assert limited.value.code == "rate_limit_exceeded"
+    assert int(limited.value.response.headers["retry-after"]) > 0
+    assert {model.id for model in ann.models.list()} == {"tiny", "org/big"}
+
+
+def test_there_is_no_other_call_of_files_jobs_and_models() -> None:
+    """A call that is new in the client is to be served, and to be tested here."""
+    client = OpenAI(api_key="none")
+    calls = {
+        name: {each for each in dir(resource) if not each.startswith("_") and callable(getattr(resource, each))}
+        for name, resource in {
+            "files": client.files,
+            "jobs": client.fine_tuning.jobs,
+            "checkpoints": client.fine_tuning.jobs.checkpoints,
+            "models": client.models,
+        }.items()
+    }
+    assert calls == {
+        "files": {"create", "retrieve", "list", "delete", "content", "retrieve_content", "wait_for_processing"},
+        "jobs": {"create", "retrieve", "list", "cancel", "list_events", "pause", "resume"},
+        "checkpoints": {"list"},
+        "models": {"retrieve", "list", "delete"},
+    }
+
+
+def test_models(client: Any) -> None:
     assert {model.id for model in client.models.list()} == {"tiny", "org/big", MADE}
     assert client.models.retrieve("org/big").id == "org/big"
     assert client.models.delete(MADE).deleted
@@ -271,7 +380,7 @@ def test_models(client: OpenAI) -> None:
 
 
 def test_a_live_stream_brings_new_events_and_replays_after_a_break(
-    client: OpenAI, database: Database, settings: Settings, file_id: str
+    client: Any, database: Database, settings: Settings, file_id: str
 ) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
 

@@ -20,19 +20,21 @@ def postgresql() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    """A database with all tables, of each kind."""
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Of a database with all tables, of each kind."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path / 'test.db'}"
         migrate(url)
-        yield from _opened(url)
+        yield url
     else:
         server: PostgresServer = request.getfixturevalue("postgresql")
         with server.new_database(migrated=True) as url:
-            yield from _opened(url)
+            yield url
 
 
-def _opened(url: str) -> Iterator[Database]:
-    database = Database(url)
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    """A database with all tables, of each kind."""
+    database = Database(database_url)
     yield database
     database.close()

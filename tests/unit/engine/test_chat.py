@@ -62,10 +62,30 @@ def test_a_template_that_refuses_the_conversation_is_quoted() -> None:
         learned(template + PLAIN_TEMPLATE, conversation(*TWO_TURNS))
 
 
-def test_a_template_cannot_leave_its_sandbox() -> None:
-    template = "{{ ''.__class__.__mro__ }}" + PLAIN_TEMPLATE
-    with pytest.raises(ChatTemplateError, match="SecurityError"):
-        learned(template, conversation(*TWO_TURNS))
+@pytest.mark.parametrize(
+    ("part", "complaint"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ (raise_exception.__globals__ | attr('get'))('os') }}", "SecurityError"),
+        ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "SecurityError"),
+        ("{{ '{0.__class__}'.format(messages) }}", "SecurityError"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{% extends '/etc/passwd' %}", "no loader"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError"),
+        ("{{ 'x' * 10 ** 16 }}", "MemoryError"),
+        ("{{ 'x' * 10 ** 30 }}", "OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages[99].content.x }}", "UndefinedError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ " + "(" * 10_000 + ")" * 10_000 + " }}", "Error"),
+    ],
+)
+def test_a_hostile_template_gets_nowhere(part: str, complaint: str) -> None:
+    with pytest.raises(ChatTemplateError, match=complaint):
+        learned(part + PLAIN_TEMPLATE, conversation(*TWO_TURNS))
 
 
 def test_weights_need_one_mark_for_each_message() -> None:

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from tests.unit.service.api_client import context_of, make_model, serve
 from windlass.service.sealed import Seal
 from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.keys import KeyRepository, Role
@@ -71,20 +72,9 @@ def keyed_world(settings: Settings) -> Iterator[World]:
     make_model(settings.models_dir / "tiny")
     with serve(settings) as client:
         things: dict[str | None, Things] = {
-            user: _make_things(client, settings, user) for user in (None, *USERS, ADMIN)
+            user: make_things(context_of(client).database, settings, user) for user in (None, *USERS, ADMIN)
         }
-        secrets, key_ids = {"wrong": "wk-" + "x" * 43}, {}
-        with context_of(client).database.write() as session:
-            keys = KeyRepository(session)
-            for name in (*USERS, ADMIN, "expired", "revoked"):
-                key, secrets[name] = keys.create(
-                    name=name,
-                    user=name if name in (*USERS, ADMIN) else USERS[0],
-                    role=Role.ADMIN if name == ADMIN else Role.USER,
-                    expires_at=time.time() - 1 if name == "expired" else None,
-                )
-                key_ids[name] = key.id
-            keys.revoke(key_ids["revoked"])
+        secrets, key_ids = make_keys(context_of(client).database)
         yield World(client=client, secrets=secrets, key_ids=key_ids, things=things)
 
 
@@ -129,10 +119,28 @@ def new_job(file_id: str, owner: str | None, model: str = "tiny") -> NewJob:
     )
 
 
-def _make_things(client: TestClient, settings: Settings, owner: str | None) -> Things:
-    file_id = f"file-of-{owner}"
+def make_keys(database: Database) -> tuple[dict[str, str], dict[str, str]]:
+    """Secrets, and ids, of everybody's keys."""
+    secrets, key_ids = {"wrong": "wk-" + "x" * 43}, {}
+    with database.write() as session:
+        keys = KeyRepository(session)
+        for name in (*USERS, ADMIN, "expired", "revoked"):
+            key, secrets[name] = keys.create(
+                name=name,
+                user=name if name in (*USERS, ADMIN) else USERS[0],
+                role=Role.ADMIN if name == ADMIN else Role.USER,
+                expires_at=time.time() - 1 if name == "expired" else None,
+            )
+            key_ids[name] = key.id
+        keys.revoke(key_ids["revoked"])
+    return secrets, key_ids
+
+
+def make_things(database: Database, settings: Settings, owner: str | None, *, number: int | None = None) -> Things:
+    """One of each that there is. `number`: of a user who has some already."""
+    file_id = f"file-of-{owner}" if number is None else f"file-of-{owner}-{number}"
     (settings.files_dir / file_id).write_bytes(b'{"text": "a"}\n')
-    with context_of(client).database.write() as session:
+    with database.write() as session:
         FileRepository(session).add(file_id=file_id, filename="a.jsonl", purpose="fine-tune", nbytes=14, owner=owner)
         jobs = JobRepository(session)
         done, job = (jobs.create(new_job(file_id, owner)) for _ in range(2))

@@ -109,6 +109,7 @@ def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Caller, "is_still_in", is_still_in)
     monkeypatch.setattr("windlass.service.events._POLL_INTERVAL_S", 0)
+    monkeypatch.setattr("windlass.service.events._LOOK_AGAIN_S", 0)
 
 
 @pytest.mark.usefixtures("_short_streams")

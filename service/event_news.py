@@ -1,0 +1,59 @@
+"""What is new among the events, looked up once for all live streams of this process."""
+
+import time
+from dataclasses import dataclass
+
+import anyio
+from fastapi.concurrency import run_in_threadpool
+
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.keys import KeyRepository
+from windlass.storage.sql.models import JobEvent
+
+_INTERVAL_S = 0.1
+_MOST_ROWS = 500  # of a look, and kept for streams that are a little behind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """All events after one ordinal, up to another, each with the user whose job it is of."""
+
+    after: int
+    newest: int
+    rows: tuple[tuple[JobEvent, str | None], ...]
+    keys: tuple[int, int]  # another one: a key or a login was made or ended
+
+
+class EventNews:
+    """The last events. A stream that has all but these needs not ask the database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = anyio.Lock()
+        self._news: News | None = None
+        self._looked_s = 0.0
+
+    async def latest(self) -> News:
+        """As of a moment ago."""
+        async with self._lock:
+            if self._news is None or time.monotonic() - self._looked_s >= _INTERVAL_S:
+                self._news = await run_in_threadpool(self._look, self._news)
+                self._looked_s = time.monotonic()
+            return self._news
+
+    def _look(self, before: News | None) -> News:
+        with self._database.read() as session:
+            keys, events = KeyRepository(session).revision(), EventRepository(session)
+            if before is None:
+                newest = events.last_ordinal()
+                return News(after=newest, newest=newest, rows=(), keys=keys)
+            found = events.with_owners(before.newest, limit=_MOST_ROWS)
+        rows = (*before.rows, *found)
+        dropped, rows = rows[:-_MOST_ROWS], rows[-_MOST_ROWS:]
+        return News(
+            after=dropped[-1][0].ordinal if dropped else before.after,
+            newest=found[-1][0].ordinal if found else before.newest,
+            rows=rows,
+            keys=keys,
+        )

@@ -1,0 +1,13 @@
+"""Text from strangers that goes into the database."""
+
+
+def check_storable(value: str) -> str:
+    """Return text that every database takes; ValueError for any other.
+
+    PostgreSQL stores no null character, and what is no Unicode can be written nowhere.
+    """
+    if "\0" in value:
+        raise ValueError("must have no null characters")
+    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+        raise ValueError("must be Unicode text, without lone surrogates")
+    return value

@@ -1,0 +1,55 @@
+"""A connection that is cut once the server has done its work, before the client learns of it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_DEADLINE_S = 20.0
+
+
+@contextmanager
+def cutting_proxy(port: int) -> Iterator[int]:
+    """The port of a proxy to one of this machine: its first connection is cut at the answer, all others pass it on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=_serve, args=(listener, port))
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(_DEADLINE_S)
+
+
+def _serve(listener: socket.socket, port: int) -> None:
+    is_first, threads = True, []
+    with suppress(OSError):  # the listener was shut down
+        while True:
+            client, _ = listener.accept()
+            server = socket.create_connection(("127.0.0.1", port), timeout=_DEADLINE_S)
+            threads += [
+                threading.Thread(target=_pass_on, args=(client, server)),
+                threading.Thread(target=_cut if is_first else _pass_on, args=(server, client)),
+            ]
+            for thread in threads[-2:]:
+                thread.start()
+            is_first = False
+    for thread in threads:
+        thread.join(_DEADLINE_S)
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    for each in (source, target):
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+        each.close()
+
+
+def _cut(server: socket.socket, client: socket.socket) -> None:
+    server.recv(65536)  # the answer's begin: what was asked for is done
+    for each in (server, client):
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
