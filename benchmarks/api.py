@@ -114,16 +114,27 @@ def _most(report: Report, service: Running, filled: Filled, seconds: float) -> N
     """As many as it takes, of one kind at a time."""
     rows = []
     for kind in ("retrieve", "list", "events", "submit"):
+        before_s = service.api_cpu_s()
         measured = run_load(_order(service, filled, seconds, kinds={kind: 1}))
-        values = measured["latencies_s"][kind]
-        rows.append((kind, f"{len(values) / measured['seconds']:.0f}", *_in_ms(values), _refused(measured)))
+        cpu_s, values = service.api_cpu_s() - before_s, measured["latencies_s"][kind]
+        rows.append(
+            (
+                kind,
+                f"{len(values) / measured['seconds']:.0f}",
+                *_in_ms(values),
+                f"{cpu_s / len(values) * 1000:.2f}",
+                str(_refused(measured)),
+            )
+        )
     report.add("", "As many requests as are answered, 16 at once, nothing trains:")
-    report.add_table(("request", "a second", "p50, ms", "p99, ms", "not 200"), rows)
+    report.add_table(("request", "a second", "p50, ms", "p99, ms", "API's CPU ms for each", "not 200"), rows)
 
 
 def _at_rate(report: Report, service: Running, filled: Filled, seconds: float, title: str) -> dict[str, Any]:
     with _beats(service.settings.database_url, filled.job_ids[0]) as written:
+        before_s = service.api_cpu_s()
         measured = run_load(_order(service, filled, seconds, rate=_RATE, num_streams=_NUM_STREAMS))
+        cpu_s = service.api_cpu_s() - before_s
     by_kind = measured["latencies_s"]
     everything = [value for values in by_kind.values() for value in values]
     rows = [(kind, str(len(values)), *_in_ms(values)) for kind, values in {**by_kind, "all": everything}.items()]
@@ -135,9 +146,11 @@ def _at_rate(report: Report, service: Running, filled: Filled, seconds: float, t
     rows.append((f"event on {_NUM_STREAMS} streams, after its commit", str(len(lags)), *_in_ms(lags)))
     report.add("", f"At {_RATE:g} requests a second, {title} ({_refused(measured)} not answered with 200):")
     report.add_table(("request", "number", "p50, ms", "p99, ms"), rows)
+    report.add(f"The API computed {cpu_s / measured['seconds']:.2f} s in a second.")
     return {
         f"{title}: p99 over {_MOST_MS:g} ms": ratio(_percentile(everything, 99), _MOST_MS / 1000),
         **{f"{title}: p99 {kind} ms": _percentile(values, 99) * 1000 for kind, values in by_kind.items()},
+        f"{title}: cores of the API": cpu_s / measured["seconds"],
         f"{title}: not 200": _refused(measured),
         f"{title}: p99 lag ms": _percentile(lags, 99) * 1000,
         f"{title}: events that did not arrive": missing,

@@ -105,7 +105,7 @@ def _job(number: int, created_at: float) -> dict[str, Any]:
         "seed": number,
         "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3}}},
         "windlass": HYPERPARAMETERS,
-        "job_metadata": {"team": f"team-{number % 7}"},
+        "metadata": {"team": f"team-{number % 7}"},
         "priority": 0,
         "hyperparameters": HYPERPARAMETERS,
         "cancel_requested": False,

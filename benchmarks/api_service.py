@@ -13,9 +13,11 @@ from socket import socket
 from typing import Any
 
 import httpx
+import psutil
 
 from windlass.engine.demo_model import make_demo_model
 from windlass.service.demo_data import write_demo_files
+from windlass.service.home import find_serving
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.keys import KeyRepository, Role
@@ -33,6 +35,12 @@ class Running:
     settings: Settings
     key: str
     client: httpx.Client
+    api: psutil.Process
+
+    def api_cpu_s(self) -> float:
+        """What the API's process has computed so far."""
+        times = self.api.cpu_times()
+        return times.user + times.system
 
     def submit(self, **settings: Any) -> str:
         """A job on the demo's model and data; its id."""
@@ -81,7 +89,7 @@ def running(home: Path, database_url: str, *, trains: bool, measures: bool = Tru
 
     `measures`: the machine, half a minute the first time, so that jobs are planned.
     """
-    home.mkdir(exist_ok=True)
+    home.mkdir(mode=0o700, exist_ok=True)
     settings = Settings(home=home, port=free_port(), database_url=database_url)
     database = Database(database_url)
     with database.write() as session:
@@ -101,18 +109,28 @@ def running(home: Path, database_url: str, *, trains: bool, measures: bool = Tru
         subprocess.run([program, "up", "--detach"], env=environment, check=True, stdout=subprocess.DEVNULL)
         api = None
     else:
-        api = subprocess.Popen([sys.executable, "-m", "windlass.service", "api"], env=environment, cwd=home)
+        with (home / "api.log").open("ab") as log:
+            command = [sys.executable, "-m", "windlass.service", "api"]
+            api = subprocess.Popen(command, env=environment, cwd=home, stdout=log, stderr=log)
     headers = {"Authorization": f"Bearer {key}"}
     try:
         with httpx.Client(base_url=settings.base_url, headers=headers, timeout=60.0, trust_env=False) as client:
             _wait(client)
-            yield Running(settings=settings, key=key, client=client)
+            pid = _api_of(home) if api is None else api.pid
+            yield Running(settings=settings, key=key, client=client, api=psutil.Process(pid))
     finally:
         if api is None:
             subprocess.run([program, "down", "--force"], env=environment, check=False, stdout=subprocess.DEVNULL)
         else:
             api.terminate()
             api.wait(_DEADLINE_S)
+
+
+def _api_of(home: Path) -> int:
+    serving = find_serving(home)
+    assert serving is not None
+    children = psutil.Process(serving.process.pid).children()
+    return next(child.pid for child in children if "api" in child.cmdline())
 
 
 def _wait(client: httpx.Client) -> None:

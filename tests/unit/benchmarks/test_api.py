@@ -21,7 +21,7 @@ def test_the_database_is_filled_with_what_the_service_can_show(database_url: str
     database = Database(database_url)
     with database.read() as session:
         assert FileRepository(session).get("file-a").owner is None
-        jobs = JobRepository(session).page(limit=100, after=None, metadata={"team": "team-3"}).rows
+        jobs = JobRepository(session).page(limit=100, after=None, metadata={"team": "team-2"}).rows
         assert len(jobs) == 2
         assert {JobObject.of(job).status for job in jobs} <= TERMINAL_STATUSES
         events = EventRepository(session)

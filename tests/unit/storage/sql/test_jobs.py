@@ -278,3 +278,27 @@ def test_a_running_job_is_asked_to_yield_until_its_status_changes(
     with database.write() as session:
         queued = JobRepository(session).transition(job.id, JobStatus.RUNNING, JobStatus.QUEUED, message="paused")
         assert queued.yields_to is None
+
+
+@pytest.mark.parametrize("words", ["a\0b", "\ud800", "a\udfff\0"])
+def test_no_word_of_a_stranger_keeps_a_change_from_being_written(
+    database: Database, make_job: Callable[..., Job], words: str
+) -> None:
+    """A chat template says why it refuses a conversation, in any characters."""
+    job, error = make_job(), {"code": "x", "message": words, "param": None}
+    with database.write() as session:
+        jobs = JobRepository(session)
+        jobs.set_waiting_reason(job.id, words)
+        jobs.transition(job.id, job.status, JobStatus.FAILED, message=words, error=error)
+    with database.read() as session:
+        assert JobRepository(session).get(job.id).error == error
+        (event, *_) = EventRepository(session).page(job.id, limit=1, after=None).rows
+        assert (event.message.isprintable(), event.data["error"]) == (True, error)
+
+
+def test_metadata_is_found_by_keys_of_any_script(database: Database, make_job: Callable[..., Job]) -> None:
+    job = make_job(metadata={"équipe": "ñ", "e\u0301": "👾"})
+    with database.read() as session:
+        for key, value in job.job_metadata.items():
+            (found,) = JobRepository(session).page(limit=9, after=None, metadata={key: value}).rows
+            assert found.id == job.id
