@@ -137,7 +137,8 @@ class AccessMiddleware:
             return
         request = Request(scope)
         context: Context = scope["app"].state.context
-        caller, refusal = None, None
+        caller: Caller | None = None
+        refusal: Response | None = None
         try:
             caller = await run_in_threadpool(self._admit, context, request)
         except SQLAlchemyError as error:
