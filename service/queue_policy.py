@@ -60,7 +60,7 @@ def decide(has: Amounts, holders: Sequence[Holder], queued: Sequence[Queued]) ->
         decisions.append(decision)
         if decision.begins:
             present.append(Holder(job_id=each.job_id, takes=each.needs, priority=each.priority))
-        elif not decision.never:
+        else:
             waiting.append(each)
         present = [
             replace(holder, is_leaving=True) if holder.job_id in decision.pauses else holder for holder in present

@@ -59,6 +59,11 @@ def planned(host_gib: float, *, buffers_gib: float = 0.0, ssd_gib: float = 0.0) 
     return {**PREPARED, PLAN_JOB: {"ok": True, **plan}}
 
 
+def _leave_results(folder: Path, prepared: Mapping[str, dict[str, Any]]) -> None:
+    for name in prepared.keys() & {"prepare_data", PLAN_JOB}:
+        (folder / f"{name}.json").write_text(json.dumps(prepared[name]))
+
+
 @dataclass
 class StandInRunners:
     """Runners that are there from their start until a test takes them away."""
@@ -108,8 +113,7 @@ class StandInPreparation(Preparation):
         if self.ending is None:
             return None
         self.order.work_dir.mkdir(parents=True, exist_ok=True)
-        for name in self.ending.keys() & {"prepare_data", PLAN_JOB}:
-            (self.order.work_dir / f"{name}.json").write_text(json.dumps(self.ending[name]))
+        _leave_results(self.order.work_dir, self.ending)
         return dict(self.ending)
 
     def stop(self) -> None:
@@ -229,12 +233,12 @@ class Stage:
         self.tick()
         return job_id
 
-    def queue_only(self) -> str:
+    def queue_only(self, *, priority: int = 0, prepared: Mapping[str, dict[str, Any]] = PREPARED) -> str:
         """A job that is prepared, and would be started by the next pass."""
-        job_id = self.submit()
+        job_id = self.submit(priority=priority)
         with self.database.write() as session:
             jobs = JobRepository(session)
-            resolved = resolve_job(jobs.get(job_id), dict(PREPARED))
+            resolved = resolve_job(jobs.get(job_id), dict(prepared))
             jobs.transition(
                 job_id,
                 JobStatus.VALIDATING_FILES,
@@ -245,7 +249,7 @@ class Stage:
             )
         folder = self.settings.jobs_dir / job_id / "prepare"
         folder.mkdir(parents=True)
-        (folder / "prepare_data.json").write_text(json.dumps(PREPARED["prepare_data"]))
+        _leave_results(folder, prepared)
         return job_id
 
     def run(self) -> tuple[str, Journal]:

@@ -43,6 +43,7 @@ from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository
 
 NUM_STEPS = 4  # of each job
 MACHINES = ("boot-a", "boot-b")
+MAX_JOBS = 5
 NUM_GPUS = 2
 MEMORY_GIB = 10
 # Losing so many attempts is not what ends a job here.
@@ -139,23 +140,29 @@ class LifeCycle(RuleBasedStateMachine):
 
     # --- people -----------------------------------------------------------------------------------------------------
 
-    @initialize()
-    def two_dispatchers_begin(self) -> None:
+    @initialize(waiting=st.lists(st.tuples(st.integers(-1, 1), st.integers(1, MEMORY_GIB)), max_size=3))
+    def two_dispatchers_begin(self, waiting: list[tuple[int, int]]) -> None:
         with self.people.write() as session:
             url = "https://example.com"
             WebhookRepository(session).add(name="all", url=url, event_types=EVENT_TYPES, secret="sealed")
+        for priority, gib in waiting:
+            self.create(priority, gib, True)
         for index in range(len(MACHINES)):
             self.dispatch(index, None, False)
 
-    @rule(priority=st.integers(-1, 1), gib=st.integers(1, MEMORY_GIB))
-    def create(self, priority: int, gib: int) -> None:
-        if len(self.jobs) < 4:
-            self.jobs.append(self.stage.submit(priority=priority))
-            self.steps[self.jobs[-1]], self.gib[self.jobs[-1]] = 0, gib
+    @rule(priority=st.integers(-1, 1), gib=st.integers(1, MEMORY_GIB), is_prepared=st.booleans())
+    def create(self, priority: int, gib: int, is_prepared: bool) -> None:
+        if len(self.jobs) < MAX_JOBS:
+            if is_prepared:
+                job_id = self.stage.queue_only(priority=priority, prepared=planned(gib, buffers_gib=gib))
+            else:
+                job_id = self.stage.submit(priority=priority)
+            self.jobs.append(job_id)
+            self.steps[job_id], self.gib[job_id] = 0, gib
 
     @rule(
         action=st.sampled_from(["cancel", "pause", "resume"]),
-        which=st.integers(0, 3),
+        which=st.integers(0, MAX_JOBS - 1),
         dies=st.sampled_from([None, "before", "after"]),
     )
     def ask(self, action: str, which: int, dies: str | None) -> None:
@@ -224,7 +231,7 @@ class LifeCycle(RuleBasedStateMachine):
         for job_id, attempt in self.runners.alive:
             tell_alive(self.stage.settings.jobs_dir / job_id, Attempt(attempt))
 
-    @rule(which=st.integers(0, 3), is_usable=st.booleans())
+    @rule(which=st.integers(0, MAX_JOBS - 1), is_usable=st.booleans())
     def end_preparation(self, which: int, is_usable: bool) -> None:
         living = [each for each in self.stage.preparations if each.ending is None and not each.stopped]
         if living:
@@ -237,7 +244,10 @@ class LifeCycle(RuleBasedStateMachine):
 
     # --- runners ----------------------------------------------------------------------------------------------------
 
-    @rule(which=st.integers(0, 3), does=st.sampled_from(["train", "train", "train", "die", "interrupt", "fail"]))
+    @rule(
+        which=st.integers(0, MAX_JOBS - 1),
+        does=st.sampled_from(["train", "train", "train", "die", "interrupt", "fail"]),
+    )
     def run(self, which: int, does: str) -> None:
         alive = sorted(self.runners.alive)
         if not alive:
@@ -283,13 +293,15 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule()
     def nobody_runs_in_the_place_of_a_job_of_higher_priority_once_things_settle(self) -> None:
-        """Nothing comes for a while but the end of those that were asked to end."""
+        """Nothing comes for a while but the first step of each attempt, and the end of those that were asked to end."""
         for _ in range(6):
             for index in range(len(MACHINES)):
                 self.dispatch(index, None, False)
-            for job_id, attempt in sorted(self.runners.alive & {*self.runners.paused, *self.runners.cancelled}):
-                with self._journal(job_id, attempt) as journal:
-                    self._train(job_id, attempt, journal)
+            told = {*self.runners.paused, *self.runners.cancelled}
+            for job_id, attempt in sorted(self.runners.alive):
+                if (job_id, attempt) in told or (job_id, attempt) not in self.fruitful:
+                    with self._journal(job_id, attempt) as journal:
+                        self._train(job_id, attempt, journal)
         jobs = [self.stage.job(job_id) for job_id in self.jobs]
         queued = [job for job in jobs if job.status is JobStatus.QUEUED]
         if not queued or any("was lost" in str(job.waiting_reason) for job in queued):
