@@ -42,7 +42,7 @@ from windlass.actors.stop_request import StopRequest
 from windlass.engine.layout import ModelLayout
 from windlass.storage.arena import Arena, arena_path, remove_leftovers
 from windlass.storage.ids import ActorName, Attempt, JobId
-from windlass.storage.room import NotEnoughRoom, is_for_want_of_room
+from windlass.storage.room import NotEnoughRoom, is_for_want_of_room, may_find_room_later
 from windlass.storage.store_errors import StoreError
 from windlass.storage.store_format import CommitRecord, last_common_commit
 
@@ -251,9 +251,7 @@ class Runner:
             # Ray wraps what an actor raised; the cause is what people need.
             cause = getattr(error, "cause", None) or error
             was_lost = isinstance(cause, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
-            if is_for_want_of_room(cause):
-                # A job that asks for more than there is shall know at once; one that has trained may wait.
-                was_lost = not isinstance(cause, NotEnoughRoom) or self.spec.attempt > 1
+            was_lost |= may_find_room_later(cause, self.spec.attempt)
             is_for_people = isinstance(cause, ActorLostError | TimeoutError | NotEnoughRoom | StoreError | ValueError)
             message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
             self._tell_end(INTERRUPTED if was_lost else "failed", message)

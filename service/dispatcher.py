@@ -30,7 +30,7 @@ from windlass.service.plan_renewal import PlanRenewals
 from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
-from windlass.storage.room import is_for_want_of_room
+from windlass.storage.room import may_find_room_later
 from windlass.storage.sql.database import Database, why_unavailable
 from windlass.storage.sql.errors import JournalError, StatusConflict
 from windlass.storage.sql.events import EventRepository
@@ -380,7 +380,7 @@ class Dispatcher:
             self._await_end(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:
-                if isinstance(error, RunnerLostError) or is_for_want_of_room(error):
+                if isinstance(error, RunnerLostError) or may_find_room_later(error, attempt):
                     resume(self._settings, session, claimed, str(error))
                 else:
                     code, message = getattr(error, "code", "start_failed"), str(error) or repr(error)

@@ -40,6 +40,14 @@ def is_for_want_of_room(error: BaseException | None) -> bool:
     return False
 
 
+def may_find_room_later(error: BaseException, attempt: int) -> bool:
+    """Whether a job's next attempt may find the room that this one did not.
+
+    A job that asks for more than there is shall know at once; one that has trained waits.
+    """
+    return is_for_want_of_room(error) and (attempt > 1 or not isinstance(error, NotEnoughRoom))
+
+
 def directory_free_nbytes(directory: Path) -> int:
     """Bytes an ordinary user can still write in the file system that holds `directory`."""
     facts = os.statvfs(directory)

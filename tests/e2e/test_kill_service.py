@@ -18,6 +18,8 @@ from windlass.actors.journal import read_journal
 from windlass.service.processes import wait_until_gone
 
 _NUM_STEPS = 60
+# Only a hang takes as long; a kernel that must be compiled takes minutes on a machine that is busy with other things.
+_DEADLINE_S, _COMPILE_DEADLINE_S = 150.0, 900.0
 
 
 def _steps_in_journal(installation: Installation, job_id: str) -> int:
@@ -25,8 +27,8 @@ def _steps_in_journal(installation: Installation, job_id: str) -> int:
     return max((record.data["step"] for record in records if record.kind == "metrics"), default=0)
 
 
-def _wait_for_step(installation: Installation, job_id: str, step: int) -> None:
-    deadline = time.monotonic() + 150
+def _wait_for_step(installation: Installation, job_id: str, step: int, timeout_s: float = _DEADLINE_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while _steps_in_journal(installation, job_id) < step:
         journal = [record.message for record in read_journal(installation.home / "jobs" / job_id / "journal.jsonl")]
         assert time.monotonic() < deadline, f"step {step} was not reached: {journal[-5:]}{installation.logs()}"
@@ -44,8 +46,13 @@ def _events(installation: Installation, job_id: str) -> list[dict[str, object]]:
             return events
 
 
-@pytest.mark.timeout(420)
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "compiles",
+    [
+        pytest.param(False, marks=pytest.mark.timeout(420)),
+        pytest.param(True, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+    ],
+)
 def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
     installation: Installation, tmp_path: Path, compiled_kernels: Path | None, compiles: bool
 ) -> None:
@@ -64,7 +71,7 @@ def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
         *("submit", "tiny", str(training_file), "--validation-file", str(validation_file), *options),
         *("--learning-rate", "0.001", "--set", "seed=7"),
     )
-    _wait_for_step(installation, job_id, 3)
+    _wait_for_step(installation, job_id, 3, _COMPILE_DEADLINE_S if compiles else _DEADLINE_S)
 
     service = installation.service_processes()
     assert len(service) >= 3

@@ -95,6 +95,13 @@ class TestRequire:
         room.require_arena_room(tmp_path, 1)
 
 
+def test_a_first_attempt_that_asks_for_too_much_knows_at_once() -> None:
+    too_much, full = NotEnoughRoom("it", "/", 2, 1, "less"), OSError(errno.ENOSPC, "No space left on device")
+    assert [room.may_find_room_later(too_much, attempt) for attempt in (1, 2)] == [False, True]
+    assert [room.may_find_room_later(full, attempt) for attempt in (1, 2)] == [True, True]
+    assert not room.may_find_room_later(ValueError("wrong"), 2)
+
+
 def test_want_of_room_is_known_through_what_wraps_it() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     wrapped = StoreError("SSD /ssd0: could not open the volume")
