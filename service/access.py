@@ -162,7 +162,8 @@ class AccessMiddleware:
         await self._app(scope, receive, send_noting)
         # With 503 nothing was refused: the database could not be asked, or written.
         if status >= 400 and status != 503 and getattr(request.state, "changes", False):
-            target = next(iter(scope.get("path_params", {}).values()), None)
+            # The last one is what was to be changed, where it is a part of another thing.
+            target = next(reversed(scope.get("path_params", {}).values()), None)
             await run_in_threadpool(_record_refusal, context, _action_of(scope), target, caller)
 
     def _admit(self, context: Context, request: Request) -> Caller | None:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from windlass.service import audit, events, files, health, jobs, login, models, plans, prometheus, webhooks
+from windlass.service import audit, events, files, health, jobs, login, models, plans, prometheus, storage, webhooks
 from windlass.service.access import AccessMiddleware
 from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
@@ -67,6 +67,7 @@ def create_app(
         plans.router,
         health.router,
         prometheus.router,
+        storage.router,
         webhooks.router,
         audit.router,
         login.router,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import typer
 
-from windlass.service import cli_jobs, cli_plan, cli_service
+from windlass.service import cli_data, cli_jobs, cli_plan, cli_service
 from windlass.service.cli_errors import reported
 
 _COMMANDS = (
@@ -25,6 +25,10 @@ _COMMANDS = (
     cli_jobs.models,
     cli_jobs.checkpoints,
     cli_jobs.export,
+    cli_data.storage,
+    cli_data.delete,
+    cli_data.backup,
+    cli_data.restore,
 )
 _KEYS = "keys"
 

@@ -16,7 +16,7 @@ from windlass.engine.model_folder import copy_model_folder, folder_nbytes
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import follow_job, format_event
 from windlass.service.cli_service import Home
-from windlass.service.cli_table import print_columns
+from windlass.service.cli_table import in_units, print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.errors import ApiError
 from windlass.service.local_key import open_client
@@ -93,6 +93,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         metrics = [event for event in client.events(job) if event["type"] == "metrics"]
         extra = found["windlass"]
         is_measured = "measured" in (extra["last_metrics"] or {})
+        storage = client.job_storage(job)
         compared = _compared(client.plan(job)) if extra["has_plan"] or is_measured else {}
     rows = {
         "job": found["id"],
@@ -106,6 +107,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "trained tokens": found["trained_tokens"],
         **compared,
         "SSD wear": extra["ssd_wear"] and extra["ssd_wear"]["summary"],
+        "occupies": _occupied(storage),
         "created": _time(found["created_at"]),
         "will finish": found["estimated_finish"] and _time(found["estimated_finish"]),
         "finished": found["finished_at"] and _time(found["finished_at"]),
@@ -115,6 +117,12 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "hyperparameters": json.dumps(extra["hyperparameters"] or found["hyperparameters"]),
     }
     print_columns([(name, value) for name, value in rows.items() if value not in (None, "")])
+
+
+def _occupied(storage: dict[str, Any]) -> str:
+    parts = sorted(storage["parts"].items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name.replace('_', ' ')} {in_units(nbytes)}" for name, nbytes in parts if nbytes)
+    return f"{in_units(storage['bytes'])}: {named}" if named else "nothing"
 
 
 def _compared(view: dict[str, Any]) -> dict[str, str]:

@@ -83,6 +83,26 @@ class ServiceClient:
         """A job's checkpoints, latest first."""
         return self._list(f"/v1/fine_tuning/jobs/{job_id}/checkpoints")
 
+    def storage(self) -> dict[str, Any]:
+        """All that occupies disks, with totals."""
+        return self._call("GET", "/v1/storage")
+
+    def job_storage(self, job_id: str) -> dict[str, Any]:
+        """What a job occupies, by part."""
+        return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/storage")
+
+    def delete_job(self, job_id: str, *, with_model: bool) -> None:
+        """Delete a finished job."""
+        self._call("DELETE", f"/v1/fine_tuning/jobs/{job_id}", params={"delete_model": with_model})
+
+    def delete_file(self, file_id: str) -> None:
+        """Delete a file."""
+        self._call("DELETE", f"/v1/files/{file_id}")
+
+    def delete_model(self, model: str) -> None:
+        """Delete a fine-tuned model or a checkpoint."""
+        self._call("DELETE", f"/v1/models/{model}")
+
     def plan(self, job_id: str) -> dict[str, Any]:
         """What was planned for a job, and what was measured since."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/plan")

@@ -18,11 +18,12 @@ from windlass.actors.journal import JournalReader
 from windlass.service.box import Box, look_at_box
 from windlass.service.doctor import measured_hardware
 from windlass.service.home import LEAST_FREE_NBYTES, is_out_of_room
+from windlass.service.housekeeping import Housekeeping
 from windlass.service.job_plans import load_plan, planned_seconds
 from windlass.service.job_queue import JobQueue, Verdict
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
 from windlass.service.lease import Lease
-from windlass.service.leftovers import jobs_with_states, remove_arenas, remove_states
+from windlass.service.leftovers import free_space, jobs_with_states, remove_arenas, remove_states
 from windlass.service.logs import about
 from windlass.service.outcomes import fail_attempt, fail_job, open_journal, resume, take_in
 from windlass.service.plan_corrections import Ask, PlanCorrections, ask_planner
@@ -32,6 +33,7 @@ from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.room import may_find_room_later
 from windlass.storage.sql.database import Database, why_unavailable
+from windlass.storage.sql.deletion import DeletionRepository
 from windlass.storage.sql.errors import JournalError, StatusConflict
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
@@ -106,6 +108,7 @@ class Dispatcher:
         look: Callable[[], Box] | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
+        housekeeping: Housekeeping | None = None,
     ) -> None:
         self._database = database
         self._settings = settings
@@ -114,6 +117,7 @@ class Dispatcher:
         self._lease = lease
         self._prepare = prepare
         self._clock = clock
+        self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
         self._preparations: dict[str, Preparation] = {}
         self._corrections = PlanCorrections(database, settings, ask=ask)
         self._renewals = PlanRenewals(database, settings, ask=ask)
@@ -156,6 +160,7 @@ class Dispatcher:
         for job in validating:
             self._guarded(job.id, self._validate, job)
         self._launch_next()
+        self._housekeeping.tick(busy={*self._over, *self._preparations})
         self._was_cut_short = False
 
     def close(self) -> None:
@@ -163,6 +168,7 @@ class Dispatcher:
         self._drop_preparations(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
+        self._housekeeping.close()
         self._lease.give_up()
 
     # --- what another dispatcher had in hand, or this one under another name ------------------------------------------
@@ -180,8 +186,15 @@ class Dispatcher:
         for job_id in jobs_with_states(self._settings):
             with self._database.read() as session:
                 job = JobRepository(session).find(job_id)
+                deleted = DeletionRepository(session).deleted_job(job_id)
             if job is not None and job.status in TERMINAL_STATUSES:
                 self._await_end(job.id, job.attempt)
+            elif deleted is not None:  # this SSD was not there when it was removed
+                self._await_end(job_id, deleted.attempt)
+        with self._database.read() as session:
+            doomed = DeletionRepository(session).jobs_to_remove(self._lease.node)
+        for each in doomed:
+            self._await_end(each.id, each.attempt)
         for job in self._jobs(*ACTIVE_STATUSES):
             self._guarded(job.id, self._take_up, job)
 
@@ -257,8 +270,13 @@ class Dispatcher:
             self._signs.pop(job_id, None)
             remove_arenas()
         with self._database.read() as session:
-            job = JobRepository(session).get(job_id)
-        if job.status in TERMINAL_STATUSES:  # else the states wait for the next attempt
+            job = JobRepository(session).find(job_id)
+            deleted = DeletionRepository(session).deleted_job(job_id)
+        if job is None:
+            if deleted is not None:
+                free_space(self._settings, JobId(job_id), self._settings.fine_tuned_dir / deleted.model)
+            del self._over[job_id]
+        elif job.status in TERMINAL_STATUSES:  # else the states wait for the next attempt
             remove_states(self._settings, job)
             del self._over[job_id]
 

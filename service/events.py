@@ -117,7 +117,8 @@ def _read_batch(context: Context, caller: Caller, ordinal: int, job_id: str | No
             return _Batch((), ordinal, is_last=True)
         events = EventRepository(session)
         # The status first: a job that ends in between must not be taken for one that has told all.
-        is_finished = job_id is not None and JobRepository(session).get(job_id).status in TERMINAL_STATUSES
+        job = None if job_id is None else JobRepository(session).find(job_id)
+        is_finished = job_id is not None and (job is None or job.status in TERMINAL_STATUSES)  # None: it was deleted
         # Before the rows: what comes in between is looked for again. Others' events are passed over only once.
         newest = max(ordinal, events.last_ordinal())
         until = None

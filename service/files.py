@@ -9,6 +9,7 @@ from fastapi import APIRouter, File, Form, Query, UploadFile
 from fastapi.responses import FileResponse
 from sqlalchemy.orm import Session
 
+from windlass.service import deletion
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import ContextDep
 from windlass.service.errors import ApiError, describe_value
@@ -16,7 +17,6 @@ from windlass.service.lists import Deleted, PageOf
 from windlass.service.schemas import FileObject
 from windlass.service.settings import Settings
 from windlass.storage.sql.files import FileRepository, new_file_id
-from windlass.storage.sql.jobs import JobRepository
 
 TRAINING_PURPOSE = "fine-tune"
 _PART_SUFFIX = ".part"
@@ -105,11 +105,9 @@ def retrieve_content(context: ContextDep, caller: CallerDep, file_id: str) -> Fi
 def delete_file(context: ContextDep, caller: CallerDep, audit: AuditDep, file_id: str) -> Deleted:
     """Remove a file that no unfinished job needs."""
     with context.database.write() as session:
-        FileRepository(session, caller.only_of).delete(file_id)
-        if users := JobRepository(session).active_using_file(file_id):
-            raise ApiError(f"file {file_id} is in use by job {users[0].id}; cancel it first", code="file_in_use")
+        removal = deletion.delete_file(session, context.settings, file_id, only_of=caller.only_of)
         audit(session, file_id)
-    (context.settings.files_dir / file_id).unlink(missing_ok=True)
+    deletion.carry_out(context.database, context.settings, removal)
     return Deleted(id=file_id, object="file")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.service.job_specs import job_dir
+from windlass.service.model_ids import model_dir
 from windlass.service.plan_view import predicted_of
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
 from windlass.service.settings import Settings
@@ -66,7 +67,9 @@ def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
         question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
     except (OSError, ValueError):
         return None
-    return question | made_for(found)
+    # The home may have been moved since.
+    folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    return question | {"model_dir": str(folder)} | made_for(found)
 
 
 def made_for(found: dict[str, Any]) -> dict[str, Any]:

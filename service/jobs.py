@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/jobs`: create, look, cancel, pause, resume.
+"""`/v1/fine_tuning/jobs`: create, look, cancel, pause, resume, delete.
 
 Endpoints only write what was asked for; the dispatcher acts on it.
 """
@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from windlass.actors.job_spec import Initialization
 from windlass.actors.spans_file import FOLDER, KEPT_STEPS, held_steps, load_step
 from windlass.actors.spans_trace import trace_of
+from windlass.service import deletion
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
@@ -23,9 +24,10 @@ from windlass.service.home import node_of
 from windlass.service.hyperparameters import JobSettings
 from windlass.service.job_plans import has_plan
 from windlass.service.job_specs import job_dir
-from windlass.service.lists import ListOf, PageOf
+from windlass.service.lists import Deleted, ListOf, PageOf
 from windlass.service.model_access import check_may_build_on, is_visible
 from windlass.service.model_check import check_model, fit_sequence_length
+from windlass.service.model_ids import is_fine_tuned_id, model_dir
 from windlass.service.schemas import (
     CheckpointObject,
     CreateJob,
@@ -70,6 +72,7 @@ def create_job(
         for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
             if file_id is not None:
                 _check_file(context, session, caller, param, file_id)
+        _check_model_stays(context, session, caller, new.model)
         job = JobRepository(session).create(new)
         audit(session, job.id)
         return JobObject.of(job)
@@ -201,6 +204,32 @@ def list_checkpoints(
     return PageOf.of([CheckpointObject.of(row) for row in page.rows], has_more=page.has_more)
 
 
+@router.delete("/{job_id}/checkpoints/{checkpoint_id}")
+def delete_checkpoint(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, checkpoint_id: str
+) -> Deleted:
+    """Remove a checkpoint and its files."""
+    with context.database.write() as session:
+        JobRepository(session, caller.only_of).get(job_id)
+        model = EventRepository(session).checkpoint(job_id, checkpoint_id).model
+        removal = deletion.delete_model(session, context.settings, model, only_of=caller.only_of)
+        audit(session, checkpoint_id)
+    deletion.carry_out(context.database, context.settings, removal)
+    return Deleted(id=checkpoint_id, object="fine_tuning.job.checkpoint")
+
+
+@router.delete("/{job_id}")
+def delete_job(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, delete_model: bool = False
+) -> Deleted:
+    """Remove a finished job with its events, checkpoints and result files; its model only where that is asked for."""
+    with context.database.write() as session:
+        job = JobRepository(session, caller.only_of).get(job_id)
+        deletion.delete_job(session, context.settings, job, with_model=delete_model, only_of=caller.only_of)
+        audit(session, job_id)
+    return Deleted(id=job_id, object="fine_tuning.job")
+
+
 def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> list[JobObject]:
     rows = list(jobs)
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
@@ -255,6 +284,16 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
 
 def _method(settings: JobSettings) -> dict[str, Any]:
     return {"type": "supervised", "supervised": {"hyperparameters": settings.supervised.model_dump(mode="json")}}
+
+
+def _check_model_stays(context: Context, session: Session, caller: Caller, model: str) -> None:
+    """Under the write lock: a fine-tuned model may have been deleted since it was checked."""
+    if not is_fine_tuned_id(model):
+        return
+    folder = model_dir(model, models_dir=context.settings.models_dir, fine_tuned_dir=context.settings.fine_tuned_dir)
+    if not (is_visible(session, caller, model) and folder.is_dir()):
+        raise ApiError(f"model: there is no model {model!r} here", status=404, param="model", code="model_not_found")
+    deletion.refuse_if_it_may_go(session, model)
 
 
 def _check_file(context: Context, session: Session, caller: Caller, param: str, file_id: str) -> None:

@@ -2,7 +2,9 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,8 +16,8 @@ from windlass.storage.arena import remove_leftovers
 from windlass.storage.ids import JobId
 from windlass.storage.raw_device import is_block_device
 from windlass.storage.sql.models import Job
-from windlass.storage.store_errors import StoreError
-from windlass.storage.tensor_store import TensorStore
+from windlass.storage.store_errors import StoreError, StoreMissing
+from windlass.storage.tensor_store import TensorStore, last_attempt
 from windlass.storage.volume import VOLUME_FILE, Volume
 from windlass.storage.volume_format import SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS
 
@@ -34,14 +36,37 @@ def jobs_with_states(settings: Settings) -> set[JobId]:
     return {job for allocations in _on_each_volume(settings, Volume.allocations) for job in allocations}
 
 
+def states_nbytes(settings: Settings) -> dict[str, int]:
+    """What the states of each job occupy on all SSDs that are there, in bytes."""
+    totals: Counter[str] = Counter()
+    for held in _on_each_volume(settings, _held_nbytes, level=logging.DEBUG):  # whoever asks may not be where they are
+        totals.update(held)
+    return dict(totals)
+
+
+def last_attempts(settings: Settings) -> dict[str, int]:
+    """The last attempt at each job whose states lie on SSDs that are there, as the states know."""
+    found: dict[str, int] = {}
+    for known in _on_each_volume(
+        settings, lambda volume: {job: last_attempt(volume, job) for job in volume.allocations()}
+    ):
+        for job, attempt in known.items():
+            found[job] = max(found.get(job, 0), attempt or 0)
+    return found
+
+
 def remove_states(settings: Settings, job: Job) -> None:
     """Free the SSD and disk space of a job that is over and whose processes are gone.
 
     The runner has done so unless it was killed. What lies on an SSD that is not there now is freed when the next
     dispatcher starts and finds it.
     """
-    _on_each_volume(settings, lambda volume: TensorStore.delete(volume, JobId(job.id)))
-    target = output_dir(settings, job)
+    free_space(settings, JobId(job.id), output_dir(settings, job))
+
+
+def free_space(settings: Settings, job: JobId, target: Path) -> None:
+    """The same of a job of which no more is known. `target`: where its model goes."""
+    _on_each_volume(settings, lambda volume: TensorStore.delete(volume, job))
     try:
         remove_partial_folders(target, and_checkpoints=True)
     except OSError as error:
@@ -53,7 +78,9 @@ def remove_arenas() -> None:
     remove_leftovers(ARENA_DIR)
 
 
-def _on_each_volume(settings: Settings, act: Callable[[Volume], _Result]) -> list[_Result]:
+def _on_each_volume(
+    settings: Settings, act: Callable[[Volume], _Result], *, level: int = logging.WARNING
+) -> list[_Result]:
     """What `act` gives for every SSD that can be opened; the others are logged. Makes no volume where there is none."""
     results: list[_Result] = []
     for path in settings.ssd_dirs:
@@ -67,8 +94,16 @@ def _on_each_volume(settings: Settings, act: Callable[[Volume], _Result]) -> lis
             finally:
                 volume.close()
         except (OSError, StoreError, ValueError) as error:
-            _LOG.warning("SSD %s is passed over: %s", path, error)
+            _LOG.log(level, "SSD %s is passed over: %s", path, error)
     return results
+
+
+def _held_nbytes(volume: Volume) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for job in volume.allocations():
+        with suppress(StoreMissing):  # freed meanwhile
+            held[job] = volume.held_nbytes(job)
+    return held
 
 
 def has_volume(path: Path) -> bool:

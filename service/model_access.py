@@ -5,13 +5,18 @@ from sqlalchemy.orm import Session
 from windlass.service.access import Caller
 from windlass.service.errors import ApiError
 from windlass.service.model_ids import job_id_prefix
+from windlass.storage.sql.deletion import DeletionRepository
 from windlass.storage.sql.jobs import JobRepository
 
 
 def is_visible(session: Session, caller: Caller, model: str) -> bool:
     """Whether a model is there for a caller. What no job is known to have made is there for admins."""
     prefix = job_id_prefix(model)
-    return prefix is None or caller.only_of is None or _owner(session, prefix) == caller.only_of
+    if prefix is None:
+        return True
+    if DeletionRepository(session).is_doomed(model, prefix):
+        return False  # its folder may still be there
+    return caller.only_of is None or _owner(session, prefix) == caller.only_of
 
 
 def check_may_build_on(session: Session, caller: Caller, model: str) -> None:

@@ -1,24 +1,20 @@
 """`/v1/models`: the base models of this installation, and what was made of them."""
 
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from fastapi import APIRouter
-from sqlalchemy.orm import Session
 
+from windlass.service import deletion
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.lists import Deleted, ListOf
 from windlass.service.model_access import is_visible
 from windlass.service.model_ids import check_model_id, is_fine_tuned_id, model_dir
+from windlass.service.occupied import Tally
 from windlass.service.schemas import ModelObject
 from windlass.service.settings import Settings
-from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.statuses import ACTIVE_STATUSES
 
 router = APIRouter(prefix="/v1/models")
 
@@ -36,7 +32,8 @@ def list_models(context: ContextDep, caller: CallerDep) -> ListOf[ModelObject]:
 @router.get("/{model:path}")
 def retrieve_model(context: ContextDep, caller: CallerDep, model: str) -> ModelObject:
     """A model."""
-    return _visible_model(context, caller, model)
+    found = _visible_model(context, caller, model)
+    return found.model_copy(update={"windlass": {"bytes": Tally().nbytes(_folder(context.settings, model))}})
 
 
 @router.delete("/{model:path}")
@@ -49,17 +46,10 @@ def delete_model(context: ContextDep, caller: CallerDep, audit: AuditDep, model:
             param="model",
             code="not_deletable",
         )
-    folder = _folder(context.settings, model)
-    doomed = folder.with_name(f".deleted-{secrets.token_hex(8)}")
-    # Under the write lock, so that no job starts from it now; by a rename, so that nobody meets half of it.
     with context.database.write() as session:
-        if users := JobRepository(session).active_using_model(model):
-            raise ApiError(f"model {model!r} is in use by job {users[0].id}; cancel it first", code="model_in_use")
-        _check_not_needed(session, model)
-        EventRepository(session).remove_checkpoint(model)
+        removal = deletion.delete_model(session, context.settings, model, only_of=caller.only_of)
         audit(session, model)
-        folder.rename(doomed)
-    shutil.rmtree(doomed)
+    deletion.carry_out(context.database, context.settings, removal)
     return Deleted(id=model, object="model")
 
 
@@ -69,19 +59,6 @@ def _visible_model(context: Context, caller: Caller, model: str) -> ModelObject:
         if not is_visible(session, caller, model):
             raise _not_here(model)
     return _model_object(context.settings, model)
-
-
-def _check_not_needed(session: Session, model: str) -> None:
-    """The best that a job has so far may become its model."""
-    checkpoint = EventRepository(session).checkpoint_of(model)
-    if checkpoint is None or "best" not in checkpoint.reasons:
-        return
-    if JobRepository(session).get(checkpoint.job_id).status in ACTIVE_STATUSES:
-        raise ApiError(
-            f"model {model!r} is the best that job {checkpoint.job_id} has so far; the job removes it when there is a "
-            "better one; cancel it first",
-            code="model_in_use",
-        )
 
 
 def _folder(settings: Settings, model: str) -> Path:

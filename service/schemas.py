@@ -365,6 +365,7 @@ class ModelObject(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    windlass: dict[str, Any] | None = None  # what it occupies; not in lists
 
 
 def event_id(ordinal: int) -> str:

@@ -31,6 +31,7 @@ CORES_TO_DIVIDE = 8
 
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9-]{0,62}))*")
 _TB_NBYTES = 10**12  # as data sheets count
+_Days = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Tbw = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -71,6 +72,10 @@ class Settings(BaseSettings):
     max_file_mib: int = Field(default=512, ge=1)
     max_files_per_user: int = Field(default=1000, ge=1)
     max_file_gib_per_user: float = Field(default=100, gt=0, allow_inf_nan=False)
+    # How long what is finished, and in no use, is kept after its end or its last use; None: until somebody deletes it.
+    keep_jobs_days: _Days | None = None
+    keep_checkpoints_days: _Days | None = None
+    keep_files_days: _Days | None = None
     webhook_private_addresses: bool = False  # else webhooks go to public addresses only, by HTTPS
     log_format: LogFormat = LogFormat.TEXT  # of the files in `logs`
     measure: bool = True  # `windlass up` measures the machine, where it was not yet
@@ -288,10 +293,15 @@ def _database_of(home: Path) -> str:
     return f"sqlite:///{home / 'windlass.db'}"
 
 
+def place_of_home(home: Path | None = None) -> Path:
+    """The home that is meant: the one given, `WINDLASS_HOME`, or `~/.windlass`."""
+    home = home or Path(os.environ.get(f"{ENV_PREFIX}HOME") or "~/.windlass")
+    return home.expanduser().absolute()
+
+
 def load_settings(home: Path | None = None) -> Settings:
     """Read the settings of a home: the one given, `WINDLASS_HOME`, or `~/.windlass`. Raises SettingsError."""
-    home = home or Path(os.environ.get(f"{ENV_PREFIX}HOME") or "~/.windlass")
-    home = home.expanduser().absolute()
+    home = place_of_home(home)
     file = home / SETTINGS_FILE
     # Only what the environment leaves open: arguments win over it.
     values = {key: value for key, value in _read_file(file).items() if not os.environ.get(_env_name(key))}

@@ -38,6 +38,17 @@ def stored_geometry(volume: Volume, job: JobId) -> StoreGeometry | None:
     return None if found is None else found[1]
 
 
+def last_attempt(volume: Volume, job: JobId) -> Attempt | None:
+    """The newest attempt that has opened a job's store; None if the job has none there. Raises StoreCorrupt."""
+    found = _find(volume, job)
+    if found is None:
+        return None
+    nonce = found[0].nonce
+    raws = (_read(volume, found[0], offset, RECORD_NBYTES) for offset in layout.FENCE_OFFSETS)
+    fences = [fence for raw in raws if (fence := layout.unpack_fence(raw, nonce)) is not None]
+    return max((fence for fence in fences if fence != layout.CLOSED), default=None)
+
+
 def _find(volume: Volume, job: JobId) -> tuple[Allocation, StoreGeometry] | None:
     allocation = volume.allocations().get(job)
     if allocation is None or not allocation.is_ready:

@@ -122,6 +122,13 @@ class EventRepository:
         """The checkpoint whose model this is."""
         return self._session.scalar(select(Checkpoint).where(Checkpoint.model == model))
 
+    def checkpoint(self, job_id: str, checkpoint_id: str) -> Checkpoint:
+        """One of a job's checkpoints; NotFound if it has none of this id."""
+        found = self._session.get(Checkpoint, checkpoint_id)
+        if found is None or found.job_id != job_id:
+            raise NotFound("checkpoint", checkpoint_id)
+        return found
+
     def remove_checkpoint(self, model: str) -> None:
         """The checkpoint whose model this is leaves the list; nothing happens if there is none."""
         self._session.execute(delete(Checkpoint).where(Checkpoint.model == model))
@@ -130,8 +137,5 @@ class EventRepository:
         """A job's checkpoints, latest step first; NotFound if `after` is not one of them."""
         query = select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step_number.desc())
         if after is not None:
-            last = self._session.get(Checkpoint, after)
-            if last is None or last.job_id != job_id:
-                raise NotFound("checkpoint", after)
-            query = query.where(Checkpoint.step_number < last.step_number)
+            query = query.where(Checkpoint.step_number < self.checkpoint(job_id, after).step_number)
         return page_of(self._session.scalars(query.limit(limit + 1)).all(), limit)

@@ -51,6 +51,13 @@ class FileRepository:
         num_files, nbytes = self._session.execute(totals).one()
         return int(num_files), int(nbytes)
 
+    def all_ids(self) -> frozenset[str]:
+        """Of all files."""
+        query = select(File.id)
+        return frozenset(
+            self._session.scalars(query if self._only_of is None else query.where(File.owner == self._only_of))
+        )
+
     def page(self, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Page[File]:
         """Files by time of upload; NotFound if `after` is not a file's id."""
         position = tuple_(File.created_at, File.id)

@@ -9,9 +9,10 @@ from typing import Any, TypedDict, Unpack
 from sqlalchemy import CursorResult, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
+from windlass.storage.sql.deletion import begins_with
 from windlass.storage.sql.errors import NotFound, StatusConflict
 from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.models import Job
+from windlass.storage.sql.models import DeletedJob, Job
 from windlass.storage.sql.paging import Page, page_of
 from windlass.storage.sql.statuses import ACTIVE_STATUSES, TERMINAL_STATUSES, JobStatus, check_transition
 from windlass.storage.sql.webhooks import WebhookRepository
@@ -126,9 +127,22 @@ class JobRepository:
         return self._session.scalar(select(Job).where(Job.owner == owner, Job.idempotency_key == key))
 
     def owners_by_prefix(self, prefix: str) -> tuple[str | None, ...]:
-        """The owners of the jobs whose ids begin so: of one, as a rule; none where no such job is known."""
-        # Ids go on in hexadecimal digits, which come before g. Thus the primary key's index serves.
-        return tuple(self._session.scalars(select(Job.owner).where(Job.id >= prefix, Job.id < f"{prefix}g")))
+        """The owners of the jobs whose ids begin so, deleted or not: of one, as a rule; none where none is known."""
+        there = select(Job.owner).where(*begins_with(Job.id, prefix))
+        deleted = select(DeletedJob.owner).where(*begins_with(DeletedJob.id, prefix))
+        return tuple(self._session.scalars(there.union_all(deleted)))
+
+    def all_ids(self) -> frozenset[str]:
+        """Of all jobs, and of those that were deleted."""
+        there, deleted = select(Job.id), select(DeletedJob.id)
+        if self._only_of is not None:
+            there, deleted = there.where(Job.owner == self._only_of), deleted.where(DeletedJob.owner == self._only_of)
+        return frozenset(self._session.scalars(there.union_all(deleted)))
+
+    def by_prefix(self, prefix: str) -> Job | None:
+        """The job whose id begins so, whosever it is; None if there is none, or several."""
+        found = self._session.scalars(select(Job).where(*begins_with(Job.id, prefix)).limit(2)).all()
+        return found[0] if len(found) == 1 else None
 
     def page(self, *, limit: int, after: str | None, metadata: Mapping[str, str]) -> Page[Job]:
         """Jobs, newest first, that carry all these metadata pairs; NotFound if `after` is not a job's id."""
@@ -175,9 +189,14 @@ class JobRepository:
         uses = or_(Job.training_file == file_id, Job.validation_file == file_id)
         return self._session.scalars(select(Job).where(uses, Job.status.in_(ACTIVE_STATUSES))).all()
 
-    def active_using_model(self, model: str) -> Sequence[Job]:
-        """Unfinished jobs that start from a model."""
-        return self._session.scalars(select(Job).where(Job.model == model, Job.status.in_(ACTIVE_STATUSES))).all()
+    def active_using_models(self, models: Collection[str]) -> Sequence[Job]:
+        """Unfinished jobs that start from one of these models."""
+        return self._session.scalars(select(Job).where(Job.model.in_(models), Job.status.in_(ACTIVE_STATUSES))).all()
+
+    def active_using_checkpoints_of(self, model: str) -> Sequence[Job]:
+        """Unfinished jobs that start from a checkpoint on the way to this model."""
+        is_checkpoint = Job.model.startswith(f"{model}-step-", autoescape=True)
+        return self._session.scalars(select(Job).where(is_checkpoint, Job.status.in_(ACTIVE_STATUSES))).all()
 
     def request_cancel(self, job_id: str) -> Job:
         """Cancel a job that no runner holds; ask the dispatcher to stop one that a runner does.

@@ -188,6 +188,33 @@ class Checkpoint(Base):
     nbytes: Mapped[int | None] = mapped_column(BigInteger)  # of its folder; NULL: nobody told
 
 
+class DeletedJob(Base):
+    """A job that was deleted: whose its model is that stays, and what of it is still to be removed from disks."""
+
+    __tablename__ = "deleted_jobs"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    owner: Mapped[str | None] = mapped_column(String(64))
+    node: Mapped[str | None] = mapped_column(String(64))  # the home that has its folder; NULL: any, of an old version
+    attempt: Mapped[int]  # its last
+    model: Mapped[str] = mapped_column(String(255))  # what it made, or would have; checkpoints are called after it
+    keeps_model: Mapped[bool]
+    deleted_at: Mapped[float]
+    removed_at: Mapped[float | None] = mapped_column(index=True)  # NULL: its folder and its states may still be there
+
+
+class Removal(Base):
+    """A file or a model's folder that has been deleted, until it is removed from the disk."""
+
+    __tablename__ = "removals"
+
+    ordinal: Mapped[int] = mapped_column(_Ordinal, primary_key=True, autoincrement=True)
+    kind: Mapped[str] = mapped_column(String(8))  # "file", "model"
+    name: Mapped[str] = mapped_column(String(255))
+    node: Mapped[str] = mapped_column(String(64))  # the home that has it
+    created_at: Mapped[float]
+
+
 class WebhookEndpoint(Base):
     """Who is told how jobs end. Signing secrets are sealed: the key lies outside the database."""
 

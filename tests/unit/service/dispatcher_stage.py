@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from windlass.planner.plan import Placement
 from windlass.service.box import Box
 from windlass.service.dispatcher import Dispatcher
 from windlass.service.home import node_of
+from windlass.service.housekeeping import Housekeeping
 from windlass.service.job_specs import Machinery, resolve_job
 from windlass.service.lease import BEAT_S, LEASE_S, Lease
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, PreparationOrder
@@ -138,6 +140,15 @@ class StandInPlanner(Preparation):
         self.stopped = True
 
 
+class AtOnce(Executor):
+    """Does in the caller's own thread, and before it returns, what it is given."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **more: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(call(*arguments, **more))
+        return done
+
+
 class Stage:
     """A dispatcher with all it needs, and the short words that tests use."""
 
@@ -189,6 +200,7 @@ class Stage:
             look=lambda: self.box,
             clock=clock,
             jitter=lambda: 0.0,
+            housekeeping=Housekeeping(database, self.settings, node=self.node, executor=AtOnce(), clock=clock),
         )
 
     def tick(self, times: int = 1) -> None:

@@ -16,6 +16,7 @@ from windlass.storage.sql.database import Database
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.keys import KeyRepository, Role
+from windlass.storage.sql.models import Checkpoint
 from windlass.storage.sql.statuses import JobStatus
 from windlass.storage.sql.webhooks import WebhookRepository
 
@@ -31,6 +32,7 @@ class Things:
     job_id: str  # queued
     model: str  # of a job that succeeded
     endpoint_id: str  # that is told of webhooks
+    checkpoint_id: str  # of that job
 
     @property
     def ids(self) -> dict[str, str]:
@@ -39,6 +41,7 @@ class Things:
             "job_id": self.job_id,
             "model": self.model,
             "endpoint_id": self.endpoint_id,
+            "checkpoint_id": self.checkpoint_id,
         }
 
 
@@ -47,6 +50,7 @@ NOTHING = Things(
     job_id="ftjob-0123456789",
     model="ft:tiny:x:0123456789ab",
     endpoint_id="we_0123456789",
+    checkpoint_id="ftckpt-0123456789",
 )
 
 
@@ -87,10 +91,14 @@ def routes_of(client: TestClient) -> list[tuple[str, str]]:
         else:
             assert isinstance(route, Route), f"a kind of route that this test does not know: {route}"
             found += [(method, route.path) for method in route.methods or () if method != "HEAD"]
-    # What takes things away comes last.
-    return sorted(
-        found, key=lambda each: (each[0] == "DELETE" or each[1].endswith("/cancel"), each[1] == "/logout", each)
-    )
+    return sorted(found, key=_turn)
+
+
+def _turn(route: tuple[str, str]) -> tuple[object, ...]:
+    """What takes things away comes last, and of that what needs them first: parts, then the whole."""
+    method, path = route
+    takes = method == "DELETE" or path.endswith("/cancel")
+    return takes, method == "DELETE", path == "/logout", -path.count("/") if takes else 0, route
 
 
 def _walk(routes: list[BaseRoute]) -> Iterator[BaseRoute]:
@@ -152,5 +160,9 @@ def make_things(database: Database, settings: Settings, owner: str | None, *, nu
         sealed = Seal(settings.home).close("whsec_aGVsbG8=")
         url, types = "https://192.0.2.1/hook", ("fine_tuning.job.failed",)
         endpoint = WebhookRepository(session).add(name="a", url=url, event_types=types, secret=sealed, owner=owner)
+        checkpoint_id = f"ftckpt-of-{owner}"
+        about = {"attempt": 1, "step_number": 1, "created_at": 1.0, "path": "", "metrics": {}, "reasons": ["interval"]}
+        name = f"ft:tiny::{job.id.removeprefix('ftjob-')[:12]}-step-1"
+        session.add(Checkpoint(id=checkpoint_id, job_id=job.id, model=name, **about))
     make_model(settings.fine_tuned_dir / model)
-    return Things(file_id=file_id, job_id=job.id, model=model, endpoint_id=endpoint.id)
+    return Things(file_id=file_id, job_id=job.id, model=model, endpoint_id=endpoint.id, checkpoint_id=checkpoint_id)

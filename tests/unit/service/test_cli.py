@@ -1,12 +1,16 @@
 """The command line's own parts: what it makes of arguments and shows of events."""
 
+import contextlib
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from fastapi.testclient import TestClient
 
+from windlass.service.cli_data import delete, storage
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import _loss, _time_left, format_event
 from windlass.service.cli_jobs import _parse_settings, pause, resume, submit
@@ -119,3 +123,93 @@ def test_a_drive_is_described_by_its_size_and_by_what_one_may() -> None:
     drive = {"path": Path("/dev/x"), "nbytes": 3 * 1024**3 // 2}
     assert _describe_drive(Drive(**drive, may_be_used=True)) == "block device of 1.5 GiB"
     assert "1.5 GiB, which you may not read and write" in _describe_drive(Drive(**drive, may_be_used=False))
+
+
+# --- data ---
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What the command line asks of the service, which answers nothing."""
+    calls: list[tuple[object, ...]] = []
+
+    def call(_client: ServiceClient, method: str, path: str, **more: Any) -> dict[str, Any]:
+        calls.append((method, path, *more.values()))
+        return {}
+
+    monkeypatch.setattr(ServiceClient, "_call", call)
+    return calls
+
+
+def test_what_is_deleted_goes_by_the_kind_of_its_id(
+    tmp_path: Path, asked: list[tuple[object, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    delete(["ftjob-1", "file-1", "ft:tiny::1-step-2"], home=tmp_path)
+    delete(["ftjob-2"], model=True, home=tmp_path)
+    assert asked == [
+        ("DELETE", "/v1/fine_tuning/jobs/ftjob-1", {"delete_model": False}),
+        ("DELETE", "/v1/files/file-1"),
+        ("DELETE", "/v1/models/ft:tiny::1-step-2"),
+        ("DELETE", "/v1/fine_tuning/jobs/ftjob-2", {"delete_model": True}),
+    ]
+    assert capsys.readouterr().out.splitlines()[-1] == "ftjob-2 is deleted"
+
+
+class Terminal(io.StringIO):
+    """Somebody types this."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_no_id_deletes_nothing(tmp_path: Path, asked: list[tuple[object, ...]]) -> None:
+    with pytest.raises(CommandError, match="'tiny' is no id of a job"):
+        delete(["ftjob-1", "tiny"], home=tmp_path)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "is_deleted"), [("n", {}, False), ("y", {}, True), ("", {"yes": True}, True)]
+)
+def test_on_a_terminal_it_asks_first(
+    tmp_path: Path,
+    asked: list[tuple[object, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    options: dict[str, bool],
+    is_deleted: bool,
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(f"{answer}\n"))
+    with contextlib.suppress(typer.Abort):
+        delete(["ftjob-1"], home=tmp_path, **options)
+    assert bool(asked) is is_deleted
+
+
+def test_storage_is_a_table_with_totals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"kind": "base_model", "id": "tiny", "bytes": 5 * 1024**3}, {"kind": "job", "id": "ftjob-1", "bytes": 700}]
+    totals = {"bytes": 1, "bytes_by_kind": {"job": 700, "base_model": 5 * 1024**3}, "free_bytes": 2048}
+    monkeypatch.setattr(ServiceClient, "storage", lambda _client: {"data": rows, "windlass": totals})
+    storage(limit=1, home=tmp_path)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        *("size kind what", "5.0 GiB base model tiny", "… and 1 more; --limit shows them", ""),
+        *("all base model 5.0 GiB", "all job 700 B", "together 1 B", "free on the home's disk 2.0 KiB"),
+    ]
+
+
+def test_the_client_deletes_and_tells_what_is_occupied(client: TestClient, file_id: str) -> None:
+    service = ServiceClient(str(client.base_url))
+    service._http = client
+    job_id = service.create_job({"model": "tiny", "training_file": file_id})["id"]
+    with pytest.raises(RequestRefusedError, match="only finished jobs are deleted"):
+        service.delete_job(job_id, with_model=False)
+    service.cancel(job_id)
+    assert service.job_storage(job_id)["bytes"] == 0
+    service.delete_job(job_id, with_model=True)
+    service.delete_file(file_id)
+    assert (service.jobs(), service.files()) == ([], [])
+    assert {row["kind"] for row in service.storage()["data"]} == {"base_model", "service"}
+    with pytest.raises(RequestRefusedError, match="there is no model"):
+        service.delete_model("ft:tiny::0123456789ab")

@@ -229,7 +229,7 @@ def test_jobs_are_found_by_what_they_use(database: Database, make_job: Callable[
     with database.read() as session:
         jobs = JobRepository(session)
         assert {job.id for job in jobs.active_using_file("file-9")} == {training.id, validating.id}
-        assert [job.id for job in jobs.active_using_model("org/big")] == [validating.id]
+        assert [job.id for job in jobs.active_using_models(["org/big"])] == [validating.id]
     bring_to(database, training, JobStatus.FAILED)
     with database.read() as session:
         assert [job.id for job in JobRepository(session).active_using_file("file-9")] == [validating.id]

@@ -1,0 +1,99 @@
+"""Commands for data as such: what it occupies, deleting it, backups."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windlass.service.cli_errors import CommandError
+from windlass.service.cli_service import Home
+from windlass.service.cli_table import in_units, print_columns
+from windlass.service.client import ServiceClient
+from windlass.service.local_key import open_client
+from windlass.service.settings import load_settings
+
+_JOB, _FILE, _MODEL = "ftjob-", "file-", "ft:"
+
+
+def storage(
+    limit: Annotated[int, typer.Option(min=0, help="How many things to list, the largest first.")] = 20,
+    home: Home = None,
+) -> None:
+    """Show what occupies the disks: jobs, their states on SSDs, checkpoints, models, files."""
+    with open_client(load_settings(home)) as client:
+        found = client.storage()
+    rows, totals = found["data"], found["windlass"]
+    if limit and rows:
+        shown = [(in_units(row["bytes"]), row["kind"].replace("_", " "), row["id"]) for row in rows[:limit]]
+        print_columns([("size", "kind", "what"), *shown])
+        if len(rows) > limit:
+            print(f"… and {len(rows) - limit} more; --limit shows them")
+        print()
+    by_kind = sorted(totals["bytes_by_kind"].items(), key=lambda item: -item[1])
+    print_columns(
+        [
+            *((f"all {kind.replace('_', ' ')}", in_units(nbytes)) for kind, nbytes in by_kind),
+            ("together", in_units(totals["bytes"])),
+            ("free on the home's disk", in_units(totals["free_bytes"])),
+        ]
+    )
+
+
+def delete(
+    ids: Annotated[list[str], typer.Argument(help="Finished jobs, files, fine-tuned models, checkpoints.")],
+    model: Annotated[bool, typer.Option("--model", help="Of jobs also the fine-tuned models.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    home: Home = None,
+) -> None:
+    """Delete jobs with their events, checkpoints and result files; or files, models and single checkpoints."""
+    for each in ids:
+        if not each.startswith((_JOB, _FILE, _MODEL)):
+            raise CommandError(
+                f"{each!r} is no id of a job ({_JOB}…), a file ({_FILE}…), or a fine-tuned model or checkpoint "
+                f"({_MODEL}…)"
+            )
+    with open_client(load_settings(home)) as client:
+        if not yes and sys.stdin.isatty():
+            what = ids[0] if len(ids) == 1 else f"these {len(ids)}"
+            also = ", fine-tuned models included" if model else ""
+            typer.confirm(f"Delete {what}{also}? It cannot be had back", abort=True)
+        for each in ids:
+            _delete(client, each, with_model=model)
+            print(f"{each} is deleted")
+
+
+def _delete(client: ServiceClient, what: str, *, with_model: bool) -> None:
+    if what.startswith(_JOB):
+        client.delete_job(what, with_model=with_model)
+    elif what.startswith(_FILE):
+        client.delete_file(what)
+    else:
+        client.delete_model(what)
+
+
+def backup(
+    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    models: Annotated[bool, typer.Option(help="Also base models that lie in the home.")] = True,
+    home: Home = None,
+) -> None:
+    """Copy the home, while the service runs or not: database, files, jobs, models, settings and keys."""
+    from windlass.service.backup import make_backup  # brings the database
+
+    made = make_backup(load_settings(home), destination, with_base_models=models)
+    print(f"{destination}: {in_units(made.nbytes)}")
+    for remark in made.remarks:
+        print(f"! {remark}")
+
+
+def restore(
+    source: Annotated[Path, typer.Argument(help="A folder that `windlass backup` made.")],
+    home: Home = None,
+) -> None:
+    """Make a home of a backup; there must be none yet."""
+    from windlass.service.backup import restore_backup
+
+    restored = restore_backup(source, home)
+    print(f"{restored.home}: {in_units(restored.nbytes)}")
+    for remark in restored.remarks:
+        print(f"! {remark}")
