@@ -15,6 +15,7 @@ from windlass.service.logs import set_up_logs
 from windlass.service.processes import die_with_parent
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
 from windlass.service.settings import Settings, load_settings
+from windlass.storage.sql.errors import NewerDatabase
 
 
 def main(arguments: list[str]) -> int:
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
                 settings.make_dirs()
                 migrate(settings.database_url)
             _dispatch(settings)
-    except ReportedError as error:
+    except (ReportedError, NewerDatabase) as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -10,6 +10,7 @@ import typer
 from windlass.planner.yaml_files import YamlFileError
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
 from windlass.storage.room import is_for_want_of_room
+from windlass.storage.sql.errors import NewerDatabase
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -26,7 +27,7 @@ def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Resu
     def wrapper(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         try:
             return command(*arguments, **options)
-        except (ReportedError, YamlFileError) as error:
+        except (ReportedError, YamlFileError, NewerDatabase) as error:
             print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except OSError as error:

@@ -16,6 +16,8 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
 from sqlalchemy.orm import Session
 
+from windlass.storage.sql.errors import NewerDatabase
+
 SUPPORTED_DATABASES = ("sqlite", "postgresql")
 
 _BUSY_TIMEOUT_MS = 15_000
@@ -81,20 +83,29 @@ class Database:
         self._engine.dispose()
 
 
-def migrate(url: str) -> None:
-    """Bring the schema to the newest version; two processes may try at once."""
+def migrate(url: str, *, revision: str = "head") -> None:
+    """Bring the schema to the newest version; two processes may try at once. All of it is done, or nothing.
+
+    `revision`: to that one, and not further. Raises NewerDatabase.
+    """
     # Some changes make a SQLite table anew; dropping the old one would delete the rows that refer to it.
     engine = _open_engine(url, foreign_keys=False)
     # Here, as only the process that starts a service needs it.
     from alembic import command
     from alembic.config import Config
+    from alembic.migration import MigrationContext
+    from alembic.script import ScriptDirectory
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
     try:
         with engine.execution_options(**{_WRITES: True}).begin() as connection:
+            known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+            for current in MigrationContext.configure(connection).get_current_heads():
+                if current not in known:
+                    raise NewerDatabase(current)
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            command.upgrade(config, revision)
     finally:
         engine.dispose()
 

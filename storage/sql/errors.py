@@ -12,6 +12,20 @@ class NotFound(Exception):
         return f"there is no {self.kind} {self.row_id!r}"
 
 
+class NewerDatabase(Exception):
+    """The database was migrated by a newer version of the program."""
+
+    def __init__(self, revision: str) -> None:
+        super().__init__(revision)
+        self.revision = revision
+
+    def __str__(self) -> str:
+        return (
+            f"the database has schema {self.revision}, which this version of windlass does not know: a newer one has "
+            "used it; start that one, or restore a backup from before"
+        )
+
+
 class StatusConflict(Exception):
     """The job is not, or no longer, in the status and attempt that a change was meant for; nothing was written."""
 
