@@ -48,7 +48,8 @@ def copy_model_folder(
             if path.is_dir():
                 there.mkdir()
                 continue
-            _copy_file(path, there, links=links, on_progress=functools.partial(_add, on_progress, done))
+            if not (links and _link(path, there)):
+                copy_file(path, there, on_progress=functools.partial(_add, on_progress, done))
             done += path.stat().st_size
             on_progress(done)
         partial.rename(target)
@@ -81,11 +82,21 @@ def _add(on_progress: Callable[[int], None], done: int, nbytes: int) -> None:
     on_progress(done + nbytes)
 
 
-def _copy_file(source: Path, target: Path, *, links: bool, on_progress: Callable[[int], None]) -> None:
-    if links:
-        with _unless_it_cannot():
-            target.hardlink_to(source)
-            return
+def _link(source: Path, target: Path) -> bool:
+    """Whether the file system could do it."""
+    with _unless_it_cannot():
+        target.hardlink_to(source)
+        return True
+    return False
+
+
+def copy_file(source: Path, target: Path, *, on_progress: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Copies a file's content to a new one; they share their blocks where the file system can do that.
+
+    Raises:
+        FileExistsError: there is something at `target`.
+        OSError: it cannot be read or written.
+    """
     with source.open("rb") as file, target.open("xb") as copy:
         with _unless_it_cannot():
             fcntl.ioctl(copy.fileno(), _FICLONE, file.fileno())

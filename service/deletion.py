@@ -39,7 +39,8 @@ def delete_job(
 ) -> None:
     """Delete a finished job with its events, checkpoints and result files; the dispatcher removes what is on disks.
 
-    Its model stays unless `with_model`. Raises ApiError where the job is not finished, or what would go is in use.
+    Its model stays unless `with_model`. Raises ApiError where the job is not finished, a process of it still lives, or
+    what would go is in use.
     """
     if job.status in ACTIVE_STATUSES:
         raise ApiError(
@@ -47,6 +48,12 @@ def delete_job(
             "ended",
             code="invalid_state",
         )
+    if job.node not in (None, node_of(settings.home)):
+        raise ApiError(
+            f"the data of job {job.id} lies with the service that it was sent to; delete it there", code="job_elsewhere"
+        )
+    if not close_attempt(job_dir(settings, job.id), Attempt(job.attempt)):
+        raise ApiError(f"the processes of job {job.id} have not ended yet; try again soon", code="invalid_state")
     jobs, files, deletion = JobRepository(session), FileRepository(session), DeletionRepository(session)
     model = output_dir(settings, job).name
     keeps_model = job.fine_tuned_model is not None and not with_model
@@ -55,7 +62,7 @@ def delete_job(
     for file_id in job.result_files:
         with suppress(NotFound):
             files.delete(file_id)
-            deletion.doom(RemovalKind.FILE, file_id, job.node or node_of(settings.home))
+            deletion.doom(RemovalKind.FILE, file_id, node_of(settings.home))
     deletion.delete_job(job, model=model, keeps_model=keeps_model)
 
 
@@ -141,7 +148,7 @@ def carry_out(database: Database, settings: Settings, removal: Removal) -> bool:
 
 
 def remove_deleted_job(database: Database, settings: Settings, job: DeletedJob) -> bool:
-    """Remove what a deleted job has in this home and on its SSDs. False while a process of its last attempt lives.
+    """Remove what a deleted job has in this home and on its SSDs. False if a process of its last attempt lives.
 
     Raises OSError where something cannot be removed; what is left can be removed later.
     """

@@ -63,7 +63,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, model: Path, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(model_folder, "_copy_file", full)
+    monkeypatch.setattr(model_folder, "copy_file", full)
     with pytest.raises(OSError, match="full"):
         copy_model_folder(model, tmp_path / "copy", links=False)
     assert list(tmp_path.iterdir()) == [model]

@@ -13,6 +13,7 @@ from tests.unit.service.dispatcher_stage import Stage
 from tests.unit.service.keyed import World, keyed_world
 from windlass.actors.scheduler import PAUSED
 from windlass.service import deletion
+from windlass.service.errors import ApiError
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.deletion import DeletionRepository
@@ -228,17 +229,17 @@ def test_nothing_is_removed_while_a_process_of_the_job_lives(stage: Stage, clien
         journal.close()
         stage.tick()
         stage.end_runner(job_id)
-        assert client.delete(f"{JOBS}/{job_id}").status_code == 200
+        message = refusal(client.delete(f"{JOBS}/{job_id}"), "invalid_state")
+        assert message == f"the processes of job {job_id} have not ended yet; try again soon"
         pass_a_second(stage)
         assert names(stage.settings.jobs_dir) == {job_id}
         assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
-        # Also for a dispatcher that knows nothing of it.
-        stage.new_dispatcher()
-        pass_a_second(stage)
-        assert names(stage.settings.jobs_dir) == {job_id}
         worker.kill()
         worker.wait()
-        stage.tick()
+    # Whether the dispatcher has seen that by now or not.
+    assert client.delete(f"{JOBS}/{job_id}").status_code == 200
+    assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
+    stage.tick()
     assert stage.jobs_on_ssds() == [set(), set()]
     pass_a_second(stage)
     assert names(stage.settings.jobs_dir) == names(stage.settings.fine_tuned_dir) == set()
@@ -489,8 +490,10 @@ def test_each_home_removes_what_is_its_own(tmp_path: Path, database: Database) -
     here.request_cancel(job_id)
     for stage in (here, elsewhere):
         (stage.settings.jobs_dir / job_id).mkdir()
-    with database.write() as session:
+    with pytest.raises(ApiError, match="lies with the service that it was sent to"), database.write() as session:
         deletion.delete_job(session, elsewhere.settings, JobRepository(session).get(job_id))
+    with database.write() as session:
+        deletion.delete_job(session, here.settings, JobRepository(session).get(job_id))
     pass_a_second(elsewhere)
     assert (here.settings.jobs_dir / job_id).exists()
     pass_a_second(here)

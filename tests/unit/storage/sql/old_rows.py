@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008")
 
 DONE, RUNNING = "ftjob-0123456789abcdef01234567", "ftjob-fedcba987654321001234567"
 MODEL = "ft:tiny:mine:0123456789ab"
@@ -112,7 +112,7 @@ _TABLES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], ...]]] = {
             | {"peer": "127.0.0.1", "result": "done"},
         ),
     },
-    "0007": {
+    "0008": {
         "deleted_jobs": (
             {"id": "ftjob-aaaaaaaaaaaaaaaaaaaaaaaa", "owner": "ann", "node": "node-1", "attempt": 2}
             | {"model": "ft:tiny::aaaaaaaaaaaa", "keeps_model": True, "deleted_at": 140.0},
@@ -125,6 +125,7 @@ _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "0004": {"jobs": {"node": "node-1", "num_lost": 2, "lease_holder": "dispatcher-1"}},
     "0005": {"jobs": {"owner": "ann"}, "files": {"owner": "ann"}},
     "0006": {"checkpoints": {"reasons": ["interval"], "nbytes": 12345}},
+    "0007": {"jobs": {"yields_to": "ftjob-more-urgent"}},
 }
 
 

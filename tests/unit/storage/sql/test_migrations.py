@@ -120,6 +120,7 @@ def read_all(database: Database, revision: str) -> None:
         assert (done.seed, done.trained_tokens, done.created_at, done.finished_at) == (2**63 - 1, 2**40, 100.5, 130.0)
         assert done.plan_number == (3 if revision >= "0002" else 0)
         assert (done.node, done.num_lost) == (("node-1", 2) if revision >= "0004" else (None, 0))
+        assert done.yields_to == ("ftjob-more-urgent" if revision >= "0007" else None)
         assert jobs.by_idempotency_key(owner, "once") is done
         assert [job.id for job in jobs.with_status(JobStatus.RUNNING)] == [RUNNING]
         events = EventRepository(session)
@@ -134,8 +135,8 @@ def read_all(database: Database, revision: str) -> None:
         assert [key.user for key in KeyRepository(session).all()] == ["ann"] * (revision >= "0005")
         assert [event.target for event in AuditRepository(session).page(limit=9).rows] == [DONE] * (revision >= "0005")
         deleted = DeletionRepository(session)
-        assert [each.owner for each in deleted.jobs_to_remove("node-1")] == ["ann"] * (revision >= "0007")
-        assert [each.name for each in deleted.to_remove("node-1")] == ["file-gone"] * (revision >= "0007")
+        assert [each.owner for each in deleted.jobs_to_remove("node-1")] == ["ann"] * (revision >= "0008")
+        assert [each.name for each in deleted.to_remove("node-1")] == ["file-gone"] * (revision >= "0008")
 
 
 def go_on(database: Database) -> None:
