@@ -182,6 +182,39 @@ def test_a_job_from_creation_to_its_model(client: Any, database: Database, file_
     assert checkpoint.metrics.train_loss == 2.5
 
 
+def test_checkpoints_are_paged_through_by_themselves(client: Any, database: Database, file_id: str) -> None:
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=file_id)
+    start(database, job.id)
+    metrics = {"valid_loss": 2.25, "full_valid_loss": 2.25, "valid_mean_token_accuracy": 0.5}
+    with database.write() as session:
+        saved = [
+            record(
+                step,
+                "checkpoint",
+                "Saved",
+                step_number=step,
+                fine_tuned_model_checkpoint=f"{MADE}-step-{step}",
+                path="/x",
+                metrics={"step": step, "train_loss": 2.5, "train_mean_token_accuracy": 0.25} | metrics,
+            )
+            for step in range(1, 26)
+        ]
+        import_journal(session, job.id, 1, saved)
+    page = client.fine_tuning.jobs.checkpoints.list(job.id)
+    assert (len(page.data), page.has_more) == (10, True)
+    found = list(page)
+    assert [each.step_number for each in found] == list(range(25, 0, -1))
+    assert len({each.id for each in found}) == 25
+    last = found[-1]
+    assert (last.object, last.fine_tuning_job_id) == ("fine_tuning.job.checkpoint", job.id)
+    assert last.fine_tuned_model_checkpoint == f"{MADE}-step-1"
+    assert (last.metrics.step, last.metrics.train_mean_token_accuracy) == (1, 0.25)
+    assert (last.metrics.full_valid_loss, last.metrics.valid_mean_token_accuracy) == (2.25, 0.5)
+    assert client.fine_tuning.jobs.checkpoints.list(job.id, after=last.id).data == []
+    with pytest.raises(openai.NotFoundError, match="no checkpoint 'ftckpt-none'"):
+        client.fine_tuning.jobs.checkpoints.list(job.id, after="ftckpt-none")
+
+
 def test_lists_page_and_filter(client: Any, file_id: str) -> None:
     ids = [
         client.fine_tuning.jobs.create(model="tiny", training_file=file_id, metadata={"parity": str(index % 2)}).id
