@@ -224,6 +224,7 @@ def test_text_from_others_stays_text(service: LiveService, open_page: OpenPage) 
     for place in ("#jobs .job-name", "#jobs .job-model", "#detail-name", "#about", "#log", "#checkpoints"):
         expect(page.locator(place)).to_contain_text(SCRIPT)
     expect(page.locator("#about")).to_contain_text(f"{SCRIPT}.jsonl\nfile-x")
+    expect(page.locator("#about")).to_contain_text("on disks0 B")
     page.click("#cancel")
     expect(page.locator("#cancel-text")).to_contain_text(SCRIPT)
     page.click("text=Keep it")

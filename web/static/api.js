@@ -32,6 +32,7 @@ export const resumeJob = (id) => request(`${job(id)}/resume`, { method: "POST" }
 export const getMetrics = (id) => request(`${job(id)}/metrics`);
 export const listMessages = (id, limit) => request(`${job(id)}/events?type=message&limit=${limit}`);
 export const listCheckpoints = (id) => request(`${job(id)}/checkpoints?limit=100`);
+export const getStorage = (id) => request(`${job(id)}/storage`);
 export const getFile = (id) => request(`/v1/files/${encodeURIComponent(id)}`);
 export const getPlan = (id) => request(`${job(id)}/plan`);
 /** Where the last step's timeline is that the service holds, and that of a step as it was simulated. */

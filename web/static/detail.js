@@ -25,6 +25,7 @@ export class Detail {
   #logChanged = false;
   #checkpoints = [];
   #files = new Map(); // id: name
+  #storage = null; // what it occupied when it was selected
   #plan = null;
   #planOf = null; // what it was read for: a job's state
   #problem = null;
@@ -66,7 +67,7 @@ export class Detail {
       setOptional(byId("chart-note"), this.#problem);
     }
     this.render();
-    await Promise.all([this.#readCheckpoints(id), this.#readFileNames(id)]);
+    await Promise.all([this.#readCheckpoints(id), this.#readFileNames(id), this.#readStorage(id)]);
   }
 
   /** Whether reading failed, so that `show` should be called again once the service answers. */
@@ -105,6 +106,7 @@ export class Detail {
     this.#logChanged = true;
     this.#checkpoints = [];
     this.#files.clear();
+    this.#storage = null;
     this.#plan = this.#planOf = null;
     this.#problem = null;
     setOptional(byId("pause-error"), null);
@@ -128,6 +130,13 @@ export class Detail {
     if (page === null || this.id !== id) return;
     this.#checkpoints = page.data;
     this.#renderCheckpoints();
+  }
+
+  async #readStorage(id) {
+    const storage = await api.getStorage(id).catch(() => null);
+    if (storage === null || this.id !== id) return;
+    this.#storage = storage;
+    this.render();
   }
 
   async #readFileNames(id) {
@@ -273,6 +282,7 @@ export class Detail {
       ["finished", time(job.finished_at)],
       ["attempt", job.windlass.attempt > 1 ? String(job.windlass.attempt) : null],
       ["priority", job.windlass.priority === 0 ? null : String(job.windlass.priority)],
+      ["on disks", this.#storage && format.bytes(this.#storage.bytes)],
       ...Object.entries(job.metadata),
     ];
     setPairs(byId("about"), about.filter(([, value]) => value !== null));
