@@ -37,7 +37,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 # Streams have no end.
 ENDLESS = r"/stream$"
 HOST = "127.0.0.1:8642"
-NUM_CASES_SHORT = 3
+NUM_CASES_SHORT, WITH_COVERAGE = 3, 100
 NUM_CASES = int(os.environ.get("WINDLASS_TEST_SCHEMA_CASES", NUM_CASES_SHORT))
 IS_LONG = NUM_CASES > NUM_CASES_SHORT
 STRANGERS, USER = (None, "wrong", "expired", "revoked"), USERS[0]
@@ -46,7 +46,7 @@ ALL_CHECKS = list(hypothesis.HealthCheck)
 # The phase that goes through every part of every schema makes hundreds of cases of each operation: for the long form.
 CONFIG = {
     "generation": {"with-security-parameters": False},
-    "phases": {"coverage": {"enabled": IS_LONG}, "stateful": {"enabled": False}},
+    "phases": {"coverage": {"enabled": NUM_CASES >= WITH_COVERAGE}, "stateful": {"enabled": False}},
 }
 
 
