@@ -46,6 +46,7 @@ _SIMULATION_S = 60.0
 # Without a GPU: one core updates about as fast as SSDs bring the states.
 _CORES_TO_ONE_THAT_UPDATES = 8
 _DEADLINE_S = 120.0
+_KEPT_CHECKS = "checked-models"  # in the home
 # Hyperparameters that JSON keeps as words.
 _WORDS: dict[str, type[StrEnum]] = {
     "schedule": Schedule,
@@ -140,6 +141,7 @@ def preparation_order(
         precision=asked.windlass.precision,
         random_weights=asked.initialization is Initialization.RANDOM,
         layout_file=_layout_file(folder),
+        kept_checks_dir=settings.home / _KEPT_CHECKS,
         dataset_dir=folder / "dataset",
         work_dir=folder / "prepare",
         plan_question=None if hardware is None else question,

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import psutil
 
+from windlass.service.checked_models import KeptCheck
 from windlass.storage.ids import Precision
 
 DOWNLOAD_MODEL = "download_model"
@@ -60,6 +61,7 @@ class PreparationOrder:
     layout_file: Path  # the model's blocks
     dataset_dir: Path  # made anew
     work_dir: Path  # results and log
+    kept_checks_dir: Path | None = None  # of models that were checked before; None: each is checked anew
     # What to ask the planner, once the results of the steps before are there; None: nothing.
     plan_question: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
 
@@ -73,6 +75,7 @@ class PreparationStep:
     result_path: Path
     timeout_s: int
     passed_on: tuple[str, ...] = _PASSED_ON  # environment variables
+    kept: KeptCheck | None = None  # where its result may be already
 
 
 Results = dict[str, dict[str, Any]]  # of steps, by name
@@ -100,6 +103,8 @@ class Preparation:
         """Go on where possible: all results once every step is done, None before; PreparationError if one failed."""
         if not self._steps:
             return self._results  # it was told before, to who could do nothing with it then
+        if self._process is None and self._is_known():
+            return self._go_on()
         if self._process is None:
             self._start()
         step = self._step
@@ -112,8 +117,9 @@ class Preparation:
             return None
         code, self._process = self._process.returncode, None
         self._results[step.name] = self._result(step, code)
-        self._steps.popleft()
-        return None if self._steps else self._results
+        if step.kept is not None:
+            step.kept.keep(self._results[step.name])
+        return self._go_on()
 
     def stop(self) -> None:
         """Kill the process that runs, if any."""
@@ -121,6 +127,18 @@ class Preparation:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def _go_on(self) -> Results | None:
+        self._steps.popleft()
+        return None if self._steps else self._results
+
+    def _is_known(self) -> bool:
+        """Whether the next step was done before, and need not be done again."""
+        step = self._steps[0]
+        if not isinstance(step, PreparationStep) or step.kept is None or (found := step.kept.find()) is None:
+            return False
+        self._results[step.name] = found
+        return True
 
     def _start(self) -> None:
         step = self._steps[0]
@@ -163,7 +181,13 @@ def preparation_of(order: PreparationOrder) -> Preparation:
         *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
         *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir),
     )
-    steps = [_step(order.work_dir, CHECK_MODEL, check), _step(order.work_dir, PREPARE_DATA, prepare)]
+    kept = None
+    if order.kept_checks_dir is not None:
+        asked = (order.precision.value, "random" if order.random_weights else "weights")
+        kept = KeptCheck(
+            folder=order.kept_checks_dir, model_dir=order.model_dir, layout_file=order.layout_file, asked=asked
+        )
+    steps = [_step(order.work_dir, CHECK_MODEL, check, kept=kept), _step(order.work_dir, PREPARE_DATA, prepare)]
     if not order.model_dir.exists():
         download = ("windlass.service.hub_download", "--model", order.model, "--model-dir", order.model_dir)
         steps.insert(0, _step(order.work_dir, DOWNLOAD_MODEL, download, passed_on=(*_PASSED_ON, *_HUB_PASSED_ON)))
@@ -186,6 +210,7 @@ def _step(
     module_and_arguments: tuple[object, ...],
     *,
     passed_on: tuple[str, ...] = _PASSED_ON,
+    kept: KeptCheck | None = None,
 ) -> PreparationStep:
     result_path = work_dir / f"{name}.json"
     return PreparationStep(
@@ -194,6 +219,7 @@ def _step(
         result_path=result_path,
         timeout_s=_TIMEOUTS_S[name],
         passed_on=passed_on,
+        kept=kept,
     )
 
 
