@@ -119,7 +119,7 @@ def _most(report: Report, service: Running, filled: Filled, seconds: float) -> N
         cpu_s, values = service.api_cpu_s() - before_s, measured["latencies_s"][kind]
         rows.append(
             (
-                kind,
+                "submit, and cancel untimed" if kind == "submit" else kind,
                 f"{len(values) / measured['seconds']:.0f}",
                 *_in_ms(values),
                 f"{cpu_s / len(values) * 1000:.2f}",

@@ -25,7 +25,7 @@ from windlass.storage.sql.keys import KeyRepository, Role
 MODEL = "demo-20m"
 FILE_ID = "file-demo"
 _JOBS = "/v1/fine_tuning/jobs"
-_DEADLINE_S = 180.0
+_DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

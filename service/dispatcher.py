@@ -163,6 +163,11 @@ class Dispatcher:
         self._housekeeping.tick(busy={*self._over, *self._preparations})
         self._was_cut_short = False
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a job waits for its next step of preparation."""
+        return bool(self._preparations)
+
     def close(self) -> None:
         """End the preparations, and let another dispatcher go on; runners stay."""
         self._drop_preparations(keep=())

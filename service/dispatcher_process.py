@@ -26,6 +26,8 @@ _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 0.5
 # Between passes while the database cannot be used: each time longer.
 _LONGEST_INTERVAL_S = 5.0
+# While a job is prepared, in several steps: each waits for the next look.
+_SHORT_INTERVAL_S = 0.1
 
 
 class RayLostError(RuntimeError):
@@ -108,11 +110,11 @@ def dispatch_until(ending: threading.Event, dispatcher: Dispatcher, ray_side: Ra
             raise RayLostError("Ray has ended here; when it is back, its jobs go on there")
         try:
             dispatcher.tick()
-            interval_s = _INTERVAL_S
+            interval_s = _SHORT_INTERVAL_S if dispatcher.is_preparing else _INTERVAL_S
         except SQLAlchemyError as error:
             if (why := why_unavailable(error)) is None:
                 raise
-            interval_s = min(2 * interval_s, _LONGEST_INTERVAL_S)
+            interval_s = min(2 * max(interval_s, _INTERVAL_S), _LONGEST_INTERVAL_S)
             _LOG.warning("nothing can be done now, as the database cannot be used: %s (%s)", why, error)
         ending.wait(interval_s)
 
