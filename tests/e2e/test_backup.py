@@ -17,7 +17,7 @@ JOBS = "/v1/fine_tuning/jobs"
 
 def wait_for(installation: Installation, job_id: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The job, once it has got there."""
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 400
     with httpx.Client(base_url=installation.url, trust_env=False) as client:
         while not reached(job := client.get(f"{JOBS}/{job_id}").json()):
             assert time.monotonic() < deadline, f"{job}{installation.logs()}"
@@ -30,7 +30,7 @@ def is_past(step: int) -> Callable[[dict[str, Any]], bool]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_job_that_was_not_finished_goes_on_where_its_states_are_and_else_says_what_it_lacks(
     installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

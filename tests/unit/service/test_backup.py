@@ -171,8 +171,10 @@ def test_base_models_can_be_left_out_and_those_elsewhere_are_told_of(
 def test_a_copy_is_of_one_moment_whoever_writes(
     stage: Stage, client: TestClient, settings: Settings, tmp_path: Path
 ) -> None:
-    """Each job has as many events as its row says; jobs, events and files come and go meanwhile."""
-    ending, num_written = threading.Event(), 0
+    """All that was there before is in it, and each job has as many events as its row says; jobs, events and files come
+    and go meanwhile.
+    """
+    ending, num_written, made, made_before = threading.Event(), 0, list[str](), list[set[str]]()
 
     def write() -> None:
         nonlocal num_written
@@ -183,21 +185,26 @@ def test_a_copy_is_of_one_moment_whoever_writes(
             client.delete(f"/v1/files/{file_id}")
             if num_written % 2:
                 client.delete(f"{JOBS}/{job_id}")
+            else:
+                made.append(job_id)
             num_written += 1
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
         for index in range(5):
+            made_before.append(set(made))
             make_backup(settings, tmp_path / f"backup-{index}")
     finally:
         ending.set()
         writer.join()
-    assert num_written > 0
+    assert made_before[-1]
     for index in range(5):
         new = load_settings(restore_backup(tmp_path / f"backup-{index}", tmp_path / f"new-{index}").home)
         with serve(new) as restored:
-            for job in restored.get(JOBS, params={"limit": 1000}).json()["data"]:
+            jobs = restored.get(JOBS, params={"limit": 1000}).json()["data"]
+            assert {job["id"] for job in jobs} >= made_before[index]
+            for job in jobs:
                 messages = restored.get(f"{JOBS}/{job['id']}/events").json()["data"]
                 assert len(messages) == (2 if job["status"] == "cancelled" else 1)
             for file in restored.get("/v1/files").json()["data"]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.service.dispatcher_stage import AtOnce, Stage
+from windlass.service.deletion import delete_job
 from windlass.service.housekeeping import Housekeeping
 from windlass.storage.sql.audit import AuditRepository
 from windlass.storage.sql.database import Database
@@ -129,6 +130,20 @@ def test_files_go_so_many_days_after_the_last_job_that_used_them(tmp_path: Path,
     assert old.audit() == [("delete_file", name, None, "retention") for name in ("file-ended", "file-unused")]
     with database.read() as session:
         assert FileRepository(session).all_ids() == left
+
+
+def test_a_deleted_job_stays_on_the_disk_for_as_long_as_the_dispatcher_has_it_in_hand(
+    tmp_path: Path, database: Database
+) -> None:
+    old = Old(tmp_path, database)
+    busy, other = old.job(days=1), old.job(days=1)
+    with database.write() as session:
+        for job_id in (busy, other):
+            delete_job(session, old.settings, JobRepository(session).get(job_id))
+    old.housekeeping.tick(busy={busy})
+    assert [path.name for path in old.settings.jobs_dir.iterdir()] == [busy]
+    old.keep_house(1)
+    assert old.jobs() == set()
 
 
 def test_a_file_of_another_home_is_left_to_that_one(tmp_path: Path, database: Database) -> None:
