@@ -13,6 +13,7 @@ on PostgreSQL its programs. What is missing is left out, and the report says so.
 import argparse
 import contextlib
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -285,6 +286,9 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=Path(), help="where homes are made (default: here)")
     options = parser.parse_args()
     options.runs = options.runs or (_QUICK_RUNS if options.quick else 40)
+    # Also who is told to end leaves nothing running and nothing mounted.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="windlass-chaos-", dir=options.directory.resolve()) as scratch:
         return run_all(options, Path(scratch))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.training import journal_of, losses_of, metrics_of
-from tests.unit.actors.scheduler_stage import NUM_TARGETS, TIERED, Stage, failure, warnings_of
+from tests.unit.actors.scheduler_stage import FP16, NUM_TARGETS, TIERED, Stage, failure, warnings_of
 from windlass.actors import progress, scheduler
 from windlass.actors.job_spec import System, UpdateOrder
 from windlass.actors.messages import (
@@ -86,8 +86,13 @@ def test_nobody_waits_for_what_people_are_told(stage: Stage) -> None:
     assert list(metrics_of(stage.spec, "train_loss")) == [1, 2, 3, 4]
 
 
-def test_a_step_is_told_before_the_next_one_can_be_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who goes on from a commit can tell of its step alone, where the disk was full or the runner was killed."""
+def test_a_step_is_told_before_the_next_one_can_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who goes on from a commit can tell of its step alone, where the disk was full or the runner was killed.
+
+    A step that is skipped is over while the one before is still being committed.
+    """
+    stage = Stage(tmp_path, hyperparameters=FP16)
+    stage.bad_grads = {(2, 1), (3, 1)}
     monkeypatch.setattr(scheduler, "_TICK_S", 0.01)
     pending: list[tuple[ActorName, Message]] = []
     told_before: dict[int, list[int]] = {}
@@ -99,9 +104,10 @@ def test_a_step_is_told_before_the_next_one_can_be_committed(stage: Stage, monke
 
     def answer_late() -> None:
         """When all that can be done meanwhile is: the next step is over, and waits to be committed."""
-        while pending:
-            for event in stage._answers(*pending.pop()):
+        while pending and stage.scheduler._events.empty():
+            for event in [event for each in pending for event in stage._answers(*each)]:
                 stage.scheduler.post(event)
+            pending.clear()
 
     stage.before, stage.silent, stage.check_actors = look, {CommitStore}, answer_late
     assert stage.run()["status"] == "succeeded"

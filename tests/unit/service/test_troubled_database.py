@@ -89,10 +89,12 @@ def test_a_server_that_was_started_again_is_used_as_before(postgresql: PostgresS
         database = Database(url)
         with database.read() as session:
             session.execute(text("SELECT 1"))
+        other = Database(url)
         with stopped(postgresql):
-            assert why_unavailable(error_in(database)) == "it does not answer, or not in time"
-        with database.read() as session:  # whose connection was of the server before
+            assert why_unavailable(error_in(other)) == "it does not answer, or not in time"
+        with database.read() as session:  # whose connection is of the server before
             assert session.scalar(text("SELECT 7")) == 7
+        other.close()
         database.close()
 
 
