@@ -5,9 +5,11 @@ threads.
 """
 
 import argparse
+import contextlib
 import os
 import resource
 import sys
+from pathlib import Path
 
 from windlass.service.processes import die_with_parent
 
@@ -25,6 +27,9 @@ def main(arguments: list[str]) -> None:
     _limit(resource.RLIMIT_CPU, options.cpu_s, options.cpu_s + 5)
     _limit(resource.RLIMIT_AS, options.address_space_nbytes, options.address_space_nbytes)
     _limit(resource.RLIMIT_CORE, 0, 0)
+    # Where memory runs out, a stranger's program ends before the job that trains.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     os.execv(options.command[0], options.command)
 
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import delete, func, select, tuple_
-from sqlalchemy.orm import Session
+from sqlalchemy import and_, delete, func, select
+from sqlalchemy.orm import Session, aliased
 
 from windlass.storage.sql.errors import NotFound
 from windlass.storage.sql.models import Checkpoint, Job, JobEvent, JobMetrics
@@ -105,10 +105,11 @@ class EventRepository:
 
     def last_metrics(self, job_ids: Collection[str]) -> dict[str, dict[str, Any]]:
         """The metrics of the last step of each of these jobs that has any."""
-        last = select(JobMetrics.job_id, func.max(JobMetrics.step)).where(JobMetrics.job_id.in_(job_ids))
-        query = select(JobMetrics).where(
-            tuple_(JobMetrics.job_id, JobMetrics.step).in_(last.group_by(JobMetrics.job_id))
-        )
+        # The last step of each job is looked up in the index: a job may have hundreds of thousands.
+        other = aliased(JobMetrics)
+        last = select(func.max(other.step)).where(other.job_id == Job.id).correlate(Job).scalar_subquery()
+        query = select(JobMetrics).join(Job, and_(Job.id == JobMetrics.job_id, JobMetrics.step == last))
+        query = query.where(Job.id.in_(job_ids))
         return {row.job_id: row.data for row in self._session.scalars(query)}
 
     def last_measured(self, job_id: str) -> dict[str, Any] | None:

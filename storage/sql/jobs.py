@@ -177,7 +177,8 @@ class JobRepository:
 
     def oldest_queued_at(self) -> float | None:
         """When the oldest job that is queued was created."""
-        return self._session.scalar(select(func.min(Job.created_at)).where(Job.status == JobStatus.QUEUED))
+        # As a sum, so that SQLite looks through the jobs of this status and not through all, from the oldest on.
+        return self._session.scalar(select(func.min(Job.created_at + 0)).where(Job.status == JobStatus.QUEUED))
 
     def cancel_requests(self) -> Sequence[Job]:
         """Jobs that hold a runner and whose owner wants them cancelled."""

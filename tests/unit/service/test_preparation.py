@@ -1,14 +1,18 @@
 """Preparation runs its steps in order, under limits, and turns every way to fail into a job's error."""
 
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.engine.folders import PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
+from windlass.service import preparation
 from windlass.service.preparation import (
     Preparation,
     PreparationError,
@@ -87,6 +91,7 @@ def test_limits_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     code = (
         "import resource as r\n"
         "json.dump({'ok': True, 'environment': dict(os.environ),"
+        " 'oom_score': open('/proc/self/oom_score_adj').read(),"
         " 'limits': [r.getrlimit(l) for l in (r.RLIMIT_CPU, r.RLIMIT_AS, r.RLIMIT_CORE)]}, open(result, 'w'))"
     )
     results = _finish(Preparation([_step(tmp_path, code, timeout_s=7)], work_dir=tmp_path))
@@ -94,10 +99,37 @@ def test_limits_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert cpu == [7, 12]
     assert 0 < address_space[0] < 2**62
     assert core == [0, 0]
+    assert int(str(results["first"]["oom_score"])) == 1000
     environment = results["first"]["environment"]
     assert isinstance(environment, dict)
     assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & environment.keys()
     assert environment["HOME"] == str(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "part",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set n = namespace(x='x') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{{ raise_exception('\\0\\ud800' * 1000) }}",
+    ],
+    ids=["time", "memory", "words"],
+)
+def test_a_hostile_template_ends_its_job_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setitem(preparation._TIMEOUTS_S, preparation.PREPARE_DATA, 30)
+    # A small machine's: a test is not to take this one's memory.
+    monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 6 * 1024**3)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))
+    order = _order(tmp_path, random_weights=True)
+    make_tokenizer_folder(order.model_dir, make_tokenizer(part + PLAIN_TEMPLATE))
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    order.training_file.write_text(json.dumps(line) + "\n")
+    order = dataclasses.replace(order, validation_file=None)
+    steps = [step for step in preparation_of(order)._steps if getattr(step, "name", "") == preparation.PREPARE_DATA]
+    with pytest.raises(PreparationError) as raised:
+        _finish(Preparation(steps, work_dir=order.work_dir), timeout_s=120)
+    assert len(raised.value.message) < 5000
 
 
 @pytest.fixture
