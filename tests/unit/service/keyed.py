@@ -160,7 +160,7 @@ def make_things(database: Database, settings: Settings, owner: str | None, *, nu
         sealed = Seal(settings.home).close("whsec_aGVsbG8=")
         url, types = "https://192.0.2.1/hook", ("fine_tuning.job.failed",)
         endpoint = WebhookRepository(session).add(name="a", url=url, event_types=types, secret=sealed, owner=owner)
-        checkpoint_id = f"ftckpt-of-{owner}"
+        checkpoint_id = file_id.replace("file", "ftckpt", 1)
         about = {"attempt": 1, "step_number": 1, "created_at": 1.0, "path": "", "metrics": {}, "reasons": ["interval"]}
         name = f"ft:tiny::{job.id.removeprefix('ftjob-')[:12]}-step-1"
         session.add(Checkpoint(id=checkpoint_id, job_id=job.id, model=name, **about))
