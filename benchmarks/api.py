@@ -146,6 +146,7 @@ def _at_rate(report: Report, service: Running, filled: Filled, seconds: float, t
     rows.append((f"event on {_NUM_STREAMS} streams, after its commit", str(len(lags)), *_in_ms(lags)))
     report.add("", f"At {_RATE:g} requests a second, {title} ({_refused(measured)} not answered with 200):")
     report.add_table(("request", "number", "p50, ms", "p99, ms"), rows)
+    report.add(*(f"Refused: {refusal}" for refusal in measured["refusals"]))
     report.add(f"The API computed {cpu_s / measured['seconds']:.2f} s in a second.")
     return {
         f"{title}: p99 over {_MOST_MS:g} ms": ratio(_percentile(everything, 99), _MOST_MS / 1000),

@@ -1,5 +1,6 @@
 """From a job's submission to its first training step, and where the time goes: by its events and its files."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
 
+_PROGRESS = re.compile(r"Loaded \d+%")
 _PREPARED = {
     "check_model.json": "the model was checked, in a process of its own",
     "prepare_data.json": "the data was prepared, in another",
@@ -38,7 +40,11 @@ def phases_to_first_step(running: Running, job_id: str) -> Sequence[Phase]:
     finally:
         database.close()
     told = next(at_s for at_s, _, kind in events if kind == "metrics")
-    found = [(at_s, message.split(": ")[0]) for at_s, message, kind in events if kind == "message"]
+    found = [
+        (at_s, message.split(": ")[0])
+        for at_s, message, kind in events
+        if kind == "message" and not _PROGRESS.match(message)
+    ]
     folder = job_dir(running.settings, job_id) / "prepare"
     found += [(path.stat().st_mtime, what) for name, what in _PREPARED.items() if (path := folder / name).exists()]
     found.append((told, "the first step was trained and committed"))

@@ -18,6 +18,7 @@ import httpx
 
 _JOBS = "/v1/fine_tuning/jobs"
 _TIMEOUT_S = 30.0
+_MOST_REFUSALS = 3
 _SETTLE_S = 2.0  # until all streams are open
 # Of a hundred requests. Each job that is submitted is cancelled, so that none of them trains.
 MIX = {"retrieve": 40, "list": 20, "events": 30, "submit": 5, "cancel": 5}
@@ -45,6 +46,7 @@ class Measured:
     seconds: float
     latencies_s: dict[str, list[float]]  # by kind
     statuses: dict[str, int]
+    refusals: list[str]  # the first ones, in words
     arrivals: dict[str, list[float]]  # by event's message: when it came on each stream, time.monotonic()
 
 
@@ -64,6 +66,7 @@ class _Load:
         }
         self.latencies_s: dict[str, list[float]] = defaultdict(list)
         self.statuses: Counter[str] = Counter()
+        self.refusals: list[str] = []
 
     def _some_job(self) -> str:
         return self._random.choice(self._order.job_ids)
@@ -91,6 +94,8 @@ class _Load:
         try:
             response = await self._asks[kind]()
             self.statuses[str(response.status_code)] += 1
+            if response.status_code != 200 and len(self.refusals) < _MOST_REFUSALS:
+                self.refusals.append(f"{kind}: {response.text}")
         except httpx.HTTPError as error:
             self.statuses[type(error).__name__] += 1
         self.latencies_s[kind].append(time.perf_counter() - begins_s)
@@ -149,7 +154,11 @@ async def _run(order: Order) -> Measured:
         await asyncio.gather(*streams, return_exceptions=True)
         await load.end()
     return Measured(
-        seconds=seconds, latencies_s=dict(load.latencies_s), statuses=dict(load.statuses), arrivals=dict(arrivals)
+        seconds=seconds,
+        latencies_s=dict(load.latencies_s),
+        statuses=dict(load.statuses),
+        refusals=load.refusals,
+        arrivals=dict(arrivals),
     )
 
 
