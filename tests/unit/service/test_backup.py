@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,12 +194,14 @@ def test_a_copy_is_of_one_moment_whoever_writes(
     writer.start()
     try:
         for index in range(5):
+            while len(made) <= index and writer.is_alive():
+                time.sleep(0.01)
             made_before.append(set(made))
             make_backup(settings, tmp_path / f"backup-{index}")
     finally:
         ending.set()
         writer.join()
-    assert made_before[-1]
+    assert len(made_before[-1]) >= 5
     for index in range(5):
         new = load_settings(restore_backup(tmp_path / f"backup-{index}", tmp_path / f"new-{index}").home)
         with serve(new) as restored:
