@@ -10,6 +10,7 @@ from pathlib import Path
 
 from windlass.actors.journal import JOURNAL_FILE
 from windlass.actors.spans_file import FOLDER as TIMELINE_FOLDER
+from windlass.service.errors import ApiError
 from windlass.service.job_specs import job_dir
 from windlass.service.leftovers import output_dir
 from windlass.service.model_ids import is_fine_tuned_id, job_id_prefix
@@ -83,13 +84,15 @@ def parts_of_job(settings: Settings, job: Job, states: Mapping[str, int]) -> dic
 
     A checkpoint that became the job's model counts as the model.
     """
-    tally, model = Tally(), output_dir(settings, job)
+    tally = Tally()
     parts = dict.fromkeys((*_PARTS.values(), _OTHER), 0)
     for path in _entries(job_dir(settings, job.id)):
         parts[_PARTS.get(path.name, _OTHER)] += tally.nbytes(path)
     parts["states"] = states.get(job.id, 0)
-    parts["model"] = tally.nbytes(model)
-    parts["checkpoints"] = sum(tally.nbytes(each) for each in model.parent.glob(f"{model.name}{_STEP}*"))
+    with suppress(ApiError):  # there is no model under a name that is none
+        model = output_dir(settings, job)
+        parts["model"] = tally.nbytes(model)
+        parts["checkpoints"] = sum(tally.nbytes(each) for each in model.parent.glob(f"{model.name}{_STEP}*"))
     parts["result_files"] = sum(tally.nbytes(settings.files_dir / each) for each in job.result_files)
     return parts
 
