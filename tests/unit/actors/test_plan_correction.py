@@ -1,5 +1,6 @@
 """Plans made again by what steps measured: steps of simulated jobs, on machines that are not as their profile says."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -84,8 +85,9 @@ def test_ssds_that_are_slower_than_said_get_less_to_do() -> None:
     asked = question(machine(), host_mib=1350)
     planned, corrected = run(asked, real)
     assert corrected.changes
-    assert "each SSD reads 0.4 GB/s, the profile said 8 GB/s" in corrected.in_words
-    assert "each SSD writes 0.4 GB/s, the profile said 8 GB/s" in corrected.in_words
+    # What goes on beyond a step's end is not its own, so that its rates are not exactly the machine's.
+    rates = re.findall(r"each SSD (reads|writes) ([\d.]+) GB/s, the profile said 8 GB/s", corrected.in_words)
+    assert {kind: float(rate) for kind, rate in rates} == pytest.approx({"reads": 0.4, "writes": 0.4}, rel=0.1)
     new = corrected.planned
     assert new.solution is not None
     assert planned.solution is not None
