@@ -60,6 +60,7 @@ def test_a_paused_job_holds_nothing_but_its_states_and_goes_on_after_its_step(
     assert Undisturbed(stage.losses(job_id), stage.model(job_id)) == undisturbed
 
 
+@pytest.mark.long
 def test_a_job_that_is_killed_while_it_pauses_is_paused_and_loses_nothing(
     stage: ResumeStage, undisturbed: Undisturbed
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_paused_job_that_is_cancelled_leaves_nothing(stage: ResumeStage) -> No
     stage.wait_for(lambda: stage.leftovers(job_id) == [], f"end of {stage.leftovers(job_id)}", job_id)
 
 
+@pytest.mark.long
 def test_a_job_is_paused_for_one_of_higher_priority_and_loses_nothing(
     stage: ResumeStage, undisturbed: Undisturbed
 ) -> None:

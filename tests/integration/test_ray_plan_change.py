@@ -38,6 +38,7 @@ def change_plan(stage: ResumeStage, job_id: str) -> None:
         JobRepository(session).set_fields(job_id, plan_number=number)
 
 
+@pytest.mark.long
 def test_a_job_goes_on_with_another_plan_and_trains_no_step_twice(stage: ResumeStage, undisturbed: Undisturbed) -> None:
     job_id = stage.submit(NUM_STEPS)
     stage.wait_for_step(job_id, attempt=1, step=5)

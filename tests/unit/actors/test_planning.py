@@ -70,7 +70,7 @@ def test_a_plan_says_what_a_step_takes_and_needs() -> None:
     assert "bound by" in report.reasons[0]
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("has_gpu", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None:
     hardware = machine(host=8)
     if not has_gpu:

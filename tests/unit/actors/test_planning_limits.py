@@ -40,6 +40,7 @@ def test_one_more_does_not_fit(goal: Goal, step: int) -> None:
     assert not fits(with_number(asked, goal, found.number + step), profiles)
 
 
+@pytest.mark.long
 def test_more_layers_are_more_params() -> None:
     found = find(question(SMALL), Goal.MOST_LAYERS)
     profile = Profiles(question(SMALL)).of(8, 512)
