@@ -10,6 +10,10 @@ _MEMORY_BYTES_PER_FLOP = 1 / 180
 # What a server spends on a byte, over what moving it and its checksum alone take: pieces go through its queues, and
 # others use the memory meanwhile. Measured in three jobs: 0.12 to 0.13 s of a core for each GB, where 0.07 were found.
 _SERVER_OVER_ALONE = 1.75
+# Where the device is the CPU: what copies and updates take beside the compute, over what they take alone, as caches and
+# memory are shared. Measured in a job, in seconds of a core a step: 0.10 for updates where 0.067 were found, 0.10 for
+# copies where 0.05 were.
+_BESIDE_COMPUTE = 1.6
 # What an update on the device reads and writes of a parameter: master and moments in and out, gradient in.
 _UPDATE_NBYTES = 26
 # ... and to make a 16-bit param of its master.
@@ -56,16 +60,17 @@ def speeds_of(hardware: Hardware) -> Speeds:
     share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count
     is_cpu = hardware.gpus.count == 0
     memory = hardware.host.memory_gb_per_s * GB if is_cpu else flops * _MEMORY_BYTES_PER_FLOP
+    slower = _BESIDE_COMPUTE if is_cpu else 1.0
     return Speeds(
         device_flops=flops,
         device_memory_bytes=memory,
         device_params=hardware.host.adam_params_per_s if is_cpu else memory / _UPDATE_NBYTES,
-        h2d_bytes=hardware.pcie.h2d_gb_per_s * GB,
-        d2h_bytes=hardware.pcie.d2h_gb_per_s * GB,
+        h2d_bytes=hardware.pcie.h2d_gb_per_s * GB / slower,
+        d2h_bytes=hardware.pcie.d2h_gb_per_s * GB / slower,
         ssd_read_bytes=min(ssds.read_gb_per_s, share) * GB,
         ssd_write_bytes=min(ssds.write_gb_per_s, share) * GB,
         num_ssds=ssds.count,
         ssd_cpu_s_per_byte=_SERVER_OVER_ALONE * (ssds.cpu_s_per_gb or 0.0) / GB,
-        optimizer_params=hardware.host.adam_params_per_s,
+        optimizer_params=hardware.host.adam_params_per_s / slower,
         shares_cores=is_cpu,
     )
