@@ -97,7 +97,7 @@ class ParamFeed:
         num_buffers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
             context.layout.shared,
-            resident=() if context.formats.derives_param else context.plan.device_blocks,
+            resident=context.formats.lent(context.plan.device_blocks),
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
         self._buffers = DeviceBuffers(

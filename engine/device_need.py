@@ -97,7 +97,7 @@ def _params_numel(partition: Partition, plan: Plan, num_ahead: int, formats: For
     buffers = param_buffers(
         [block.numel - in_pieces.get(block.index, 0) for block in layout.blocks],
         layout.shared,
-        resident=() if formats.derives_param else plan.device_blocks,
+        resident=formats.lent(plan.device_blocks),
         num_ahead=num_ahead,
     )
     return sum(numel * number for numel, number in buffers.items()) + NUM_PIECE_BUFFERS * largest_piece(bounds)

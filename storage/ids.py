@@ -111,6 +111,10 @@ class Formats:
         """Whether the param follows from its master: by rounding."""
         return self.param_kind not in self.kinds_to_update
 
+    def lent(self, resident: tuple[int, ...]) -> tuple[int, ...]:
+        """Of blocks whose states rest on the device, those whose params lie there as they are used."""
+        return () if self.derives_param else resident
+
     @property
     def param_kind(self) -> StateKind:
         """The state that the forward pass reads."""

@@ -20,11 +20,12 @@ from sqlalchemy import select, update
 
 from tests.integration.cutting_proxy import cutting_proxy
 from tests.integration.waiting_client import Waiting
+from tests.unit.service.keyed import new_job
 from windlass.actors.journal import JournalRecord
 from windlass.service.app import create_app
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
-from windlass.storage.sql.jobs import JobRepository, NewJob
+from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.keys import KeyRepository, Role
 from windlass.storage.sql.models import Job
@@ -330,19 +331,7 @@ def test_of_a_request_that_is_sent_again_one_job_is_made(client: Any, database: 
 
 
 def test_a_list_of_more_than_a_thousand_jobs_is_read_to_its_end(client: Any, database: Database, file_id: str) -> None:
-    new = NewJob(
-        model="tiny",
-        training_file=file_id,
-        validation_file=None,
-        suffix=None,
-        seed=1,
-        method={"type": "supervised", "supervised": {"hyperparameters": {}}},
-        windlass={},
-        metadata={},
-        priority=0,
-        idempotency_key=None,
-        request_digest=None,
-    )
+    new = new_job(file_id, None)
     with database.write() as session:
         ids = [JobRepository(session).create(new).id for _ in range(1050)]
         for number in range(0, len(ids), 7):  # jobs of the same moment are in order too
