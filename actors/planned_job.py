@@ -113,7 +113,7 @@ def work_of(solution: Solution) -> Work:
         (Phase.HEAD, head): group_size * sum(costs.compute_s(model.head)),
     }
     swapped, held = {}, {}
-    ways = {layer: {way.choice: way for way in ways_of_layer(layer)} for layer in set(model.layers)}
+    ways = {layer: {way.choice: way for way in ways_of_layer(layer)} for layer in model.blocks_of_layers}
     for block, (layer, choice) in enumerate(zip(model.layers, solution.placement.activations, strict=True), start=1):
         way = ways[layer][choice]
         seconds[(Phase.FORWARD, block)] = group_size * costs.compute_s(layer)[0]

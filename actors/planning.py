@@ -33,6 +33,8 @@ WORTH = 0.05
 _MOST_SIMULATED = 4
 # How often the program is asked again, where the device's memory does not suffice for what it leaves out.
 _MAX_CORRECTIONS = 10
+# ... and how near to the border it is looked for, as a share of that memory.
+_NEAR = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +238,8 @@ def _solve(
             if not taken_off:
                 raise
             too_much = taken_off
+            if too_much - too_little < _NEAR * limits.device_nbytes:
+                break
             taken_off = (too_little + too_much) / 2
             continue
         if question.num_layers is not None:  # there is no such model to go through

@@ -3,8 +3,9 @@
 Bytes and FLOPs are exact and come from shapes alone; seconds are measured, where there is something to measure on.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class LayerProfile(BlockProfile):
         return sum(operator.nbytes for operator in self.saved)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """All blocks, for micro-batches of so many examples and tokens each."""
 
@@ -109,6 +110,14 @@ class ModelProfile:
     def blocks(self) -> tuple[BlockProfile, ...]:
         """Embedding first, head last."""
         return (self.embedding, *self.layers, self.head)
+
+    @cached_property
+    def blocks_of_layers(self) -> Mapping[LayerProfile, tuple[int, ...]]:
+        """By layer, the blocks that are like it. To compare layers takes long: plans ask a thousand times."""
+        found: dict[LayerProfile, list[int]] = {}
+        for block, layer in enumerate(self.layers, start=1):
+            found.setdefault(layer, []).append(block)
+        return {layer: tuple(blocks) for layer, blocks in found.items()}
 
     @property
     def shared_blocks(self) -> tuple[int, ...]:

@@ -138,6 +138,10 @@ def _solutions(
 ) -> list[Solution]:
     """With what a resort says. What is `missing` is added there, where nothing fits."""
     found: list[Solution] = []
+    lacking = _programs_without_assignment(job, speeds, limits, resort)
+    if lacking is not None:
+        missing += (DoesNotFitError(functools.partial(_shortfall, program, speeds)) for program in lacking)
+        return found
     leaving_nbytes = int(min(LEAVING_ACTIVATION_NBYTES, max(0.0, _LEAVING_SHARE * limits.device_nbytes)))
     for leaving in dict.fromkeys((leaving_nbytes, 0)):
         if found:
@@ -192,11 +196,8 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) ->
 
 def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
     """Whether there is an assignment; what plans take beyond their program is not in it. Groups: see `least_nbytes`."""
-    for resort in reversed(_resorts(job)):  # what saves most first
-        for program in _programs_at_the_border(job, speeds, limits, resort):
-            if solve(program) is not None:
-                return True
-    return False
+    resorts = reversed(_resorts(job))  # what saves most first
+    return any(_programs_without_assignment(job, speeds, limits, resort) is None for resort in resorts)
 
 
 def _resorts(job: PlannedJob) -> list[dict[str, Any]]:
@@ -219,6 +220,18 @@ def _programs_at_the_border(
             **resort,
         )
         yield costs.program(costs.kinds())
+
+
+def _programs_without_assignment(
+    job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any]
+) -> list[Program] | None:
+    """Those at the border, where none of them has one: then no other has. None: one has."""
+    programs = []
+    for program in _programs_at_the_border(job, speeds, limits, resort):
+        if solve(program) is not None:
+            return None
+        programs.append(program)
+    return programs
 
 
 def _saving_memory(costs: StepCosts, depths: Iterable[Depths]) -> Iterator[StepCosts]:

@@ -134,15 +134,13 @@ class StepCosts:
 
     def kinds(self) -> list[Kind]:
         """First by the states, then by the activations; in the order of the program's blocks."""
-        layers: dict[LayerProfile, list[int]] = {}
-        for block, layer in enumerate(self.job.model.layers, start=1):
-            layers.setdefault(layer, []).append(block)
+        layers = self.job.model.blocks_of_layers
         head = len(self.job.model.layers) + 1
-        groups = [(0,), *(tuple(blocks) for blocks in layers.values()), (head,)]
+        groups = [(0,), *layers.values(), (head,)]
         in_memory = self._tiers()
         by_states = [Kind(blocks=blocks, tiers=in_memory) for blocks in groups]
         by_activations = [
-            Kind(blocks=tuple(blocks), activations=tuple(self.job.ways(layer))) for layer, blocks in layers.items()
+            Kind(blocks=blocks, activations=tuple(self.job.ways(layer))) for layer, blocks in layers.items()
         ]
         return [*by_states, *by_activations]
 
@@ -276,7 +274,7 @@ class StepCosts:
 
     def _most_leaving_nbytes(self) -> float:
         """Of what was swapped, still on the device: at least so much where it is more, as a tensor is let through."""
-        ways = (way for layer in set(self.job.model.layers) for way in self.job.ways(layer))
+        ways = (way for layer in self.job.model.blocks_of_layers for way in self.job.ways(layer))
         largest = min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)
         return max(self.depths.leaving_nbytes, largest)
 

@@ -1,4 +1,4 @@
-"""`make test` runs the tests in as many processes as there are cores (pytest-xdist): what that takes.
+"""`make test` runs the tests in several processes (pytest-xdist): what that takes.
 
 And what all tests of a run share: kernels, compiled once.
 """
@@ -30,8 +30,8 @@ def _num_cores() -> int:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means."""
-    return min(_num_cores(), _MOST_PROCESSES)
+    """What `-n auto` means: one more than there are cores, as those tests wait for other processes most of the time."""
+    return min(_num_cores() + 1, _MOST_PROCESSES)
 
 
 def pytest_configure() -> None:

@@ -32,17 +32,13 @@ def stage(direct_home: Path) -> Iterator[ResumeStage]:
         yield stage
 
 
-QUICK = [("gpu-0", "backward", signal.SIGSTOP)]
 CASES = [
-    pytest.param(
-        *case,
-        id="-".join(getattr(each, "name", each) for each in case),
-        marks=() if case in QUICK else pytest.mark.long,
-    )
+    pytest.param(*case, id="-".join(getattr(each, "name", each) for each in case))
     for case in product(VICTIMS, MOMENTS, (signal.SIGSTOP, signal.SIGKILL))
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("victim", "moment", "sent"), CASES)
 def test_a_job_goes_on_after(
     stage: ResumeStage, undisturbed: Undisturbed, victim: str, moment: str, sent: signal.Signals

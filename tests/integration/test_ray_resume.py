@@ -16,7 +16,9 @@ VICTIMS = ("ssd-0", "ssd-1", "gpu-0", "optimizer-0", "runner", "all", *RAY)
 
 
 # Without its runner the others end as well: "all" differs in who ends them.
-@pytest.mark.parametrize("victim", ["ssd-0", "runner", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "victim", ["runner", *(pytest.param(each, marks=pytest.mark.long) for each in ("ssd-0", "all"))]
+)
 def test_a_job_goes_on_after_the_loss_of(stage: ResumeStage, undisturbed: Undisturbed, victim: str) -> None:
     job_id = stage.submit()
     stage.wait_for_step(job_id, attempt=1, step=5)

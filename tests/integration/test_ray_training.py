@@ -186,7 +186,9 @@ ACTIVATIONS = (
         # Each precision once; all placements agree in one process, too (tests/unit/actors/test_parity_matrix.py).
         pytest.param(Precision.FP32, 1, Placement(), id="fp32", marks=pytest.mark.long),
         pytest.param(Precision.FP32, 4, Placement(host_blocks=(1,), device_blocks=(3,), commit_every=4), id="mixed"),
-        pytest.param(Precision.BF16, 1, Placement(num_host_grad_blocks=1), id="gradients on SSDs"),
+        pytest.param(
+            *(Precision.BF16, 1, Placement(num_host_grad_blocks=1)), id="gradients on SSDs", marks=pytest.mark.long
+        ),
         pytest.param(
             *(Precision.BF16, 4, Placement(host_blocks=EVERY_BLOCK)),
             id="states in host memory",
@@ -197,6 +199,7 @@ ACTIVATIONS = (
             4,
             Placement(num_cached_params=1000, activations=ACTIVATIONS, host_activation_nbytes=64 << 20),
             id="params stay, activations are swapped",
+            marks=pytest.mark.long,
         ),
     ],
 )
