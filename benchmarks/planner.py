@@ -1,15 +1,17 @@
 """The planner: how long it takes, and whether its promise is kept. `python -m benchmarks.planner [--quick]`
 
 First, how long the integer programs take for Ratel's shapes (its table IV). Then jobs on this machine: each is planned
-with a profile of the machine that is measured first and with times of its own blocks, and simulated, and what is
-predicted is written to disk; only then it is run, in a process of its own, with the memory that was planned. Measured
-peaks are the kernel's. The device is the CPU: its memory is that process's private memory. Last, for three sizes of the
-batch, whether another amount of swapped activations would have been faster (`benchmarks/planned_swaps.py`).
+with a profile of the machine that is measured right before, as a virtual machine's pace changes within minutes, and
+with times of its own blocks, and simulated, and what is predicted is written to disk; only then it is run, in a process
+of its own, with the memory that was planned. Measured peaks are the kernel's. The device is the CPU: its memory is that
+process's private memory. Last, for three sizes of the batch, whether another amount of swapped activations would have
+been faster (`benchmarks/planned_swaps.py`).
 """
 
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -119,6 +121,28 @@ def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) 
     return {"step_error_max": max(step_errors, default=1.0), "peak_error_max": max(peak_errors, default=1.0)}
 
 
+def _measured(folder: Path) -> Hardware:
+    """This machine as it is now."""
+    return measure_hardware(Settings(home=folder, ssd_dirs=(folder / "measured",)), tell=lambda _: None)
+
+
+def _add_machines(report: Report, cases: Sequence[Case], machines: Sequence[Hardware]) -> None:
+    rows = [
+        (
+            case.title,
+            f"{machine.gpus.tflops * 1000:.0f}",
+            f"{machine.host.memory_gb_per_s:.1f}",
+            f"{machine.host.adam_params_per_s / 1e6:.0f}",
+            f"{machine.pcie.h2d_gb_per_s:.1f} / {machine.pcie.d2h_gb_per_s:.1f}",
+            f"{machine.ssds.read_gb_per_s:.2f} / {machine.ssds.write_gb_per_s:.2f}",
+        )
+        for case, machine in zip(cases, machines, strict=True)
+    ]
+    report.add("", "This machine, as it was measured before each of the jobs that follow:")
+    columns = ("GFLOPS", "memory, GB/s", "Adam, M params/s", "copies in / out, GB/s", "SSD read / write, GB/s")
+    report.add_table(("before", *columns), rows)
+
+
 def main() -> None:
     """Solve, predict, run, report, end with the line of ratios."""
     options = parse_options("planner", __doc__, quick="one small model, one small job")
@@ -134,16 +158,16 @@ def main() -> None:
         directory = Path(name).resolve()
         torch.set_num_threads(num_cores())
         keep_freed_memory()  # as jobs do
-        machine = measure_hardware(Settings(home=directory, ssd_dirs=(directory / "measured",)), tell=lambda _: None)
-        report.add(f"This machine, measured: {machine.model_dump_json(exclude_none=True)}")
-        found = []
+        found, machines = [], []
         for i, case in enumerate(cases):
             folder = directory / str(i)
             case.workload(num_timed_steps=num_timed_steps).write(folder)
-            question = question_of(case, machine)
+            machines.append(_measured(folder))
+            question = question_of(case, machines[-1])
             predicted = predict(case, question, Profiles(question), folder, directory / "kernels")
             found.append((case, predicted, run_planned(folder)))
-        swaps = sweep(QUICK_SWAPS if options.quick else SWAPS, machine, directory)
+        swaps = sweep(QUICK_SWAPS if options.quick else SWAPS, _measured(directory), directory)
+    _add_machines(report, cases, machines)
     ratios = add_promises(report, found)
     report.add(
         "Predicted / measured. The step is the simulator's; its bound is the cost model's. Each prediction was on disk",

@@ -4,6 +4,7 @@ Nothing is measured: the page is the same on every machine. The full form takes 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from benchmarks.page import Page, write_page
@@ -57,20 +58,30 @@ def page(quick: bool) -> tuple[str, dict[str, float]]:
 def _add_largest(text: Page) -> Iterator[tuple[str, float]]:
     text.add(
         "## The largest model on one GPU of 24 GiB",
-        "The largest of Ratel's eight shapes, 6 to 412 billion parameters, for which there is a plan. SSDs hold 28 "
-        "bytes of states a parameter, as a step never overwrites the one before it: "
-        f"{_FEW_SSDS} of them, of 3576 GiB, are full sooner than memory is.",
+        "The largest of Ratel's eight shapes, 6 to 412 billion parameters, for which there is a plan: for a step of "
+        f"one sequence, and of {_NUM_EXAMPLES}, of which gradients are summed in fp32. SSDs hold 28 bytes of states a "
+        f"parameter, as a step never overwrites the one before it: {_FEW_SSDS} of them, of 3576 GiB, are full sooner "
+        "than memory is.",
     )
     rows = []
     for num_ssds in (_FEW_SSDS, _MOST_SSDS):
         for ram_gib in _RAM_GIB:
             hardware = machine(ram_gib=ram_gib, num_ssds=num_ssds)
-            sizes = sorted(RATEL_SHAPES, reverse=True)
-            size = next((size for size in sizes if fits(_question(size, hardware), _profiles(size))), 0)
+            one = _largest(hardware, batch_size=1)
+            size = _largest(hardware, batch_size=_NUM_EXAMPLES)
             yield f"largest_{ram_gib}_gib_{num_ssds}_ssds", size
-            head = (f"{ram_gib} GiB", str(num_ssds))
+            yield f"largest_{ram_gib}_gib_{num_ssds}_ssds_batch_1", one
+            head = (f"{ram_gib} GiB", str(num_ssds), f"{one}B" if one else "none")
             rows.append((*head, f"{size}B", *_cells(_report(size, hardware))) if size else (*head, "none", *"-----"))
-    text.add_table(("RAM", "SSDs", "largest", *_COLUMNS), rows)
+    text.add_table(("RAM", "SSDs", "largest, batch of 1", f"batch of {_NUM_EXAMPLES}", *_COLUMNS), rows)
+
+
+def _largest(hardware: Hardware, *, batch_size: int) -> int:
+    """Of the shapes, in billions of parameters; 0: none."""
+    for size in sorted(RATEL_SHAPES, reverse=True):
+        if fits(replace(_question(size, hardware), batch_size=batch_size), _profiles(size)):
+            return size
+    return 0
 
 
 def _add_ssds(text: Page, size: int) -> Iterator[tuple[str, float]]:

@@ -175,6 +175,9 @@ class _Variables:
         self._movable = np.array([way.movable_nbytes for way in ways]) / self._moved_unit
         nothing = (0.0,) * len(program.buffers)
         buffered = np.array([way.buffered_nbytes or nothing for way in ways]).T.reshape(len(nothing), len(ways))
+        for buffer, of_ways in zip(program.buffers, buffered, strict=True):
+            taken = min(buffer.most_nbytes, of_ways.max(initial=0.0))
+            self._units[buffer.tier] = max(self._units[buffer.tier], taken)
         units = self._units[[buffer.tier for buffer in program.buffers]]
         self._buffered = buffered / units[:, None]
         self._most_buffered = np.array([buffer.most_nbytes for buffer in program.buffers]) / units

@@ -234,8 +234,9 @@ class StepCosts:
         head = len(self.job.model.layers) + 1
         if block == head:
             return self.num_groups, 0
-        if self.streams and block:  # the backward pass computes again, and goes through the matrices from the end
-            return self.num_groups, 2 * self.num_groups
+        if self.streams and block:
+            # For each micro-batch anew; the backward pass computes again, and goes through the matrices from the end.
+            return self.job.num_microbatches, 2 * self.job.num_microbatches
         return self.num_groups, self.num_groups
 
     def _activation_way(self, layer: LayerProfile, way: ActivationWay) -> Way:

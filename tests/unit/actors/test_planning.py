@@ -10,8 +10,10 @@ from windlass.actors.planning import PlanQuestion, limits_of, planned_job
 from windlass.actors.planning_trials import with_part
 from windlass.engine.model_profile import Profiler, config_of_shape
 from windlass.planner.hardware import GIB, Gpus, Hardware, Host, Pcie, Ssds, example_machines
+from windlass.planner.published_models import RATEL_SHAPES
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.shapes import ModelShape
+from windlass.planner.solver import candidates
 from windlass.planner.step_costs import Tier
 from windlass.planner.yaml_files import load
 from windlass.storage.ids import Precision, StatePrecision
@@ -90,6 +92,26 @@ def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None
 
 
 @pytest.mark.long
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("billions", "host_gib", "num_ssds"), [(13, 64, 2), (70, 128, 2), (70, 128, 8), (70, 128, 12), (175, 256, 12)]
+)
+def test_a_simulated_step_is_hardly_longer_than_the_bound_it_was_chosen_by(
+    billions: int, host_gib: int, num_ssds: int
+) -> None:
+    """What the cost model forgets, or the plan does otherwise than it says, would show here as a step several times as
+    long."""
+    hardware = machine(host=host_gib)
+    hardware = with_part(hardware, ssds=with_part(hardware.ssds, count=num_ssds))
+    config = config_of_shape(RATEL_SHAPES[billions], num_tokens=1024)
+    asked = question(hardware, config=config, batch_size=32, sequence_length=1024)
+    profiles = planning.Profiles(asked)
+    for number in (4, 32):
+        job = profiles.job(asked, number)
+        for solution in candidates(job, asked.speeds, asked.limits)[:4]:
+            assert planning.promised_step_s(asked, profiles, solution) < 1.4 * solution.step_s
+
+
 def test_layers_are_told_in_runs_that_do_the_same() -> None:
     report = answer(question(machine(gpus=6)))
     assert report.choices is not None

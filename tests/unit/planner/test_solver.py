@@ -64,11 +64,11 @@ def test_swapping_pays_where_the_link_is_fast_and_recomputing_where_it_is_slow()
 
 def test_what_has_no_room_in_host_memory_goes_to_the_ssds() -> None:
     job, speeds = make_job(), make_speeds(h2d_bytes=1e12, d2h_bytes=1e12, ssd_read_bytes=1e12, ssd_write_bytes=1e12)
-    solution = solve_job(job, speeds, limits(130, 150))
+    solution = solve_job(job, speeds, limits(130, 180))
     assert solution.placement.ssd_activation_nbytes > 0
     slots = solution.plan.activations.num_slots
     assert slots * ACTIVATION_SLOT_NBYTES == solution.placement.host_activation_nbytes + STAGED_ACTIVATIONS * MIB
-    assert solution.plan.arena_nbytes <= 150 * MIB
+    assert solution.plan.arena_nbytes <= 180 * MIB
 
 
 def test_staging_takes_memory_only_where_something_goes_to_the_ssds() -> None:
@@ -234,6 +234,10 @@ def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
         return
     assert solution.plan.arena_nbytes <= tight.host_nbytes
     assert solution.nbytes[Tier.DEVICE] <= tight.device_nbytes * (1 + 1e-9)
+    # Nothing was cut down behind the program's back.
+    plan, placement = solution.plan, solution.placement
+    assert {pool.num_slots for pool in plan.states} == {min(placement.depths.states, job.size.total_chunks)}
+    assert solution.costs.spills or not plan.spilled_blocks
     more = solved(job, speeds, limits(2 * device_mib, 2 * host_mib))
     assert more is not None
     assert more.step_s <= solution.step_s * 1.001
@@ -288,7 +292,7 @@ def test_states_on_the_device_need_a_buffer_in_host_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_mib", "streams", "num_grad_buffers"), [(125, True, 1), (170, False, 1), (200, False, 2), (4000, False, 2)]
+    ("device_mib", "streams", "num_grad_buffers"), [(125, True, 2), (170, False, 1), (200, False, 2), (4000, False, 2)]
 )
 def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_is_full(
     device_mib: int, streams: bool, num_grad_buffers: int
