@@ -37,8 +37,9 @@ class StoredTensor:
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name. Raises `SafetensorError` or `OSError` for a file that is none."""
-    # The library checks what we then rely on: offsets within the file, in order, as long as shape and type say.
-    with safe_open(str(path), framework="pt"):
+    # The library checks what we then rely on: offsets within the file, in order, as long as shape and type say. For
+    # numpy, as for torch it maps the file a second time.
+    with safe_open(str(path), framework="np"):
         pass
     with path.open("rb") as file:
         header_nbytes = int.from_bytes(file.read(8), "little")

@@ -76,6 +76,7 @@ class PreparationStep:
     timeout_s: int
     passed_on: tuple[str, ...] = _PASSED_ON  # environment variables
     kept: KeptCheck | None = None  # where its result may be already
+    maps: Path | None = None  # a model whose weights it maps, one file at a time
 
 
 Results = dict[str, dict[str, Any]]  # of steps, by name
@@ -187,7 +188,10 @@ def preparation_of(order: PreparationOrder) -> Preparation:
         kept = KeptCheck(
             folder=order.kept_checks_dir, model_dir=order.model_dir, layout_file=order.layout_file, asked=asked
         )
-    steps = [_step(order.work_dir, CHECK_MODEL, check, kept=kept), _step(order.work_dir, PREPARE_DATA, prepare)]
+    steps = [
+        _step(order.work_dir, CHECK_MODEL, check, kept=kept, maps=order.model_dir),
+        _step(order.work_dir, PREPARE_DATA, prepare),
+    ]
     if not order.model_dir.exists():
         download = ("windlass.service.hub_download", "--model", order.model, "--model-dir", order.model_dir)
         steps.insert(0, _step(order.work_dir, DOWNLOAD_MODEL, download, passed_on=(*_PASSED_ON, *_HUB_PASSED_ON)))
@@ -211,6 +215,7 @@ def _step(
     *,
     passed_on: tuple[str, ...] = _PASSED_ON,
     kept: KeptCheck | None = None,
+    maps: Path | None = None,
 ) -> PreparationStep:
     result_path = work_dir / f"{name}.json"
     return PreparationStep(
@@ -220,12 +225,22 @@ def _step(
         timeout_s=_TIMEOUTS_S[name],
         passed_on=passed_on,
         kept=kept,
+        maps=maps,
     )
 
 
+def _address_space_nbytes(step: PreparationStep) -> int:
+    """What a step may map: as much memory as it may take, and the largest file of weights, which takes addresses only.
+
+    Else no model could be checked that has a file of half the machine's memory.
+    """
+    weights = () if step.maps is None else step.maps.glob("*.safetensors")
+    mapped_nbytes = max((path.stat().st_size for path in weights), default=0)
+    return max(_LEAST_ADDRESS_SPACE_NBYTES, psutil.virtual_memory().total // 2) + mapped_nbytes
+
+
 def _start_limited(step: PreparationStep, log: IO[bytes], *, home: Path) -> subprocess.Popen[bytes]:
-    address_space_nbytes = max(_LEAST_ADDRESS_SPACE_NBYTES, psutil.virtual_memory().total // 2)
-    limits = (f"--cpu-s={step.timeout_s}", f"--address-space-nbytes={address_space_nbytes}")
+    limits = (f"--cpu-s={step.timeout_s}", f"--address-space-nbytes={_address_space_nbytes(step)}")
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "windlass.service.limited_exec", f"--parent-pid={os.getpid()}"),

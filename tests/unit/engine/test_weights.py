@@ -1,4 +1,5 @@
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.engine.folders import make_config, make_model_folder
 from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import Partition, build_meta_model
-from windlass.engine.safetensors_file import StoredTensor, TensorReader
+from windlass.engine.safetensors_file import StoredTensor, TensorReader, encode_header, list_tensors
 from windlass.engine.weights import CheckpointError, CheckpointReader
 from windlass.storage.ids import Precision
 
@@ -178,6 +179,23 @@ def test_folders_without_usable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
         open_reader(tmp_path, "llama")
+
+
+def test_a_file_is_mapped_once_to_be_checked(tmp_path: Path) -> None:
+    """Who checks a model has so many addresses."""
+    numel = 4 << 30
+    header, starts = encode_header({"a": (numel,)}, torch.bfloat16)
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(starts["a"] + 2 * numel)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * numel, before[1]))
+    try:
+        assert list_tensors(path)["a"].nbytes == 2 * numel
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:

@@ -106,6 +106,22 @@ def test_limits_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert environment["HOME"] == str(tmp_path)
 
 
+def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 1 << 30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))  # a small machine's
+    (tmp_path / "model").mkdir()
+    for name in ("model-00001-of-00002", "model-00002-of-00002"):
+        with (tmp_path / "model" / f"{name}.safetensors").open("wb") as file:
+            file.truncate(8 << 30)
+    code = f"import mmap\nfile = open({str(tmp_path / 'model' / 'model-00002-of-00002.safetensors')!r}, 'rb')\n"
+    step = _step(tmp_path, f"{code}mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n{_OK}")
+    with pytest.raises(PreparationError):
+        _finish(Preparation([step], work_dir=tmp_path))
+    _finish(Preparation([dataclasses.replace(step, maps=tmp_path / "model")], work_dir=tmp_path))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "part",
@@ -173,6 +189,7 @@ def test_the_real_steps_check_the_model_then_prepare_into_a_new_folder(tmp_path:
     (tmp_path / "dataset" / "left over").touch()
     preparation = preparation_of(_order(tmp_path, random_weights=True))
     assert not (tmp_path / "dataset").exists()
+    assert [step.maps for step in preparation._steps] == [tmp_path / "model", None]
     assert _commands(preparation) == [
         f"windlass.engine.check_model --model-dir {tmp_path}/model --precision fp32"
         f" --layout-file {tmp_path}/layout.json --random-weights --result {tmp_path}/work/check_model.json",
