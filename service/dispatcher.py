@@ -25,10 +25,17 @@ from windlass.service.job_specs import Machinery, build_job_spec, job_dir, prepa
 from windlass.service.lease import Lease
 from windlass.service.leftovers import free_space, jobs_with_states, remove_arenas, remove_states
 from windlass.service.logs import about
+from windlass.service.model_room import check_model_room
 from windlass.service.outcomes import fail_attempt, fail_job, open_journal, resume, take_in
 from windlass.service.plan_corrections import Ask, PlanCorrections, ask_planner
 from windlass.service.plan_renewal import PlanRenewals
-from windlass.service.preparation import Preparation, PreparationError, PreparationOrder, preparation_of
+from windlass.service.preparation import (
+    CHECK_MODEL,
+    Preparation,
+    PreparationError,
+    PreparationOrder,
+    preparation_of,
+)
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.room import may_find_room_later
@@ -336,6 +343,8 @@ class Dispatcher:
 
     def _enqueue(self, job: Job, results: dict[str, dict[str, Any]]) -> None:
         resolved = resolve_job(job, results)
+        num_params, total_steps = results[CHECK_MODEL]["num_params"], resolved.total_steps
+        room = check_model_room(self._settings, job, num_params=num_params, total_steps=total_steps)
         with self._database.write() as session:
             JobRepository(session).transition(
                 job.id,
@@ -346,7 +355,7 @@ class Dispatcher:
                 hyperparameters=resolved.hyperparameters,
                 total_steps=resolved.total_steps,
             )
-            for warning in resolved.warnings:
+            for warning in (*resolved.warnings, *(() if room is None else (room,))):
                 EventRepository(session).add(job.id, attempt=job.attempt, message=warning, level="warn")
 
     def _drop_preparations(self, *, keep: Collection[str]) -> None:
