@@ -68,9 +68,9 @@ def delete_job(
 
 def delete_file(session: Session, settings: Settings, file_id: str, *, only_of: str | None = None) -> Removal:
     """Delete a file; `carry_out` must follow. Raises NotFound, and ApiError where an unfinished job needs it."""
-    FileRepository(session, only_of).delete(file_id)
+    node = FileRepository(session, only_of).delete(file_id)
     _refuse_if_used(f"file {file_id}", JobRepository(session).active_using_file(file_id), only_of, code="file_in_use")
-    return DeletionRepository(session).doom(RemovalKind.FILE, file_id, node_of(settings.home))
+    return DeletionRepository(session).doom(RemovalKind.FILE, file_id, node or node_of(settings.home))
 
 
 def delete_model(session: Session, settings: Settings, model: str, *, only_of: str | None = None) -> Removal:

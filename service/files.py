@@ -13,6 +13,7 @@ from windlass.service import deletion
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import ContextDep
 from windlass.service.errors import ApiError, describe_value
+from windlass.service.home import node_of
 from windlass.service.lists import Deleted, PageOf
 from windlass.service.schemas import FileObject
 from windlass.service.settings import Settings
@@ -58,7 +59,12 @@ def upload_file(
         with context.database.write() as session:
             _check_room(session, caller, context.settings, nbytes=nbytes)
             row = FileRepository(session).add(
-                file_id=file_id, filename=filename, purpose=purpose, nbytes=nbytes, owner=caller.user
+                file_id=file_id,
+                filename=filename,
+                purpose=purpose,
+                nbytes=nbytes,
+                owner=caller.user,
+                node=node_of(context.settings.home),
             )
             audit(session, file_id)
     except BaseException:
@@ -96,9 +102,14 @@ def retrieve_content(context: ContextDep, caller: CallerDep, file_id: str) -> Fi
     """A file's raw bytes."""
     with context.database.read() as session:
         row = FileRepository(session, caller.only_of).get(file_id)
-    return FileResponse(
-        context.settings.files_dir / row.id, media_type="application/octet-stream", filename=row.filename
-    )
+    path = context.settings.files_dir / row.id
+    if not path.is_file():
+        raise ApiError(
+            f"the content of {file_id} is not here: ask the service that it was uploaded to",
+            status=404,
+            code="file_elsewhere",
+        )
+    return FileResponse(path, media_type="application/octet-stream", filename=row.filename)
 
 
 @router.delete("/{file_id}")

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from windlass.actors.journal import JournalReader, JournalRecord
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
+from windlass.service.home import node_of
 from windlass.service.job_plans import keep_plan, plans_of
 from windlass.service.job_specs import journal_path
 from windlass.service.leftovers import output_dir
@@ -246,5 +247,6 @@ def _write_result_file(session: Session, settings: Settings, job: Job) -> str:
         purpose=RESULTS_PURPOSE,
         nbytes=len(content),
         owner=job.owner,
+        node=node_of(settings.home),
     )
     return file_id

@@ -26,9 +26,26 @@ class FileRepository:
         self._session = session
         self._only_of = only_of
 
-    def add(self, *, file_id: str, filename: str, purpose: str, nbytes: int, owner: str | None = None) -> File:
-        """Record a file whose bytes are in place."""
-        file = File(id=file_id, filename=filename, purpose=purpose, nbytes=nbytes, created_at=time.time(), owner=owner)
+    def add(
+        self,
+        *,
+        file_id: str,
+        filename: str,
+        purpose: str,
+        nbytes: int,
+        owner: str | None = None,
+        node: str | None = None,
+    ) -> File:
+        """Record a file whose bytes are in place. `node`: of the home that they lie in."""
+        file = File(
+            id=file_id,
+            filename=filename,
+            purpose=purpose,
+            nbytes=nbytes,
+            created_at=time.time(),
+            owner=owner,
+            node=node,
+        )
         self._session.add(file)
         self._session.flush()
         return file
@@ -40,10 +57,15 @@ class FileRepository:
             raise NotFound("file", file_id)
         return file
 
-    def delete(self, file_id: str) -> None:
-        """Forget the file; NotFound if there is none. Its bytes are the caller's to remove, after the commit."""
-        self._session.delete(self.get(file_id))
+    def delete(self, file_id: str) -> str | None:
+        """Forget the file; NotFound if there is none. Its bytes are the caller's to remove, after the commit.
+
+        Returns the node of the home that has them, if that is known.
+        """
+        file = self.get(file_id)
+        self._session.delete(file)
         self._session.flush()
+        return file.node
 
     def usage(self, owner: str) -> tuple[int, int]:
         """How many files a user has, and their bytes together."""

@@ -55,6 +55,7 @@ class File(Base):
     nbytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[float]
     owner: Mapped[str | None] = mapped_column(String(64), index=True)  # a user; NULL: made while no key was needed
+    node: Mapped[str | None] = mapped_column(String(64))  # the home that has the bytes; NULL: made before that was kept
 
 
 class Job(Base):

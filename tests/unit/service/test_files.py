@@ -1,12 +1,15 @@
 """Files over HTTP."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import serve, upload
+from tests.unit.service.dispatcher_stage import Stage
 from windlass.service.settings import Settings
+from windlass.storage.sql.database import Database
 
 
 def test_bytes_come_back_as_they_went_in(client: TestClient, settings: Settings) -> None:
@@ -83,3 +86,21 @@ def test_what_a_killed_service_left_half_done_is_removed(settings: Settings) -> 
     (settings.files_dir / "file-2").write_bytes(b"whole")
     with serve(settings):
         assert [path.name for path in settings.files_dir.iterdir()] == ["file-2"]
+
+
+def test_a_file_that_is_deleted_through_another_home_goes_where_its_bytes_are(
+    tmp_path: Path, database_url: str, database: Database
+) -> None:
+    here, elsewhere = (Stage(tmp_path / name, database, port=8642, database_url=database_url) for name in "ab")
+    with serve(here.settings) as client:
+        kept, gone = upload(client), upload(client)
+    with serve(elsewhere.settings) as client:
+        refused = client.get(f"/v1/files/{kept}/content")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "file_elsewhere")
+        assert client.delete(f"/v1/files/{gone}").status_code == 200
+        assert client.get(f"/v1/files/{gone}").status_code == 404
+    for stage in (elsewhere, here):
+        assert (here.settings.files_dir / gone).exists()
+        stage.now += 1
+        stage.tick()
+    assert [path.name for path in here.settings.files_dir.iterdir()] == [kept]

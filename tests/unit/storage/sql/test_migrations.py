@@ -111,6 +111,7 @@ def read_all(database: Database, revision: str) -> None:
             ("file-train", 2**33, owner),
             ("file-csv", 9, owner),
         ]
+        assert {file.node for file in files} == {"node-1" if revision >= "0009" else None}
         jobs = JobRepository(session, owner)
         found = jobs.page(limit=9, after=None, metadata={"team": "a 'b'"}).rows
         assert [job.id for job in found] == [RUNNING, DONE]
