@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import typer
 
-from windlass.service import cli_data, cli_jobs, cli_plan, cli_service
+from windlass.service import cli_data, cli_jobs, cli_plan, cli_service, cli_webhooks
 from windlass.service.cli_errors import reported
 
 _COMMANDS = (
@@ -46,8 +46,22 @@ def main() -> None:
     )
     for command in _COMMANDS:
         app.command()(reported(command))
+    app.add_typer(_webhook_commands(), name="webhooks")
     app.add_typer(_key_commands(), name=_KEYS)
     app()
+
+
+def _webhook_commands() -> typer.Typer:
+    webhooks = typer.Typer(help="Who is told how jobs end.", no_args_is_help=True)
+    commands: dict[str, Callable[..., None]] = {
+        "create": cli_webhooks.create,
+        "list": cli_webhooks.list_,
+        "test": cli_webhooks.send_sample,
+        "delete": cli_webhooks.delete,
+    }
+    for name, command in commands.items():
+        webhooks.command(name)(reported(command))
+    return webhooks
 
 
 def _key_commands() -> typer.Typer:

@@ -103,6 +103,31 @@ class ServiceClient:
         """Delete a fine-tuned model or a checkpoint."""
         self._call("DELETE", f"/v1/models/{model}")
 
+    def webhook_event_types(self) -> list[str]:
+        """All that webhooks can be told of."""
+        return list(self._call("GET", "/v1/webhook_event_types")["data"])
+
+    def webhooks(self) -> list[dict[str, Any]]:
+        """All endpoints of webhooks, newest first."""
+        return self._list("/v1/webhook_endpoints")
+
+    def webhook(self, webhook_id: str) -> dict[str, Any]:
+        """One, with its last deliveries."""
+        return self._call("GET", f"/v1/webhook_endpoints/{webhook_id}")
+
+    def create_webhook(self, *, name: str, url: str, event_types: list[str]) -> dict[str, Any]:
+        """Add one; the answer has its signing secret."""
+        body = {"name": name, "url": url, "event_types": event_types}
+        return self._call("POST", "/v1/webhook_endpoints", json=body)
+
+    def test_webhook(self, webhook_id: str, event_type: str) -> dict[str, Any]:
+        """Have a sample sent; how it was answered."""
+        return self._call("POST", f"/v1/webhook_endpoints/{webhook_id}/test", json={"event_type": event_type})
+
+    def delete_webhook(self, webhook_id: str) -> None:
+        """Forget one."""
+        self._call("DELETE", f"/v1/webhook_endpoints/{webhook_id}")
+
     def plan(self, job_id: str) -> dict[str, Any]:
         """What was planned for a job, and what was measured since."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/plan")

@@ -34,6 +34,7 @@ def test_what_only_talks_to_the_service_imports_nothing_heavy(service: LiveServi
     job = service.run(priority=1)
     service.train(job, 1, 2.5)
     commands = [f"submit tiny {training_file}", "jobs", f"show {job}", f"logs {job}", "files", "models", "status"]
+    commands.append("webhooks list")
     lock = HomeLock(service.settings.home)
     lock.acquire(service.url)
     done = subprocess.run(
