@@ -6,6 +6,7 @@ functions; the options below forbid all three.
 Source of what they do: PyTorch, torch/_inductor/config.py and torch/_inductor/codegen/triton.py.
 """
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.utils.dlpack
 
 from windlass.engine.kernel_cache import KernelUnavailable, make_private
 from windlass.engine.optimizer_formulas import Format, Scalar, formula
+from windlass.storage.room import is_for_want_of_room
 
 # Division has another name before torch 2.12 (so misspelt), and denormal numbers none.
 _EXACT = (
@@ -37,6 +39,7 @@ def compile_here(kernel: Format, device: torch.device, cache_dir: Path | None) -
 
     Raises:
         KernelUnavailable: the compiler failed; the text says how.
+        OSError: the disk is full, so that it may be had later.
     """
     if cache_dir is not None:  # else it is the temporary directory, which all users share
         make_private(cache_dir)
@@ -52,6 +55,8 @@ def compile_here(kernel: Format, device: torch.device, cache_dir: Path | None) -
     try:
         run(*_example(kernel, device))
     except Exception as error:  # whatever Dynamo, Inductor, Triton and the driver raise
+        if is_for_want_of_room(error):
+            raise OSError(errno.ENOSPC, f"no room to compile the optimizer kernel for {device}") from error
         raise KernelUnavailable(f"compiling the optimizer kernel for {device} failed: {error}") from error
     return run
 

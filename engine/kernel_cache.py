@@ -8,6 +8,7 @@ idle process. A call costs 10 us. Compiling takes 10 to 20 s.
 """
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import os
@@ -83,6 +84,7 @@ def load_kernel(
 
     Raises:
         KernelUnavailable: there is no compiler, or it failed.
+        OSError: the disk is full, so that it may be had later.
     """
     if not hasattr(torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors"):  # how tensors are handed over
         raise KernelUnavailable(f"torch {torch.__version__} cannot hand tensors to compiled kernels")
@@ -160,6 +162,7 @@ def _run_compiler(kernel: Format, library: Path) -> None:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes for one kernel
         "TMPDIR": str(library.parent),
         "PYTHONSAFEPATH": "1",
+        "LC_ALL": "C.UTF-8",  # what it complains of is looked at
     }
     process = subprocess.Popen(
         command,
@@ -179,6 +182,9 @@ def _run_compiler(kernel: Format, library: Path) -> None:
             raise KernelUnavailable(f"compiling the optimizer kernel took over {_COMPILE_DEADLINE_S} s") from error
         raise
     if process.returncode != 0 or not library.exists():
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            if os.strerror(code) in text:
+                raise OSError(code, os.strerror(code), str(library.parent.parent))
         raise KernelUnavailable(
             f"compiling the optimizer kernel failed with code {process.returncode}: {text.strip()[-2000:]}"
         )

@@ -88,6 +88,7 @@ class OptimizerKernel:
 
         Raises:
             KernelUnavailable: `kernel` is COMPILED and cannot be had.
+            OSError: the disk is full. With the other kernel the job would never have this one's bits, nor its speed.
         """
         if state_precision is not StatePrecision.FP32 and param_dtype is not torch.bfloat16:
             raise ValueError(f"{state_precision} states need a model in bf16, not {param_dtype}")

@@ -1,6 +1,7 @@
 """The kernel that is compiled in the process gives the bits of the one compiled ahead of time."""
 
 import dataclasses
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from windlass.engine.kernel_cache import KernelUnavailable
 from windlass.engine.optimizer_formulas import Format
 from windlass.engine.optimizer_kernel import ChunkStates, Kernel, OptimizerKernel
 from windlass.storage.ids import StatePrecision
+from windlass.storage.room import may_find_room_later
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -113,16 +115,27 @@ def test_an_update_does_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_the_compiler_cannot_do_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def break_compiler(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
     def broken(*_: object, **__: object) -> Callable[..., None]:
         def run(*_: torch.Tensor) -> None:
-            raise RuntimeError("no Triton here")
+            raise RuntimeError("no Triton here") from cause
 
         return run
 
     monkeypatch.setattr(torch, "compile", broken)
+
+
+def test_what_the_compiler_cannot_do_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_compiler(monkeypatch, ImportError("triton"))
     with pytest.raises(KernelUnavailable, match="compiling the optimizer kernel for cpu failed: no Triton here"):
         compile_here(FORMAT, CPU, None)
+
+
+def test_a_full_disk_is_no_lack_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_compiler(monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OSError, match="no room to compile the optimizer kernel for cpu") as raised:
+        compile_here(FORMAT, CPU, None)
+    assert may_find_room_later(raised.value, attempt=1)
 
 
 def test_views_of_one_slot_become_storages_of_their_own() -> None:

@@ -15,7 +15,9 @@ import torch
 import windlass.engine.kernel_cache as kernel_cache
 from windlass.engine.kernel_cache import KernelUnavailable, load_kernel
 from windlass.engine.optimizer_formulas import Format, decoded, encoded
+from windlass.engine.optimizer_kernel import AdamSettings, OptimizerKernel
 from windlass.storage.ids import StatePrecision
+from windlass.storage.room import may_find_room_later
 
 FORMAT = Format(grad=torch.bfloat16, param=torch.bfloat16, states=StatePrecision.FP32, decoupled=True)
 
@@ -145,6 +147,23 @@ def test_a_compilation_that_fails_is_quoted(tmp_path: Path, compiler_script: Pat
     with pytest.raises(KernelUnavailable, match="failed with code 3: out of ideas"):
         load_kernel(FORMAT, tmp_path / "kernels")
     assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".lock"]
+
+
+def test_a_full_disk_is_no_lack_of_a_compiler(tmp_path: Path, compiler_script: Path) -> None:
+    """A job waits for room then, and does not train with another kernel."""
+    told = "as: cannot write main.o: No space left on device"
+    compiler_script.write_text(f'#!/bin/sh\n[ "$LC_ALL" = C.UTF-8 ] && echo "{told}" >&2\nexit 1\n')
+    settings = AdamSettings(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, decoupled=True)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        OptimizerKernel(
+            settings,
+            grad_dtype=FORMAT.grad,
+            param_dtype=FORMAT.param,
+            state_precision=FORMAT.states,
+            cache_dir=tmp_path / "kernels",
+        )
+    assert may_find_room_later(raised.value, attempt=1)
+    assert raised.value.filename == str(tmp_path / "kernels")
 
 
 def test_a_compilation_that_hangs_is_ended_with_all_its_processes(
