@@ -11,7 +11,8 @@ from windlass.service.cli_service import Home
 from windlass.service.cli_table import in_units, print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.local_key import open_client
-from windlass.service.settings import load_settings
+from windlass.service.settings import Settings, load_settings
+from windlass.storage.ids import JobId
 
 _JOB, _FILE, _MODEL = "ftjob-", "file-", "ft:"
 
@@ -43,6 +44,10 @@ def storage(
 def delete(
     ids: Annotated[list[str], typer.Argument(help="Finished jobs, files, fine-tuned models, checkpoints.")],
     model: Annotated[bool, typer.Option("--model", help="Of jobs also the fine-tuned models.")] = False,
+    states: Annotated[
+        bool,
+        typer.Option("--states", help="Only what jobs hold on SSDs that this installation does not know."),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     home: Home = None,
 ) -> None:
@@ -53,14 +58,31 @@ def delete(
                 f"{each!r} is no id of a job ({_JOB}…), a file ({_FILE}…), or a fine-tuned model or checkpoint "
                 f"({_MODEL}…)"
             )
+    what = ids[0] if len(ids) == 1 else f"these {len(ids)}"
+    if states:
+        _ask(f"Free the states of {what}? If another installation has the job, it cannot go on", is_sure=yes)
+        _free_states(load_settings(home), ids)
+        return
     with open_client(load_settings(home)) as client:
-        if not yes and sys.stdin.isatty():
-            what = ids[0] if len(ids) == 1 else f"these {len(ids)}"
-            also = ", fine-tuned models included" if model else ""
-            typer.confirm(f"Delete {what}{also}? It cannot be had back", abort=True)
+        also = ", fine-tuned models included" if model else ""
+        _ask(f"Delete {what}{also}? It cannot be had back", is_sure=yes)
         for each in ids:
             _delete(client, each, with_model=model)
             print(f"{each} is deleted")
+
+
+def _ask(question: str, *, is_sure: bool) -> None:
+    if not is_sure and sys.stdin.isatty():
+        typer.confirm(question, abort=True)
+
+
+def _free_states(settings: Settings, ids: list[str]) -> None:
+    from windlass.service.unknown_states import free_unknown_states  # brings the database
+
+    for each in ids:
+        if not each.startswith(_JOB):
+            raise CommandError(f"{each!r} is no id of a job ({_JOB}…), whose states could be freed")
+        print(f"{each}: {in_units(free_unknown_states(settings, JobId(each)))} are free again")
 
 
 def _delete(client: ServiceClient, what: str, *, with_model: bool) -> None:

@@ -66,11 +66,16 @@ def remove_states(settings: Settings, job: Job) -> None:
 
 def free_space(settings: Settings, job: JobId, target: Path) -> None:
     """The same of a job of which no more is known. `target`: where its model goes."""
-    _on_each_volume(settings, lambda volume: TensorStore.delete(volume, job))
+    free_states(settings, job)
     try:
         remove_partial_folders(target, and_checkpoints=True)
     except OSError as error:
         _LOG.warning("half-written exports to %s could not be removed: %s", target, error)
+
+
+def free_states(settings: Settings, job: JobId) -> None:
+    """Free what a job holds on SSDs that are there."""
+    _on_each_volume(settings, lambda volume: TensorStore.delete(volume, job))
 
 
 def remove_arenas() -> None:

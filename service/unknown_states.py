@@ -1,0 +1,36 @@
+"""Frees what jobs hold on SSDs that no database knows: only where a person says so, as they may be another's."""
+
+from windlass.service.cli_errors import CommandError
+from windlass.service.home import prepare_home
+from windlass.service.job_specs import ARENA_DIR
+from windlass.service.leftovers import free_states, states_nbytes
+from windlass.service.settings import Settings
+from windlass.storage.arena import arenas_in
+from windlass.storage.ids import JobId
+from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.jobs import JobRepository
+
+
+def free_unknown_states(settings: Settings, job: JobId) -> int:
+    """Free the states of a job that is not of this installation; returns the bytes that they held.
+
+    Raises:
+        CommandError: the job is known here, or runs on this machine, or no SSD that is there holds states of it.
+    """
+    prepare_home(settings.home)
+    migrate(settings.database_url)
+    database = Database(settings.database_url)
+    try:
+        with database.read() as session:
+            is_known = JobRepository(session).find(job) is not None
+    finally:
+        database.close()
+    if is_known:
+        raise CommandError(f"job {job} is known here, and its states are its own; `windlass delete {job}` deletes it")
+    if job in arenas_in(ARENA_DIR):
+        raise CommandError(f"job {job} runs on this machine, as another installation's; its states are left alone")
+    nbytes = states_nbytes(settings).get(job)
+    if nbytes is None:
+        raise CommandError(f"none of {', '.join(map(str, settings.ssd_dirs))} holds states of job {job}")
+    free_states(settings, job)
+    return nbytes

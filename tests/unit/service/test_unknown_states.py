@@ -1,0 +1,50 @@
+"""States that no database knows are freed by hand, and what somebody knows is not."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.service.dispatcher_stage import Stage
+from windlass.service import unknown_states
+from windlass.service.cli_data import delete
+from windlass.service.cli_errors import CommandError
+from windlass.storage.ids import JobId
+
+UNKNOWN, OTHER = "ftjob-unknown", "ftjob-other"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"  # the stage's
+
+
+@pytest.fixture
+def stage(stage: Stage, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """Whose database the command finds."""
+    monkeypatch.setenv("WINDLASS_DATABASE_URL", database_url)
+    stage.put_states(UNKNOWN)
+    stage.put_states(OTHER)
+    return stage
+
+
+def test_they_are_freed_on_every_ssd_and_others_stay(
+    stage: Stage, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    delete([UNKNOWN], states=True, home=home)
+    assert stage.jobs_on_ssds() == [{OTHER}, {OTHER}]
+    assert capsys.readouterr().out.startswith(f"{UNKNOWN}: ")
+    with pytest.raises(CommandError, match=f"holds states of job {UNKNOWN}"):
+        delete([UNKNOWN], states=True, home=home)
+
+
+def test_those_of_a_job_that_is_known_or_runs_stay(stage: Stage, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = stage.submit()
+    stage.put_states(job_id)
+    with pytest.raises(CommandError, match=f"job {job_id} is known here"):
+        delete([job_id], states=True, home=home)
+    monkeypatch.setattr(unknown_states, "arenas_in", lambda _: {JobId(UNKNOWN): 4096})
+    with pytest.raises(CommandError, match=f"job {UNKNOWN} runs on this machine"):
+        delete([UNKNOWN], states=True, home=home)
+    with pytest.raises(CommandError, match="'file-1' is no id of a job"):
+        delete(["file-1"], states=True, home=home)
+    assert stage.jobs_on_ssds() == [{UNKNOWN, OTHER, job_id}] * 2
