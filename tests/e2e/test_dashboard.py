@@ -13,6 +13,7 @@ from playwright.sync_api import Page, expect
 from benchmarks.screenshot import take_screenshot
 from tests.e2e.live_service import LiveService
 from tests.e2e.pages import TIMELINE, OpenPage
+from windlass.service.local_key import open_client
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.statuses import JobStatus
 
@@ -329,6 +330,22 @@ def test_older_jobs_come_on_request(service: LiveService, open_page: OpenPage) -
     shown = page.eval_on_selector_all("#jobs .job", "jobs => jobs.map(job => job.dataset.job)")
     assert shown == ids[::-1]
     expect(page.locator("#older")).to_be_hidden()
+
+
+def test_a_job_that_was_deleted_leaves_the_open_page(service: LiveService, open_page: OpenPage) -> None:
+    kept, chosen, other = (service.run(suffix=name) for name in ("kept", "chosen", "other"))
+    for job_id in (chosen, other):
+        service.move(job_id, JobStatus.RUNNING, JobStatus.CANCELLED, "Fine-tuning job cancelled")
+    page = open_page(f"#/jobs/{chosen}", expected="404")
+    expect(page.locator("#detail-id")).to_have_text(chosen)
+    expect(page.locator("#jobs .job")).to_have_count(3)
+    with open_client(service.settings) as client:
+        client.delete_job(chosen, with_model=False)
+        client.delete_job(other, with_model=False)
+    expect(page.locator("#jobs .job-name")).to_have_text(["kept"])
+    expect(page.locator("#detail-none")).to_have_text(f"there is no fine-tuning job '{chosen}'")
+    page.click("#jobs .job")
+    expect(page.locator("#detail-id")).to_have_text(kept)
 
 
 def test_a_job_that_does_not_exist_is_named(open_page: OpenPage) -> None:

@@ -4,12 +4,13 @@ import * as api from "./api.js";
 import { Detail, timesOf } from "./detail.js";
 import { byId, installCopyButtons, setBadge, setOptional, setText } from "./dom.js";
 import * as format from "./format.js";
-import { Jobs, TERMINAL, nameOf, progressOf, reasonOf } from "./jobs.js";
+import { Jobs, TERMINAL, missingFrom, nameOf, progressOf, reasonOf } from "./jobs.js";
 
 const PAGE_SIZE = 50;
 const RETRY_MS = 1000;
 const RENDER_DELAY_MS = 80;
 const AWAY_AFTER_MS = 2500;
+const LOOK_MS = 5000; // for jobs that were deleted, of which no event tells
 const ROUTE = /^#\/jobs\/([^/]+)$/;
 
 const jobs = new Jobs();
@@ -73,12 +74,24 @@ async function readAgain(id) {
     while (stale.delete(id)) jobs.put(await api.getJob(id));
     if (selectSomething()) detail.show(selectedId());
   } catch (error) {
-    if (error instanceof api.Refusal && error.status === 404) jobs.remove(id);
+    if (error instanceof api.Refusal && error.status === 404) forget(id);
     else stale.add(id);
   } finally {
     reading.delete(id);
     renderSoon();
   }
+}
+
+function forget(id) {
+  jobs.remove(id);
+  if (id === detail.id) detail.show(id); // and is told that it is gone
+}
+
+async function dropDeleted() {
+  if (!hasStarted || document.hidden) return;
+  const known = jobs.ids();
+  const page = await api.listJobs(PAGE_SIZE).catch(() => null);
+  for (const id of page ? missingFrom(page, known) : []) readAgain(id);
 }
 
 function setConnection(state) {
@@ -274,5 +287,6 @@ document.querySelector(".skip").addEventListener("click", skipToDetail);
 addEventListener("hashchange", onRoute);
 // The time that is left runs down between steps.
 setInterval(() => jobs.list().some(({ job }) => !TERMINAL.has(job.status)) && renderSoon(), 1000);
+setInterval(dropDeleted, LOOK_MS);
 setConnection("connecting");
 start();

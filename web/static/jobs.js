@@ -44,6 +44,11 @@ export class Jobs {
     return this.#jobs.get(id);
   }
 
+  /** Of all that are known, newest first. */
+  ids() {
+    return [...this.#order];
+  }
+
   /** All that are known, newest first. */
   list() {
     return this.#order.map((id) => this.#jobs.get(id)).filter(Boolean);
@@ -72,6 +77,13 @@ export class Jobs {
     // The forecast of wear comes with the job. It settles: read at steps 1, 2, 4, 8, … it is never far off.
     return known.job.windlass.ssd_wear === null || Number.isInteger(Math.log2(data.step));
   }
+}
+
+/** Of jobs that were known before the list's first page was read, those that it should have and has not. */
+export function missingFrom(page, known) {
+  const there = new Set(page.data.map((job) => job.id));
+  const end = page.has_more ? known.indexOf(page.data.at(-1).id) : -1; // what comes after is on other pages
+  return known.slice(0, end === -1 ? known.length : end).filter((id) => !there.has(id));
 }
 
 /** What a job is called: its suffix, else its model without the organization. */
