@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cut_off import CutOff
 from tests.training import has_direct_io, leftovers_of, make_partition, make_spec
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.local import run_local
@@ -38,10 +39,6 @@ def look(to, message):
         os.kill(os.getpid(), signal.SIGKILL)
 run_local(spec, partition=make_partition(spec), on_message=look)
 """
-
-
-class CutOff(BaseException):
-    """Stands in for the end of the process."""
 
 
 def succeeds(spec: JobSpec, chance: random.Random) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cut_off import CutOff
 from tests.integration.conftest import MakeLoop
 from tests.training import exported_params, losses_of, make_partition, make_spec
 from windlass.actors.local import run_local
@@ -19,10 +20,6 @@ _IMAGE_NBYTES = 256 << 20
 @pytest.fixture
 def devices(make_loop: MakeLoop) -> tuple[str, ...]:
     return tuple(str(make_loop(nbytes=_IMAGE_NBYTES)) for _ in range(2))
-
-
-class CutOff(BaseException):
-    """Stands in for the end of the process."""
 
 
 def test_training_on_raw_devices_is_that_on_files(tmp_path: Path, devices: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cut_off import CutOff
 from tests.training import (
     exported_params,
     has_direct_io,
@@ -183,10 +184,6 @@ def test_skipped_steps_leave_nothing(tmp_path: Path, watched: Watched, monkeypat
     spec = job(tmp_path / "job", precision=Precision.FP16, placement=placed(SWAP))
     assert run(spec)["status"] == "succeeded"
     assert watched.counts.in_nbytes > 0
-
-
-class CutOff(BaseException):
-    """Stands in for the end of the runner."""
 
 
 @pytest.mark.parametrize("phase", [Phase.HEAD, Phase.BACKWARD])

@@ -1,6 +1,5 @@
 """All actors in one process: checkpoints that evaluations ask for, and jobs that end before their last step."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.cut_off import run_attempt
 from tests.training import (
     exported_params,
     has_direct_io,
@@ -22,16 +22,12 @@ from windlass.actors.local import run_local
 from windlass.actors.messages import CommitStore, ComputeBlock, ExportModel, Message, Phase, UpdateBlock
 from windlass.engine.model_folder import folder_nbytes
 from windlass.planner.plan import Placement
-from windlass.storage.ids import ActorName, Attempt, Precision
+from windlass.storage.ids import ActorName, Precision
 
 TOTAL_STEPS = 8
 HOST = Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=10)
 MIXED = Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=5, commit_every=3)
 OPTIONS: dict[str, Any] = {"early_stopping": EarlyStopping(patience=2), "final_model": FinalModel.BEST}
-
-
-class CutOff(BaseException):
-    """Stands in for the end of the process."""
 
 
 def job(root: Path, **changes: Any) -> JobSpec:
@@ -47,24 +43,6 @@ def job(root: Path, **changes: Any) -> JobSpec:
         "warmup_steps": 6,
     }
     return make_spec(root, **(options | changes))
-
-
-def attempt(
-    spec: JobSpec, number: int = 1, cut_off_at: tuple[type[Message], int] | None = None
-) -> dict[str, Any] | None:
-    """One attempt, cut off as the scheduler sends the first such message about a step; computing, of an evaluation."""
-
-    def look(to: ActorName, message: Message) -> None:
-        is_it = not isinstance(message, ComputeBlock) or message.phase is Phase.EVALUATE_HEAD
-        if cut_off_at == (type(message), message.step) and is_it:
-            raise CutOff
-
-    again = dataclasses.replace(spec, attempt=Attempt(number))
-    direct = has_direct_io(Path(spec.model_dir))
-    try:
-        return run_local(again, partition=make_partition(spec), direct=direct, on_message=look)
-    except CutOff:
-        return None
 
 
 def params_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -88,7 +66,7 @@ def folders_of(spec: JobSpec) -> list[str]:
 def each_step(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
     """The same job with an export after every step."""
     spec = job(tmp_path_factory.mktemp("each"), checkpoint_every=1)
-    outcome = attempt(spec)
+    outcome = run_attempt(spec)
     assert outcome is not None
     assert outcome["status"] == "succeeded"
     return spec
@@ -112,7 +90,7 @@ def test_the_best_and_the_last_are_the_models_of_their_steps(
     best, last = expected_best(each_step)
     assert 1 < best < last < TOTAL_STEPS
     spec = job(tmp_path, keep_best=True, early_stopping=EarlyStopping(patience=2), placement=placement)
-    outcome = attempt(spec)
+    outcome = run_attempt(spec)
     assert outcome is not None
     assert (outcome["status"], outcome["total_steps"]) == ("succeeded", last)
     assert folders_of(spec) == ["out", f"out-step-{best}"]
@@ -137,8 +115,8 @@ def test_whatever_cuts_an_attempt_off_the_job_ends_at_the_same_step_with_the_sam
         "before the last export": (ExportModel, last),
     }[where]
     spec = job(tmp_path, placement=placement, **OPTIONS)
-    assert attempt(spec, 1, cut) is None
-    outcome = attempt(spec, 2)
+    assert run_attempt(spec, 1, cut, phase=Phase.EVALUATE_HEAD) is None
+    outcome = run_attempt(spec, 2)
     assert outcome is not None
     assert (outcome["status"], outcome["total_steps"]) == ("succeeded", last)
     assert folders_of(spec) == ["out", f"out-step-{best}"]
@@ -149,7 +127,7 @@ def test_whatever_cuts_an_attempt_off_the_job_ends_at_the_same_step_with_the_sam
 def test_without_ssds_the_best_is_kept_too(tmp_path: Path, each_step: JobSpec) -> None:
     best, last = expected_best(each_step)
     spec = job(tmp_path, placement=HOST, num_ssds=0, **OPTIONS)
-    outcome = attempt(spec)
+    outcome = run_attempt(spec)
     assert outcome is not None
     assert (outcome["status"], outcome["total_steps"]) == ("succeeded", last)
     assert_same(exported_params(spec), params_of(Path(f"{each_step.output_dir}-step-{best}")))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.cut_off import CutOff
 from tests.training import (
     exported_params,
     has_direct_io,
@@ -178,10 +179,6 @@ def test_steps_that_are_skipped_are_the_same(tmp_path: Path, monkeypatch: pytest
     for scales, losses, norms, params in found[1:]:
         assert (scales, losses, norms) == found[0][:3]
         assert all(torch.equal(param, found[0][3][name]) for name, param in params.items())
-
-
-class CutOff(BaseException):
-    """Stands in for the end of the process."""
 
 
 def test_an_attempt_goes_on_with_groups_of_another_size(tmp_path: Path) -> None:

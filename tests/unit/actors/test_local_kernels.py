@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cut_off import CutOff
 from tests.fake_liger import FakeLiger
 from tests.training import has_direct_io, journal_of, losses_of, make_partition, make_spec
 from windlass.actors import settled_kernels
@@ -83,10 +84,6 @@ def test_flash_attention_is_for_micro_batches_of_several_examples(
     context = make_context(spec, partition.layout, "/dev/shm/arena")
     assert settled_kernels.settle_kernels(context, partition, torch.device("cpu"), print) == expected
     assert applied == [expected]
-
-
-class CutOff(BaseException):
-    """Stands in for the end of the runner."""
 
 
 def cut_off(spec: JobSpec) -> JobSpec:

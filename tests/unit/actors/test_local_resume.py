@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cut_off import CutOff, run_attempt
 from tests.training import (
     exported_params,
     has_direct_io,
@@ -44,10 +45,6 @@ from windlass.storage.volume import Volume
 Result = tuple[list[float], dict[str, torch.Tensor], object]
 
 
-class CutOff(BaseException):
-    """Stands in for the end of the process."""
-
-
 def job(root: Path) -> JobSpec:
     return make_spec(
         root,
@@ -61,27 +58,10 @@ def job(root: Path) -> JobSpec:
     )
 
 
-def attempt(
-    spec: JobSpec, number: int, cut_off_at: tuple[type[Message], int] | None = None
-) -> dict[str, object] | None:
-    """One attempt, cut off as the scheduler sends the first message of a kind about a step; its outcome, if any."""
-
-    def look(to: ActorName, message: Message) -> None:
-        if cut_off_at == (type(message), message.step):
-            raise CutOff
-
-    again = dataclasses.replace(spec, attempt=Attempt(number))
-    direct = has_direct_io(Path(spec.model_dir))
-    try:
-        return run_local(again, partition=make_partition(spec), direct=direct, on_message=look)
-    except CutOff:
-        return None
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Result:
     spec = job(tmp_path_factory.mktemp("uninterrupted"))
-    outcome = attempt(spec, 1)
+    outcome = run_attempt(spec, 1)
     assert outcome is not None
     assert outcome["status"] == "succeeded"
     return losses_of(spec), exported_params(spec), outcome["trained_tokens"]
@@ -104,9 +84,9 @@ def test_the_same_model_whatever_cut_the_attempts_off(
 ) -> None:
     spec = job(tmp_path)
     for number, cut in enumerate(cuts, start=1):
-        assert attempt(spec, number, cut) is None
+        assert run_attempt(spec, number, cut) is None
         assert leftovers_of(spec) != []
-    outcome = attempt(spec, len(cuts) + 1)
+    outcome = run_attempt(spec, len(cuts) + 1)
     assert outcome is not None
     assert outcome["status"] == "succeeded"
     losses, params, trained_tokens = uninterrupted
@@ -155,7 +135,7 @@ def test_an_attempt_goes_on_wherever_things_rest(
 ) -> None:
     spec = job(tmp_path)
     for number, (placement, cut) in enumerate(attempts, start=1):
-        outcome = attempt(dataclasses.replace(spec, placement=placement), number, cut)
+        outcome = run_attempt(dataclasses.replace(spec, placement=placement), number, cut)
         assert (outcome is None) == (cut is not None)
     losses, params, trained_tokens = uninterrupted
     # Steps that were not committed are trained, and told, again.
@@ -234,13 +214,13 @@ def test_a_resumed_job_keeps_the_weights_it_began_with(tmp_path: Path) -> None:
 
 def test_another_number_of_ssds_is_refused_for_a_job_that_has_begun_and_right_for_the_next(tmp_path: Path) -> None:
     spec = job(tmp_path)
-    assert attempt(spec, 1, (UpdateBlock, 2)) is None
+    assert run_attempt(spec, 1, (UpdateBlock, 2)) is None
     fewer = dataclasses.replace(spec, ssd_dirs=spec.ssd_dirs[:1])
     with pytest.raises(Exception, match=r"laid out for other settings \(ssd_weights \(1, 1\), now \(1,\)\)"):
-        attempt(fewer, 2)
+        run_attempt(fewer, 2)
     (tmp_path / "next").mkdir()
     following = dataclasses.replace(fewer, job=JobId(f"{spec.job}-next"), job_dir=str(tmp_path / "next"))
-    outcome = attempt(following, 1)
+    outcome = run_attempt(following, 1)
     assert outcome is not None
     assert outcome["status"] == "succeeded"
 
@@ -250,14 +230,14 @@ def test_each_attempt_has_the_room_for_activations_that_its_plan_says(tmp_path: 
     direct = has_direct_io(Path(spec.model_dir))
     for number, num_slots in enumerate((7, 7, 12, 0), start=1):
         placed = dataclasses.replace(spec, placement=Placement(ssd_activation_nbytes=num_slots << 20))
-        assert attempt(placed, number, (CommitStore, number)) is None
+        assert run_attempt(placed, number, (CommitStore, number)) is None
         volumes = [Volume.open(name, direct=direct) for name in spec.ssd_dirs]
         held = [part.count for volume in volumes for part in volume.allocation(spec.job).scratch]
         for volume in volumes:
             volume.close()
         assert sum(held) == num_slots
     placed = dataclasses.replace(spec, placement=Placement(ssd_activation_nbytes=3 << 20))
-    outcome = attempt(placed, 5)
+    outcome = run_attempt(placed, 5)
     assert outcome is not None
     assert outcome["status"] == "succeeded"
     assert losses_of(spec) == uninterrupted[0]

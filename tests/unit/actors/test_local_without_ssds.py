@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cut_off import CutOff
 from tests.training import exported_params, leftovers_of, losses_of, make_partition, make_spec, metrics_of
 from windlass.actors.job_spec import Initialization, JobSpec
 from windlass.actors.local import run_local
@@ -16,10 +17,6 @@ from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
 
 NUM_BLOCKS = 5
 IN_HOST_MEMORY = Placement(host_blocks=tuple(range(NUM_BLOCKS)))
-
-
-class CutOff(BaseException):
-    """Stands in for the end of the process."""
 
 
 def job(root: Path, **changes: Any) -> JobSpec:
