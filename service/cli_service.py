@@ -44,9 +44,9 @@ def up(
     os.environ.pop(KEY_VARIABLE, None)  # for requests only: no process of the service, and no job, is to know it
     settings = load_settings(home)
     if settings.is_for_others:  # refused before anything takes time
-        from windlass.service.lifecycle import refuse_unprotected
+        from windlass.service.protection import prepare_database
 
-        refuse_unprotected(settings)
+        prepare_database(settings)
     if (settings.measure if measure is None else measure) and find_serving(settings.home) is None:
         from windlass.service.measured_machine import ensure_measured
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from windlass.service.database_away import telling_of_database
-from windlass.service.home import Serving, find_serving, node_of, prepare_home
+from windlass.service.home import Serving, find_serving, node_of
 from windlass.service.leftovers import remove_arenas, remove_states
 from windlass.service.outcomes import cancel_job, fail_job, open_journal, resume, take_in
 from windlass.service.processes import end_processes
-from windlass.service.protection import check_protected
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings
-from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import TERMINAL_STATUSES, JobStatus
@@ -32,15 +31,6 @@ class Ended:
     supervisor: Serving | None
     num_ray_processes: int
     failed_jobs: tuple[str, ...]
-
-
-def refuse_unprotected(settings: Settings) -> None:
-    """Raise UnprotectedError where a service with these settings would not start for want of a key."""
-    prepare_home(settings.home)
-    with telling_of_database():
-        migrate(settings.database_url)
-    with _database(settings) as database:
-        check_protected(settings, database)
 
 
 def shut_down(settings: Settings, *, force: bool) -> Ended:

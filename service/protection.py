@@ -1,13 +1,30 @@
 """Whether the service may be reached by others: only where somebody has a key."""
 
+from contextlib import closing
+
+from windlass.service.database_away import telling_of_database
+from windlass.service.home import prepare_home
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings
-from windlass.storage.sql.database import Database
+from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.keys import KeyRepository
 
 
 class UnprotectedError(ReportedError):
     """The service would be reached by others, and nobody has a key."""
+
+
+def prepare_database(settings: Settings) -> None:
+    """Bring the home's database to this version.
+
+    Raises UnprotectedError where a service with these settings would not start for want of a key, and
+    DatabaseAwayError.
+    """
+    prepare_home(settings.home)
+    with telling_of_database():
+        migrate(settings.database_url)
+        with closing(Database(settings.database_url)) as database:
+            check_protected(settings, database)
 
 
 def check_protected(settings: Settings, database: Database) -> None:

@@ -16,15 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from windlass.service.database_away import telling_of_database
 from windlass.service.home import HomeLock, prepare_home, telling_of_disk
 from windlass.service.loopback import is_loopback
 from windlass.service.machine import find_gpus, num_cores
-from windlass.service.protection import check_protected
+from windlass.service.protection import prepare_database
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings
-from windlass.storage.sql.database import Database, migrate
 
 _LOG = logging.getLogger(__name__)
 
@@ -144,9 +142,8 @@ class Supervisor:
                 self._ended_by_signals(),
             ):
                 settings.make_dirs()
-                with telling_of_database():
-                    migrate(settings.database_url)
-                    _refuse_unprotected(settings)
+                prepare_database(settings)
+                _warn_of_clear_text(settings)
                 if settings.ray_address is None:
                     start_ray(settings)
                 self._serve(listener)
@@ -196,12 +193,7 @@ class Supervisor:
                 signal.signal(signum, handler)
 
 
-def _refuse_unprotected(settings: Settings) -> None:
-    database = Database(settings.database_url)
-    try:
-        check_protected(settings, database)
-    finally:
-        database.close()
+def _warn_of_clear_text(settings: Settings) -> None:
     if not (is_loopback(settings.host) or settings.tls_certificate or settings.trusted_proxies):
         _LOG.warning("host is %s without TLS: whoever listens on the network reads the API keys", settings.host)
 

@@ -1,5 +1,7 @@
 """Frees what jobs hold on SSDs that no database knows: only where a person says so, as they may be another's."""
 
+from contextlib import closing
+
 from windlass.service.cli_errors import CommandError
 from windlass.service.home import prepare_home
 from windlass.service.job_specs import ARENA_DIR
@@ -19,12 +21,8 @@ def free_unknown_states(settings: Settings, job: JobId) -> int:
     """
     prepare_home(settings.home)
     migrate(settings.database_url)
-    database = Database(settings.database_url)
-    try:
-        with database.read() as session:
-            is_known = JobRepository(session).find(job) is not None
-    finally:
-        database.close()
+    with closing(Database(settings.database_url)) as database, database.read() as session:
+        is_known = JobRepository(session).find(job) is not None
     if is_known:
         raise CommandError(f"job {job} is known here, and its states are its own; `windlass delete {job}` deletes it")
     if job in arenas_in(ARENA_DIR):

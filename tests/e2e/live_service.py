@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.api_fill import HYPERPARAMETERS
 from windlass.actors.journal import JournalRecord
 from windlass.service.local_key import open_client
 from windlass.service.settings import SETTINGS_FILE, Settings
@@ -20,23 +20,6 @@ from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
-
-HYPERPARAMETERS: Mapping[str, Any] = {
-    "epochs": 3,
-    "batch_size": 16,
-    "num_microbatches": 4,
-    "sequence_length": 2048,
-    "learning_rate": 2e-5,
-    "warmup_steps": 12,
-    "schedule": "linear",
-    "weight_decay": 0.0,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "epsilon": 1e-8,
-    "clip_norm": 1.0,
-    "precision": "bf16",
-    "seed": 7,
-}
 
 
 class LiveService:

@@ -6,7 +6,8 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from tests.e2e.live_service import HYPERPARAMETERS, LiveService
+from benchmarks.api_fill import HYPERPARAMETERS
+from tests.e2e.live_service import LiveService
 from tests.e2e.pages import TIMELINE, OpenPage
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.spans_file import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step

@@ -11,9 +11,8 @@ from windlass.service.access import LOGIN_COOKIE
 from windlass.service.cli_errors import CommandError
 from windlass.service.client import RequestRefusedError, ServiceClient
 from windlass.service.home import HomeError
-from windlass.service.lifecycle import refuse_unprotected
 from windlass.service.local_key import KEY_VARIABLE, kept_key, local_key, open_client
-from windlass.service.protection import UnprotectedError
+from windlass.service.protection import UnprotectedError, prepare_database
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.keys import KeyRepository
@@ -159,9 +158,9 @@ def test_the_client_shows_its_key(home: Path, capsys: pytest.CaptureFixture[str]
 def test_up_for_others_says_how_to_make_a_key(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(home=home, host="0.0.0.0")
     with pytest.raises(UnprotectedError, match=r"\(host is 0.0.0.0\).*`windlass keys create --name NAME --role admin`"):
-        refuse_unprotected(settings)
+        prepare_database(settings)
     make_key(home, capsys)
-    refuse_unprotected(settings)
+    prepare_database(settings)
 
 
 def test_no_secret_is_kept_or_told(
