@@ -2,7 +2,7 @@
 the next request fail.
 
 Others' things, and keys that open nothing, are in `test_access.py`, of every endpoint; strange text, which databases
-take differently, is in `test_hostile_text.py`.
+take differently, is in `test_text.py`.
 """
 
 import json
@@ -13,17 +13,15 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import context_of, upload
-from tests.unit.service.hostile import (
+from tests.unit.service.hostile.asking import (
     HOOKS,
     JOBS,
     JSON,
     PLANS,
     SECRET,
     check_refused,
-    check_unharmed,
     homes,
     raw,
-    served,
 )
 from tests.unit.service.keyed import NOTHING, World, keyed_world, routes_of
 from windlass.service.settings import Settings
@@ -37,23 +35,6 @@ def new_settings(
 ) -> Iterator[Callable[[], Settings]]:
     with homes(request, tmp_path_factory) as new:
         yield new
-
-
-@pytest.fixture(scope="module")
-def settings(new_settings: Callable[[], Settings]) -> Settings:
-    return new_settings()
-
-
-@pytest.fixture(scope="module")
-def shared(settings: Settings) -> Iterator[TestClient]:
-    with served(settings) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared: TestClient, settings: Settings) -> Iterator[TestClient]:
-    yield shared
-    check_unharmed(shared, settings)
 
 
 # --- paths ---

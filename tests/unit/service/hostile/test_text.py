@@ -1,43 +1,23 @@
 """Text that databases take differently, or not at all: it comes back as it was sent, or is refused."""
 
 import json
-from collections.abc import Callable, Iterator
 from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import upload
-from tests.unit.service.hostile import HOOKS, JOBS, JSON, PLANS, check_refused, check_unharmed, homes, raw, served
+from tests.unit.service.hostile.asking import (
+    HOOKS,
+    JOBS,
+    JSON,
+    PLANS,
+    check_refused,
+    raw,
+)
 from tests.unit.service.keyed import NOTHING
-from windlass.service.settings import Settings
 
 EVENTS = ["fine_tuning.job.failed"]
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def new_settings(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[], Settings]]:
-    with homes(request, tmp_path_factory) as new:
-        yield new
-
-
-@pytest.fixture(scope="module")
-def settings(new_settings: Callable[[], Settings]) -> Settings:
-    return new_settings()
-
-
-@pytest.fixture(scope="module")
-def shared(settings: Settings) -> Iterator[TestClient]:
-    with served(settings) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared: TestClient, settings: Settings) -> Iterator[TestClient]:
-    yield shared
-    check_unharmed(shared, settings)
 
 
 UNSTORABLE = ["\0", "a\0b", "\ud800", "a\udfffb"]
