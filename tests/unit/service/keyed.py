@@ -30,9 +30,10 @@ class Things:
 
     file_id: str
     job_id: str  # queued
-    model: str  # of a job that succeeded
+    done_id: str  # of a job that succeeded
+    model: str  # of that one
     endpoint_id: str  # that is told of webhooks
-    checkpoint_id: str  # of that job
+    checkpoint_id: str  # of the queued job
 
     @property
     def ids(self) -> dict[str, str]:
@@ -48,6 +49,7 @@ class Things:
 NOTHING = Things(
     file_id="file-0123456789",
     job_id="ftjob-0123456789",
+    done_id="ftjob-9876543210",
     model="ft:tiny:x:0123456789ab",
     endpoint_id="we_0123456789",
     checkpoint_id="ftckpt-0123456789",
@@ -83,9 +85,14 @@ def keyed_world(settings: Settings) -> Iterator[World]:
 
 
 def routes_of(client: TestClient) -> list[tuple[str, str]]:
-    """Method and path of everything that the app answers to; folders of files as one path."""
+    """Method and path of everything that its app answers to; folders of files as one path."""
+    return routes_in(client.app)
+
+
+def routes_in(app: Any) -> list[tuple[str, str]]:
+    """The same of an app that nobody asks."""
     found = []
-    for route in _walk(client.app.routes):  # type: ignore[attr-defined]
+    for route in _walk(app.routes):
         if isinstance(route, Mount):
             found.append(("GET", f"{route.path}/{{path}}"))
         else:
@@ -165,4 +172,11 @@ def make_things(database: Database, settings: Settings, owner: str | None, *, nu
         name = f"ft:tiny::{job.id.removeprefix('ftjob-')[:12]}-step-1"
         session.add(Checkpoint(id=checkpoint_id, job_id=job.id, model=name, **about))
     make_model(settings.fine_tuned_dir / model)
-    return Things(file_id=file_id, job_id=job.id, model=model, endpoint_id=endpoint.id, checkpoint_id=checkpoint_id)
+    return Things(
+        file_id=file_id,
+        job_id=job.id,
+        done_id=done.id,
+        model=model,
+        endpoint_id=endpoint.id,
+        checkpoint_id=checkpoint_id,
+    )

@@ -2,21 +2,24 @@
 what the description does not have, and nobody gets in without a key.
 
 Each request is made of a service that asks for no key, and of one that does: without one, with a wrong one, and with
-those of a user and of an admin. Every second one names things that its sender has.
+those of a user and of an admin. Every second one names things that its sender has. The long form makes thousands, on
+both databases, and prints how many; `make test` makes a few of each operation.
 """
 
 import itertools
-import os
+import json
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import schemathesis
+import yaml
 from schemathesis import Case
 from schemathesis.checks import not_a_server_error
 from schemathesis.python.asgi import shutdown_lifespans
@@ -27,33 +30,44 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.unit.service.api_client import make_model, no_hub
-from tests.unit.service.keyed import ADMIN, USERS, Things, make_keys, make_things
+from tests.unit.service.keyed import ADMIN, USERS, Things, make_keys, make_things, routes_in
+from windlass.actors.journal import METRICS, JournalRecord
+from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.spans_file import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
+from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.report import PlanReport
+from windlass.service.access import Caller
 from windlass.service.app import create_app
+from windlass.service.job_specs import job_dir
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.journal import import_journal
+from windlass.storage.sql.webhooks import EVENT_TYPES
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-# Streams have no end.
-ENDLESS = r"/stream$"
 HOST = "127.0.0.1:8642"
-NUM_CASES_SHORT, WITH_COVERAGE = 3, 100
-NUM_CASES = int(os.environ.get("WINDLASS_TEST_SCHEMA_CASES", NUM_CASES_SHORT))
-IS_LONG = NUM_CASES > NUM_CASES_SHORT
+NUM_CASES, NUM_CASES_LONG = 3, 100
 STRANGERS, USER = (None, "wrong", "expired", "revoked"), USERS[0]
 NUMBERS = itertools.count()
 ALL_CHECKS = list(hypothesis.HealthCheck)
-# The phase that goes through every part of every schema makes hundreds of cases of each operation: for the long form.
-CONFIG = {
-    "generation": {"with-security-parameters": False},
-    "phases": {"coverage": {"enabled": NUM_CASES >= WITH_COVERAGE}, "stateful": {"enabled": False}},
-}
+# What the description has not: the pages, what they load, and Prometheus'.
+PAGES = {"/", "/login", "/logout", "/openapi.json", "/metrics", "/static/vendor/plotly.min.js", "/static/{path}"}
 
 
 def describe() -> dict[str, Any]:
     """The description; nothing is opened for it."""
     with tempfile.TemporaryDirectory() as home:
         return create_app(Settings(home=Path(home))).openapi()
+
+
+def described(*, goes_through_all: bool) -> Any:
+    """`goes_through_all`: also every part of every schema, which makes hundreds of cases of each operation."""
+    phases = {"coverage": {"enabled": goes_through_all}, "stateful": {"enabled": False}}
+    config = schemathesis.Config.from_dict({"generation": {"with-security-parameters": False}, "phases": phases})
+    schema = schemathesis.openapi.from_dict(describe(), config=config)
+    schema.app = lambda *_: None  # each request names its own
+    return schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,33 +78,55 @@ class Service:
     settings: Settings
     database: Database
     secrets: dict[str, str]  # none: it asks for no key
+    kept: dict[str | None, Things] = field(default_factory=dict)  # to look at
+    told: Counter[tuple[str, int]] = field(default_factory=Counter)  # operations, and how they were answered
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             scope["client"] = ("127.0.0.1", 50000)
         await self.app(scope, receive, send)
 
-    def ask(self, case: Case, who: str | None) -> int:
+    def ask(self, case: Case, who: str | None, **more: Any) -> int:
         """Make a request and check its answer; the status."""
         headers = {} if who is None or not self.secrets else {"Authorization": f"Bearer {self.secrets[who]}"}
         response = case.call_and_validate(
-            base_url=f"http://{HOST}", app=self, headers=headers, checks=CHECKS, timeout=60
+            base_url=f"http://{HOST}", app=self, headers=headers, checks=CHECKS, timeout=60, **more
         )
+        self.told[case.operation.label, response.status_code] += 1
         return response.status_code
 
-    def new_things(self, who: str | None) -> Things:
+    def things_for(self, case: Case, who: str | None) -> Things:
         """Things that nothing was done to."""
-        return make_things(self.database, self.settings, who, number=next(NUMBERS))
+        if case.method == "GET" and who in self.kept:
+            return self.kept[who]
+        things = make_things(self.database, self.settings, who, number=next(NUMBERS))
+        if case.method == "GET":
+            self.kept[who] = things
+            self._leave_traces(things.done_id)
+        return things
+
+    def _leave_traces(self, job_id: str) -> None:
+        """All that a job leaves which was planned and has trained."""
+        folder = job_dir(self.settings, job_id)
+        (folder / "prepare").mkdir(parents=True)
+        span = WorkSpan("ssd-0", SpanKind.READ_STATES, 1, 2, 7, 10.5, 11.0, 4096)
+        spans = StepSpans(step=1, start_s=10.0, end_s=11.0, summary={"period_s": 1.0}, spans=(span,))
+        for kept in (folder / FOLDER, folder / "prepare" / SIMULATED_FOLDER):
+            keep_step(kept, spans)
+        plan = {
+            **asdict(PlanReport(feasible=True, reasons=("it fits",), step_s=1.0)),
+            "engine_gib": dict.fromkeys(("gpu", "host", "ssd"), 1.0),
+        }
+        (folder / "prepare" / "plan_job.json").write_text(json.dumps({"ok": True, "plan": plan}))
+        told = {"step": 1, "train_loss": 1.0, "measured": {"step_s": 2.0, "num_steps": 1, "peak_bytes": {"gpu": 1}}}
+        record = JournalRecord(
+            attempt=1, seq=1, created_at=1.0, kind=METRICS, level="info", message="Step 1", data=told
+        )
+        with self.database.write() as session:
+            import_journal(session, job_id, 1, [record])
 
 
-schema = schemathesis.openapi.from_dict(describe(), config=schemathesis.Config.from_dict(CONFIG))
-schema = schema.exclude(path_regex=ENDLESS)
-schema.app = lambda *_: None  # each request names its own
-
-
-@pytest.fixture(
-    scope="module", params=["sqlite", pytest.param("postgresql", marks=() if IS_LONG else pytest.mark.long)]
-)
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def urls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Two databases."""
     if request.param == "sqlite":
@@ -103,7 +139,9 @@ def urls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def services(urls: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Service]]:
+def services(
+    urls: list[str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[list[Service]]:
     """One that asks for no key, and one that does."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -113,6 +151,9 @@ def services(urls: list[str], tmp_path_factory: pytest.TempPathFactory) -> Itera
         patch.setattr("windlass.service.webhooks.send", lambda *_, **__: 204)
         plan = asdict(PlanReport(feasible=False, reasons=("it has no weights",)))
         patch.setattr("windlass.service.plans._run", lambda *_: plan)
+        machine = Hardware.model_validate(yaml.safe_load(example_machines()["rtx4090-server"].read_text()))
+        patch.setattr("windlass.service.plans.measured_hardware", lambda _: machine)
+        _end_streams(patch)
         for is_keyed, url in enumerate(urls):
             home = tmp_path_factory.mktemp("home")
             settings = Settings(home=home, port=8642, max_file_mib=1, database_url=url, requests_per_minute=10**9)
@@ -127,32 +168,101 @@ def services(urls: list[str], tmp_path_factory: pytest.TempPathFactory) -> Itera
         shutdown_lifespans()
         for service in found:
             service.database.close()
+    _print_numbers(request.config, found)
 
 
-def name_what_is_there(case: Case, things: Things) -> None:
-    """Have a request be about these things."""
-    case.path_parameters = {name: things.ids.get(name, value) for name, value in case.path_parameters.items()}
-    if isinstance(case.body, dict) and "training_file" in case.body:
-        case.body = {**case.body, "model": "tiny", "training_file": things.file_id}
+def _end_streams(patch: pytest.MonkeyPatch) -> None:
+    """Each looks for events once."""
+    looks = itertools.count()
+    patch.setattr(Caller, "is_still_in", lambda *_: next(looks) % 2 == 0)
+    patch.setattr("windlass.service.events._POLL_INTERVAL_S", 0)
+    patch.setattr("windlass.service.events._LOOK_AGAIN_S", 0)
 
 
-@schema.parametrize()
-@hypothesis.settings(max_examples=NUM_CASES, deadline=None, derandomize=True, suppress_health_check=ALL_CHECKS)
-def test_no_request_is_answered_with_what_is_not_described(case: Case, services: list[Service]) -> None:
+def _print_numbers(config: pytest.Config, services: list[Service]) -> None:
+    """How many requests there were, for who runs this alone."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    told = services[0].told + services[1].told
+    if terminal is None or not told:
+        return
+    statuses: Counter[int] = Counter()
+    for (_, status), number in told.items():
+        statuses[status] += number
+    operations = {operation for operation, _ in told}
+    never = sorted(operations - {operation for operation, status in told if status == 200})
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        terminal.write_line("")
+        terminal.write_line(f"{told.total()} requests of {len(operations)} operations; by status: {dict(statuses)}")
+        terminal.write_line(f"never answered with 200: {', '.join(never) or 'none'}")
+
+
+def name_what_is_there(service: Service, case: Case, who: str | None, luck: int) -> dict[str, Any]:
+    """Have a request be about things that there are; what else it is sent with."""
+    things = service.things_for(case, who)
+    ids = dict(things.ids)
+    if luck & 2 and "checkpoint_id" not in case.path_parameters:
+        ids["job_id"] = things.done_id
+    case.path_parameters = {name: ids.get(name, value) for name, value in case.path_parameters.items()}
+    if isinstance(case.body, dict):
+        case.body = {**case.body, **_right(case, things, with_options=bool(luck & 4))}
+    change = {"DELETE": JobRepository.request_cancel}.get(case.method)
+    change = JobRepository.request_pause if case.path.endswith("/resume") else change
+    if luck & 8 and change is not None:
+        with service.database.write() as session:
+            change(JobRepository(session), things.job_id)
+    if case.operation.label == "POST /v1/files":
+        return {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
+    return {}
+
+
+def _right(case: Case, things: Things, *, with_options: bool) -> dict[str, Any]:
+    """What a request has of which the description says less than is asked for. Without options it is one that works."""
+    event_type = EVENT_TYPES[0]
+    job = {"model": "tiny", "training_file": things.file_id}
+    plain = {"validation_file": None, "suffix": "a", "integrations": [], "method": None, "hyperparameters": None}
+    hook = {"name": "b", "url": "https://hook.example/", "event_types": [event_type]}
+    fields: dict[str, dict[str, Any]] = {
+        "/v1/fine_tuning/jobs": job if with_options else job | plain | {"windlass": {}, "metadata": {"a": "b"}},
+        "/v1/fine_tuning/plans": {"model": "tiny"} if with_options else {"model": "tiny", "windlass": {}},
+        "/v1/webhook_endpoints": hook,
+        "/v1/webhook_endpoints/{endpoint_id}": {} if with_options else hook,
+        "/v1/webhook_endpoints/{endpoint_id}/test": {"event_type": event_type},
+    }
+    return fields.get(case.path, {})
+
+
+def check(case: Case, services: list[Service]) -> None:
+    """Ask everybody's way."""
     keyless, keyed = services
     is_open = case.operation.definition.raw.get("security") == []
-    names_things = zlib.crc32(repr((case.path_parameters, case.query, case.body)).encode()) % 2
+    luck = zlib.crc32(repr((case.path_parameters, case.query, case.body)).encode())
     for service, who in ((keyless, None), *((keyed, who) for who in (*STRANGERS, USER, ADMIN))):
-        if names_things and who not in STRANGERS[1:]:
-            name_what_is_there(case, service.new_things(who))
-        status = service.ask(case, who)
+        more = name_what_is_there(service, case, who, luck) if luck & 1 and who not in STRANGERS[1:] else {}
+        status = service.ask(case, who, **more)
         if service is keyed and who in STRANGERS and not is_open:
             assert status == 401
         else:
             assert status != 401
 
 
-def test_the_description_has_every_call_that_is_answered_and_types_each_answer() -> None:
+few, many = described(goes_through_all=False), described(goes_through_all=True)
+
+
+@few.parametrize()
+@hypothesis.settings(max_examples=NUM_CASES, deadline=None, derandomize=True, suppress_health_check=ALL_CHECKS)
+def test_no_request_is_answered_with_what_is_not_described(case: Case, services: list[Service]) -> None:
+    check(case, services)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@many.parametrize()
+@hypothesis.settings(max_examples=NUM_CASES_LONG, deadline=None, suppress_health_check=ALL_CHECKS)
+def test_no_request_of_thousands_is_answered_with_what_is_not_described(case: Case, services: list[Service]) -> None:
+    check(case, services)
+
+
+def test_the_description_has_every_call_that_is_answered_and_types_each_answer(tmp_path: Path) -> None:
     described = describe()
     untyped = {
         (method, path)
@@ -162,5 +272,11 @@ def test_the_description_has_every_call_that_is_answered_and_types_each_answer()
         if not ({"$ref", "format"} & answer["schema"].keys() if "schema" in answer else answer.get("itemSchema"))
     }
     assert untyped == set()
+    answered = {
+        (method, path.replace(":path", ""))
+        for method, path in routes_in(create_app(Settings(home=tmp_path)))
+        if path not in PAGES
+    }
+    assert answered == {(method.upper(), path) for path, each in described["paths"].items() for method in each}
     open_to_all = {path for path, each in described["paths"].items() if all("security" in e for e in each.values())}
     assert open_to_all == {"/healthz", "/readyz"}
