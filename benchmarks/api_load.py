@@ -7,6 +7,7 @@ before were answered, and are measured from that time on, so that waiting in lin
 import asyncio
 import json
 import random
+import secrets
 import sys
 import time
 from collections import Counter, defaultdict, deque
@@ -76,9 +77,9 @@ class _Load:
         return {"after": self._some_job()} if self._random.random() < 0.5 else {}
 
     async def _submit(self) -> httpx.Response:
-        response = await self._client.post(
-            _JOBS, json=self._order.job, headers={"Idempotency-Key": self._random.randbytes(16).hex()}
-        )
+        # Not from the seed: it would be the key of an earlier load's job, which is over, and no job would be made.
+        key = secrets.token_hex(16)
+        response = await self._client.post(_JOBS, json=self._order.job, headers={"Idempotency-Key": key})
         if response.status_code == 200:
             self._made.append(response.json()["id"])
         return response

@@ -66,6 +66,24 @@ def test_the_load_is_of_all_kinds_and_no_job_that_it_submits_is_left(rate: float
     assert made == set()
 
 
+def test_a_later_load_submits_jobs_of_its_own() -> None:
+    """With the keys of an earlier one it would be handed that one's jobs, which are over."""
+    keys: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers["idempotency-key"])
+        return httpx.Response(200, json={"id": keys[-1]})
+
+    async def run() -> None:
+        order = Order(url="http://x", seconds=0.1, job_ids=["a"], job={}, key="k", kinds={"submit": 1}, rate=50.0)
+        async with httpx.AsyncClient(base_url="http://x", transport=httpx.MockTransport(answer)) as client:
+            await _Load(order, client).at_rate(50.0, order.seconds)
+
+    for _ in range(2):
+        asyncio.run(run())
+    assert len(keys) == len(set(keys)) == 10
+
+
 def test_percentiles() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [_percentile(values, percent) for percent in (50, 99, 100)] == [50.0, 99.0, 100.0]
