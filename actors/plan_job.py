@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer
 from windlass.actors.simulation import Stuck, TooLong
 from windlass.actors.spans_file import SIMULATED_FOLDER, keep_step
 from windlass.engine.kept_memory import keep_freed_memory
+from windlass.engine.kept_times import KeptTimes
 from windlass.engine.partition import UnsupportedArchitectureError, load_config
 from windlass.planner import placement_json
 from windlass.planner.hardware import Hardware
@@ -53,8 +54,13 @@ class PlanOrder(BaseModel):
     host_memory_nbytes: int | None  # of the arena
     device_memory_nbytes: int | None
     compute_threads: int | None = None  # to measure with what the model's blocks take here; None: nothing is measured
+    kept_times_dir: Path | None = None  # of what was measured before; None: it is not kept
+    is_alone: bool = False  # nothing else computes here
     simulation_s: float = 0.0  # how long the simulation of what is planned may take; 0: there is none
     running: RunningOrder | None = None  # to plan again by what it measured
+
+
+_ASKED = {field.name for field in fields(PlanQuestion)} & PlanOrder.model_fields.keys() - {"hardware"}
 
 
 def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
@@ -67,11 +73,16 @@ def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
         RuntimeError: ... by shapes alone, or the job has not measured enough.
     """
+    kept_times = None
+    if order.kept_times_dir is not None:
+        machine = order.hardware.model_dump(mode="json")
+        kept_times = KeptTimes(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone)
     question = PlanQuestion(
         config=load_config(order.model_dir),
         hardware=order.hardware,
         measures=order.compute_threads is not None,
-        **order.model_dump(exclude={"model_dir", "hardware", "compute_threads", "simulation_s", "running"}),
+        kept_times=kept_times,
+        **order.model_dump(include=_ASKED),
     )
     if order.running is not None:
         return _plan_again(question, order.running)

@@ -12,8 +12,9 @@ import torch
 from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning_trials import numbers_of_microbatches, what_would_fit, with_part
 from windlass.engine.device_need import device_need
+from windlass.engine.kept_times import KeptTimes
 from windlass.engine.layout import ModelLayout
-from windlass.engine.measure_model import with_times
+from windlass.engine.measure_model import BlockTimes, measure_blocks, with_times
 from windlass.engine.model_profile import Profiler
 from windlass.engine.rehearsal import Rehearsed
 from windlass.planner.activation_ways import Ways, ways_of_layer
@@ -54,6 +55,7 @@ class PlanQuestion:
     host_memory_nbytes: int | None = None  # budget of the arena; None: what the machine has
     device_memory_nbytes: int | None = None  # budget; None: what the device has
     measures: bool = False  # what blocks take, on the device of this machine, which `hardware` must be
+    kept_times: KeptTimes | None = None  # of what was measured before; None: all is measured anew
     ways: Ways = ways_of_layer  # what may be done with a layer's activations
     # By what the job's own steps measured, with as many micro-batches; then nothing else is measured.
     correction: Correction = field(default_factory=Correction)
@@ -207,12 +209,29 @@ class Profiles:
         if shape not in self._known:
             question, profile = self._question, self._profiler.profile(*shape)
             if self._measures:
-                device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
-                sums_grads = num_examples < question.batch_size
                 with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here: rates must do
-                    profile = with_times(profile, question.config, question.precision, device, sums_grads=sums_grads)
+                    profile = with_times(profile, self._times(profile))
             self._known[shape] = question.correction.of_model(profile)
         return self._known[shape]
+
+    def _times(self, profile: ModelProfile) -> dict[int, BlockTimes]:
+        question = self._question
+        device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
+        sums_grads = profile.num_examples < question.batch_size
+
+        def measure() -> dict[int, BlockTimes]:
+            return measure_blocks(profile, question.config, question.precision, device, sums_grads=sums_grads)
+
+        if question.kept_times is None:
+            return measure()
+        asked = {
+            "shape": (profile.num_examples, profile.num_tokens),
+            "precision": question.precision,
+            "sums_grads": sums_grads,
+            "device": device.type,
+            "num_threads": torch.get_num_threads(),
+        }
+        return question.kept_times.of(question.config, asked, measure)
 
 
 def _solve(

@@ -8,7 +8,7 @@ model of one block).
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,14 +42,18 @@ class BlockTimes:
     backward_s: float  # without computing anything again; of the embedding with its forward pass
 
 
-def with_times(
+def measure_blocks(
     profile: ModelProfile, config: Any, precision: Precision, device: torch.device, *, sums_grads: bool = False
-) -> ModelProfile:
-    """A profile with the times that its blocks take on this device. Holds the params of some blocks meanwhile.
+) -> dict[int, BlockTimes]:
+    """What each block of a profile takes on this device. Holds the params of some blocks meanwhile.
 
     `sums_grads`: gradients are added up over micro-batches, in fp32.
     """
-    times = _Bench(profile, config, precision, device, sums_grads=sums_grads).measure()
+    return _Bench(profile, config, precision, device, sums_grads=sums_grads).measure()
+
+
+def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:
+    """A profile with what its blocks take."""
 
     def timed(block: int, found: BlockProfile) -> Any:
         return replace(found, forward_s=times[block].forward_s, backward_s=times[block].backward_s)

@@ -3,17 +3,13 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import windlass
+from windlass.engine.code_facts import code_facts, stats_of
 
 _MOST_KEPT = 64
-# What a check depends on besides the model and our own code.
-_PACKAGES = ("torch", "transformers", "safetensors")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,20 +54,6 @@ class KeptCheck:
         return self.folder / f"{fingerprint}.json"
 
     def _fingerprint(self) -> str:
-        code = Path(windlass.__file__).parent / "engine"
-        facts = [
-            str(self.model_dir.resolve()),
-            self.asked,
-            [(name, version(name)) for name in _PACKAGES],
-            _stats_of(self.model_dir.iterdir() if self.model_dir.is_dir() else ()),
-            _stats_of(code.glob("*.py")),
-        ]
+        files = self.model_dir.iterdir() if self.model_dir.is_dir() else ()
+        facts = [str(self.model_dir.resolve()), self.asked, stats_of(files), code_facts()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _stats_of(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    found = []
-    for path in sorted(paths):
-        status = path.stat()
-        found.append((path.name, status.st_size, status.st_mtime_ns))
-    return found

@@ -322,10 +322,9 @@ class Dispatcher:
         if preparation is None:
             if self._preparations or is_out_of_room(self._settings.home):
                 return  # one at a time: they take all cores
-            preparation = self._prepare(
-                preparation_order(self._settings, self._machinery, job, measured_hardware(self._settings))
-            )
-            self._preparations[job.id] = preparation
+            hardware = measured_hardware(self._settings)
+            order = preparation_order(self._settings, self._machinery, job, hardware, is_alone=self._queue.is_box_free)
+            self._preparations[job.id] = preparation = self._prepare(order)
         try:
             results = preparation.poll()
             if results is None:

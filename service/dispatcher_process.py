@@ -1,5 +1,7 @@
 """The dispatcher as a process: the Ray driver, started again by the supervisor, or by who runs its container."""
 
+import contextlib
+import functools
 import logging
 import signal
 import threading
@@ -14,6 +16,9 @@ from windlass.service.dispatcher import Dispatcher, RunnerLostError
 from windlass.service.home import DispatcherLock, node_of
 from windlass.service.job_specs import Machinery
 from windlass.service.lease import Lease
+from windlass.service.limited_process import StepServer
+from windlass.service.plan_corrections import ask_planner
+from windlass.service.preparation import SERVED_MODULES, preparation_of
 from windlass.service.processes import boot_id
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.ray_node import RayNode
@@ -86,19 +91,31 @@ def run_dispatcher(settings: Settings) -> None:
             return
     database = Database(settings.database_url)
     lease = Lease(database, node=node_of(settings.home), machine=boot_id(), is_alone=True)
-    dispatcher = Dispatcher(database, settings, RayRunners(), machinery, lease)
+    server = StepServer(SERVED_MODULES, settings.home / "logs" / "step-server.log")
+    dispatcher = Dispatcher(
+        database,
+        settings,
+        RayRunners(),
+        machinery,
+        lease,
+        prepare=functools.partial(preparation_of, start=server.start),
+        ask=functools.partial(ask_planner, start=server.start),
+    )
     pulse = threading.Thread(target=lease.beat_until, args=(ending,), name="lease", daemon=True)
     pulse.start()
     sender = WebhookSender(database, settings)
     sender.start()
     _LOG.info("dispatching")
     try:
+        with contextlib.suppress(OSError):  # there may be room for its log, or memory for it, later
+            server.begin()
         dispatch_until(ending, dispatcher, ray_side)
     finally:
         ending.set()
         pulse.join()
         sender.close()
         dispatcher.close()
+        server.close()
         database.close()
 
 

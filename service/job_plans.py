@@ -69,7 +69,8 @@ def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
         return None
     # The home may have been moved since.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    return question | {"model_dir": str(folder)} | made_for(found)
+    # ... and jobs may run now.
+    return question | {"model_dir": str(folder), "is_alone": False} | made_for(found)
 
 
 def made_for(found: dict[str, Any]) -> dict[str, Any]:

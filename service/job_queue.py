@@ -91,6 +91,10 @@ class JobQueue:
         self._demands.clear()
         self._said_at.clear()
 
+    def is_box_free(self) -> bool:
+        """Whether no job runs here."""
+        return not self._present(())
+
     def verdicts(self, leaving: Collection[str]) -> Sequence[Verdict]:
         """On each queued job that this dispatcher holds, in the order in which they get their turn. `leaving`: jobs of
         which an attempt is over and has processes still.

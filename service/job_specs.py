@@ -1,6 +1,7 @@
 """From a job's row to what its preparation and its runner are told."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -46,7 +47,7 @@ _SIMULATION_S = 60.0
 # Without a GPU: one core updates about as fast as SSDs bring the states.
 _CORES_TO_ONE_THAT_UPDATES = 8
 _DEADLINE_S = 120.0
-_KEPT_CHECKS = "checked-models"  # in the home
+_KEPT_CHECKS, _KEPT_TIMES = "checked-models", "measured-models"  # in the home
 # Hyperparameters that JSON keeps as words.
 _WORDS: dict[str, type[StrEnum]] = {
     "schedule": Schedule,
@@ -115,9 +116,17 @@ def journal_path(settings: Settings, job_id: str) -> Path:
 
 
 def preparation_order(
-    settings: Settings, machinery: Machinery, job: Job, hardware: Hardware | None = None
+    settings: Settings,
+    machinery: Machinery,
+    job: Job,
+    hardware: Hardware | None = None,
+    *,
+    is_alone: Callable[[], bool] = lambda: False,
 ) -> PreparationOrder:
-    """What is to be checked and prepared for a job, and planned, where the machine's profile is known."""
+    """What is to be checked and prepared for a job, and planned, where the machine's profile is known.
+
+    `is_alone`: whether no job trains here, asked when the planner is: then what it measures is kept.
+    """
     folder, asked = job_dir(settings, job.id), _settings_of(job)
 
     def question(results: Results) -> dict[str, Any]:
@@ -129,7 +138,7 @@ def preparation_order(
         question = plan_question(
             settings, hardware, model_dir=folder_of_model, asked=asked.windlass, compute_threads=threads, **numbers
         )
-        return question | {"simulation_s": _SIMULATION_S}
+        return question | {"simulation_s": _SIMULATION_S, "is_alone": is_alone()}
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
     return PreparationOrder(
@@ -170,6 +179,7 @@ def plan_question(
         "state_precision": asked.state_precision,
         "clips": asked.clip_norm is not None,
         "compute_threads": compute_threads,
+        "kept_times_dir": str(settings.home / _KEPT_TIMES),
         **_bounds(settings, asked),
     }
 

@@ -17,6 +17,7 @@ from windlass.actors.measured_steps import MIN_STEPS
 from windlass.actors.spans_file import FOLDER
 from windlass.service.job_plans import keep_plan, load_plan, load_question, made_for
 from windlass.service.job_specs import job_dir
+from windlass.service.limited_process import Start, start_limited
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt
@@ -37,11 +38,11 @@ _STARTS_A_RESTART = 2
 Ask = Callable[[Path, dict[str, Any]], Preparation]
 
 
-def ask_planner(work_dir: Path, question: dict[str, Any]) -> Preparation:
+def ask_planner(work_dir: Path, question: dict[str, Any], start: Start = start_limited) -> Preparation:
     """A process that answers; its files go to `work_dir`, which is made anew."""
     shutil.rmtree(work_dir, ignore_errors=True)
     work_dir.mkdir(parents=True)
-    return Preparation([plan_step(work_dir, question)], work_dir=work_dir)
+    return Preparation([plan_step(work_dir, question)], work_dir=work_dir, start=start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

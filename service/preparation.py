@@ -3,23 +3,33 @@
 Chat templates and data files come from strangers; what handles them has little memory, little time and no secrets.
 """
 
+import contextlib
 import json
-import os
+import logging
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from windlass.service.checked_models import KeptCheck
+from windlass.service.limited_process import (
+    PASSED_ON,
+    LimitedCommand,
+    LimitedProcess,
+    ServerEndedError,
+    Start,
+    start_limited,
+)
 from windlass.storage.ids import Precision
+
+_LOG = logging.getLogger(__name__)
 
 DOWNLOAD_MODEL = "download_model"
 CHECK_MODEL = "check_model"
@@ -28,10 +38,11 @@ PLAN_JOB = "plan_job"
 QUESTION_FILE = "question.json"  # that the planner was asked
 
 _TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600}
+_CHECKER, _PREPARER, _PLANNER = "windlass.engine.check_model", "windlass.engine.prepare", "windlass.actors.plan_job"
+# Run by the steps that all import the same; what talks to the hub knows secrets, and is a process of its own always.
+SERVED_MODULES = (_CHECKER, _PREPARER, _PLANNER)
 # Importing torch alone maps several GiB of addresses.
 _LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
-# What programs need to find their libraries and to speak a language; everything else might be a secret.
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 # What the one step that talks to the hub gets besides. Without a folder of the model's no file of a stranger is read.
 _HUB_PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 
@@ -74,7 +85,7 @@ class PreparationStep:
     command: tuple[str, ...]
     result_path: Path
     timeout_s: int
-    passed_on: tuple[str, ...] = _PASSED_ON  # environment variables
+    passed_on: tuple[str, ...] = PASSED_ON  # environment variables
     kept: KeptCheck | None = None  # where its result may be already
     maps: Path | None = None  # a model whose weights it maps, one file at a time
 
@@ -90,14 +101,19 @@ class Preparation:
     """
 
     def __init__(
-        self, steps: Iterable[PreparationStep | Callable[[Results], PreparationStep]], *, work_dir: Path
+        self,
+        steps: Iterable[PreparationStep | Callable[[Results], PreparationStep]],
+        *,
+        work_dir: Path,
+        start: Start = start_limited,
     ) -> None:
         self._steps = deque(steps)
         self._work_dir = work_dir
+        self._start = start
         self._log_path = work_dir / "prepare.log"
         self._results: Results = {}
         self._step: PreparationStep | None = None  # that runs
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LimitedProcess | None = None
         self._deadline = 0.0
 
     def poll(self) -> Results | None:
@@ -107,16 +123,15 @@ class Preparation:
         if self._process is None and self._is_known():
             return self._go_on()
         if self._process is None:
-            self._start()
+            self._begin()
         step = self._step
-        assert self._process is not None
         assert step is not None
-        if self._process.poll() is None:
+        if (code := self._poll(step)) is None:
             if time.monotonic() > self._deadline:
                 self.stop()
                 raise PreparationError(f"{step.name}_timeout", f"{step.name} did not end within {step.timeout_s} s")
             return None
-        code, self._process = self._process.returncode, None
+        self._process = None
         self._results[step.name] = self._result(step, code)
         if step.kept is not None:
             step.kept.keep(self._results[step.name])
@@ -126,12 +141,13 @@ class Preparation:
         """Kill the process that runs, if any."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(ServerEndedError):
+                self._process.wait()
             self._process = None
 
     def _go_on(self) -> Results | None:
         self._steps.popleft()
-        return None if self._steps else self._results
+        return self.poll()
 
     def _is_known(self) -> bool:
         """Whether the next step was done before, and need not be done again."""
@@ -141,14 +157,34 @@ class Preparation:
         self._results[step.name] = found
         return True
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         step = self._steps[0]
         self._step = step = step if isinstance(step, PreparationStep) else step(self._results)
         self._work_dir.mkdir(parents=True, exist_ok=True)
+        self._launch(step, self._start)
+
+    def _launch(self, step: PreparationStep, start: Start) -> None:
         step.result_path.unlink(missing_ok=True)
+        limited = LimitedCommand(
+            command=step.command,
+            home=self._work_dir,
+            cpu_s=step.timeout_s,
+            address_space_nbytes=_address_space_nbytes(step),
+            passed_on=step.passed_on,
+        )
         with self._log_path.open("ab") as log:
-            self._process = _start_limited(step, log, home=self._work_dir)
+            self._process = start(limited, log)
         self._deadline = time.monotonic() + step.timeout_s
+
+    def _poll(self, step: PreparationStep) -> int | None:
+        """The exit code of the process that runs, if it has ended."""
+        assert self._process is not None
+        try:
+            return self._process.poll()
+        except ServerEndedError as error:
+            _LOG.warning("%s begins anew, in a process of its own: %s", step.name, error)
+            self._launch(step, start_limited)
+            return None
 
     def _result(self, step: PreparationStep, exit_code: int) -> dict[str, Any]:
         try:
@@ -170,15 +206,15 @@ class Preparation:
         return f"{step.name} ended with {how} and left no result; its output is in {self._log_path}"
 
 
-def preparation_of(order: PreparationOrder) -> Preparation:
+def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Preparation:
     """The model's download if it is not here, its check, then the data's preparation into a new folder."""
     shutil.rmtree(order.dataset_dir, ignore_errors=True)
     check = (
-        *("windlass.engine.check_model", "--model-dir", order.model_dir, "--precision", order.precision),
+        *(_CHECKER, "--model-dir", order.model_dir, "--precision", order.precision),
         *("--layout-file", order.layout_file, *(("--random-weights",) if order.random_weights else ())),
     )
     prepare = (
-        *("windlass.engine.prepare", "--model-dir", order.model_dir, "--training-file", order.training_file),
+        *(_PREPARER, "--model-dir", order.model_dir, "--training-file", order.training_file),
         *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
         *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir),
     )
@@ -194,18 +230,18 @@ def preparation_of(order: PreparationOrder) -> Preparation:
     ]
     if not order.model_dir.exists():
         download = ("windlass.service.hub_download", "--model", order.model, "--model-dir", order.model_dir)
-        steps.insert(0, _step(order.work_dir, DOWNLOAD_MODEL, download, passed_on=(*_PASSED_ON, *_HUB_PASSED_ON)))
+        steps.insert(0, _step(order.work_dir, DOWNLOAD_MODEL, download, passed_on=(*PASSED_ON, *_HUB_PASSED_ON)))
     later: list[LaterStep] = []
     if (question := order.plan_question) is not None:
         later.append(lambda results: plan_step(order.work_dir, question(results)))
-    return Preparation([*steps, *later], work_dir=order.work_dir)
+    return Preparation([*steps, *later], work_dir=order.work_dir, start=start)
 
 
 def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
     """Asks the planner; files go to `work_dir`, which is there."""
     path = work_dir / QUESTION_FILE
     path.write_text(json.dumps(question))
-    return _step(work_dir, PLAN_JOB, ("windlass.actors.plan_job", "--question", path))
+    return _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
 
 
 def _step(
@@ -213,7 +249,7 @@ def _step(
     name: str,
     module_and_arguments: tuple[object, ...],
     *,
-    passed_on: tuple[str, ...] = _PASSED_ON,
+    passed_on: tuple[str, ...] = PASSED_ON,
     kept: KeptCheck | None = None,
     maps: Path | None = None,
 ) -> PreparationStep:
@@ -237,24 +273,3 @@ def _address_space_nbytes(step: PreparationStep) -> int:
     weights = () if step.maps is None else step.maps.glob("*.safetensors")
     mapped_nbytes = max((path.stat().st_size for path in weights), default=0)
     return max(_LEAST_ADDRESS_SPACE_NBYTES, psutil.virtual_memory().total // 2) + mapped_nbytes
-
-
-def _start_limited(step: PreparationStep, log: IO[bytes], *, home: Path) -> subprocess.Popen[bytes]:
-    limits = (f"--cpu-s={step.timeout_s}", f"--address-space-nbytes={_address_space_nbytes(step)}")
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "windlass.service.limited_exec", f"--parent-pid={os.getpid()}"),
-            *(*limits, "--", *step.command),
-        ],
-        env={
-            "HF_HUB_OFFLINE": "1",
-            **{name: os.environ[name] for name in step.passed_on if name in os.environ},
-            "HOME": str(home),
-            # CUDA maps more addresses than the limit allows, and none of this needs it.
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        cwd=home,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-    )

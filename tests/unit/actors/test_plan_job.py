@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PretrainedConfig
 
 from tests.unit.engine.architectures import ARCHITECTURES
-from windlass.actors import plan_job
+from windlass.actors import plan_job, planning
 from windlass.actors.spans_file import SIMULATED_FOLDER, held_steps, load_step
+from windlass.engine.measure_model import BlockTimes
 from windlass.planner.hardware import Hardware, example_machines
+from windlass.planner.model_profile import ModelProfile
 from windlass.planner.placement_json import from_json
 from windlass.planner.yaml_files import load
 
@@ -55,6 +58,29 @@ def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["plan"]["engine_gib"]["host"] == found["arena_nbytes"] / 2**30
     assert all(found["plan"]["engine_gib"][tier] <= gib for tier, gib in found["plan"]["limit_gib"].items())
     assert "simulated" not in found
+
+
+def test_what_is_measured_serves_the_next_job_on_such_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[ModelProfile] = []
+
+    def measure(profile: ModelProfile, *_: object, **__: object) -> dict[int, BlockTimes]:
+        measured.append(profile)
+        times = BlockTimes(forward_s=0.25, backward_s=0.5)
+        return dict.fromkeys(range(len(profile.layers) + 2), times)
+
+    monkeypatch.setattr(planning, "measure_blocks", measure)
+    monkeypatch.setattr(plan_job, "keep_freed_memory", lambda: None)
+    hardware = load(Hardware, example_machines()["rtx4090-server"]).model_dump()
+    hardware["gpus"]["count"] = 0
+    asked = {"hardware": hardware, "compute_threads": torch.get_num_threads(), "is_alone": True}
+    kept = {**asked, "kept_times_dir": str(tmp_path / "kept")}
+    first, second = (plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept) for _ in range(2))
+    assert first == second
+    assert first["plan"]["step_s"] >= 0.75 * (2 + len(config_of("Qwen2").layer_types)), "by what was measured"
+    assert len(measured) == 1
+    plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept, sequence_length=8)
+    plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked)
+    assert len(measured) == 3
 
 
 def test_the_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from tests.unit.engine.architectures import ARCHITECTURES
 from windlass.engine import measure_model
-from windlass.engine.measure_model import with_times
+from windlass.engine.measure_model import measure_blocks, with_times
 from windlass.engine.model_profile import profile_config
 from windlass.storage.ids import Precision
 
@@ -16,7 +16,7 @@ def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(measure_model, "_MAX_S", 0.1)  # how well they are known does not matter here
     config = ARCHITECTURES[name].config(tied=tied, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
-    timed = with_times(profile, config, Precision.BF16, torch.device("cpu"))
+    timed = with_times(profile, measure_blocks(profile, config, Precision.BF16, torch.device("cpu")))
     for block in timed.blocks[:-1]:
         assert block.forward_s is not None
         assert block.backward_s is not None

@@ -288,6 +288,25 @@ def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
     json.dumps(question)
 
 
+def test_what_the_planner_measures_is_kept_if_no_job_runs_meanwhile(stage: Stage) -> None:
+    measured(stage)
+    stage.submit()
+    stage.tick()
+    ask_planner = stage.preparations[-1].order.plan_question
+    assert ask_planner is not None
+    question = ask_planner(dict(PREPARED))
+    assert question["kept_times_dir"] == str(stage.settings.home / "measured-models")
+    assert question["is_alone"] is True
+    stage.preparations[-1].ending = PREPARED
+    stage.tick()
+    stage.tick()
+    assert len(stage.runners.started) == 1
+    stage.submit()
+    stage.tick()
+    assert stage.preparations[-1].order.plan_question is not None
+    assert stage.preparations[-1].order.plan_question(dict(PREPARED))["is_alone"] is False
+
+
 def test_without_a_profile_nothing_is_planned(stage: Stage) -> None:
     stage.submit()
     stage.tick()

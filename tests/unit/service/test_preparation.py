@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.engine.folders import PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
 from windlass.service import preparation
+from windlass.service.limited_process import LimitedCommand, StepServer, start_limited
 from windlass.service.preparation import (
     Preparation,
     PreparationError,
@@ -132,7 +133,10 @@ def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
     ],
     ids=["time", "memory", "words"],
 )
-def test_a_hostile_template_ends_its_job_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+@pytest.mark.parametrize("is_forked", [False, True], ids=["anew", "forked"])
+def test_a_hostile_template_ends_its_job_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, is_forked: bool
+) -> None:
     monkeypatch.setitem(preparation._TIMEOUTS_S, preparation.PREPARE_DATA, 30)
     # A small machine's: a test is not to take this one's memory.
     monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 6 * 1024**3)
@@ -143,9 +147,32 @@ def test_a_hostile_template_ends_its_job_only(tmp_path: Path, monkeypatch: pytes
     order.training_file.write_text(json.dumps(line) + "\n")
     order = dataclasses.replace(order, validation_file=None)
     steps = [step for step in preparation_of(order)._steps if getattr(step, "name", "") == preparation.PREPARE_DATA]
+    server = StepServer(preparation.SERVED_MODULES, tmp_path / "server.log")
+    start = server.start if is_forked else start_limited
     with pytest.raises(PreparationError) as raised:
-        _finish(Preparation(steps, work_dir=order.work_dir), timeout_s=120)
+        _finish(Preparation(steps, work_dir=order.work_dir, start=start), timeout_s=120)
+    server.close()
     assert len(raised.value.message) < 5000
+
+
+def test_the_modules_of_steps_may_be_forked_from(tmp_path: Path) -> None:
+    """Their imports start no threads; else this would end in a process of its own."""
+    order = _order(tmp_path, random_weights=True)
+    server = StepServer(preparation.SERVED_MODULES, tmp_path / "server.log")
+    try:
+        for module in preparation.SERVED_MODULES:
+            command = (sys.executable, "-m", module, "--help")
+            log_path = tmp_path / "log"
+            with log_path.open("wb") as log:
+                limited = LimitedCommand(command=command, home=tmp_path, cpu_s=60, address_space_nbytes=16 << 30)
+                assert server.start(limited, log).wait() == 0
+            assert f"usage: {module}" in log_path.read_text()
+        order.model_dir.mkdir()
+        with pytest.raises(PreparationError) as raised:
+            _finish(preparation_of(order, server.start))
+        assert raised.value.code == "invalid_model"
+    finally:
+        server.close()
 
 
 @pytest.fixture
