@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from windlass.actors.admission import arena_free_nbytes, require_room, survey_ssds
 from windlass.actors.attempt_lock import begin_attempt, join_attempt, tell_alive
+from windlass.actors.building import build_actor, import_for
 from windlass.actors.context import (
     GPU_WORKER,
     SCHEDULER,
@@ -72,10 +73,15 @@ class ActorShell:
     """One worker process: builds its actor there, passes messages on, reports what goes wrong."""
 
     def __init__(self, name: ActorName, context: JobContext, num_threads: int, yields_cores: bool) -> None:
-        # Read by OpenMP and MKL when torch is imported, which happens in `setup`; Ray's default is one thread.
+        # Read by OpenMP and MKL when torch is imported, which comes next; Ray's default is one thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         # Threads that wait must not spin: the optimizer, the copies and the I/O run on the same cores.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        # Seconds of computing, meanwhile SSD servers open their files. This thread yields no cores: none computes yet.
+        self._importing = threading.Thread(target=import_for, args=(name, context), daemon=True)
+        self._importing.start()
         if yields_cores:
             os.nice(NICENESS_BESIDE_COMPUTE)
         self.name = name
@@ -101,15 +107,14 @@ class ActorShell:
         `commit`: what the job goes on from. SSD servers, who tell of it, are set up without.
         """
         spec, libc = self.context.spec, ctypes.CDLL(None)
-        # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
-        libc.mallopt(_M_ARENA_MAX, 1)
+        self._importing.join()
         if (index := optimizer_index(self.name)) is not None:
             bind_optimizer(index, spec.num_cpu_optimizers, spec.optimizer_threads)
             # What the fused kernel takes for a slice, some MiB, and frees again would come back as new pages each time,
             # which is a third of its time or more.
             libc.mallopt(_M_TRIM_THRESHOLD, 32 << 20)
             libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-        self.actor = _build(self.name, keeping_kernel(self.context, commit), self._outbox.send)
+        self.actor = build_actor(self.name, keeping_kernel(self.context, commit), self._outbox.send)
         self.actor.setup()
 
     def _post(self, messages: Sequence[Message]) -> None:
@@ -143,41 +148,6 @@ class ActorShell:
     def wait_until_stopped(self) -> None:
         """Returns when the actor was stopped: its reference fails at once when the process dies."""
         self._stopped.wait()
-
-
-def _build(name: ActorName, context: JobContext, send: Any) -> Any:
-    """The actor of a name. Imports here: an SSD server never loads torch."""
-    kind, _, number = name.partition("-")
-    index = int(number)
-    if kind == "ssd":
-        from windlass.actors.ssd_server import SsdServer
-
-        path, facts = context.spec.ssd_dirs[index], context.ssds[index]
-        return SsdServer(
-            name,
-            path,
-            context.geometry(index),
-            context.arena_path,
-            send,
-            io=facts.io,
-            scratch_slot_nbytes=context.plan.activations.slot_nbytes,
-            num_scratch_slots=context.num_scratch_slots(index),
-        )
-    if kind == "optimizer":
-        from windlass.actors.cpu_optimizer import CpuOptimizer
-
-        return CpuOptimizer(name, index, context, send)
-    import torch
-
-    from windlass.actors.gpu_worker import GpuWorker
-    from windlass.engine.kept_memory import keep_freed_memory
-    from windlass.engine.partition import partition_folder
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        keep_freed_memory()
-    partition = partition_folder(context.spec.model_dir, context.formats.precision)
-    return GpuWorker(context, partition, send, device=device)
 
 
 class Runner:

@@ -20,7 +20,7 @@ FAULT_FILE = "fault.json"  # in the job's folder; `test_ray_hangs.py` writes it
 
 def _change_actors(deploy: ModuleType) -> None:
     """Each process of a job leaves its pid; the runner signals to one of them when it gets the message it is to."""
-    begin, build, post = deploy.begin_attempt, deploy._build, deploy.Runner._post
+    begin, build, post = deploy.begin_attempt, deploy.build_actor, deploy.Runner._post
 
     def runner_begins(job_dir: Path, attempt: int) -> int:
         _leave_pid(job_dir, "runner")
@@ -41,7 +41,7 @@ def _change_actors(deploy: ModuleType) -> None:
 
     deploy.begin_attempt = runner_begins
     # A function of the module: the methods of the class that Ray was given are copies by now.
-    deploy._build = worker_builds
+    deploy.build_actor = worker_builds
     deploy.Runner._post = runner_gets
 
 

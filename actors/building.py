@@ -1,0 +1,59 @@
+"""The actors of a job by their names, each with the imports that it alone needs: an SSD server never loads torch."""
+
+import importlib
+from typing import Any
+
+from windlass.actors.context import GPU_WORKER, JobContext, optimizer_index
+from windlass.storage.ids import ActorName
+
+# Of all models; transformers loads it when the first one is built, which takes a second or two.
+_MODELS = "transformers.modeling_utils"
+
+
+def import_for(name: ActorName, context: JobContext) -> None:
+    """What an actor will import, for most of the time that it takes to start."""
+    if name == GPU_WORKER:
+        modules = ["windlass.actors.gpu_worker", _MODELS]
+    elif (index := optimizer_index(name)) is not None:
+        modules = ["windlass.actors.cpu_optimizer"]
+        if index == 0 and context.spec.attempt == 1:  # it loads the weights
+            modules.append(_MODELS)
+    else:
+        modules = ["windlass.actors.ssd_server"]
+    for module in modules:
+        importlib.import_module(module)
+
+
+def build_actor(name: ActorName, context: JobContext, send: Any) -> Any:
+    """The actor of a name, not set up yet."""
+    kind, _, number = name.partition("-")
+    index = int(number)
+    if kind == "ssd":
+        from windlass.actors.ssd_server import SsdServer
+
+        path, facts = context.spec.ssd_dirs[index], context.ssds[index]
+        return SsdServer(
+            name,
+            path,
+            context.geometry(index),
+            context.arena_path,
+            send,
+            io=facts.io,
+            scratch_slot_nbytes=context.plan.activations.slot_nbytes,
+            num_scratch_slots=context.num_scratch_slots(index),
+        )
+    if kind == "optimizer":
+        from windlass.actors.cpu_optimizer import CpuOptimizer
+
+        return CpuOptimizer(name, index, context, send)
+    import torch
+
+    from windlass.actors.gpu_worker import GpuWorker
+    from windlass.engine.kept_memory import keep_freed_memory
+    from windlass.engine.partition import partition_folder
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        keep_freed_memory()
+    partition = partition_folder(context.spec.model_dir, context.formats.precision)
+    return GpuWorker(context, partition, send, device=device)
