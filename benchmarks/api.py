@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.api_fill import Filled, fill
-from benchmarks.api_first_step import Phase, phases_to_first_step
+from benchmarks.api_first_step import FirstStep, first_step
 from benchmarks.api_load import MIX, Order
 from benchmarks.api_service import FILE_ID, Running, job_body, make_home, run_load, running
 from benchmarks.report import GIB, Report, ratio
@@ -159,25 +159,25 @@ def _at_rate(report: Report, service: Running, filled: Filled, seconds: float, t
 
 
 def _first_steps(report: Report, service: Running, kind: str) -> dict[str, Any]:
-    runs: list[Sequence[Phase]] = []
+    runs: list[FirstStep] = []
     for _ in range(1 + _WARM_RUNS):  # the first one warms
-        job_id = service.submit()
-        service.wait_for_step(job_id)
-        runs.append(phases_to_first_step(service, job_id))
+        job_id, found = first_step(service)
+        runs.append(found)
         service.end_job(job_id)
-    warm = sorted(runs[1:], key=lambda phases: phases[-1].at_s)[_WARM_RUNS // 2]
-    before_s = [0.0, *(phase.at_s for phase in warm)]
+    warm = sorted(runs[1:], key=lambda run: run.after_s)[_WARM_RUNS // 2]
+    before_s = [0.0, *(phase.at_s for phase in warm.phases)]
     report.add("", f"From submitting a job to its first step, warm ({kind}; the median of {_WARM_RUNS}):")
     report.add_table(
         ("what had happened", "after, s", "since the line before, s"),
         [
             (phase.what, f"{phase.at_s:.2f}", f"{phase.at_s - before:.2f}")
-            for phase, before in zip(warm, before_s, strict=False)
+            for phase, before in zip(warm.phases, before_s, strict=False)
         ],
     )
-    cold_s, warm_s = runs[0][-1].at_s, warm[-1].at_s
-    report.add(f"The first job after the service came up: {cold_s:.1f} s.")
-    return {f"{kind}: first step warm over {_MOST_FIRST_STEP_S:g} s": warm_s / _MOST_FIRST_STEP_S}
+    computed = ", ".join(f"{who} {seconds:.1f} s" for who, seconds in warm.computed_s.items())
+    report.add(f"Processors computed meanwhile: {computed}.")
+    report.add(f"The first job after the service came up: {runs[0].after_s:.1f} s.")
+    return {f"{kind}: first step warm over {_MOST_FIRST_STEP_S:g} s": warm.after_s / _MOST_FIRST_STEP_S}
 
 
 def _order(service: Running, filled: Filled, seconds: float, **more: Any) -> Mapping[str, Any]:

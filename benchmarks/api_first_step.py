@@ -1,8 +1,12 @@
-"""From a job's submission to its first training step, and where the time goes: by its events and its files."""
+"""From a job's submission to its first training step, and where the time goes: by its events, files and processes."""
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from benchmarks.api_service import Running
 from windlass.service.job_specs import job_dir
@@ -12,11 +16,12 @@ from windlass.storage.sql.jobs import JobRepository
 
 _PROGRESS = re.compile(r"Loaded \d+%")
 _PREPARED = {
-    "check_model.json": "the model was checked, in a process of its own",
-    "prepare_data.json": "the data was prepared, in another",
+    "check_model.json": "the model was checked",
+    "prepare_data.json": "the data was prepared",
     "question.json": "the planner was asked",
-    "plan_job.json": "the job was planned, in another",
+    "plan_job.json": "the job was planned",
 }
+_STEP_SERVER = "windlass.service.step_server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +32,57 @@ class Phase:
     at_s: float  # since the job was there
 
 
-def phases_to_first_step(running: Running, job_id: str) -> Sequence[Phase]:
-    """All that a job's events and its preparation's files tell, to the end of its first step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstStep:
+    """How a job came to it."""
+
+    phases: Sequence[Phase]
+    computed_s: Mapping[str, float]  # of processors, by who
+
+    @property
+    def after_s(self) -> float:
+        """From the job's submission to the end of its first step."""
+        return self.phases[-1].at_s
+
+
+def first_step(running: Running) -> tuple[str, FirstStep]:
+    """Submits a job, which trains then, and tells of its first step."""
+    before = _service_s(running)
+    job_id = running.submit()
+    running.wait_for_step(job_id)
+    actors = list(_holders(job_dir(running.settings, job_id).resolve() / "attempt-1.lock"))
+    computed_s = {who: s - before[who] for who, s in _service_s(running).items()}
+    computed_s |= {f"the job's {len(actors)} processes": sum(map(_computed_s, actors))}
+    return job_id, FirstStep(phases=_phases(running, job_id, actors), computed_s=computed_s)
+
+
+def _service_s(running: Running) -> dict[str, float]:
+    """What the service's processes have computed so far."""
+    dispatcher = running.dispatcher
+    servers = [each for each in dispatcher.children() if _STEP_SERVER in each.cmdline()]
+    steps = [each.cpu_times() for each in servers]
+    return {
+        "the API": _computed_s(running.api),
+        "the dispatcher": _computed_s(dispatcher),
+        "steps of the preparation": sum(times.children_user + times.children_system for times in steps),
+    }
+
+
+def _computed_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _holders(path: Path) -> Iterator[psutil.Process]:
+    """Processes that have a file open."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if path in [link.readlink() for link in (folder / "fd").iterdir()]:
+                yield psutil.Process(int(folder.name))
+
+
+def _phases(running: Running, job_id: str, actors: Sequence[psutil.Process]) -> Sequence[Phase]:
+    """All that a job's events, its preparation's files and its processes tell, to the end of its first step."""
     database = Database(running.settings.database_url)
     try:
         with database.read() as session:
@@ -47,5 +101,7 @@ def phases_to_first_step(running: Running, job_id: str) -> Sequence[Phase]:
     ]
     folder = job_dir(running.settings, job_id) / "prepare"
     found += [(path.stat().st_mtime, what) for name, what in _PREPARED.items() if (path := folder / name).exists()]
+    if actors:
+        found.append((max(each.create_time() for each in actors), "the last of the job's processes was there"))
     found.append((told, "the first step was trained and committed"))
     return [Phase(what=what, at_s=at_s - created_s) for at_s, what in sorted(found) if created_s <= at_s <= told]

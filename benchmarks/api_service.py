@@ -42,6 +42,11 @@ class Running:
         times = self.api.cpu_times()
         return times.user + times.system
 
+    @property
+    def dispatcher(self) -> psutil.Process:
+        """Its process."""
+        return _process_of(self.settings.home, "dispatcher")
+
     def submit(self, **settings: Any) -> str:
         """A job on the demo's model and data; its id."""
         response = self.client.post(_JOBS, json=job_body(**settings))
@@ -116,8 +121,8 @@ def running(home: Path, database_url: str, *, trains: bool, measures: bool = Tru
     try:
         with httpx.Client(base_url=settings.base_url, headers=headers, timeout=60.0, trust_env=False) as client:
             _wait(client)
-            pid = _api_of(home) if api is None else api.pid
-            yield Running(settings=settings, key=key, client=client, api=psutil.Process(pid))
+            process = _process_of(home, "api") if api is None else psutil.Process(api.pid)
+            yield Running(settings=settings, key=key, client=client, api=process)
     finally:
         if api is None:
             subprocess.run([program, "down", "--force"], env=environment, check=False, stdout=subprocess.DEVNULL)
@@ -126,11 +131,12 @@ def running(home: Path, database_url: str, *, trains: bool, measures: bool = Tru
             api.wait(_DEADLINE_S)
 
 
-def _api_of(home: Path) -> int:
+def _process_of(home: Path, role: str) -> psutil.Process:
+    """The API or the dispatcher of `windlass up`."""
     serving = find_serving(home)
-    assert serving is not None
+    assert serving is not None, "it is up"
     children = psutil.Process(serving.process.pid).children()
-    return next(child.pid for child in children if "api" in child.cmdline())
+    return next(child for child in children if role in child.cmdline())
 
 
 def _wait(client: httpx.Client) -> None:

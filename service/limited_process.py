@@ -119,7 +119,9 @@ class _Forked:
 
     def wait(self) -> int:
         while (code := self.poll()) is None:
-            if not select.select([self._link], [], [], _END_S)[0]:
+            told = select.poll()
+            told.register(self._link, select.POLLIN)
+            if not told.poll(_END_S * 1000):
                 self._server.kill()  # which ends the process too
         return code
 
