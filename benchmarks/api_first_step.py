@@ -76,9 +76,16 @@ def _computed_s(process: psutil.Process) -> float:
 def _holders(path: Path) -> Iterator[psutil.Process]:
     """Processes that have a file open."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            if path in [link.readlink() for link in (folder / "fd").iterdir()]:
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it ends meanwhile, or is another user's
+            if any(_leads_to(link, path) for link in (folder / "fd").iterdir()):
                 yield psutil.Process(int(folder.name))
+
+
+def _leads_to(link: Path, path: Path) -> bool:
+    try:
+        return link.readlink() == path
+    except FileNotFoundError:  # closed meanwhile
+        return False
 
 
 def _phases(running: Running, job_id: str, actors: Sequence[psutil.Process]) -> Sequence[Phase]:

@@ -16,9 +16,8 @@ from windlass.service.dispatcher import Dispatcher, RunnerLostError
 from windlass.service.home import DispatcherLock, node_of
 from windlass.service.job_specs import Machinery
 from windlass.service.lease import Lease
-from windlass.service.limited_process import StepServer
 from windlass.service.plan_corrections import ask_planner
-from windlass.service.preparation import SERVED_MODULES, preparation_of
+from windlass.service.preparation import preparation_of, step_server
 from windlass.service.processes import boot_id
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.ray_node import RayNode
@@ -91,7 +90,7 @@ def run_dispatcher(settings: Settings) -> None:
             return
     database = Database(settings.database_url)
     lease = Lease(database, node=node_of(settings.home), machine=boot_id(), is_alone=True)
-    server = StepServer(SERVED_MODULES, settings.home / "logs" / "step-server.log")
+    server = step_server(settings.home / "logs" / "step-server.log")
     dispatcher = Dispatcher(
         database,
         settings,

@@ -129,8 +129,10 @@ class _Forked:
 class StepServer:
     """A process that has imported modules, and forks for each that is to run. Where it has ended it is started anew."""
 
-    def __init__(self, modules: Iterable[str], log_path: Path) -> None:
+    def __init__(self, modules: Iterable[str], log_path: Path, *, also: Iterable[str] = ()) -> None:
+        """`also`: imported too, for what the modules import only when they need it."""
         self._modules = frozenset(modules)
+        self._imports = (*sorted(self._modules), *also)
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -145,7 +147,7 @@ class StepServer:
         with theirs, self._log_path.open("ab") as log:
             # It has no home, and works where no module of a stranger's can lie.
             self._process = _start(
-                (sys.executable, "-m", "windlass.service.step_server", *sorted(self._modules)),
+                (sys.executable, "-m", "windlass.service.step_server", *self._imports),
                 PASSED_ON,
                 home=Path("/nonexistent"),
                 cwd=Path("/"),

@@ -25,6 +25,7 @@ from windlass.service.limited_process import (
     LimitedProcess,
     ServerEndedError,
     Start,
+    StepServer,
     start_limited,
 )
 from windlass.storage.ids import Precision
@@ -39,8 +40,8 @@ QUESTION_FILE = "question.json"  # that the planner was asked
 
 _TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600}
 _CHECKER, _PREPARER, _PLANNER = "windlass.engine.check_model", "windlass.engine.prepare", "windlass.actors.plan_job"
-# Run by the steps that all import the same; what talks to the hub knows secrets, and is a process of its own always.
-SERVED_MODULES = (_CHECKER, _PREPARER, _PLANNER)
+# Transformers loads it with the first model that is built, to plan with or to check.
+_MODELS = "transformers.modeling_utils"
 # Importing torch alone maps several GiB of addresses.
 _LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
 # What the one step that talks to the hub gets besides. Without a folder of the model's no file of a stranger is read.
@@ -204,6 +205,11 @@ class Preparation:
             return f"{step.name} used more than {step.timeout_s} s of CPU time; try a smaller file"
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         return f"{step.name} ended with {how} and left no result; its output is in {self._log_path}"
+
+
+def step_server(log_path: Path) -> StepServer:
+    """Of the steps that import the same; the one that talks to the hub knows secrets, and is started anew always."""
+    return StepServer((_CHECKER, _PREPARER, _PLANNER), log_path, also=(_MODELS,))
 
 
 def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Preparation:

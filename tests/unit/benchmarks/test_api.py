@@ -1,11 +1,14 @@
 import asyncio
 import math
+import os
+from pathlib import Path
 
 import httpx
 import pytest
 
 from benchmarks.api import _percentile
 from benchmarks.api_fill import fill
+from benchmarks.api_first_step import _holders
 from benchmarks.api_load import MIX, Order, _Load
 from windlass.service.schemas import EventObject, JobObject
 from windlass.storage.sql.database import Database
@@ -82,6 +85,14 @@ def test_a_later_load_submits_jobs_of_its_own() -> None:
     for _ in range(2):
         asyncio.run(run())
     assert len(keys) == len(set(keys)) == 10
+
+
+def test_who_has_a_file_open(tmp_path: Path) -> None:
+    path = tmp_path.resolve() / "lock"
+    assert not path.exists()
+    with path.open("w"):
+        assert [each.pid for each in _holders(path)] == [os.getpid()]
+    assert list(_holders(path)) == []
 
 
 def test_percentiles() -> None:

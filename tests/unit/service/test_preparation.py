@@ -13,13 +13,14 @@ import pytest
 
 from tests.unit.engine.folders import PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
 from windlass.service import preparation
-from windlass.service.limited_process import LimitedCommand, StepServer, start_limited
+from windlass.service.limited_process import LimitedCommand, start_limited
 from windlass.service.preparation import (
     Preparation,
     PreparationError,
     PreparationOrder,
     PreparationStep,
     preparation_of,
+    step_server,
 )
 from windlass.storage.ids import Precision
 
@@ -147,7 +148,7 @@ def test_a_hostile_template_ends_its_job_only(
     order.training_file.write_text(json.dumps(line) + "\n")
     order = dataclasses.replace(order, validation_file=None)
     steps = [step for step in preparation_of(order)._steps if getattr(step, "name", "") == preparation.PREPARE_DATA]
-    server = StepServer(preparation.SERVED_MODULES, tmp_path / "server.log")
+    server = step_server(tmp_path / "server.log")
     start = server.start if is_forked else start_limited
     with pytest.raises(PreparationError) as raised:
         _finish(Preparation(steps, work_dir=order.work_dir, start=start), timeout_s=120)
@@ -158,9 +159,9 @@ def test_a_hostile_template_ends_its_job_only(
 def test_the_modules_of_steps_may_be_forked_from(tmp_path: Path) -> None:
     """Their imports start no threads; else this would end in a process of its own."""
     order = _order(tmp_path, random_weights=True)
-    server = StepServer(preparation.SERVED_MODULES, tmp_path / "server.log")
+    server = step_server(tmp_path / "server.log")
     try:
-        for module in preparation.SERVED_MODULES:
+        for module in ("windlass.engine.check_model", "windlass.engine.prepare", "windlass.actors.plan_job"):
             command = (sys.executable, "-m", module, "--help")
             log_path = tmp_path / "log"
             with log_path.open("wb") as log:
@@ -173,6 +174,7 @@ def test_the_modules_of_steps_may_be_forked_from(tmp_path: Path) -> None:
         assert raised.value.code == "invalid_model"
     finally:
         server.close()
+    assert (tmp_path / "server.log").read_text() == ""
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 
 Run = Callable[..., LimitedProcess]
+LIMITS: dict[str, Any] = {"cpu_s": 60, "address_space_nbytes": 4 << 30}
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def _start(start: Any, folder: Path, code: str, *, log: str = "log", **limits: A
     command = (sys.executable, "-m", "a_step", code)
     with (folder / log).open("ab") as file:
         process: LimitedProcess = start(
-            LimitedCommand(command=command, home=folder, **{"cpu_s": 60, "address_space_nbytes": 4 << 30, **limits}),
+            LimitedCommand(command=command, home=folder, **{**LIMITS, **limits}),
             file,
         )
     return process
@@ -211,12 +212,7 @@ def test_what_the_server_has_not_imported_or_may_not_know_is_started_anew(
     assert (tmp_path / "knowing").read_text() == "a secret True\n"
     with (tmp_path / "log").open("ab") as log:
         command = (sys.executable, "-c", "import os; print(os.getppid())")
-        assert (
-            server.start(
-                LimitedCommand(command=command, home=tmp_path, cpu_s=60, address_space_nbytes=4 << 30), log
-            ).wait()
-            == 0
-        )
+        assert server.start(LimitedCommand(command=command, home=tmp_path, **LIMITS), log).wait() == 0
     assert (tmp_path / "log").read_text() == f"{os.getpid()}\n"
 
 
