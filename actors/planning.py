@@ -14,7 +14,7 @@ from windlass.actors.planning_trials import numbers_of_microbatches, what_would_
 from windlass.engine.device_need import device_need
 from windlass.engine.kept_times import KeptTimes
 from windlass.engine.layout import ModelLayout
-from windlass.engine.measure_model import BlockTimes, measure_blocks, with_times
+from windlass.engine.measure_model import BlockTimes, MeasuredBlocks, measure_blocks, with_times
 from windlass.engine.model_profile import Profiler
 from windlass.engine.rehearsal import Rehearsed
 from windlass.planner.activation_ways import Ways, ways_of_layer
@@ -219,11 +219,11 @@ class Profiles:
         device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
         sums_grads = profile.num_examples < question.batch_size
 
-        def measure() -> dict[int, BlockTimes]:
+        def measure() -> MeasuredBlocks:
             return measure_blocks(profile, question.config, question.precision, device, sums_grads=sums_grads)
 
         if question.kept_times is None:
-            return measure()
+            return measure().times
         asked = {
             "shape": (profile.num_examples, profile.num_tokens),
             "precision": question.precision,

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.code_facts import code_facts
-from windlass.engine.measure_model import BlockTimes
+from windlass.engine.measure_model import BlockTimes, MeasuredBlocks
 
 _MOST_KEPT = 256
 
-Measure = Callable[[], dict[int, BlockTimes]]
+# What is known less well is not kept: others computed meanwhile, and the next job may have the cores to itself.
+_LARGEST_ERROR = 0.05
+
+Measure = Callable[[], MeasuredBlocks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +26,19 @@ class KeptTimes:
 
     folder: Path  # made when there is something to keep
     machine: Mapping[str, Any]  # its profile, as JSON has it: measured anew, it is another machine
-    is_alone: bool  # nothing else computes here; else what is measured now is not worth keeping
+    is_alone: bool  # no job trains here; else what is measured now is not worth keeping
 
     def of(self, config: Any, asked: Mapping[str, Any], measure: Measure) -> dict[int, BlockTimes]:
         """By block; measured where they are not kept. `config`: of transformers. `asked`: all that is measured by."""
         path = self.folder / f"{self._fingerprint(config, asked)}.json"
         found = _load(path)
-        if found is None:
-            found = measure()
-            if self.is_alone:
-                with contextlib.suppress(OSError):  # a full disk costs the next job a measurement, and this one nothing
-                    self._keep(path, found)
-        return found
+        if found is not None:
+            return found
+        measured = measure()
+        if self.is_alone and measured.standard_error <= _LARGEST_ERROR:
+            with contextlib.suppress(OSError):  # a full disk costs the next job a measurement, and this one nothing
+                self._keep(path, measured.times)
+        return measured.times
 
     def _fingerprint(self, config: Any, asked: Mapping[str, Any]) -> str:
         about = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}

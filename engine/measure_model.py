@@ -42,9 +42,17 @@ class BlockTimes:
     backward_s: float  # without computing anything again; of the embedding with its forward pass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBlocks:
+    """What was measured, and how well."""
+
+    times: dict[int, BlockTimes]
+    standard_error: float  # of all blocks' sum, relative to it: large where others computed meanwhile
+
+
 def measure_blocks(
     profile: ModelProfile, config: Any, precision: Precision, device: torch.device, *, sums_grads: bool = False
-) -> dict[int, BlockTimes]:
+) -> MeasuredBlocks:
     """What each block of a profile takes on this device. Holds the params of some blocks meanwhile.
 
     `sums_grads`: gradients are added up over micro-batches, in fp32.
@@ -82,19 +90,21 @@ class _Bench:
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
         self._ids = torch.randint(vocab, (profile.num_examples, profile.num_tokens), device=device)
 
-    def measure(self) -> dict[int, BlockTimes]:
+    def measure(self) -> MeasuredBlocks:
         """Of each block, by what its kind takes."""
         self._pass()  # the first one does not count
         taken: list[dict[BlockIndex, tuple[float, float]]] = []
         start_s = time.perf_counter()
-        while len(taken) < _MIN_REPEATS or not (_is_known(taken) or time.perf_counter() - start_s > _MAX_S):
+        while len(taken) < _MIN_REPEATS or not (
+            _standard_error(taken) < _STANDARD_ERROR or time.perf_counter() - start_s > _MAX_S
+        ):
             taken.append(self._pass())
         found: dict[int, BlockTimes] = {}
         for blocks in [(BlockIndex(0),), *self._kinds, (self._partition.head,)]:
             forward, backward = zip(*(each[b] for each in taken for b in blocks if b in each), strict=True)
             times = BlockTimes(forward_s=statistics.fmean(forward), backward_s=statistics.fmean(backward))
             found.update(dict.fromkeys(blocks, times))
-        return found
+        return MeasuredBlocks(times=found, standard_error=_standard_error(taken))
 
     def _pass(self) -> dict[BlockIndex, tuple[float, float]]:
         """Forward and backward through what is measured."""
@@ -136,6 +146,7 @@ class _Bench:
             torch.cuda.synchronize(self._device)
 
 
-def _is_known(passes: list[dict[BlockIndex, tuple[float, float]]]) -> bool:
+def _standard_error(passes: list[dict[BlockIndex, tuple[float, float]]]) -> float:
+    """Of the passes' mean, relative to it."""
     seconds = [math.fsum(map(sum, each.values())) for each in passes]
-    return statistics.stdev(seconds) / math.sqrt(len(seconds)) < _STANDARD_ERROR * statistics.fmean(seconds)
+    return statistics.stdev(seconds) / math.sqrt(len(seconds)) / statistics.fmean(seconds)

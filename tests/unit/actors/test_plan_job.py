@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from tests.unit.engine.architectures import ARCHITECTURES
 from windlass.actors import plan_job, planning
 from windlass.actors.spans_file import SIMULATED_FOLDER, held_steps, load_step
-from windlass.engine.measure_model import BlockTimes
+from windlass.engine.measure_model import BlockTimes, MeasuredBlocks
 from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.placement_json import from_json
@@ -63,10 +63,10 @@ def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_is_measured_serves_the_next_job_on_such_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[ModelProfile] = []
 
-    def measure(profile: ModelProfile, *_: object, **__: object) -> dict[int, BlockTimes]:
+    def measure(profile: ModelProfile, *_: object, **__: object) -> MeasuredBlocks:
         measured.append(profile)
         times = BlockTimes(forward_s=0.25, backward_s=0.5)
-        return dict.fromkeys(range(len(profile.layers) + 2), times)
+        return MeasuredBlocks(times=dict.fromkeys(range(len(profile.layers) + 2), times), standard_error=0.0)
 
     monkeypatch.setattr(planning, "measure_blocks", measure)
     monkeypatch.setattr(plan_job, "keep_freed_memory", lambda: None)

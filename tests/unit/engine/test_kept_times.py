@@ -9,7 +9,7 @@ import pytest
 from tests.unit.engine.architectures import ARCHITECTURES
 from windlass.engine import kept_times
 from windlass.engine.kept_times import KeptTimes
-from windlass.engine.measure_model import BlockTimes
+from windlass.engine.measure_model import BlockTimes, MeasuredBlocks
 
 CONFIG = ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0)
 ASKED = {"shape": (2, 16), "precision": "bf16"}
@@ -22,10 +22,12 @@ class Measuring:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "kept"
         self._number = 0
+        self.standard_error = 0.01
 
-    def measure(self) -> dict[int, BlockTimes]:
+    def measure(self) -> MeasuredBlocks:
         self._number += 1
-        return {block: BlockTimes(forward_s=float(self._number), backward_s=0.5) for block in range(3)}
+        times = {block: BlockTimes(forward_s=float(self._number), backward_s=0.5) for block in range(3)}
+        return MeasuredBlocks(times=times, standard_error=self.standard_error)
 
     def number(self, config: Any = CONFIG, asked: Any = None, machine: Any = None, *, is_alone: bool = True) -> float:
         """Which measurement the answer is."""
@@ -69,6 +71,13 @@ def test_where_a_model_lies_does_not_matter(measuring: Measuring) -> None:
 def test_what_is_measured_beside_a_job_is_not_kept_but_what_is_kept_serves_there_too(measuring: Measuring) -> None:
     assert [measuring.number(is_alone=False), measuring.number(is_alone=False)] == [1, 2]
     assert [measuring.number(), measuring.number(is_alone=False)] == [3, 3]
+
+
+def test_what_is_not_known_well_is_not_kept(measuring: Measuring) -> None:
+    measuring.standard_error = 0.2
+    assert [measuring.number(), measuring.number()] == [1, 2]
+    measuring.standard_error = 0.05
+    assert [measuring.number(), measuring.number()] == [3, 3]
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"0": {"forward_s": 1}}', '{"x": 3}'])

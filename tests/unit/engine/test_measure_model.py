@@ -16,7 +16,9 @@ def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(measure_model, "_MAX_S", 0.1)  # how well they are known does not matter here
     config = ARCHITECTURES[name].config(tied=tied, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
-    timed = with_times(profile, measure_blocks(profile, config, Precision.BF16, torch.device("cpu")))
+    measured = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))
+    assert measured.standard_error >= 0
+    timed = with_times(profile, measured.times)
     for block in timed.blocks[:-1]:
         assert block.forward_s is not None
         assert block.backward_s is not None
