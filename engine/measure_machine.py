@@ -8,7 +8,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,18 +35,25 @@ class MachineRates:
     num_devices: int  # GPUs; 0: the device is the CPU
     device_nbytes: int | None  # its memory; None: that of the host
     flops: float  # in large matrix products in the training precision
-    h2d_bytes: float
+    h2d_bytes: float  # where the device is the CPU: by the one thread that copies in a job
     d2h_bytes: float
     duplex_bytes: float  # both ways at once, together
     memory_bytes: float  # read and written by a copy on all cores
-    adam_params: float  # updated in host memory, fp32 states and 16-bit gradients, on all cores
+    adam_params: float  # updated in host memory, fp32 states and 16-bit gradients, by a job's optimizers together
 
 
-def measure(precision: Precision, kernel_dir: Path | None, *, kernel: Kernel | None = None) -> MachineRates:
-    """Takes some ten seconds. `kernel_dir`, `kernel`: see `OptimizerKernel`."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+def measure(
+    precision: Precision, kernel_dir: Path | None, *, kernel: Kernel | None = None, optimizer_threads: int | None = None
+) -> MachineRates:
+    """Takes some ten seconds. `kernel_dir`, `kernel`: see `OptimizerKernel`. `optimizer_threads`: that a job's
+    optimizers have together; None: as many as there are cores."""
+    all_threads = len(os.sched_getaffinity(0))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    h2d, d2h, duplex = _link_bytes(device)
+    with _threads(all_threads if device.type == "cuda" else 1):
+        h2d, d2h, duplex = _link_bytes(device)
+    with _threads(optimizer_threads or all_threads):
+        adam_params = _adam_params(kernel_dir, kernel)
+    torch.set_num_threads(all_threads)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return MachineRates(
         device=properties.name if properties else "CPU",
@@ -56,8 +64,18 @@ def measure(precision: Precision, kernel_dir: Path | None, *, kernel: Kernel | N
         d2h_bytes=d2h,
         duplex_bytes=duplex,
         memory_bytes=_memory_bytes(),
-        adam_params=_adam_params(kernel_dir, kernel),
+        adam_params=adam_params,
     )
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _flops(device: torch.device, precision: Precision) -> float:
@@ -131,8 +149,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m windlass.engine.measure_machine", description=__doc__)
     parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.BF16)
     parser.add_argument("--kernel-dir", type=Path)
+    parser.add_argument("--optimizer-threads", type=int, help="of a job's optimizers together (default: all cores)")
     options = parser.parse_args()
-    print(json.dumps(asdict(measure(options.precision, options.kernel_dir))))
+    rates = measure(options.precision, options.kernel_dir, optimizer_threads=options.optimizer_threads)
+    print(json.dumps(asdict(rates)))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Gpus(Part):
 
 
 class Host(Part):
-    """Of one box. `adam_params_per_s`: all its cores together, from gradients to new states in memory."""
+    """Of one box. `adam_params_per_s`: a job's optimizers together, from gradients to new states in memory."""
 
     memory_gib: Rate
     memory_gb_per_s: Rate
@@ -47,7 +47,7 @@ class Host(Part):
 
 
 class Pcie(Part):
-    """Of one GPU, each way while the other way is idle."""
+    """Of one GPU, each way while the other way is idle; where the device is the CPU, of a thread that copies."""
 
     h2d_gb_per_s: Rate
     d2h_gb_per_s: Rate

@@ -11,9 +11,9 @@ _MEMORY_BYTES_PER_FLOP = 1 / 180
 # others use the memory meanwhile. Measured in three jobs: 0.12 to 0.13 s of a core for each GB, where 0.07 were found.
 _SERVER_OVER_ALONE = 1.75
 # Where the device is the CPU: what copies and updates take beside the compute, over what they take alone, as caches and
-# memory are shared. Measured in a job, in seconds of a core a step: 0.10 for updates where 0.067 were found, 0.10 for
-# copies where 0.05 were.
-_BESIDE_COMPUTE = 1.6
+# memory are shared. Measured in a job, in seconds of a core a step: 0.145 for updates where 0.111 were found, 0.08 for
+# copies where 0.06 were.
+_BESIDE_COMPUTE = 1.3
 # What an update on the device reads and writes of a parameter: master and moments in and out, gradient in.
 _UPDATE_NBYTES = 26
 # ... and to make a 16-bit param of its master.

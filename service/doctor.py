@@ -14,6 +14,7 @@ from typing import Any
 from windlass.actors.admission import calibrated, disk_of
 from windlass.planner.hardware import GB, GIB, Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.yaml_files import YamlFileError, load
+from windlass.service.job_specs import Machinery, threads_of
 from windlass.service.machine import Machine
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import HARDWARE_FILE, Settings
@@ -120,7 +121,10 @@ def check_limits(machine: Machine) -> list[Finding]:
 
 def _rates(settings: Settings) -> dict[str, Any]:
     kernels = str(settings.home / "kernels")
+    _, each = threads_of(settings, Machinery.here())
+    threads = str(settings.num_cpu_optimizers * each)
     command = [sys.executable, "-m", "windlass.engine.measure_machine", "--kernel-dir", kernels]
+    command += ["--optimizer-threads", threads]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:

@@ -194,7 +194,7 @@ def measuring_threads(settings: Settings, machinery: Machinery, hardware: Hardwa
 
     None on a GPU, which preparations do not see: there the job's first steps tell.
     """
-    return None if hardware.gpus.count else _threads(settings, machinery)[0]
+    return None if hardware.gpus.count else threads_of(settings, machinery)[0]
 
 
 def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
@@ -233,7 +233,7 @@ def build_job_spec(
     folder = job_dir(settings, job.id)
     prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
     hyper = _hyperparameters(job.hyperparameters)
-    compute_threads, optimizer_threads = _threads(settings, machinery)
+    compute_threads, optimizer_threads = threads_of(settings, machinery)
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
@@ -288,8 +288,8 @@ def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
     return Hyperparameters(**{**stored, **words})
 
 
-def _threads(settings: Settings, machinery: Machinery) -> tuple[int, int]:
-    """Of the GPU worker and of each optimizer."""
+def threads_of(settings: Settings, machinery: Machinery) -> tuple[int, int]:
+    """Of a job's GPU worker and of each of its optimizers."""
     num_optimizers = settings.num_cpu_optimizers
     compute, each = machinery.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
     if settings.optimizer_threads is None:  # no more than the cores that the least of them has on its NUMA node
