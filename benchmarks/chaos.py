@@ -1,4 +1,4 @@
-"""Jobs that end right whatever dies in between: `python -m benchmarks.chaos [--runs 40] [--seed 1] [--database sqlite]`
+"""Jobs that end right whatever dies in between: `python -m benchmarks.chaos [--runs 40] [--seed 1] [--continue FILE]`
 
 The service as a person has it, with real processes: a job is submitted, and at random moments of the seed's choice one
 to three things are done to the installation: SIGKILL of the service, the API, the dispatcher, the runner, a worker, an
@@ -6,65 +6,34 @@ SSD server, the raylet, the GCS or of everything at once; the database does not 
 disk is full. Each job must succeed, tell every step exactly once with the very losses of a job that nobody disturbed,
 make the same bytes, and leave nothing behind. A run that does not keeps its home, and the exit code is 1.
 
+Forty runs take an hour or more. With `--continue` each is kept in a file as soon as it is over; who calls it again with
+that file goes on: what ended right is not made again, what did not is, and the report tells of all.
+
 Needs the packages that the tests need; for the full disk root, as that is a file system of its own in a file; for runs
 on PostgreSQL its programs. What is missing is left out, and the report says so.
 """
 
 import argparse
 import contextlib
+import os
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos_plan import DatabaseKind, Injury, Kind, Run, plan_runs
+from benchmarks.chaos_plan import DatabaseKind, Run, plan_runs
 from benchmarks.chaos_record import Record, complaints
+from benchmarks.chaos_results import Done, Result, Results, report_results
 from benchmarks.chaos_stage import NUM_STEPS, NotRightError, Observer, Stage, copy_kernels, own_disk
-from benchmarks.report import Report, ratio
+from benchmarks.report import Report
 from tests.postgresql import PostgresServer, find_programs, postgres_server
 
 _QUICK_RUNS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """An injury as it came."""
-
-    injury: Injury
-    at_s: float  # since the job was submitted
-
-    def __str__(self) -> str:
-        return f"{self.injury} at {self.at_s:.1f} s"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """How a run went."""
-
-    run: Run
-    done: tuple[Done, ...]  # without those for which the job was too fast
-    took_s: float | None
-    lost_s: float | None  # more than the undisturbed job took
-    num_attempts: int | None
-    complaints: tuple[str, ...]
-
-    @property
-    def is_right(self) -> bool:
-        """Nothing to complain of."""
-        return not self.complaints
-
-    def __str__(self) -> str:
-        what = "; ".join(map(str, self.done)) or "nothing came in time"
-        if self.took_s is None or self.complaints:
-            return f"{what}: NOT RIGHT: {'; '.join(self.complaints)}"
-        return f"{what}: right after {self.took_s:.1f} s, {self.num_attempts} attempts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +87,7 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
         took_s=took_s,
         lost_s=None if took_s is None else took_s - undisturbed.took_s,
         num_attempts=num_attempts,
+        load=os.getloadavg()[0],
         complaints=(*found, *observer.faults),
     )
 
@@ -221,6 +191,9 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
         "not covered": "; ".join(left_out),
     }
     report = Report("Jobs under injuries", scratch, configuration)
+    results = Results(options.file)
+    if results.all:
+        report.add(f"Of earlier calls with seed {options.seed}:", *map(str, results.all), "")
     with contextlib.ExitStack() as resources:
         server = None
         if programs is not None and DatabaseKind.POSTGRESQL in databases:
@@ -230,48 +203,24 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
         run_undisturbed(stages.of(databases[0]))  # which also compiles the kernels that all use
         undisturbed = {database: run_undisturbed(stages.of(database)) for database in databases}
         first = undisturbed[databases[0]]
+        facts = {"seed": options.seed, "databases": databases, "full disks": reason is None}
+        results.begin({**facts, "undisturbed job": first.record.digest})
         for database, each in undisturbed.items():
             if found := complaints(each.record, first.record):
                 raise NotRightError(f"the undisturbed job on {database}: {'; '.join(found)}")
             report.add(f"Undisturbed on {database}: {each.took_s:.1f} s.")
-        runs = plan_runs(options.runs, options.seed, databases, first.took_s, disk_can_be_filled=reason is None)
-        results = []
-        for run in runs:
+        for run in plan_runs(options.runs, options.seed, databases, first.took_s, disk_can_be_filled=reason is None):
+            if run.number in results.right:
+                continue
             result = do_run(stages.of(run.database), run, undisturbed[run.database])
-            results.append(result)
-            report.add(f"Run {run.number}/{options.runs}, {run.database}: {result}.")
+            results.add(result)
+            report.add(str(result))
             if not result.is_right:
                 report.add(f"Its home is kept in {stages.keep(run.database, run.number)}.")
         found = stages.end()
     report.add(*found)
-    report_results(report, results)
-    return 0 if all(result.is_right for result in results) and not found else 1
-
-
-def report_results(report: Report, results: Sequence[Result]) -> None:
-    """The table by kinds, and the line of ratios."""
-    came: dict[Kind, list[Result]] = defaultdict(list)
-    for result in results:
-        for each in result.done:
-            came[each.injury.kind].append(result)
-    rows = []
-    for kind in Kind:
-        alone = [each.lost_s for each in came[kind] if len(each.done) == 1 and each.lost_s is not None]
-        right = f"{sum(each.is_right for each in came[kind])}"
-        mean_s = f"{statistics.mean(alone):.1f} ({len(alone)})" if alone else "missing"
-        rows.append((str(kind), str(len(came[kind])), right, mean_s))
-    report.add_table(("injury", "times", "in runs that ended right", "mean time lost where alone, s (runs)"), rows)
-    num_injuries = sum(len(result.done) for result in results)
-    lost_s = sum(result.lost_s for result in results if result.lost_s is not None)
-    report.add("Time lost is what a job took longer than the undisturbed one on the same database.")
-    report.finish(
-        {
-            "ended_right": ratio(float(sum(result.is_right for result in results)), float(len(results))),
-            "runs": len(results),
-            "injuries": num_injuries,
-            "lost_s_per_injury": ratio(lost_s, float(num_injuries)),
-        }
-    )
+    report_results(report, results.all)
+    return 0 if len(results.right) == options.runs and not found else 1
 
 
 def main() -> int:
@@ -282,6 +231,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, help="jobs to hurt (default: 40)")
     parser.add_argument("--seed", type=int, default=1, help="what is hurt, and when (default: 1)")
     parser.add_argument("--database", choices=list(DatabaseKind), help="one kind only (default: both in turn)")
+    parser.add_argument("--continue", type=Path, dest="file", help="what keeps the results, and may have some already")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_RUNS} runs")
     parser.add_argument("--directory", type=Path, default=Path(), help="where homes are made (default: here)")
     options = parser.parse_args()

@@ -1,9 +1,10 @@
 """Which part of an installation is hurt in which run of `benchmarks.chaos`, when, and for how long: by a seed alone."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 
 class Kind(StrEnum):
@@ -35,8 +36,10 @@ class DatabaseKind(StrEnum):
 PROCESSES_OF_JOB = (Kind.RUNNER, Kind.GPU_WORKER, Kind.OPTIMIZER, Kind.SSD_0, Kind.SSD_1)
 RAY = (Kind.RAYLET, Kind.GCS)
 
-# How many injuries a run has.
-_NUM_INJURIES = (1, 1, 1, 2, 2, 3)
+_Card = TypeVar("_Card")
+
+# How many injuries runs have: so that forty of them on both databases bring each kind three times to each.
+_NUM_INJURIES = (1, 2, 2, 3, 3)
 # Seconds: how long a disk stays full and a database away, now and then longer than anybody waits for it; how long
 # nobody starts the service again.
 _SHORT_S, _LONG_S, _SHARE_OF_LONG = (2.0, 20.0), (40.0, 60.0), 0.2
@@ -69,31 +72,38 @@ def plan_runs(
 ) -> list[Run]:
     """The runs of a seed, on the databases in turn; every kind comes as often as any other that is possible there.
 
-    `job_s`: how long a job takes that is left alone, from its submission to its end.
+    `job_s`: how long a job takes that is left alone, from its submission to its end. Only the moments depend on it, and
+    those of a longer plan begin as those of a shorter one.
     """
     generator = random.Random(seed)
-    decks: dict[DatabaseKind, list[Kind]] = {database: [] for database in databases}
+    kinds = {each: _dealt(generator, _possible(each, disk_can_be_filled)) for each in databases}
+    numbers = {each: _dealt(generator, _NUM_INJURIES) for each in databases}
     runs = []
     for number in range(1, num_runs + 1):
         database = databases[(number - 1) % len(databases)]
-        injuries = []
-        for i in range(generator.choice(_NUM_INJURIES)):
-            decks[database] = decks[database] or _shuffled(generator, database, disk_can_be_filled)
-            kind = decks[database].pop()
-            # At any moment of the job; later ones while it recovers, or after that.
-            after_s = generator.uniform(0.0, job_s if i == 0 else job_s / 2)
-            injuries.append(Injury(kind=kind, after_s=after_s, lasts_s=_lasts_s(generator, kind)))
+        # Moments of a job that goes on as if nothing had happened: each comes before the end of one that loses time.
+        moments_s = sorted(generator.uniform(0.0, job_s) for _ in range(next(numbers[database])))
+        injuries, before_s = [], 0.0
+        for at_s in moments_s:
+            kind = next(kinds[database])
+            injuries.append(Injury(kind=kind, after_s=at_s - before_s, lasts_s=_lasts_s(generator, kind)))
+            before_s = at_s
         runs.append(Run(number=number, database=database, injuries=tuple(injuries)))
     return runs
 
 
-def _shuffled(generator: random.Random, database: DatabaseKind, disk_can_be_filled: bool) -> list[Kind]:
+def _dealt(generator: random.Random, cards: Sequence[_Card]) -> Iterator[_Card]:
+    """In a random order; each comes again when all others have come."""
+    while True:
+        yield from generator.sample(cards, len(cards))
+
+
+def _possible(database: DatabaseKind, disk_can_be_filled: bool) -> list[Kind]:
     kinds = list(Kind)
     if database is DatabaseKind.SQLITE:
         kinds.remove(Kind.DATABASE_RESTARTED)
     if not disk_can_be_filled:
         kinds.remove(Kind.FULL_DISK)
-    generator.shuffle(kinds)
     return kinds
 
 

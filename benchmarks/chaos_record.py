@@ -18,6 +18,8 @@ from windlass.storage.sql.models import Job, JobEvent
 from windlass.storage.sql.statuses import JobStatus
 
 _MOST_EVENTS, _MOST_FILES = 100_000, 10_000
+# Of every job of a kind, whatever happened to it.
+_SAME = ("train_losses", "valid_losses", "result_file", "checkpoints", "models")
 # In the name of a model: the job's own part.
 _JOB = "JOB"
 
@@ -33,6 +35,11 @@ class Record:
     models: tuple[tuple[str, str], ...]  # each file of weights, and the digest of its bytes
     job: Job
     faults: tuple[str, ...]  # what is wrong by itself
+
+    @property
+    def digest(self) -> str:
+        """The same for jobs that told and made the same."""
+        return hashlib.sha256(repr([getattr(self, name) for name in _SAME]).encode()).hexdigest()
 
     @property
     def num_attempts(self) -> int:
@@ -79,7 +86,7 @@ def complaints(record: Record, undisturbed: Record) -> list[str]:
     steps = [step for step, _ in record.train_losses]
     if steps != sorted(steps):
         found.append(f"the steps were not told in their order: {steps}")
-    for name in ("train_losses", "valid_losses", "result_file", "checkpoints", "models"):
+    for name in _SAME:
         if getattr(record, name) != getattr(undisturbed, name):
             found.append(f"{name} are not those of the undisturbed job{_first_difference(record, undisturbed, name)}")
     return found

@@ -69,6 +69,7 @@ class Stage:
         write_examples(folder / "train.jsonl", NUM_STEPS * int(str(_JOB["batch_size"])))
         write_examples(folder / "valid.jsonl", 4)
         self.database = Database(self.settings.database_url)
+        self._client = httpx.Client(base_url=self.installation.url, timeout=90.0)
 
     # --- use --------------------------------------------------------------------------------------------------------
 
@@ -132,6 +133,7 @@ class Stage:
         self.stop_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.installation.end()
+        self._client.close()
         self.database.close()
 
     # --- hurt -------------------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ class Stage:
 
     def is_over(self, job_id: str) -> bool:
         """As far as the API says so now."""
-        return _status(self.installation.url, job_id)[0] in _TERMINAL
+        return _status(self._client, job_id)[0] in _TERMINAL
 
     def _job_dir(self, job_id: str) -> Path:
         return self.settings.jobs_dir / job_id
@@ -263,13 +265,14 @@ class Observer(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._ended.wait(0.1):
-            status, fault = _status(self._url, self._job_id)
-            if fault is not None and fault not in self.faults:
-                self.faults.append(fault)
-            if status in _TERMINAL:
-                self.took_s = time.monotonic() - self.began_s
-                return
+        with httpx.Client(base_url=self._url, timeout=90.0) as client:  # one for each question takes more than it asks
+            while not self._ended.wait(0.1):
+                status, fault = _status(client, self._job_id)
+                if fault is not None and fault not in self.faults:
+                    self.faults.append(fault)
+                if status in _TERMINAL:
+                    self.took_s = time.monotonic() - self.began_s
+                    return
 
     def wait(self) -> float:
         """Seconds from the submission to the end; NotRightError where it does not come."""
@@ -280,10 +283,10 @@ class Observer(threading.Thread):
         return self.took_s
 
 
-def _status(url: str, job_id: str) -> tuple[str | None, str | None]:
+def _status(client: httpx.Client, job_id: str) -> tuple[str | None, str | None]:
     """The job's status, if the API tells it now; and what is wrong with the answer."""
     try:
-        answer = httpx.get(f"{url}/v1/fine_tuning/jobs/{job_id}", timeout=90.0)
+        answer = client.get(f"/v1/fine_tuning/jobs/{job_id}")
     except httpx.TransportError:
         return None, None
     if answer.is_success:

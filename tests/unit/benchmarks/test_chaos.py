@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_plan import DatabaseKind, Kind, plan_runs
+from benchmarks.chaos_plan import DatabaseKind, Injury, Kind, Run, plan_runs
 from benchmarks.chaos_record import Record, complaints, read_record
+from benchmarks.chaos_results import Done, Result, Results
 from tests.unit.service.dispatcher_stage import Stage
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.events import EventRepository
@@ -35,15 +36,78 @@ def test_every_kind_of_injury_comes_and_each_as_often_as_another() -> None:
         assert max(times.values()) - min(times.values()) <= 1
 
 
+def test_forty_runs_bring_each_kind_three_times_to_each_database() -> None:
+    times = Counter(
+        (run.database, injury.kind)
+        for run in plan_runs(40, 1, BOTH, 30.0, disk_can_be_filled=True)
+        for injury in run.injuries
+    )
+    assert len(times) == 2 * len(Kind) - 1
+    assert min(times.values()) >= 3
+
+
+def test_a_longer_plan_begins_as_a_shorter_one_and_a_longer_job_is_hurt_alike_at_later_moments() -> None:
+    short, longer = (plan_runs(num, 1, BOTH, 30.0, disk_can_be_filled=True) for num in (10, 40))
+    assert longer[:10] == short
+    slow = plan_runs(10, 1, BOTH, 60.0, disk_can_be_filled=True)
+    for run, slow_run in zip(short, slow, strict=True):
+        for injury, later in zip(run.injuries, slow_run.injuries, strict=True):
+            assert (later.kind, later.lasts_s) == (injury.kind, injury.lasts_s)
+            assert later.after_s == pytest.approx(2 * injury.after_s)
+
+
 def test_a_disk_that_cannot_be_filled_is_not() -> None:
     runs = plan_runs(40, 1, BOTH, 30.0, disk_can_be_filled=False)
     assert Kind.FULL_DISK not in {injury.kind for run in runs for injury in run.injuries}
 
 
-def test_the_first_injury_comes_while_the_job_is_under_way() -> None:
+def test_all_injuries_come_while_the_job_is_under_way() -> None:
     for run in plan_runs(40, 1, BOTH, 30.0, disk_can_be_filled=True):
-        assert 0 <= run.injuries[0].after_s <= 30.0
         assert 1 <= len(run.injuries) <= 3
+        assert all(injury.after_s >= 0 for injury in run.injuries)
+        assert sum(injury.after_s for injury in run.injuries) <= 30.0
+
+
+def _result(number: int, *complaints: str) -> Result:
+    injury = Injury(kind=Kind.FULL_DISK, after_s=1 / 7, lasts_s=2.5)
+    return Result(
+        run=Run(number=number, database=DatabaseKind.POSTGRESQL, injuries=(injury,)),
+        done=(Done(injury=injury, at_s=1 / 3),),
+        took_s=20.5,
+        lost_s=0.5,
+        num_attempts=2,
+        load=1.5,
+        complaints=complaints,
+    )
+
+
+def test_results_are_kept_and_what_did_not_end_right_is_to_be_made_again(tmp_path: Path) -> None:
+    path, first, wrong, again = (
+        tmp_path / "results.jsonl",
+        _result(1),
+        _result(2, "step 3 was told 2 times"),
+        _result(2),
+    )
+    results = Results(path)
+    results.begin({"seed": 1})
+    results.add(first)
+    results.add(wrong)
+    results = Results(path)
+    assert results.all == [first, wrong]
+    assert results.right == {1}
+    results.begin({"seed": 1})
+    results.add(again)
+    assert Results(path).all == [first, wrong, again]
+    assert Results(path).right == {1, 2}
+    with pytest.raises(ValueError, match="has the results of other runs"):
+        Results(path).begin({"seed": 2})
+
+
+def test_results_need_no_file() -> None:
+    results = Results(None)
+    results.begin({"seed": 1})
+    results.add(_result(1))
+    assert len(results.all) == 1
 
 
 @pytest.fixture
@@ -103,6 +167,11 @@ def test_a_job_that_ended_right_has_nothing_to_complain_of(record: Record, job_i
 def test_whatever_differs_is_complained_of(record: Record, change: dict[str, object], complaint: str) -> None:
     found = complaints(dataclasses.replace(record, **change), record)  # type: ignore[arg-type]
     assert any(each.startswith(complaint) for each in found), found
+
+
+def test_jobs_that_made_the_same_have_the_same_digest_whatever_happened_to_them(record: Record) -> None:
+    assert dataclasses.replace(record, faults=("something",), job=Job()).digest == record.digest
+    assert dataclasses.replace(record, train_losses=((1, 1.0), (2, 0.5000001))).digest != record.digest
 
 
 def test_a_job_that_did_not_succeed_is_complained_of(record: Record) -> None:
