@@ -53,6 +53,7 @@ class Injury:
     kind: Kind
     after_s: float  # since the job was submitted, or the injury before was over
     lasts_s: float  # 0: what is killed is not held down
+    later_s: float = 0.0  # for a process of the job that had to be waited for: since it was there
 
     def __str__(self) -> str:
         return f"{self.kind} for {self.lasts_s:.0f} s" if self.lasts_s else str(self.kind)
@@ -86,7 +87,9 @@ def plan_runs(
         injuries, before_s = [], 0.0
         for at_s in moments_s:
             kind = next(kinds[database])
-            injuries.append(Injury(kind=kind, after_s=at_s - before_s, lasts_s=_lasts_s(generator, kind)))
+            later_s = generator.uniform(0.0, job_s / 2) if kind in PROCESSES_OF_JOB else 0.0
+            lasts_s = _lasts_s(generator, kind)
+            injuries.append(Injury(kind=kind, after_s=at_s - before_s, lasts_s=lasts_s, later_s=later_s))
             before_s = at_s
         runs.append(Run(number=number, database=database, injuries=tuple(injuries)))
     return runs

@@ -165,7 +165,7 @@ class Stage:
                 return self._kill_part_of_ray(kind)
             case kind:
                 assert kind in PROCESSES_OF_JOB
-                return self._kill_process_of_job(kind, job_id)
+                return self._kill_process_of_job(kind, job_id, injury.later_s)
         return True
 
     def _kill_child(self, role: str) -> bool:
@@ -192,18 +192,26 @@ class Stage:
             time.sleep(0.1)
         raise NotRightError(f"there was no {name} for {_UP_DEADLINE_S:g} s")
 
-    def _kill_process_of_job(self, name: str, job_id: str) -> bool:
-        """As soon as there is one."""
+    def _kill_process_of_job(self, name: str, job_id: str, later_s: float) -> bool:
+        """At once, or `later_s` after there is one, so that not all of them die while they start."""
+        had_to_wait = False
         while not self.is_over(job_id):
-            attempts = [int(path.stem.partition("-")[2]) for path in self._job_dir(job_id).glob("attempt-*.lock")]
-            if attempts:
-                found = dict(processes_of(self._job_dir(job_id), max(attempts), self.settings.ssd_dirs))
-                if name in found:
-                    with contextlib.suppress(psutil.Error):
-                        found[name].kill()
-                        return True
-            time.sleep(0.2)
+            found = self._processes_of_job(job_id)
+            if name in found and had_to_wait:
+                had_to_wait = False
+                time.sleep(later_s)
+            elif name in found:
+                with contextlib.suppress(psutil.Error):
+                    found[name].kill()
+                    return True
+            else:
+                had_to_wait = True
+                time.sleep(0.2)
         return False
+
+    def _processes_of_job(self, job_id: str) -> dict[str, psutil.Process]:
+        attempts = [int(path.stem.partition("-")[2]) for path in self._job_dir(job_id).glob("attempt-*.lock")]
+        return dict(processes_of(self._job_dir(job_id), max(attempts), self.settings.ssd_dirs)) if attempts else {}
 
     def _withhold_database(self, lasts_s: float) -> None:
         if self.server is not None:
