@@ -67,9 +67,9 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
     done, found, took_s, num_attempts = list[Done](), list[str](), None, None
     try:
         for injury in run.injuries:
-            observer.join(injury.after_s)
+            observer.wait_for_moment(injury, undisturbed.took_s)
             at_s = time.monotonic() - observer.began_s
-            if observer.took_s is None and stage.hurt(injury, job_id):
+            if observer.took_s is None and stage.hurt(injury, job_id, undisturbed.took_s):
                 done.append(Done(injury=injury, at_s=at_s))
         took_s = observer.wait()
         record = stage.record(job_id)
@@ -100,7 +100,7 @@ class Stages:
         self._server = server
         self._fills_disks = fills_disks
         self._open: dict[DatabaseKind, tuple[Stage, contextlib.ExitStack]] = {}
-        self._first: Stage | None = None
+        self._kernels: Path | None = None  # a home that has them
         self._number = 0
 
     def of(self, database: DatabaseKind) -> Stage:
@@ -109,9 +109,10 @@ class Stages:
             resources = contextlib.ExitStack()
             stage = resources.enter_context(self._made(database))
             self._open[database] = (stage, resources)
-            if self._first is not None:
-                copy_kernels(self._first, stage)
-            self._first = self._first or stage
+            home = stage.installation.home
+            if self._kernels is not None:
+                copy_kernels(self._kernels, home)
+            self._kernels = home
             stage.up()
         return self._open[database][0]
 
@@ -121,8 +122,7 @@ class Stages:
         kept = Path(tempfile.mkdtemp(prefix=f"windlass-chaos-run-{number}-", dir=self._scratch.parent))
         stage.stop_all()
         shutil.copytree(stage.installation.home, kept / "home", symlinks=True, ignore_dangling_symlinks=True)
-        if self._first is stage:
-            self._first = None
+        self._kernels = kept / "home"
         resources.close()
         return kept
 
@@ -174,10 +174,10 @@ def reason_not_to_fill_disks(scratch: Path) -> str | None:
 
 def run_all(options: argparse.Namespace, scratch: Path) -> int:
     """Everything, and its report; the exit code."""
-    databases = [DatabaseKind(options.database)] if options.database else list(DatabaseKind)
+    databases = list(DatabaseKind)
     left_out = ["the machine's clock and its power: tests set clocks, and cut off writes to the SSDs"]
     programs = find_programs()
-    if programs is None and DatabaseKind.POSTGRESQL in databases:
+    if programs is None:
         databases.remove(DatabaseKind.POSTGRESQL)
         left_out.append("PostgreSQL, which is not installed")
     if (reason := reason_not_to_fill_disks(scratch)) is not None:
@@ -192,32 +192,34 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
     }
     report = Report("Jobs under injuries", scratch, configuration)
     results = Results(options.file)
-    if results.all:
-        report.add(f"Of earlier calls with seed {options.seed}:", *map(str, results.all), "")
-    with contextlib.ExitStack() as resources:
-        server = None
-        if programs is not None and DatabaseKind.POSTGRESQL in databases:
-            server = resources.enter_context(postgres_server(programs))
-        stages = Stages(scratch, server, fills_disks=reason is None)
-        resources.callback(stages.close)
-        run_undisturbed(stages.of(databases[0]))  # which also compiles the kernels that all use
-        undisturbed = {database: run_undisturbed(stages.of(database)) for database in databases}
-        first = undisturbed[databases[0]]
-        facts = {"seed": options.seed, "databases": databases, "full disks": reason is None}
-        results.begin({**facts, "undisturbed job": first.record.digest})
-        for database, each in undisturbed.items():
-            if found := complaints(each.record, first.record):
-                raise NotRightError(f"the undisturbed job on {database}: {'; '.join(found)}")
-            report.add(f"Undisturbed on {database}: {each.took_s:.1f} s.")
-        for run in plan_runs(options.runs, options.seed, databases, first.took_s, disk_can_be_filled=reason is None):
-            if run.number in results.right:
-                continue
-            result = do_run(stages.of(run.database), run, undisturbed[run.database])
-            results.add(result)
-            report.add(str(result))
-            if not result.is_right:
-                report.add(f"Its home is kept in {stages.keep(run.database, run.number)}.")
-        found = stages.end()
+    report.add(*map(str, results.said))
+    runs = plan_runs(options.runs, options.seed, databases, num_steps=NUM_STEPS, disk_can_be_filled=reason is None)
+    todo = [run for run in runs if run.number not in results.right and options.database in (None, run.database)]
+    found = []
+    if todo:
+        with contextlib.ExitStack() as resources:
+            needed = sorted({run.database for run in todo})
+            server = None
+            if programs is not None and DatabaseKind.POSTGRESQL in needed:
+                server = resources.enter_context(postgres_server(programs))
+            stages = Stages(scratch, server, fills_disks=reason is None)
+            resources.callback(stages.close)
+            run_undisturbed(stages.of(needed[0]))  # which also compiles the kernels that all use
+            undisturbed = {database: run_undisturbed(stages.of(database)) for database in needed}
+            first = undisturbed[needed[0]]
+            for database, each in undisturbed.items():
+                if differences := complaints(each.record, first.record):
+                    raise NotRightError(f"the undisturbed job on {database}: {'; '.join(differences)}")
+            facts = {"seed": options.seed, "full disks": reason is None, "undisturbed job": first.record.digest}
+            results.begin(facts, {database: each.took_s for database, each in undisturbed.items()})
+            report.add(results.said[-1])
+            for run in todo:
+                result = do_run(stages.of(run.database), run, undisturbed[run.database])
+                results.add(result)
+                report.add(results.said[-1])
+                if not result.is_right:
+                    report.add(f"Its home is kept in {stages.keep(run.database, run.number)}.")
+            found = stages.end()
     report.add(*found)
     report_results(report, results.all)
     return 0 if len(results.right) == options.runs and not found else 1
@@ -230,7 +232,7 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, help="jobs to hurt (default: 40)")
     parser.add_argument("--seed", type=int, default=1, help="what is hurt, and when (default: 1)")
-    parser.add_argument("--database", choices=list(DatabaseKind), help="one kind only (default: both in turn)")
+    parser.add_argument("--database", choices=list(DatabaseKind), help="only the runs on this kind (default: all)")
     parser.add_argument("--continue", type=Path, dest="file", help="what keeps the results, and may have some already")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_RUNS} runs")
     parser.add_argument("--directory", type=Path, default=Path(), help="where homes are made (default: here)")

@@ -51,9 +51,10 @@ class Injury:
     """One thing that is done to the installation while a job is under way."""
 
     kind: Kind
-    after_s: float  # since the job was submitted, or the injury before was over
+    after: float  # in times of a job left alone: since the job was submitted, or the injury before was over
+    by_step: int  # once the job has told this step it comes at once: the machine may be faster by now
     lasts_s: float  # 0: what is killed is not held down
-    later_s: float = 0.0  # for a process of the job that had to be waited for: since it was there
+    later: float = 0.0  # as `after`, for a process of the job that had to be waited for: since it was there
 
     def __str__(self) -> str:
         return f"{self.kind} for {self.lasts_s:.0f} s" if self.lasts_s else str(self.kind)
@@ -69,12 +70,11 @@ class Run:
 
 
 def plan_runs(
-    num_runs: int, seed: int, databases: Sequence[DatabaseKind], job_s: float, *, disk_can_be_filled: bool
+    num_runs: int, seed: int, databases: Sequence[DatabaseKind], *, num_steps: int, disk_can_be_filled: bool
 ) -> list[Run]:
     """The runs of a seed, on the databases in turn; every kind comes as often as any other that is possible there.
 
-    `job_s`: how long a job takes that is left alone, from its submission to its end. Only the moments depend on it, and
-    those of a longer plan begin as those of a shorter one.
+    The longer plan of a seed begins as its shorter ones do.
     """
     generator = random.Random(seed)
     kinds = {each: _dealt(generator, _possible(each, disk_can_be_filled)) for each in databases}
@@ -83,14 +83,16 @@ def plan_runs(
     for number in range(1, num_runs + 1):
         database = databases[(number - 1) % len(databases)]
         # Moments of a job that goes on as if nothing had happened: each comes before the end of one that loses time.
-        moments_s = sorted(generator.uniform(0.0, job_s) for _ in range(next(numbers[database])))
-        injuries, before_s = [], 0.0
-        for at_s in moments_s:
+        num_injuries = next(numbers[database])
+        moments = sorted(generator.random() for _ in range(num_injuries))
+        steps = sorted(generator.randint(1, num_steps) for _ in range(num_injuries))
+        injuries, before = [], 0.0
+        for moment, by_step in zip(moments, steps, strict=True):
             kind = next(kinds[database])
-            later_s = generator.uniform(0.0, job_s / 2) if kind in PROCESSES_OF_JOB else 0.0
+            later = generator.uniform(0.0, 0.5) if kind in PROCESSES_OF_JOB else 0.0
             lasts_s = _lasts_s(generator, kind)
-            injuries.append(Injury(kind=kind, after_s=at_s - before_s, lasts_s=lasts_s, later_s=later_s))
-            before_s = at_s
+            injuries.append(Injury(kind=kind, after=moment - before, by_step=by_step, lasts_s=lasts_s, later=later))
+            before = moment
         runs.append(Run(number=number, database=database, injuries=tuple(injuries)))
     return runs
 

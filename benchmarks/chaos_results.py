@@ -80,6 +80,11 @@ class Results:
             self._lines = [json.loads(line) for line in path.read_text().splitlines()]
 
     @property
+    def said(self) -> list[str]:
+        """A line for each call's undisturbed jobs, and for each run."""
+        return [self._say(line) for line in self._lines]
+
+    @property
     def all(self) -> list[Result]:
         """In the order in which they were made: a run that was not right may be there several times."""
         return [Result.from_fields(line["result"]) for line in self._lines if "result" in line]
@@ -89,16 +94,26 @@ class Results:
         """The numbers of the runs that need not be made again."""
         return {each.run.number for each in self.all if each.is_right}
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        """What all results of the file must have in common; ValueError where those that are there had other facts."""
+    def begin(self, facts: Mapping[str, Any], undisturbed_s: Mapping[DatabaseKind, float]) -> None:
+        """Before a call's first run: what all results of a file must have in common, and how long jobs take left alone.
+
+        ValueError where earlier calls had other facts.
+        """
         for line in self._lines:
             if (before := line.get("facts")) is not None and before != dict(facts):
                 raise ValueError(f"{self._path} has the results of other runs: {before} instead of {dict(facts)}")
-        self._keep({"facts": dict(facts)})
+        self._keep({"facts": dict(facts), "undisturbed_s": dict(undisturbed_s)})
 
     def add(self, result: Result) -> None:
         """Keep one."""
         self._keep({"result": asdict(result)})
+
+    @staticmethod
+    def _say(line: Mapping[str, Any]) -> str:
+        if "result" in line:
+            return str(Result.from_fields(line["result"]))
+        times = (f"{took_s:.1f} s on {database}" for database, took_s in line["undisturbed_s"].items())
+        return f"Undisturbed: {', '.join(times)}."
 
     def _keep(self, line: dict[str, Any]) -> None:
         self._lines.append(line)

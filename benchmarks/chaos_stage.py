@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -138,8 +139,11 @@ class Stage:
 
     # --- hurt -------------------------------------------------------------------------------------------------------
 
-    def hurt(self, injury: Injury, job_id: str) -> bool:
-        """Do it, and undo what does not heal by itself. False if the job was over before it could be done."""
+    def hurt(self, injury: Injury, job_id: str, job_s: float) -> bool:
+        """Do it, and undo what does not heal by itself. False if the job was over before it could be done.
+
+        `job_s`: how long a job takes that is left alone.
+        """
         match injury.kind:
             case Kind.SERVICE | Kind.EVERYTHING:
                 processes = self.installation.service_processes()
@@ -165,7 +169,7 @@ class Stage:
                 return self._kill_part_of_ray(kind)
             case kind:
                 assert kind in PROCESSES_OF_JOB
-                return self._kill_process_of_job(kind, job_id, injury.later_s)
+                return self._kill_process_of_job(kind, job_id, injury.later * job_s)
         return True
 
     def _kill_child(self, role: str) -> bool:
@@ -247,7 +251,7 @@ class Stage:
 
     def is_over(self, job_id: str) -> bool:
         """As far as the API says so now."""
-        return _status(self._client, job_id)[0] in _TERMINAL
+        return _ask(self._client, job_id)[0].get("status") in _TERMINAL
 
     def _job_dir(self, job_id: str) -> Path:
         return self.settings.jobs_dir / job_id
@@ -268,6 +272,7 @@ class Observer(threading.Thread):
         super().__init__(name="observer", daemon=True)
         self.began_s = time.monotonic()
         self.took_s: float | None = None  # until the job was over
+        self.step = 0  # that the job has told
         self.faults: list[str] = []
         self._url, self._job_id = url, job_id
         self._ended = threading.Event()
@@ -275,12 +280,19 @@ class Observer(threading.Thread):
     def run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=90.0) as client:  # one for each question takes more than it asks
             while not self._ended.wait(0.1):
-                status, fault = _status(client, self._job_id)
+                job, fault = _ask(client, self._job_id)
                 if fault is not None and fault not in self.faults:
                     self.faults.append(fault)
-                if status in _TERMINAL:
+                self.step = max(self.step, job.get("windlass", {}).get("step", 0))
+                if job.get("status") in _TERMINAL:
                     self.took_s = time.monotonic() - self.began_s
                     return
+
+    def wait_for_moment(self, injury: Injury, job_s: float) -> None:
+        """Returns when an injury is to come, or the job is over. `job_s`: how long one takes that is left alone."""
+        until_s = time.monotonic() + injury.after * job_s
+        while self.is_alive() and time.monotonic() < until_s and self.step < injury.by_step:
+            self.join(0.05)
 
     def wait(self) -> float:
         """Seconds from the submission to the end; NotRightError where it does not come."""
@@ -291,17 +303,17 @@ class Observer(threading.Thread):
         return self.took_s
 
 
-def _status(client: httpx.Client, job_id: str) -> tuple[str | None, str | None]:
-    """The job's status, if the API tells it now; and what is wrong with the answer."""
+def _ask(client: httpx.Client, job_id: str) -> tuple[dict[str, Any], str | None]:
+    """The job, if the API tells of it now; and what is wrong with the answer."""
     try:
         answer = client.get(f"/v1/fine_tuning/jobs/{job_id}")
     except httpx.TransportError:
-        return None, None
+        return {}, None
     if answer.is_success:
-        return str(answer.json()["status"]), None
+        return answer.json(), None
     if answer.status_code == 503 and "Retry-After" in answer.headers and "error" in answer.json():
-        return None, None
-    return None, f"the API answered {answer.status_code}: {answer.text[:200]}"
+        return {}, None
+    return {}, f"the API answered {answer.status_code}: {answer.text[:200]}"
 
 
 @contextlib.contextmanager
@@ -330,8 +342,7 @@ def _run(*command: str) -> None:
         raise OSError(f"{command[0]}: {done.stderr.strip()}")
 
 
-def copy_kernels(source: Stage, target: Stage) -> None:
-    """Compiled once: a home that lacks them takes longer."""
-    kernels = source.settings.home / "kernels"
-    if kernels.is_dir():
-        shutil.copytree(kernels, target.settings.home / "kernels", dirs_exist_ok=True)
+def copy_kernels(source: Path, target: Path) -> None:
+    """From home to home: one that lacks them takes longer."""
+    if (source / "kernels").is_dir():
+        shutil.copytree(source / "kernels", target / "kernels", dirs_exist_ok=True)

@@ -8,9 +8,9 @@ from benchmarks.chaos import Stages, do_run, run_undisturbed
 from benchmarks.chaos_plan import DatabaseKind, Injury, Kind, Run
 
 INJURIES = (
-    Injury(kind=Kind.DISPATCHER, after_s=2.0, lasts_s=0.0),  # while the job is prepared
-    Injury(kind=Kind.SSD_1, after_s=0.0, lasts_s=0.0),
-    Injury(kind=Kind.EVERYTHING, after_s=8.0, lasts_s=1.0),
+    Injury(kind=Kind.DISPATCHER, after=0.1, lasts_s=0.0, by_step=80),  # while the job is prepared
+    Injury(kind=Kind.SSD_1, after=0.0, lasts_s=0.0, by_step=80),
+    Injury(kind=Kind.EVERYTHING, after=0.3, lasts_s=1.0, by_step=60),
 )
 
 
