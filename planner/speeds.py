@@ -10,10 +10,10 @@ _MEMORY_BYTES_PER_FLOP = 1 / 180
 # What a server spends on a byte, over what moving it and its checksum alone take: pieces go through its queues, and
 # others use the memory meanwhile. Measured in three jobs: 0.12 to 0.13 s of a core for each GB, where 0.07 were found.
 _SERVER_OVER_ALONE = 1.75
-# Where the device is the CPU: what copies and updates take beside the compute, over what they take alone, as caches and
-# memory are shared. Measured in a job, in seconds of a core a step: 0.145 for updates where 0.111 were found, 0.08 for
-# copies where 0.06 were.
-_BESIDE_COMPUTE = 1.3
+# Where the device is the CPU: what copies and updates take of the compute's time, over what they take alone: caches and
+# memory are shared, and all cores wait for the one that was taken. Measured in a job (`benchmarks.planner`, little device
+# memory): 0.36 s of a step where 0.17 were found; of these 0.22 were the cores' own time.
+_BESIDE_COMPUTE = 2.1
 # What an update on the device reads and writes of a parameter: master and moments in and out, gradient in.
 _UPDATE_NBYTES = 26
 # ... and to make a 16-bit param of its master.
