@@ -11,8 +11,8 @@ _MEMORY_BYTES_PER_FLOP = 1 / 180
 # others use the memory meanwhile. Measured in three jobs: 0.12 to 0.13 s of a core for each GB, where 0.07 were found.
 _SERVER_OVER_ALONE = 1.75
 # Where the device is the CPU: what copies and updates take of the compute's time, over what they take alone: caches and
-# memory are shared, and all cores wait for the one that was taken. Measured in a job (`benchmarks.planner`, little device
-# memory): 0.36 s of a step where 0.17 were found; of these 0.22 were the cores' own time.
+# memory are shared, and all cores wait for the one that was taken. Measured in a job (of `benchmarks.planner`, with
+# little device memory): 0.36 s of a step where 0.17 were found; of these 0.22 were the cores' own time.
 _BESIDE_COMPUTE = 2.1
 # What an update on the device reads and writes of a parameter: master and moments in and out, gradient in.
 _UPDATE_NBYTES = 26
