@@ -136,7 +136,8 @@ def test_what_the_planner_was_asked_is_asked_again_of_the_new_home(
     (folder / "question.json").write_text(json.dumps({"model_dir": str(settings.models_dir / "tiny"), "batch_size": 4}))
     new = copy_home(settings, tmp_path)
     question = load_question(new, stage.job(job_id))
-    assert question == {"model_dir": str(new.models_dir / "tiny"), "batch_size": 4}
+    # By then others may train beside it.
+    assert question == {"model_dir": str(new.models_dir / "tiny"), "batch_size": 4, "is_alone": False}
 
 
 def test_what_processes_hold_and_what_is_half_done_is_left_out(
