@@ -78,7 +78,7 @@ def test_a_locked_and_a_full_database_are_told_from_a_wrong_statement(sqlite_sta
     with database.write() as session:
         session.execute(text("PRAGMA max_page_count = 1"))  # no more than there is
     filling = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 5000) "
-    filling += "INSERT INTO files SELECT 'file-' || i, 'x', 'x', 1, 1.0, NULL FROM n"
+    filling += "INSERT INTO files SELECT 'file-' || i, 'x', 'x', 1, 1.0, NULL, NULL FROM n"
     assert why_unavailable(error_in(database, filling, writes=True)) == "its disk is full"
     assert why_unavailable(error_in(database, "SELECT nothing FROM nowhere")) is None
     assert why_unavailable(RuntimeError("database is locked")) is None
