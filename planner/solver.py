@@ -139,14 +139,14 @@ def _solutions(
     job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any], missing: list[DoesNotFitError]
 ) -> list[Solution]:
     """With what a resort says. What is `missing` is added there, where nothing fits."""
-    found: list[Solution] = []
     lacking = _programs_without_assignment(job, speeds, limits, resort)
     if lacking is not None:
         missing += (DoesNotFitError(functools.partial(_shortfall, program, speeds)) for program in lacking)
-        return found
+        return []
+    found: list[Solution] = []
     leaving_nbytes = int(min(LEAVING_ACTIVATION_NBYTES, max(0.0, _LEAVING_SHARE * limits.device_nbytes)))
-    least = Depths(states=MIN_STATE_DEPTH, leaving_nbytes=0)
-    for depths in (_depths(job, speeds, leaving_nbytes), _depths(job, speeds, 0), [least]):
+    by_leaving = [_depths(job, speeds, leaving) for leaving in dict.fromkeys((leaving_nbytes, 0))]
+    for depths in (*by_leaving, [Depths(states=MIN_STATE_DEPTH, leaving_nbytes=0)]):
         if found:
             break
         for group_size in group_sizes(job.num_microbatches):

@@ -53,14 +53,13 @@ def main() -> None:
 
 def _webhook_commands() -> typer.Typer:
     webhooks = typer.Typer(help="Who is told how jobs end.", no_args_is_help=True)
-    commands: dict[str, Callable[..., None]] = {
-        "create": cli_webhooks.create,
-        "list": cli_webhooks.list_,
-        "test": cli_webhooks.send_sample,
-        "delete": cli_webhooks.delete,
-    }
-    for name, command in commands.items():
-        webhooks.command(name)(reported(command))
+    _add(
+        webhooks,
+        create=cli_webhooks.create,
+        list=cli_webhooks.list_,
+        test=cli_webhooks.send_sample,
+        delete=cli_webhooks.delete,
+    )
     return webhooks
 
 
@@ -70,14 +69,12 @@ def _key_commands() -> typer.Typer:
     if _KEYS in sys.argv[1:]:
         from windlass.service import cli_keys
 
-        commands: dict[str, Callable[..., None]] = {
-            "create": cli_keys.create,
-            "list": cli_keys.list_,
-            "revoke": cli_keys.revoke,
-            "audit": cli_keys.audit,
-        }
-        for name, command in commands.items():
-            keys.command(name)(reported(command))
+        _add(keys, create=cli_keys.create, list=cli_keys.list_, revoke=cli_keys.revoke, audit=cli_keys.audit)
     else:
         keys.callback()(lambda: None)
     return keys
+
+
+def _add(group: typer.Typer, **commands: Callable[..., None]) -> None:
+    for name, command in commands.items():
+        group.command(name)(reported(command))
