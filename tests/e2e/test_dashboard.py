@@ -1,23 +1,16 @@
 """The page in a real browser, against a real API process; what the dispatcher would write, the tests write."""
 
-import math
-import os
-import random
 import re
-from pathlib import Path
 from typing import Any
 
-import pytest
 from playwright.sync_api import Page, expect
 
-from benchmarks.screenshot import take_screenshot
 from tests.e2e.live_service import LiveService
 from tests.e2e.pages import TIMELINE, OpenPage
 from windlass.service.local_key import open_client
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.statuses import JobStatus
 
-SCREENSHOT_VARIABLE = "WINDLASS_TEST_SCREENSHOT"
 SCRIPT = "<script>window.wasInjected = 1</script><img src=x onerror='window.wasInjected = 1'>"
 
 
@@ -351,23 +344,3 @@ def test_a_job_that_was_deleted_leaves_the_open_page(service: LiveService, open_
 def test_a_job_that_does_not_exist_is_named(open_page: OpenPage) -> None:
     page = open_page("#/jobs/ftjob-none", expected="404")
     expect(page.locator("#detail-none")).to_have_text("there is no fine-tuning job 'ftjob-none'")
-
-
-@pytest.mark.skipif(SCREENSHOT_VARIABLE not in os.environ, reason=f"{SCREENSHOT_VARIABLE} names no file to write")
-def test_a_picture_for_the_documentation(service: LiveService, open_page: OpenPage) -> None:
-    """Values as on a machine with one GPU; to be replaced by a picture of a real run."""
-    path = Path(os.environ[SCREENSHOT_VARIABLE])
-    running = service.run(360, suffix="support-v2", validation_file="file-valid", metadata={"team": "support"})
-    waiting = service.queue(360, suffix="support-v3")
-    service.wait_because(waiting, "the GPU is held by support-v2")
-    service.tell(running, "message", "Loaded 1,720,574,976 parameters in 38.2 s; training begins")
-    noise = random.Random(7)
-    for step in range(1, 214):
-        loss = 1.25 + 1.3 * math.exp(-step / 55) + noise.gauss(0, 0.045)
-        service.train(running, step, loss, total_steps=360)
-        if step % 40 == 0:
-            service.validate(running, step, 1.34 + 1.22 * math.exp(-step / 60))
-    page = open_page(f"#/jobs/{running}")
-    wait_for_curve(page, list(range(1, 214)), [40, 80, 120, 160, 200])
-    take_screenshot(page, path)
-    assert path.stat().st_size < 200_000

@@ -31,7 +31,8 @@ from windlass.storage.volume import Volume
 
 # Only a hang takes as long.
 DEADLINE_S = 150.0
-NUM_STEPS = 20
+# So many that a job is not over before it is asked to pause or to take another plan.
+NUM_STEPS = 60
 RAY = ("raylet", "gcs_server")
 
 

@@ -2,18 +2,10 @@
 
 import pytest
 
-from tests.integration.resume_stage import ResumeStage, Undisturbed
+from tests.integration.resume_stage import NUM_STEPS, ResumeStage, Undisturbed
 from windlass.service.job_specs import ARENA_DIR
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.statuses import JobStatus
-
-# So many that the job is not over before it is asked to pause.
-NUM_STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def undisturbed(stage: ResumeStage) -> Undisturbed:
-    return stage.train_undisturbed(NUM_STEPS)
 
 
 def pause(stage: ResumeStage, job_id: str) -> None:
@@ -33,7 +25,7 @@ def wait_until_paused(stage: ResumeStage, job_id: str) -> None:
 def test_a_paused_job_holds_nothing_but_its_states_and_goes_on_after_its_step(
     stage: ResumeStage, undisturbed: Undisturbed
 ) -> None:
-    job_id = stage.submit(NUM_STEPS)
+    job_id = stage.submit()
     stage.wait_for_step(job_id, attempt=1, step=5)
     pause(stage, job_id)
     told_before = max(stage.losses(job_id))
@@ -45,11 +37,6 @@ def test_a_paused_job_holds_nothing_but_its_states_and_goes_on_after_its_step(
     stage.wait_for(lambda: list(stage.folder(job_id).glob("attempt-*")) == [], "end of its processes", job_id)
     stage.wait_for(lambda: not any(job_id in path.name for path in ARENA_DIR.iterdir()), "free memory", job_id)
     assert stage.kill(job_id, "all") == []
-
-    # Another one has the device meanwhile.
-    other = stage.submit(NUM_STEPS)
-    stage.finish(other)
-    assert stage.job(job_id).status is JobStatus.PAUSED
 
     resume(stage, job_id)
     stage.finish(job_id)
@@ -64,7 +51,7 @@ def test_a_paused_job_holds_nothing_but_its_states_and_goes_on_after_its_step(
 def test_a_job_that_is_killed_while_it_pauses_is_paused_and_loses_nothing(
     stage: ResumeStage, undisturbed: Undisturbed
 ) -> None:
-    job_id = stage.submit(NUM_STEPS)
+    job_id = stage.submit()
     stage.wait_for_step(job_id, attempt=1, step=5)
     pause(stage, job_id)
     stage.kill(job_id, "all")
@@ -75,8 +62,9 @@ def test_a_job_that_is_killed_while_it_pauses_is_paused_and_loses_nothing(
     assert Undisturbed(stage.losses(job_id), stage.model(job_id)) == undisturbed
 
 
+@pytest.mark.long
 def test_a_paused_job_that_is_cancelled_leaves_nothing(stage: ResumeStage) -> None:
-    job_id = stage.submit(NUM_STEPS)
+    job_id = stage.submit()
     stage.wait_for_step(job_id, attempt=1, step=2)
     pause(stage, job_id)
     wait_until_paused(stage, job_id)
@@ -89,9 +77,9 @@ def test_a_paused_job_that_is_cancelled_leaves_nothing(stage: ResumeStage) -> No
 def test_a_job_is_paused_for_one_of_higher_priority_and_loses_nothing(
     stage: ResumeStage, undisturbed: Undisturbed
 ) -> None:
-    low = stage.submit(NUM_STEPS, priority=1)
+    low = stage.submit(priority=1)
     stage.wait_for_step(low, attempt=1, step=2)
-    high = stage.submit(NUM_STEPS)
+    high = stage.submit()
     stage.wait_for(lambda: stage.job(high).status is JobStatus.RUNNING, "turn of the other", low)
     assert stage.job(low).status is JobStatus.QUEUED
     assert not any(low in path.name for path in ARENA_DIR.iterdir())

@@ -4,15 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.resume_stage import ResumeStage, Undisturbed
+from tests.integration.resume_stage import NUM_STEPS, ResumeStage, Undisturbed
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.placement_json import to_json
 from windlass.planner.plan import Placement
 from windlass.service.job_plans import keep_plan
 from windlass.storage.sql.jobs import JobRepository
 
-# So many that the job is not over before it is asked to end its attempt.
-NUM_STEPS = 60
 OTHER = Placement(
     host_blocks=(0, 2),
     device_blocks=(3,),
@@ -21,11 +19,6 @@ OTHER = Placement(
     host_activation_nbytes=40 << 20,
     ssd_activation_nbytes=40 << 20,
 )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(stage: ResumeStage) -> Undisturbed:
-    return stage.train_undisturbed(NUM_STEPS)
 
 
 def change_plan(stage: ResumeStage, job_id: str) -> None:
@@ -40,7 +33,7 @@ def change_plan(stage: ResumeStage, job_id: str) -> None:
 
 @pytest.mark.long
 def test_a_job_goes_on_with_another_plan_and_trains_no_step_twice(stage: ResumeStage, undisturbed: Undisturbed) -> None:
-    job_id = stage.submit(NUM_STEPS)
+    job_id = stage.submit()
     stage.wait_for_step(job_id, attempt=1, step=5)
     change_plan(stage, job_id)
     stage.finish(job_id)
@@ -62,7 +55,7 @@ def test_a_job_goes_on_with_another_plan_and_trains_no_step_twice(stage: ResumeS
 def test_whatever_is_killed_meanwhile_nothing_is_lost(
     stage: ResumeStage, undisturbed: Undisturbed, moment: str
 ) -> None:
-    job_id = stage.submit(NUM_STEPS)
+    job_id = stage.submit()
     stage.wait_for_step(job_id, attempt=1, step=5)
     change_plan(stage, job_id)
     if moment == "as the next one starts":

@@ -113,11 +113,13 @@ def test_a_simulated_step_is_hardly_longer_than_the_bound_it_was_chosen_by(
 
 
 def test_layers_are_told_in_runs_that_do_the_same() -> None:
-    report = answer(question(machine(gpus=6)))
+    config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
+    report = answer(question(machine(gpus=2), config=config))
     assert report.choices is not None
     numbers = [each["layers"].split("-") for each in report.choices["activations"]]
     covered = [n for first_last in numbers for n in range(int(first_last[0]), int(first_last[-1]) + 1)]
-    assert covered == list(range(24))
+    assert covered == list(range(8))
+    assert len(numbers) > 1
 
 
 def test_the_states_number_format_is_what_the_ssds_are_asked_for() -> None:

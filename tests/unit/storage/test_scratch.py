@@ -257,7 +257,7 @@ class _Life:
         TensorStore.delete(volume, JOB)
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
 def test_power_loss_before_every_operation(tmp_path: Path, part: int) -> None:
     """Every unit is owned once or free, and nothing is lost to nobody; the neighbour keeps its states."""
     volume = open_volume(tmp_path)

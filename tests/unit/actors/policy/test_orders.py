@@ -266,6 +266,13 @@ TINY: dict[str, tuple[dict[str, Any], Bad]] = {
 
 
 LONG = {
+    "alone",
+    "active-steps-alone",
+    "fifo-active",
+    "fifo-spilled",
+    "no-ssds-active",
+    "groups-mixed-every-2-active",
+    "device-every-2-active",
     "host-active",
     "spilled-second-skipped",
     "mixed-active",
@@ -355,7 +362,10 @@ DECIDES: dict[str, Any] = {
     [
         (ORDERS["active"], frozenset()),
         (ORDERS["clipped"], frozenset({(1, 2)})),
-        (ORDERS["kept"] | {"host_blocks": frozenset({0, 2}), "commit_every": 2}, frozenset()),
+        pytest.param(
+            *(ORDERS["kept"] | {"host_blocks": frozenset({0, 2}), "commit_every": 2}, frozenset()),
+            marks=pytest.mark.long,
+        ),
         (ORDERS["active"] | {"host_blocks": frozenset(range(3)), "num_ssds": 0, "commit_every": 2}, frozenset()),
     ],
     ids=["active", "first skipped", "host every 2", "no SSDs"],
