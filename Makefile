@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Else each of the many processes that tests and services start compiles all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test test-long check bench gpu-check clean
 
 install: $(STAMP)

@@ -13,6 +13,8 @@ from windlass.service.reported_error import ReportedError
 
 _TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
 _PAGE = 100
+# Another program that listens at the address may never say a word.
+_HEALTH_TIMEOUT_S = 3.0
 
 
 class ServiceUnreachableError(ReportedError):
@@ -48,7 +50,7 @@ class ServiceClient:
     def is_healthy(self) -> bool:
         """Whether the service answers."""
         try:
-            return self._http.get("/healthz").status_code == httpx.codes.OK
+            return self._http.get("/healthz", timeout=_HEALTH_TIMEOUT_S).status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 

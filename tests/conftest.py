@@ -3,6 +3,7 @@
 And what all tests of a run share: kernels, compiled once.
 """
 
+import gc
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,12 @@ def pytest_configure() -> None:
     # One of several processes: each would take all cores for itself.
     if num_processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         torch.set_num_threads(max(1, _num_cores() // int(num_processes)))
+
+
+def pytest_collection_finish() -> None:
+    # All tests and modules, which stay: tests that look for what is left behind need not go through them each time.
+    gc.collect()
+    gc.freeze()
 
 
 class _FolderScheduling(LoadScopeScheduling):

@@ -111,6 +111,7 @@ class Mode:
 CASES = [Case(*each) for each in product(Precision, CLIP_NORMS, (1, 3))]
 
 
+@functools.cache
 def modes_of(case: Case, activations: str | None = None) -> list[Mode]:
     """Every mode in which a case can run, or those with one choice of activations; the first is the plainest."""
     states = [StatePrecision.FP32] + [StatePrecision.SPLIT] * (case.precision is Precision.BF16)

@@ -454,7 +454,7 @@ class TestCuda:
         assert slots.statistics.in_use_nbytes == SLOT_NBYTES
         cuda.may_synchronize.set()
         until_s = time.monotonic() + DEADLINE_S
-        while (slots.statistics.in_use_nbytes or coming() is not None) and time.monotonic() < until_s:
+        while (leaving(), coming(), slots.statistics.in_use_nbytes) != (None, None, 0) and time.monotonic() < until_s:
             time.sleep(0.001)
         gc.collect()
         assert (leaving(), coming(), slots.statistics.in_use_nbytes) == (None, None, 0)
