@@ -52,6 +52,8 @@ NAMESPACE = "windlass"
 DEVICE_RESOURCE = "device"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives each node one
 _START_DEADLINE_S = 120.0
+# Of whatever trains: who asks the service gets an answer, though all cores compute.
+_NICENESS = 5
 # For what may compile kernels first, or wait for another process that does; that has deadlines of its own.
 _SET_UP_DEADLINE_S = 1500.0
 # How long a runner waits for room on the disk to tell how its attempt ended, and between two tries.
@@ -72,7 +74,7 @@ def runner_name(job: JobId, attempt: Attempt) -> str:
 class ActorShell:
     """One worker process: builds its actor there, passes messages on, reports what goes wrong."""
 
-    def __init__(self, name: ActorName, context: JobContext, num_threads: int, yields_cores: bool) -> None:
+    def __init__(self, name: ActorName, context: JobContext, num_threads: int, niceness: int) -> None:
         # Read by OpenMP and MKL when torch is imported, which comes next; Ray's default is one thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         # Threads that wait must not spin: the optimizer, the copies and the I/O run on the same cores.
@@ -82,8 +84,7 @@ class ActorShell:
         # Seconds of computing, meanwhile SSD servers open their files. This thread yields no cores: none computes yet.
         self._importing = threading.Thread(target=import_for, args=(name, context), daemon=True)
         self._importing.start()
-        if yields_cores:
-            os.nice(NICENESS_BESIDE_COMPUTE)
+        os.nice(niceness)
         self.name = name
         self.context = context
         self._mailbox = Mailbox(self._post)
@@ -286,7 +287,7 @@ class Runner:
                 num_cpus=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
                 **options,
-            ).remote(name, context, num_threads, yields_cores=name != GPU_WORKER and not num_gpus)
+            ).remote(name, context, num_threads, niceness=_niceness_of(name, num_gpus))
         return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
 
     def _set_up_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
@@ -325,6 +326,11 @@ def _answers_of(asked: Mapping[ActorName, Any], deadline_s: float = _START_DEADL
                 f"the process of {name} died while it started; the kernel log tells whether memory ran out"
             ) from error
     return answers
+
+
+def _niceness_of(name: ActorName, num_gpus: float) -> int:
+    is_beside_compute = name != GPU_WORKER and not num_gpus
+    return _NICENESS + (NICENESS_BESIDE_COMPUTE if is_beside_compute else 0)
 
 
 _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)

@@ -4,6 +4,7 @@ Without a supervisor, as in containers, the API opens its port itself, and who r
 """
 
 import argparse
+import gc
 import logging
 import os
 import socket
@@ -79,6 +80,9 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
         ssl_keyfile=settings.tls_key,
     )
     opened = listening(settings.host, settings.port) if listener_fd is None else socket.socket(fileno=listener_fd)
+    # What was imported stays; to look through it for garbage again and again would hold requests up by 0.1 s and more.
+    gc.collect()
+    gc.freeze()
     with opened as listener:
         uvicorn.Server(config).run(sockets=[listener])
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import anyio
 from fastapi.concurrency import run_in_threadpool
+from fastapi.sse import format_sse_event
 
+from windlass.service.schemas import StreamedEvent
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.keys import KeyRepository
@@ -15,13 +17,30 @@ _INTERVAL_S = 0.1
 _MOST_ROWS = 500  # of a look, and kept for streams that are a little behind
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An event as streams send it, put into words once for all of them."""
+
+    ordinal: int
+    job_id: str
+    has_status: bool
+    encoded: bytes
+    owner: str | None = None  # the user whose job it is of, where that is known
+
+    @classmethod
+    def of(cls, row: JobEvent, owner: str | None = None) -> "Told":
+        """A row."""
+        encoded = format_sse_event(data_str=StreamedEvent.of(row).model_dump_json(), id=str(row.ordinal))
+        return cls(row.ordinal, row.job_id, "status" in row.data, encoded, owner)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """All events after one ordinal, up to another, each with the user whose job it is of."""
+    """All events after one ordinal, up to another."""
 
     after: int
     newest: int
-    rows: tuple[tuple[JobEvent, str | None], ...]
+    events: tuple[Told, ...]
     keys: tuple[int, int]  # another one: a key or a login was made or ended
 
 
@@ -47,13 +66,13 @@ class EventNews:
             keys, events = KeyRepository(session).revision(), EventRepository(session)
             if before is None:
                 newest = events.last_ordinal()
-                return News(after=newest, newest=newest, rows=(), keys=keys)
-            found = events.with_owners(before.newest, limit=_MOST_ROWS)
-        rows = (*before.rows, *found)
-        dropped, rows = rows[:-_MOST_ROWS], rows[-_MOST_ROWS:]
+                return News(after=newest, newest=newest, events=(), keys=keys)
+            found = [Told.of(*each) for each in events.with_owners(before.newest, limit=_MOST_ROWS)]
+        told = (*before.events, *found)
+        dropped, told = told[:-_MOST_ROWS], told[-_MOST_ROWS:]
         return News(
-            after=dropped[-1][0].ordinal if dropped else before.after,
-            newest=found[-1][0].ordinal if found else before.newest,
-            rows=rows,
+            after=dropped[-1].ordinal if dropped else before.after,
+            newest=found[-1].ordinal if found else before.newest,
+            events=told,
             keys=keys,
         )

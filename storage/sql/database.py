@@ -20,6 +20,8 @@ from windlass.storage.sql.errors import NewerDatabase
 
 SUPPORTED_DATABASES = ("sqlite", "postgresql")
 
+# Of a process. SQLite: one for each thread that answers requests. PostgreSQL shares its own limit (100) out to all.
+_MOST_CONNECTIONS = {"sqlite": 40, "postgresql": 15}
 _BUSY_TIMEOUT_MS = 15_000
 _WRITES = "windlass_writes"
 # Any number will do that no other user of the same PostgreSQL database locks.
@@ -118,7 +120,15 @@ def _open_engine(url: str, *, foreign_keys: bool = True) -> Engine:
     if parsed.drivername == "postgresql":  # SQLAlchemy would take the driver before this one
         parsed = parsed.set(drivername="postgresql+psycopg")
     # Asked whether they live before they are used: PostgreSQL may have been started again meanwhile.
-    engine = create_engine(_noticing_loss(parsed), json_serializer=_to_json, pool_pre_ping=backend != "sqlite")
+    engine = create_engine(
+        _noticing_loss(parsed),
+        json_serializer=_to_json,
+        pool_pre_ping=backend != "sqlite",
+        # Kept open once they were needed: to open one takes longer than most requests.
+        pool_size=_MOST_CONNECTIONS[backend],
+        max_overflow=0,
+        pool_use_lifo=True,
+    )
     if backend == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         if foreign_keys:

@@ -70,7 +70,7 @@ def shell(tmp_path: Path, scheduler: Peer) -> ActorShell:
     spec = make_spec(ssd_dirs=(str(tmp_path / "ssd"),))
     context = make_context(spec, make_layout(2048, 5000), str(tmp_path / "arena"))
     Arena.create(context.arena_path, context.plan.arena_nbytes).close()
-    shell = ActorShell(ActorName("ssd-0"), context, 3, yields_cores=False)
+    shell = ActorShell(ActorName("ssd-0"), context, 3, niceness=0)
     shell.connect({SCHEDULER: scheduler.mailbox.address})
     return shell
 
