@@ -289,16 +289,16 @@ def test_a_user_follows_their_own_events_and_others_cost_no_second_look(
     monkeypatch.setattr(EventRepository, "since", noting)
     caller = Caller(user="bob", role=Role.USER, key_id=world.key_ids["bob"])
     first = _read_batch(context, caller, 0, None)
-    assert {row.job_id for row in first.rows} == {job.id for job in jobs_of(world, "bob")}
+    assert {row.job_id for row in first.events} == {job.id for job in jobs_of(world, "bob")}
     with context.database.write() as session:
         JobRepository(session).create(new_job("file-x", "alice"))
         job_id = JobRepository(session).create(new_job("file-x", "bob")).id
         JobRepository(session).create(new_job("file-x", "alice"))
     second = _read_batch(context, caller, first.newest, None)
-    assert [row.job_id for row in second.rows] == [job_id]
+    assert [row.job_id for row in second.events] == [job_id]
     third = _read_batch(context, caller, second.newest, None)
-    assert (list(third.rows), third.newest) == ([], second.newest)
-    assert asked == [0, first.newest, second.rows[0].ordinal + 1]
+    assert (list(third.events), third.newest) == ([], second.newest)
+    assert asked == [0, first.newest, second.events[0].ordinal + 1]
 
 
 def jobs_of(world: World, who: str) -> Any:
