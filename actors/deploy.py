@@ -51,9 +51,9 @@ NAMESPACE = "windlass"
 # The custom resource that stands for what a rank computes on: a GPU, or the CPU of a machine that has none.
 DEVICE_RESOURCE = "device"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives each node one
-_START_DEADLINE_S = 120.0
-# Of whatever trains: who asks the service gets an answer, though all cores compute.
+# Of whatever trains: it yields the cores to the service.
 _NICENESS = 5
+_START_DEADLINE_S = 120.0
 # For what may compile kernels first, or wait for another process that does; that has deadlines of its own.
 _SET_UP_DEADLINE_S = 1500.0
 # How long a runner waits for room on the disk to tell how its attempt ended, and between two tries.
