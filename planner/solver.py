@@ -91,11 +91,9 @@ _RESOURCES = {
     "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE),
     "optimizer": (Part.OPTIMIZER,),
 }
-# What saves memory and takes time of its own. On the device that may be worth what else is done with the memory;
-# gradients go to the SSDs only where nothing else fits, as no states can rest in memory then.
+# What saves the device's memory and takes time of its own, which may be worth what else is done with the memory.
 _RESORTS: tuple[dict[str, Any], ...] = tuple(
-    {"spills": spills, "num_grad_buffers": num_grad_buffers, "streams": streams}
-    for spills in (False, True)
+    {"num_grad_buffers": num_grad_buffers, "streams": streams}
     for num_grad_buffers in (MAX_GRAD_BUFFERS, 1)
     for streams in (False, True)
 )
@@ -119,12 +117,15 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
     """
     missing: list[DoesNotFitError] = []
     found: list[Solution] = []
-    resorts = iter(_resorts(job))
-    for resort in resorts:
-        found += _solutions(job, speeds, limits, resort, missing)
-        if found:
-            found += _with_resorts(found, limits, resorts)
+    for spills in _spills(job):
+        if found and min(found, key=lambda solution: solution.cost).has_room:
             break
+        resorts = iter(_RESORTS)
+        for resort in resorts:
+            solutions = _solutions(job, speeds, limits, {"spills": spills, **resort}, missing)
+            if solutions:
+                found += (*solutions, *_with_resorts(solutions, limits, resorts))
+                break
     if not found:
         raise DoesNotFitError(
             lambda: min((each.missing for each in missing), key=lambda lacking: sum(lacking.values()))
@@ -171,8 +172,7 @@ def _with_resorts(found: Sequence[Solution], limits: Limits, resorts: Iterable[d
     if best.nbytes[Tier.DEVICE] < (1 - _FREE_SHARE) * limits.device_nbytes:
         return
     for resort in resorts:
-        changes = [name for name, value in resort.items() if getattr(best.costs, name) != value]
-        if "spills" in changes or len(changes) > 1:
+        if sum(getattr(best.costs, name) != value for name, value in resort.items()) > 1:
             continue
         with contextlib.suppress(DoesNotFitError):
             solution = _solve(replace(best.costs, limits=limits, **resort))
@@ -204,7 +204,15 @@ def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
 
 
 def _resorts(job: PlannedJob) -> list[dict[str, Any]]:
-    return [resort for resort in _RESORTS if job.keeps_grads or not resort["spills"]]
+    return [{"spills": spills, **resort} for spills in _spills(job) for resort in _RESORTS]
+
+
+def _spills(job: PlannedJob) -> tuple[bool, ...]:
+    """Whether gradients that are kept may go to the SSDs, what takes no time first.
+
+    Then no states can rest in host memory, but more activations.
+    """
+    return (False, True) if job.keeps_grads else (False,)
 
 
 def _programs_at_the_border(

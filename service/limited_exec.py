@@ -13,6 +13,9 @@ from pathlib import Path
 
 from windlass.service.processes import die_with_parent
 
+# What is prepared or checked yields the cores to the service's answers.
+_NICENESS = 7
+
 
 def main(arguments: list[str]) -> None:
     """Become the command, limited, and dying with the process that started it."""
@@ -25,6 +28,7 @@ def main(arguments: list[str]) -> None:
     die_with_parent(options.parent_pid)
     limit(cpu_s=options.cpu_s, address_space_nbytes=options.address_space_nbytes)
     _limit(resource.RLIMIT_CORE, 0, 0)
+    os.nice(_NICENESS)
     # Where memory runs out, a stranger's program ends before the job that trains.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -6,9 +6,10 @@ and events become visible in the order of their ordinals, so that whoever follow
 
 import json
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ SUPPORTED_DATABASES = ("sqlite", "postgresql")
 
 # Of a process. SQLite: one for each thread that answers requests. PostgreSQL shares its own limit (100) out to all.
 _MOST_CONNECTIONS = {"sqlite": 40, "postgresql": 15}
+# Of a process, where its database is SQLite. The driver lets go of the interpreter's lock for each row, so that threads
+# that read at the same time spend more on waking each other than on what they read: of lists of 20 jobs, in 16 threads,
+# one process answered 110 a second without this limit, 155 with 4, 180 with 2, and 198 with 1. More than one, so that a
+# long look through a table does not hold up everything.
+_MOST_READERS = 2
 _BUSY_TIMEOUT_MS = 15_000
 _WRITES = "windlass_writes"
 # Any number will do that no other user of the same PostgreSQL database locks.
@@ -60,18 +66,38 @@ def why_unavailable(error: BaseException) -> str | None:
     return None
 
 
+class _Turns:
+    """At most so many threads are within it at a time; one that is may enter again, so that none waits for itself."""
+
+    def __init__(self, most: int) -> None:
+        self._free = threading.Semaphore(most)
+        self._own = threading.local()
+
+    def __enter__(self) -> None:
+        depth = getattr(self._own, "depth", 0)
+        if depth == 0:
+            self._free.acquire()
+        self._own.depth = depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._own.depth -= 1
+        if self._own.depth == 0:
+            self._free.release()
+
+
 class Database:
     """Sessions on one database. Each is one transaction, and whoever opens it owns it."""
 
     def __init__(self, url: str) -> None:
         self._engine = _open_engine(url)
+        self._turns = _Turns(_MOST_READERS) if self._engine.dialect.name == "sqlite" else nullcontext()
         # The option reaches the functions below that begin a transaction; both engines share one pool.
         self._writing_engine = self._engine.execution_options(**{_WRITES: True})
 
     @contextmanager
     def read(self) -> Iterator[Session]:
         """A transaction to read in; nothing is kept of what the block may change."""
-        with Session(self._engine, expire_on_commit=False) as session:
+        with self._turns, Session(self._engine, expire_on_commit=False) as session:
             yield session
 
     @contextmanager

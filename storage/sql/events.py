@@ -1,10 +1,11 @@
 """The events of jobs, and the checkpoints and metrics that come with them."""
 
+import functools
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import and_, delete, func, select
+from sqlalchemy import Select, and_, bindparam, delete, func, select
 from sqlalchemy.orm import Session, aliased
 
 from windlass.storage.sql.errors import NotFound
@@ -12,6 +13,17 @@ from windlass.storage.sql.models import Checkpoint, Job, JobEvent, JobMetrics
 from windlass.storage.sql.paging import Page, page_of
 
 _NUM_TO_SEARCH = 10
+
+
+@functools.cache
+def _last_metrics() -> Select[tuple[str, dict[str, Any]]]:
+    """Made once: to put it together takes longer than to execute it."""
+    # The last step of each job is looked up in the index: a job may have hundreds of thousands.
+    other = aliased(JobMetrics)
+    last = select(func.max(other.step)).where(other.job_id == Job.id).correlate(Job).scalar_subquery()
+    query = select(JobMetrics.job_id, JobMetrics.data)
+    query = query.join(Job, and_(Job.id == JobMetrics.job_id, JobMetrics.step == last))
+    return query.where(Job.id.in_(bindparam("job_ids", expanding=True)))
 
 
 class EventRepository:
@@ -105,12 +117,7 @@ class EventRepository:
 
     def last_metrics(self, job_ids: Collection[str]) -> dict[str, dict[str, Any]]:
         """The metrics of the last step of each of these jobs that has any."""
-        # The last step of each job is looked up in the index: a job may have hundreds of thousands.
-        other = aliased(JobMetrics)
-        last = select(func.max(other.step)).where(other.job_id == Job.id).correlate(Job).scalar_subquery()
-        query = select(JobMetrics).join(Job, and_(Job.id == JobMetrics.job_id, JobMetrics.step == last))
-        query = query.where(Job.id.in_(job_ids))
-        return {row.job_id: row.data for row in self._session.scalars(query)}
+        return {row.job_id: row.data for row in self._session.execute(_last_metrics(), {"job_ids": list(job_ids)})}
 
     def last_measured(self, job_id: str) -> dict[str, Any] | None:
         """What a job's runner told last of what the job takes; None if it never did."""

@@ -3,6 +3,7 @@
 import sqlite3
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -107,3 +108,22 @@ def test_writers_that_read_first_wait_for_each_other(database: Database, make_jo
         thread.join()
     with database.read() as session:
         assert JobRepository(session).get(job.id).step == 40
+
+
+def test_two_threads_read_at_a_time_and_one_that_reads_may_read_again(sqlite_url: str) -> None:
+    may_end, reading = threading.Event(), threading.Semaphore(0)
+
+    def read() -> None:
+        with database.read() as session, database.read() as another:
+            assert session.execute(text("SELECT 1")).scalar() == another.execute(text("SELECT 1")).scalar() == 1
+            reading.release()
+            assert may_end.wait(30)
+
+    with closing(Database(sqlite_url)) as database, ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read) for _ in range(3)]
+        assert all(reading.acquire(timeout=30) for _ in range(2))
+        assert not reading.acquire(timeout=0.2)
+        may_end.set()
+        for reader in readers:
+            reader.result(30)
+    assert reading.acquire(timeout=0)
