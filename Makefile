@@ -22,7 +22,7 @@ demo: install
 
 # Side by side, as tests/conftest.py says.
 test: install
-	$(BIN)/python -m pytest --numprocesses=auto
+	nice -n 19 $(BIN)/python -m pytest --numprocesses=auto
 
 test-long: install
 	$(BIN)/python -m pytest -m 'not gpu' --durations=20

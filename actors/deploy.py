@@ -52,7 +52,7 @@ NAMESPACE = "windlass"
 DEVICE_RESOURCE = "device"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives each node one
 # Of whatever trains: it yields the cores to the service.
-_NICENESS = 7
+_NICENESS = 10
 _START_DEADLINE_S = 120.0
 # For what may compile kernels first, or wait for another process that does; that has deadlines of its own.
 _SET_UP_DEADLINE_S = 1500.0

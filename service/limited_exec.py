@@ -14,7 +14,7 @@ from pathlib import Path
 from windlass.service.processes import die_with_parent
 
 # What is prepared or checked yields the cores to the service's answers.
-_NICENESS = 7
+_NICENESS = 10
 
 
 def main(arguments: list[str]) -> None:

@@ -127,3 +127,13 @@ def test_two_threads_read_at_a_time_and_one_that_reads_may_read_again(sqlite_url
         for reader in readers:
             reader.result(30)
     assert reading.acquire(timeout=0)
+
+
+def test_what_is_changed_while_it_is_read_is_not_kept(database: Database, make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    with database.read() as session:
+        jobs = JobRepository(session)
+        jobs.get(job.id).step = 7
+        assert jobs.count_by_status()
+    with database.read() as session:
+        assert JobRepository(session).get(job.id).step == 0
