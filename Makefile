@@ -20,7 +20,8 @@ $(STAMP): pyproject.toml
 demo: install
 	$(BIN)/python -m windlass.service.demo
 
-# Side by side, as tests/conftest.py says.
+# Side by side, as tests/conftest.py says. Jobs yield to whatever else runs, which must not be the tests beside them: all
+# yield as much as a process can.
 test: install
 	nice -n 19 $(BIN)/python -m pytest --numprocesses=auto
 
