@@ -64,8 +64,8 @@ def fill(url: str, *, num_jobs: int, num_events: int, file_id: str) -> Filled:
             _add_steps(connection, "job_events", "seq, level, message, type", f"n, 'info', {message}, 'metrics'", each)
             _add_steps(connection, "job_metrics", "step", "n", _METRICS_STEPS)
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            # As PostgreSQL does by itself; SQLite has no such statistics in a home either.
-            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)" if is_sqlite else "ANALYZE")
+            # As PostgreSQL does by itself, once for what was filled; SQLite has no such statistics in a home either.
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)" if is_sqlite else "VACUUM ANALYZE")
     finally:
         engine.dispose()
     sample = ids[:: max(1, len(ids) // 1000)]

@@ -74,6 +74,8 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
         log_level="warning",
         # Event streams stay open until their reader goes.
         timeout_graceful_shutdown=2,
+        # Longer than clients keep connections: one that closes as a request is sent leaves it unanswered.
+        timeout_keep_alive=75,
         server_header=False,
         proxy_headers=False,  # the app reads them itself, from proxies that the settings trust
         ssl_certfile=settings.tls_certificate,

@@ -116,7 +116,7 @@ async def _stream(context: Context, caller: Caller, ordinal: int, job_id: str | 
         if news.keys != keys or time.monotonic() >= look_at_s or ordinal < news.after:
             # Not at the same moments as the other streams that began when this one did.
             keys, look_at_s = news.keys, time.monotonic() + _LOOK_AGAIN_S * random.uniform(0.5, 1.0)
-            batch = await run_in_threadpool(_read_batch, context, caller, ordinal, job_id)
+            batch = await run_in_threadpool(_read_batch, context, caller, ordinal, job_id, news)
         else:
             batch = _batch_of(news, caller, ordinal, job_id)
         if batch.events:
@@ -144,10 +144,12 @@ def _batch_of(news: News, caller: Caller, ordinal: int, job_id: str | None) -> _
     return _Batch(events, max(ordinal, news.newest), is_last=False)
 
 
-def _read_batch(context: Context, caller: Caller, ordinal: int, job_id: str | None) -> _Batch:
+def _read_batch(context: Context, caller: Caller, ordinal: int, job_id: str | None, news: News) -> _Batch:
     with context.database.read() as session:
         if not caller.is_still_in(session):
             return _Batch((), ordinal, is_last=True)
+        if job_id is None and ordinal >= news.after:
+            return _batch_of(news, caller, ordinal, job_id)
         events = EventRepository(session)
         # The status first: a job that ends in between must not be taken for one that has told all.
         job = None if job_id is None else JobRepository(session).find(job_id)

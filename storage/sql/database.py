@@ -4,6 +4,7 @@ One writer at a time, in SQLite by nature and in PostgreSQL by a lock. A writer 
 and events become visible in the order of their ordinals, so that whoever follows them by ordinal misses none.
 """
 
+import functools
 import json
 import sqlite3
 import threading
@@ -13,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
+from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url
+from sqlalchemy.exc import InterfaceError, InvalidatePoolError, OperationalError, TimeoutError
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from windlass.storage.sql.errors import NewerDatabase
 
@@ -30,6 +32,10 @@ _MOST_CONNECTIONS = {"sqlite": 40, "postgresql": 15}
 _MOST_READERS = 2
 _BUSY_TIMEOUT_MS = 15_000
 _WRITES = "windlass_writes"
+_USED_S = "windlass_used_s"
+# A connection to PostgreSQL that was used a moment ago is used again without being asked whether it lives: that takes
+# as long as most of what is asked of it.
+_SURELY_LIVES_S = 1.0
 # Any number will do that no other user of the same PostgreSQL database locks.
 _WRITER_LOCK = 0x77696E646C617373
 # Of connections to PostgreSQL, where the URL says nothing else: a server that is gone without a word is noticed within
@@ -149,11 +155,9 @@ def _open_engine(url: str, *, foreign_keys: bool = True) -> Engine:
         raise ValueError(f"the database must be one of {', '.join(SUPPORTED_DATABASES)}, got {backend!r}")
     if parsed.drivername == "postgresql":  # SQLAlchemy would take the driver before this one
         parsed = parsed.set(drivername="postgresql+psycopg")
-    # Asked whether they live before they are used: PostgreSQL may have been started again meanwhile.
     engine = create_engine(
         _noticing_loss(parsed),
         json_serializer=_to_json,
-        pool_pre_ping=backend != "sqlite",
         # Kept open once they were needed: to open one takes longer than most requests.
         pool_size=_MOST_CONNECTIONS[backend],
         max_overflow=0,
@@ -166,6 +170,9 @@ def _open_engine(url: str, *, foreign_keys: bool = True) -> Engine:
         event.listen(engine, "begin", _begin_sqlite)
     else:
         event.listen(engine, "begin", _begin_postgresql)
+        event.listen(engine, "connect", _note_use)
+        event.listen(engine, "checkin", _note_use)
+        event.listen(engine, "checkout", functools.partial(_check_unused, engine.dialect))
     return engine
 
 
@@ -219,8 +226,24 @@ def _begin_sqlite(connection: Connection) -> None:
 
 def _begin_postgresql(connection: Connection) -> None:
     if _writes(connection):
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {_BUSY_TIMEOUT_MS}")
-        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITER_LOCK})")
+        lock = f"SELECT pg_advisory_xact_lock({_WRITER_LOCK})"
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {_BUSY_TIMEOUT_MS}; {lock}")  # one way there and back
+
+
+def _note_use(_dbapi_connection: Any, record: ConnectionPoolEntry) -> None:
+    record.info[_USED_S] = time.monotonic()
+
+
+def _check_unused(dialect: Dialect, dbapi_connection: Any, record: ConnectionPoolEntry, _proxy: Any) -> None:
+    """Ask PostgreSQL whether a connection lives that nobody used for a while: it may have been started again since."""
+    if time.monotonic() - record.info[_USED_S] < _SURELY_LIVES_S:
+        return
+    try:
+        dialect.do_ping(dbapi_connection)
+    except dialect.loaded_dbapi.Error as error:
+        if not dialect.is_disconnect(error, dbapi_connection, None):
+            raise
+        raise InvalidatePoolError from error  # all of them are opened anew
 
 
 def _writes(connection: Connection) -> bool:

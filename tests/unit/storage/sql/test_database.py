@@ -10,9 +10,10 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
-from windlass.storage.sql.database import Database, migrate
+from tests.postgresql import PostgresServer
+from windlass.storage.sql.database import Database, migrate, why_unavailable
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Base, Job
@@ -127,6 +128,40 @@ def test_two_threads_read_at_a_time_and_one_that_reads_may_read_again(sqlite_url
         for reader in readers:
             reader.result(30)
     assert reading.acquire(timeout=0)
+
+
+def _end_all_connections(database: Database, others: str) -> None:
+    """As when the server is started again. Three of `database` are open before."""
+    with database.read() as one, database.read() as two, database.read() as three:
+        assert len({each.scalar(text("SELECT pg_backend_pid()")) for each in (one, two, three)}) == 3
+    with closing(Database(others)) as other, other.read() as session:
+        ended = session.scalars(
+            text(
+                "SELECT pg_terminate_backend(pid, 30000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+            )
+        ).all()
+    assert len(ended) >= 3
+    assert all(ended)
+
+
+def test_postgresql_that_was_started_again_is_not_noticed_where_nobody_used_it_meanwhile(
+    postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with postgresql.new_database(migrated=True) as url, closing(Database(url)) as database:
+        monkeypatch.setattr("windlass.storage.sql.database._SURELY_LIVES_S", 0.0)
+        _end_all_connections(database, url)
+        for _ in range(4):
+            with database.read() as session:
+                assert session.scalar(text("SELECT 1")) == 1
+        monkeypatch.setattr("windlass.storage.sql.database._SURELY_LIVES_S", 60.0)
+        _end_all_connections(database, url)
+        with pytest.raises(OperationalError) as raised, database.read() as session:
+            session.scalar(text("SELECT 1"))
+        assert why_unavailable(raised.value) is not None
+        for _ in range(4):  # one failure was enough
+            with database.read() as session:
+                assert session.scalar(text("SELECT 1")) == 1
 
 
 def test_what_is_changed_while_it_is_read_is_not_kept(database: Database, make_job: Callable[..., Job]) -> None:
