@@ -33,6 +33,8 @@ _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z
 _TB_NBYTES = 10**12  # as data sheets count
 _Days = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Tbw = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Up to the last @: a password that is not encoded as it should be may have one itself.
+_PASSWORD = re.compile(r"(?<=://)([^:/@]*:).*(?=@)|([?&]password=)[^&]*", re.DOTALL)
 
 
 class SettingsError(ReportedError, ValueError):
@@ -336,7 +338,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     for key, value in values.items():
         if key not in known:
             raise SettingsError(
-                f"{file}: {key} = {describe_value(value)}: there is no such setting; there are {', '.join(known)}"
+                f"{file}: {key} = {_shown(value)}: there is no such setting; there are {', '.join(known)}"
             )
     return values
 
@@ -352,5 +354,10 @@ def _explain(detail: ErrorDetails, file: Path) -> str:
     key = str(detail["loc"][0])
     from_environment = os.environ.get(_env_name(key))
     if from_environment:
-        return f"environment: {_env_name(key)} = {describe_value(from_environment)}: {message}"
-    return f"{file}: {key} = {describe_value(detail['input'])}: {message}"
+        return f"environment: {_env_name(key)} = {_shown(from_environment)}: {message}"
+    return f"{file}: {key} = {_shown(detail['input'])}: {message}"
+
+
+def _shown(value: object) -> str:
+    """As it goes into messages, and so into logs: without the password of a database's URL."""
+    return describe_value(_PASSWORD.sub(r"\1\2***", value) if isinstance(value, str) else value)

@@ -52,6 +52,12 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ('port = "x"', "port = 'x': Input should be a valid integer"),
         ('host = "box"', "host = 'box': must be an IP address"),
         ('database_url = "mysql://h/d"', "database_url = 'mysql://h/d': must be one of sqlite, postgresql"),
+        ('database_url = "postgres://u:p@ss/w@h:5432/d"', "database_url = 'postgres://u:***@h:5432/d': must be one of"),
+        (
+            'database_url = "pg://h:5432/d?password=x&a=b"',
+            "database_url = 'pg://h:5432/d?password=***&a=b': must be one",
+        ),
+        ('database_ur = "postgresql://u:p@h"', "database_ur = 'postgresql://u:***@h': there is no such setting"),
         ('database_url = "windlass.db"', "database_url = 'windlass.db': Could not parse SQLAlchemy URL"),
         ("max_file_mib = 0", "max_file_mib = 0: Input should be greater than or equal to 1"),
         ("prot = 1", "prot = 1: there is no such setting; there are compute_threads, database_url, "),
