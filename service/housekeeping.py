@@ -26,6 +26,9 @@ _RETRY_S = 30.0  # after something could not be removed
 # Between two looks for what is old, and how much of it goes at each: a pass over the jobs shall not wait for more.
 _RETENTION_S = 600.0
 _MOST_AT_ONCE = 20
+# A clock that was set ahead makes everything look old. Whoever set it wrongly has a day to notice.
+_JUMP_S = 3600.0
+_DOUBT_S = _DAY_S
 _PEER = "retention"  # who deletes, in the audit
 
 
@@ -50,12 +53,13 @@ class Housekeeping:
         self._clock = clock
         self._wall_clock = wall_clock
         self._removal: Future[bool] | None = None
-        self._look_at = self._retain_at = clock()
+        self._look_at = self._retain_at = self._believe_at = clock()
+        self._offset_s = wall_clock() - self._look_at
 
     def tick(self, busy: Collection[str] = ()) -> None:
         """Go on with what is to be done. `busy`: jobs whose processes may still be there, or are just being ended."""
         now = self._clock()
-        if now >= self._retain_at:
+        if now >= self._retain_at and self._believes_clock(now):
             is_done = self._delete_what_is_old()
             self._retain_at = now + _RETENTION_S if is_done else now
         if self._removal is not None and self._removal.done():
@@ -93,6 +97,17 @@ class Housekeeping:
             return False
 
     # --- what is old --------------------------------------------------------------------------------------------------
+
+    def _believes_clock(self, now: float) -> bool:
+        offset_s = self._wall_clock() - now
+        if offset_s - self._offset_s > _JUMP_S:
+            self._believe_at = now + _DOUBT_S
+            _LOG.warning(
+                "the clock is %.1f h ahead of where it was: for a day, nothing is deleted because it is old",
+                (offset_s - self._offset_s) / 3600,
+            )
+        self._offset_s = offset_s
+        return now >= self._believe_at
 
     def _delete_what_is_old(self) -> bool:
         """False if there may be more."""

@@ -22,7 +22,7 @@ _CLAIM_S = 60.0
 _BACKOFF_S = (5.0, 30.0, 120.0, 600.0, 3600.0)  # the last one again and again
 _MOST_JITTER = 1.2  # not all at the same moment
 _LONGEST_S = _BACKOFF_S[-1] * _MOST_JITTER
-_GIVE_UP_AFTER_S = 3 * 86400.0
+_MOST_TRIES = 70  # three days of them; by no clock, which may be set
 _MAX_ERROR_CHARS = 500
 
 Send = Callable[..., int]
@@ -85,7 +85,7 @@ class WebhookSender:
         error = self._try(due)
         now_s = self._clock()
         next_try_at: float | None = None
-        if error is not None and now_s - due.created_at < _GIVE_UP_AFTER_S:
+        if error is not None and due.num_tries < _MOST_TRIES:
             delay_s = _BACKOFF_S[min(due.num_tries, len(_BACKOFF_S)) - 1]
             next_try_at = now_s + delay_s * random.uniform(1.0, _MOST_JITTER)
         with self._database.write() as session:

@@ -36,7 +36,6 @@ class Due:
     ordinal: int
     event_id: str
     body: str
-    created_at: float
     num_tries: int  # this one included
     url: str
     secrets: tuple[str, ...]  # sealed; all of them sign
@@ -136,7 +135,6 @@ class WebhookRepository:
                     ordinal=delivery.ordinal,
                     event_id=delivery.event_id,
                     body=delivery.body,
-                    created_at=delivery.created_at,
                     num_tries=delivery.num_tries,
                     url=endpoint.url,
                     secrets=(endpoint.secret, *before),

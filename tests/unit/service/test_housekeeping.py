@@ -24,14 +24,14 @@ class Old:
         self.stage = Stage(home, database, **settings)
         self.settings = self.stage.settings
         self.database = database
-        self.now = 0.0
+        self.now = self.ahead_s = 0.0
         self.housekeeping = Housekeeping(
             database,
             self.settings,
             node=self.stage.node,
             executor=AtOnce(),
             clock=lambda: self.now,
-            wall_clock=lambda: NOW_S,
+            wall_clock=lambda: NOW_S + self.ahead_s,
         )
 
     def job(self, *, days: float | None, node: str | None = None, **fields: Any) -> str:
@@ -96,6 +96,26 @@ def test_jobs_go_so_many_days_after_their_end(tmp_path: Path, database: Database
     old.keep_house()
     assert old.jobs() == kept | {elsewhere}
     assert old.audit() == [("delete_job", job, None, "retention") for job in (oldest, older)]
+
+
+def test_a_clock_that_is_set_ahead_deletes_nothing_for_a_day(tmp_path: Path, database: Database) -> None:
+    old = Old(tmp_path, database, keep_jobs_days=30)
+    old.job(days=31)
+    kept = {old.job(days=1)}
+    old.keep_house()
+    assert old.jobs() == kept
+    old.ahead_s = 40 * DAY_S
+    old.keep_house(3600.0)
+    old.keep_house(DAY_S - 10)
+    assert old.jobs() == kept
+    old.ahead_s = 0.0  # somebody noticed
+    old.keep_house(2 * DAY_S)
+    assert old.jobs() == kept
+    old.ahead_s = 40 * DAY_S  # or it is right
+    old.keep_house(3600.0)
+    assert old.jobs() == kept
+    old.keep_house(DAY_S + 10)
+    assert old.jobs() == set()
 
 
 def test_checkpoints_go_and_models_stay(tmp_path: Path, database: Database) -> None:
