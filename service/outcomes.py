@@ -180,7 +180,7 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
     elif status == JobStatus.CANCELLED:
         cancel_job(session, job)
     elif status == PAUSED:
-        _go_on(session, job)
+        _go_on(settings, session, job)
     elif status == JobStatus.FAILED:
         error = outcome.data.get("error") or {}
         message = error.get("message") or outcome.message
@@ -189,7 +189,7 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
         fail_job(session, job, "runner_failed", f"the runner ended with the unknown status {status!r}")
 
 
-def _go_on(session: Session, job: Job) -> None:
+def _go_on(settings: Settings, session: Session, job: Job) -> None:
     """The attempt ended because it was asked to; its states wait for the next one."""
     now = JobRepository(session).get(job.id)  # the last steps have been imported since `job` was read
     if now.cancel_requested:
@@ -201,7 +201,10 @@ def _go_on(session: Session, job: Job) -> None:
         message = f"{paused}; it goes on by itself when there is room"
         _leave(session, job, message, level="info", num_lost=0)
     else:
-        message = f"Attempt {job.attempt} ended after step {now.step}, so that another goes on with the new plan"
+        plans = plans_of(settings, job)
+        has_new_plan = bool(plans) and plans[-1].get("from_attempt") == job.attempt + 1
+        why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"
+        message = f"Attempt {job.attempt} ended after step {now.step}, {why}"
         _leave(session, job, message, level="info", num_lost=0)
 
 

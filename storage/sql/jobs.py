@@ -229,8 +229,15 @@ class JobRepository:
         return self.transition(job_id, job.status, JobStatus.PAUSING, message=message)
 
     def request_resume(self, job_id: str) -> Job:
-        """Let a paused job go on, or be prepared if it was not; StatusConflict if it is not paused."""
+        """Let a paused job go on, or be prepared if it was not; one that is about to pause does not rest.
+
+        Raises StatusConflict if it is neither, or is to be cancelled.
+        """
         job = self.get(job_id)
+        if job.status is JobStatus.PAUSING:
+            if job.cancel_requested:
+                raise StatusConflict(job_id, JobStatus.PAUSED, "pausing and asked to end")
+            return self.transition(job_id, job.status, JobStatus.RUNNING, message="Resumed before it had paused")
         target = JobStatus.VALIDATING_FILES if job.hyperparameters is None else JobStatus.QUEUED
         if job.status is not JobStatus.PAUSED:
             raise StatusConflict(job_id, JobStatus.PAUSED, job.status)

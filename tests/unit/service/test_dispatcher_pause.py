@@ -181,3 +181,30 @@ def test_pausing_often_is_no_loss(stage: Stage) -> None:
     stage.lose(job_id)
     assert stage.status(job_id) is JobStatus.RUNNING
     assert stage.job(job_id).num_lost == 1
+
+
+def test_a_job_that_is_resumed_before_its_runner_was_told_to_pause_trains_on(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    stage.request_pause(job_id)
+    stage.request_resume(job_id)
+    stage.tick(2)
+    assert stage.runners.paused == []
+    assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 1)
+    assert stage.messages(job_id)[-1] == "Resumed before it had paused"
+    journal.close()
+
+
+def test_a_job_that_is_resumed_while_its_runner_pauses_goes_on_with_another_attempt(stage: Stage) -> None:
+    job_id, journal = stage.run()
+    journal.close()
+    stage.request_pause(job_id)
+    stage.tick()
+    assert stage.runners.paused == [(job_id, 1)]
+    stage.request_resume(job_id)
+    assert stage.status(job_id) is JobStatus.RUNNING
+    end_paused(stage, job_id, 1)
+    stage.tick(2)
+    assert (stage.status(job_id), stage.job(job_id).attempt) == (JobStatus.RUNNING, 2)
+    (told,) = (each for each in stage.messages(job_id) if "ended after step" in each)
+    assert told.endswith(", and was resumed before: it goes on")
+    assert stage.job(job_id).num_lost == 0

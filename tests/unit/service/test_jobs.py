@@ -353,10 +353,12 @@ def test_a_running_job_pauses_when_its_runner_has_stopped(client: TestClient, fi
     bring_to(client, job_id, JobStatus.QUEUED, JobStatus.RUNNING)
     assert act(client, job_id, "pause") == "pausing"
     assert act(client, job_id, "pause") == "pausing"
-    assert "was expected to be paused but is pausing" in act(client, job_id, "resume")
     events = client.get(f"{JOBS}/{job_id}/events").json()["data"]
     assert [event["message"] for event in events].count("Pausing: the runner ends its attempt after its step") == 1
+    assert act(client, job_id, "resume") == "running"
+    assert act(client, job_id, "pause") == "pausing"
     assert act(client, job_id, "cancel") == "pausing"
+    assert "was expected to be paused but is pausing and asked to end" in act(client, job_id, "resume")
     assert client.get(f"{JOBS}/{job_id}").json()["windlass"]["cancel_requested"] is True
 
 

@@ -95,6 +95,8 @@ class TrainingRunners(StandInRunners):
 def expected_answer(job: Job, action: str) -> JobStatus | None:
     """What a job is after it was asked for something; None: it is refused."""
     if action == "resume":
+        if job.status is JobStatus.PAUSING:
+            return None if job.cancel_requested else JobStatus.RUNNING
         ready = JobStatus.QUEUED if job.hyperparameters is not None else JobStatus.VALIDATING_FILES
         return ready if job.status is JobStatus.PAUSED else None
     if job.status in TERMINAL_STATUSES:
