@@ -60,7 +60,7 @@ def create_job(
     body: CreateJob,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> JobObject:
-    """Accept a job. With an Idempotency-Key, the same request of a user makes one job however often it is sent."""
+    """Accept a job. With an Idempotency-Key, a request with one API key makes one job however often it is sent."""
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     with context.database.read() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
@@ -241,7 +241,10 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
 
 
 def _made_before(session: Session, caller: Caller, key: str | None, digest: str) -> Job | None:
-    job = None if key is None else JobRepository(session).by_idempotency_key(caller.user, key)
+    if key is None:
+        return None
+    # As it is stored now, or was before it was its API key's own.
+    job = JobRepository(session).by_idempotency_key(caller.user, (_own_key(caller, key), key))
     if job is not None and job.request_digest != digest:
         raise ApiError(
             f"Idempotency-Key {key!r} was used for job {job.id} with another body; use a new key",
@@ -249,6 +252,11 @@ def _made_before(session: Session, caller: Caller, key: str | None, digest: str)
             code="idempotency_key_reused",
         )
     return job
+
+
+def _own_key(caller: Caller, key: str) -> str:
+    """What an Idempotency-Key is stored as: two API keys of a user may well send the same one, of different jobs."""
+    return key if caller.key_id is None else f"{caller.key_id}:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key: str | None, digest: str) -> NewJob:
@@ -275,7 +283,7 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
         windlass=settings.windlass.model_dump(mode="json") | {"sequence_length": sequence_length},
         metadata=body.metadata or {},
         priority=settings.windlass.priority,
-        idempotency_key=idempotency_key,
+        idempotency_key=None if idempotency_key is None else _own_key(caller, idempotency_key),
         request_digest=digest,
         node=node_of(context.settings.home),
         owner=caller.user,

@@ -122,9 +122,9 @@ class JobRepository:
         """The job as it is now, if there is one, whosever it is."""
         return self._session.get(Job, job_id, populate_existing=True)
 
-    def by_idempotency_key(self, owner: str | None, key: str) -> Job | None:
-        """The job that a request of this user with this key made."""
-        return self._session.scalar(select(Job).where(Job.owner == owner, Job.idempotency_key == key))
+    def by_idempotency_key(self, owner: str | None, keys: Collection[str]) -> Job | None:
+        """The job that a request of this user with one of these keys made."""
+        return self._session.scalar(select(Job).where(Job.owner == owner, Job.idempotency_key.in_(keys)).limit(1))
 
     def owners_by_prefix(self, prefix: str) -> tuple[str | None, ...]:
         """The owners of the jobs whose ids begin so, deleted or not: of one, as a rule; none where none is known."""

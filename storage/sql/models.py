@@ -96,7 +96,7 @@ class Job(Base):
     windlass: Mapped[dict[str, Any]] = mapped_column(JSON)  # the request's `windlass` object
     job_metadata: Mapped[dict[str, str]] = mapped_column("metadata", JSON)
     priority: Mapped[int] = mapped_column(default=0)  # smaller first; ties by created_at
-    idempotency_key: Mapped[str | None] = mapped_column(String(255))  # one job for each of an owner's
+    idempotency_key: Mapped[str | None] = mapped_column(String(255))  # one job for each of an owner's; see service.jobs
     request_digest: Mapped[str | None] = mapped_column(String(64))
 
     # How it goes.

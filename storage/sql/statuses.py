@@ -25,8 +25,7 @@ TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
     JobStatus.QUEUED: frozenset({JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED}),
     # Back to the queue: the runner was lost, and another attempt will go on from the last commit.
     JobStatus.RUNNING: frozenset({JobStatus.QUEUED, JobStatus.PAUSING, *TERMINAL_STATUSES}),
-    # A job may end, or be resumed, before it gets to pause; one whose runner is lost while pausing is paused at its last
-    # commit.
+    # A job may end, or be resumed, before it gets to pause. One whose runner is lost then is paused at its last commit.
     JobStatus.PAUSING: frozenset({JobStatus.PAUSED, JobStatus.RUNNING, *TERMINAL_STATUSES}),
     # One that was paused before it was prepared is prepared when it is resumed.
     JobStatus.PAUSED: frozenset({JobStatus.VALIDATING_FILES, JobStatus.QUEUED, JobStatus.CANCELLED}),

@@ -211,13 +211,21 @@ def test_a_model_of_no_known_job_is_for_admins(world: World, settings: Settings)
     assert world.ask(ADMIN, "GET", "/v1/models/ft:tiny:mine:abcdef").status_code == 200
 
 
-def test_an_idempotency_key_is_its_users_own(world: World) -> None:
+def test_an_idempotency_key_is_its_api_keys_own(world: World) -> None:
+    database = context_of(world.client).database
+    with database.write() as session:
+        _, another = KeyRepository(session).create(name="cluster", user="alice", role=Role.USER)
+    world.secrets["alice elsewhere"] = another
     made = {}
-    for who in ("alice", "bob", "alice", "bob"):
-        body = {"model": "tiny", "training_file": world.things[who].file_id}
+    for who in ("alice", "bob", "alice elsewhere") * 2:
+        body = {"model": "tiny", "training_file": world.things[who.split()[0]].file_id}
         job_id = world.ask(who, "POST", JOBS, json=body, headers={"Idempotency-Key": "1"}).json()["id"]
         assert made.setdefault(who, job_id) == job_id
-    assert made["alice"] != made["bob"]
+    assert len(set(made.values())) == 3
+    with database.write() as session:  # as jobs were stored before
+        JobRepository(session).get(made["bob"]).idempotency_key = "1"
+    body = {"model": "tiny", "training_file": world.things["bob"].file_id}
+    assert world.ask("bob", "POST", JOBS, json=body, headers={"Idempotency-Key": "1"}).json()["id"] == made["bob"]
 
 
 def test_the_first_key_ends_what_nobody_needed_a_key_for(settings: Settings) -> None:

@@ -104,7 +104,7 @@ def test_what_was_there_before_keys_is_kept_and_belongs_to_nobody(url: str) -> N
         assert (job.owner, job.priority, job.plan_number, job.job_metadata) == (None, 3, 2, {"team": "x"})
         assert FileRepository(session).get("file-1").owner is None
         assert [event.message for event in EventRepository(session).since(0, limit=10)] == ["old"]
-        assert jobs.by_idempotency_key(None, "once") is job
+        assert jobs.by_idempotency_key(None, ["once"]) is job
         assert JobRepository(session, "a").page(limit=10, after=None, metadata={}).rows == ()
         jobs.create(make_new_job(owner="a", idempotency_key="once"))
     with pytest.raises(IntegrityError), database.write() as session:

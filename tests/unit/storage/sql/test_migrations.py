@@ -122,7 +122,7 @@ def read_all(database: Database, revision: str) -> None:
         assert done.plan_number == (3 if revision >= "0002" else 0)
         assert (done.node, done.num_lost) == (("node-1", 2) if revision >= "0004" else (None, 0))
         assert done.yields_to == ("ftjob-more-urgent" if revision >= "0007" else None)
-        assert jobs.by_idempotency_key(owner, "once") is done
+        assert jobs.by_idempotency_key(owner, ["once"]) is done
         assert [job.id for job in jobs.with_status(JobStatus.RUNNING)] == [RUNNING]
         events = EventRepository(session)
         assert [event.message for event in events.since(0, limit=9)] == ["Created", "Step 1", "slow"]
