@@ -248,6 +248,11 @@ class Stage:
     def queue_only(self, *, priority: int = 0, prepared: Mapping[str, dict[str, Any]] = PREPARED) -> str:
         """A job that is prepared, and would be started by the next pass."""
         job_id = self.submit(priority=priority)
+        self.prepare_at_once(job_id, prepared)
+        return job_id
+
+    def prepare_at_once(self, job_id: str, prepared: Mapping[str, dict[str, Any]]) -> None:
+        """Put a new job into the queue."""
         with self.database.write() as session:
             jobs = JobRepository(session)
             resolved = resolve_job(jobs.get(job_id), dict(prepared))
@@ -262,7 +267,6 @@ class Stage:
         folder = self.settings.jobs_dir / job_id / "prepare"
         folder.mkdir(parents=True)
         _leave_results(folder, prepared)
-        return job_id
 
     def run(self) -> tuple[str, Journal]:
         """A job that runs, and its runner's journal."""

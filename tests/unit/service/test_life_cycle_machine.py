@@ -1,7 +1,8 @@
 """Jobs under everything that can come at them, in any order, with two dispatchers of one home on two machines.
 
-People create, cancel, pause and resume; dispatchers are killed at any of their writes, before or after it is committed,
-or freeze for so long that the other takes over; runners train, end, fail, are interrupted and die. Whatever came: every
+People create, cancel, pause and resume over the API; its process and the dispatchers are killed at any of their writes,
+before or after it is committed; dispatchers freeze for so long that the other takes over; runners train, end, fail, are
+interrupted and die. Whatever came: every
 status followed from the one before, no event is lost or told twice, no job runs twice at once, and none is forgotten.
 Nobody gets memory or a device that another one has, and no job runs in the place of one of higher priority.
 """
@@ -10,11 +11,13 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -22,6 +25,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from tests.postgresql import PostgresServer
+from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.dispatcher_stage import Stage, StandInRunners, planned
 from windlass.actors.attempt_lock import tell_alive
 from windlass.actors.job_spec import JobSpec
@@ -32,15 +36,16 @@ from windlass.service.box import Box
 from windlass.service.dispatcher import Dispatcher
 from windlass.service.lease import BEAT_S, LEASE_S
 from windlass.service.preparation import PreparationError
+from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt
 from windlass.storage.sql.database import Database, migrate
-from windlass.storage.sql.errors import StatusConflict
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.models import Dispatcher as DispatcherRow
 from windlass.storage.sql.models import Job, JobEvent, WebhookDelivery
-from windlass.storage.sql.statuses import TERMINAL_STATUSES, TRANSITIONS, IllegalTransition, JobStatus
+from windlass.storage.sql.statuses import TERMINAL_STATUSES, TRANSITIONS, JobStatus
 from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository
 
+JOBS = "/v1/fine_tuning/jobs"
 NUM_STEPS = 4  # of each job
 MACHINES = ("boot-a", "boot-b")
 MAX_JOBS = 5
@@ -56,11 +61,16 @@ class Killed(BaseException):
     """The process is gone: nothing in it catches that."""
 
 
+class ServiceKilled(Exception):
+    """The same of the API's process, in which a client of these tests lives on."""
+
+
 class DatabaseOfAMortal(Database):
     """Kills who writes, at the write that was set: before it is committed, or after."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, killing: type[BaseException] = Killed) -> None:
         super().__init__(url)
+        self._killing = killing
         self.kill_at: int | None = None  # writes from now
         self.is_committed = False
 
@@ -72,9 +82,9 @@ class DatabaseOfAMortal(Database):
         with super().write() as session:
             yield session
             if is_last and not self.is_committed:
-                raise Killed
+                raise self._killing
         if is_last:
-            raise Killed
+            raise self._killing
 
 
 class TrainingRunners(StandInRunners):
@@ -109,9 +119,10 @@ def expected_answer(job: Job, action: str) -> JobStatus | None:
 
 
 class LifeCycle(RuleBasedStateMachine):
-    """`new_database`: of the kind that is tested, with all tables and no rows."""
+    """`new_database`: of the kind that is tested, with all tables and no rows. `client`: of one app for all examples."""
 
     new_database: NewDatabase
+    client: TestClient
     num_made_room = 0  # times that a job was paused for one of higher priority, in all examples
 
     def __init__(self) -> None:
@@ -119,8 +130,12 @@ class LifeCycle(RuleBasedStateMachine):
         self._open = ExitStack()
         url = self._open.enter_context(self.new_database())
         home = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="windlass-life-")))
-        self.people = self._opened(DatabaseOfAMortal(url))
+        self.people = self._opened(DatabaseOfAMortal(url, ServiceKilled))
         self.stage = Stage(home / "home", self.people, max_attempts=MAX_ATTEMPTS, num_gpus=NUM_GPUS)
+        make_model(self.stage.settings.models_dir / "tiny")
+        context = replace(context_of(self.client), settings=self.stage.settings, database=self.people)
+        self.client.app.state.context = context  # type: ignore[attr-defined]
+        self.file_id = upload(self.client)
         self.runners = self.stage.runners = TrainingRunners()
         self._databases = [self._opened(DatabaseOfAMortal(url)) for _ in MACHINES]
         self.dispatchers: list[Dispatcher] = [self._made(index) for index in range(len(MACHINES))]
@@ -153,15 +168,30 @@ class LifeCycle(RuleBasedStateMachine):
         for index in range(len(MACHINES)):
             self.dispatch(index, None, False)
 
-    @rule(priority=st.integers(-1, 1), gib=st.integers(1, MEMORY_GIB), is_prepared=st.booleans())
-    def create(self, priority: int, gib: int, is_prepared: bool) -> None:
-        if len(self.jobs) < MAX_JOBS:
-            if is_prepared:
-                job_id = self.stage.queue_only(priority=priority, prepared=planned(gib, buffers_gib=gib))
-            else:
-                job_id = self.stage.submit(priority=priority)
-            self.jobs.append(job_id)
-            self.steps[job_id], self.gib[job_id] = 0, gib
+    @rule(
+        priority=st.integers(-1, 1),
+        gib=st.integers(1, MEMORY_GIB),
+        is_prepared=st.booleans(),
+        dies=st.sampled_from([None, "before", "after"]),
+    )
+    def create(self, priority: int, gib: int, is_prepared: bool, dies: str | None = None) -> None:
+        """If the service dies as it writes, the request is sent again."""
+        if len(self.jobs) == MAX_JOBS:
+            return
+        settings = {"epochs": 2, "batch_size": 5, "sequence_length": 64, "priority": priority}
+        body = {"model": "tiny", "training_file": self.file_id, "windlass": settings}
+        headers = {"Idempotency-Key": str(len(self.jobs))}
+        with self._dying(dies):
+            response = self.client.post(JOBS, json=body, headers=headers)
+        if dies is not None:
+            assert response.status_code == 500
+            response = self.client.post(JOBS, json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        job_id = response.json()["id"]
+        self.jobs.append(job_id)
+        self.steps[job_id], self.gib[job_id] = 0, gib
+        if is_prepared:
+            self.stage.prepare_at_once(job_id, planned(gib, buffers_gib=gib))
 
     @rule(
         action=st.sampled_from(["cancel", "pause", "resume"]),
@@ -175,19 +205,23 @@ class LifeCycle(RuleBasedStateMachine):
         job_id = self.jobs[which % len(self.jobs)]
         before = self.stage.job(job_id)
         expected = expected_answer(before, action)
-        if dies is not None and expected is not None:
-            self.people.kill_at, self.people.is_committed = 0, dies == "after"
-        request = getattr(self.stage, f"request_{action}")
+        with self._dying(None if expected is None else dies):
+            response = self.client.post(f"{JOBS}/{job_id}/{action}")
+        after = self.stage.job(job_id).status
         if expected is None:
-            with pytest.raises((IllegalTransition, StatusConflict)):
-                request(job_id)
-        else:
-            with suppress(Killed):
-                request(job_id)
-            after = self.stage.job(job_id)
-            assert after.status is (before.status if dies == "before" else expected)
-            if action == "cancel" and dies != "before":
-                self.may_be_cancelled.add(job_id)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_state")
+            assert after is before.status
+            return
+        assert after is (before.status if dies == "before" else expected)
+        if dies is None:
+            assert (response.status_code, response.json()["status"]) == (200, expected)
+        if action == "cancel" and dies != "before":
+            self.may_be_cancelled.add(job_id)
+
+    @contextmanager
+    def _dying(self, dies: str | None) -> Iterator[None]:
+        self.people.kill_at, self.people.is_committed = None if dies is None else 0, dies == "after"
+        yield
         self.people.kill_at = None
 
     # --- dispatchers ------------------------------------------------------------------------------------------------
@@ -340,6 +374,13 @@ class LifeCycle(RuleBasedStateMachine):
     # --- what always holds ------------------------------------------------------------------------------------------
 
     @invariant()
+    def the_api_shows_every_job_once_and_as_it_is(self) -> None:
+        shown = self.client.get(JOBS, params={"limit": 100}).json()["data"]
+        assert sorted((job["id"], job["status"]) for job in shown) == sorted(
+            (job_id, self.stage.status(job_id).value) for job_id in self.jobs
+        )
+
+    @invariant()
     def no_job_runs_twice_at_once(self) -> None:
         assert self.runners.doubled == []
 
@@ -436,9 +477,17 @@ def new_database(request: pytest.FixtureRequest, tmp_path: Path) -> NewDatabase:
     return copied
 
 
-def _run(new_database: NewDatabase, *, num_examples: int, num_steps: int, is_fixed: bool) -> type[LifeCycle]:
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    with serve(Settings(home=tmp_path / "app", measure=False)) as client:
+        yield client
+
+
+def _run(
+    new_database: NewDatabase, client: TestClient, *, num_examples: int, num_steps: int, is_fixed: bool
+) -> type[LifeCycle]:
     """`is_fixed`: the same examples each time, and the first that fails is told as it is."""
-    machine = type("LifeCycleOnADatabase", (LifeCycle,), {"new_database": staticmethod(new_database)})
+    machine = type("LifeCycleOnADatabase", (LifeCycle,), {"new_database": staticmethod(new_database), "client": client})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
@@ -454,11 +503,11 @@ def _run(new_database: NewDatabase, *, num_examples: int, num_steps: int, is_fix
     return machine
 
 
-def test_no_job_is_lost_doubled_or_led_astray(new_database: NewDatabase) -> None:
-    assert _run(new_database, num_examples=5, num_steps=25, is_fixed=True).num_made_room > 0
+def test_no_job_is_lost_doubled_or_led_astray(new_database: NewDatabase, client: TestClient) -> None:
+    assert _run(new_database, client, num_examples=5, num_steps=25, is_fixed=True).num_made_room > 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_no_job_is_lost_doubled_or_led_astray_for_long(new_database: NewDatabase) -> None:
-    assert _run(new_database, num_examples=200, num_steps=60, is_fixed=False).num_made_room > 0
+def test_no_job_is_lost_doubled_or_led_astray_for_long(new_database: NewDatabase, client: TestClient) -> None:
+    assert _run(new_database, client, num_examples=200, num_steps=60, is_fixed=False).num_made_room > 0
