@@ -119,7 +119,7 @@ def expected_answer(job: Job, action: str) -> JobStatus | None:
 
 
 class LifeCycle(RuleBasedStateMachine):
-    """`new_database`: of the kind that is tested, with all tables and no rows. `client`: of one app for all examples."""
+    """`new_database`: of the kind that is tested, with all tables and no rows. `client`: of an app for all examples."""
 
     new_database: NewDatabase
     client: TestClient
