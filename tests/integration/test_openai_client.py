@@ -381,6 +381,8 @@ def test_there_is_no_other_call_of_files_jobs_and_models() -> None:
             "jobs": client.fine_tuning.jobs,
             "checkpoints": client.fine_tuning.jobs.checkpoints,
             "models": client.models,
+            "what is not here": client.fine_tuning.checkpoints.permissions,
+            "nor this": client.fine_tuning.alpha.graders,
         }.items()
     }
     assert calls == {
@@ -388,7 +390,25 @@ def test_there_is_no_other_call_of_files_jobs_and_models() -> None:
         "jobs": {"create", "retrieve", "list", "cancel", "list_events", "pause", "resume"},
         "checkpoints": {"list"},
         "models": {"retrieve", "list", "delete"},
+        "what is not here": {"create", "retrieve", "list", "delete"},
+        "nor this": {"run", "validate"},
     }
+
+
+def test_what_only_openai_has_is_not_found(client: Any) -> None:
+    """Permissions share checkpoints among an organization's projects; graders are for reinforcement."""
+    permissions, graders = client.fine_tuning.checkpoints.permissions, client.fine_tuning.alpha.graders
+    grader = {"type": "string_check", "name": "a", "input": "a", "reference": "a", "operation": "eq"}
+    for call in (
+        lambda: permissions.create(MADE, project_ids=["a"]).data,
+        lambda: permissions.list(MADE).data,
+        lambda: permissions.delete("a", fine_tuned_model_checkpoint=MADE),
+        lambda: graders.run(grader=grader, model_sample="a"),
+        lambda: graders.validate(grader=grader),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert caught.value.body["message"]  # in the form that the client reads
 
 
 def test_models(client: Any) -> None:
