@@ -11,7 +11,7 @@ from benchmarks.page import Page, write_page
 from windlass.actors.planning import PlanQuestion, Profiles, fastest_plan, planned
 from windlass.actors.planning_trials import fits, with_part
 from windlass.engine.model_profile import config_of_shape
-from windlass.planner.hardware import Hardware, example_machines
+from windlass.planner.hardware import GIB, Hardware, example_machines
 from windlass.planner.published_models import RATEL_SHAPES
 from windlass.planner.report import PlanReport
 from windlass.planner.yaml_files import load
@@ -23,9 +23,11 @@ _FEW_SSDS, _MOST_SSDS = 2, 12
 _NUM_SSDS = (1, 2, 4, 6, 8, 12)
 _RAM_OF_SSDS_GIB = 128
 _SIZES_OVER_SSDS = (13, 70)
+# Ratel's figure 6: billions of parameters, GiB of the GPU, and RAM in GB.
+_RATELS = ((175, 16, 256), (276, 24, 768))
 
 
-def machine(*, ram_gib: int, num_ssds: int) -> Hardware:
+def machine(*, ram_gib: float, num_ssds: int) -> Hardware:
     """Ratel's server with less of something; what its SSDs do together is limited as it is there."""
     server = load(Hardware, example_machines()[_MACHINE])
     host, ssds = with_part(server.host, memory_gib=float(ram_gib)), with_part(server.ssds, count=num_ssds)
@@ -45,7 +47,7 @@ def page(quick: bool) -> tuple[str, dict[str, float]]:
     )
     figures = {}
     if not quick:
-        figures = dict(_add_largest(text))
+        figures = dict(_add_largest(text)) | dict(_add_ratels(text))
     text.add(
         "## Step time over the number of SSDs",
         f"With {_RAM_OF_SSDS_GIB} GiB of RAM. All SSDs together do at most 32 GB/s there, as Ratel says of its twelve.",
@@ -72,8 +74,29 @@ def _add_largest(text: Page) -> Iterator[tuple[str, float]]:
             yield f"largest_{ram_gib}_gib_{num_ssds}_ssds", size
             yield f"largest_{ram_gib}_gib_{num_ssds}_ssds_batch_1", one
             head = (f"{ram_gib} GiB", str(num_ssds), f"{one}B" if one else "none")
-            rows.append((*head, f"{size}B", *_cells(_report(size, hardware))) if size else (*head, "none", *"-----"))
+            rows.append(
+                (*head, f"{size}B", *_cells(_report(_question(size, hardware), size)))
+                if size
+                else (*head, "none", *"-----")
+            )
     text.add_table(("RAM", "SSDs", "largest, batch of 1", f"batch of {_NUM_EXAMPLES}", *_COLUMNS), rows)
+
+
+def _add_ratels(text: Page) -> Iterator[tuple[str, float]]:
+    text.add(
+        "## What Ratel trains at most",
+        f"Its figure 6, by this planner: with {_MOST_SSDS} SSDs, a step of one sequence.",
+    )
+    rows = []
+    for size, gpu_gib, ram_gb in _RATELS:
+        hardware = machine(ram_gib=ram_gb * 1e9 / GIB, num_ssds=_MOST_SSDS)
+        hardware = with_part(hardware, gpus=with_part(hardware.gpus, memory_gib=float(gpu_gib)))
+        question = replace(_question(size, hardware), batch_size=1)
+        there_is = fits(question, _profiles(size))
+        yield f"fits_{size}b_{gpu_gib}_gib_gpu_{ram_gb}_gb_ram", float(there_is)
+        cells = _cells(_report(question, size)) if there_is else "-----"
+        rows.append((f"{size}B", f"{gpu_gib} GiB", f"{ram_gb} GB", "yes" if there_is else "no", *cells))
+    text.add_table(("model", "GPU", "RAM", "there is a plan", *_COLUMNS), rows)
 
 
 def _largest(hardware: Hardware, *, batch_size: int) -> int:
@@ -91,7 +114,7 @@ def _add_ssds(text: Page, size: int) -> Iterator[tuple[str, float]]:
         if not fits(_question(size, hardware), _profiles(size)):
             rows.append((f"{size}B", str(num_ssds), "does not fit", *"----"))
             continue
-        report = _report(size, hardware)
+        report = _report(_question(size, hardware), size)
         assert report.step_s is not None, "it fits"
         yield f"step_s_{size}b_{num_ssds}_ssds", report.step_s
         rows.append((f"{size}B", str(num_ssds), *_cells(report)))
@@ -112,8 +135,7 @@ def _question(size: int, hardware: Hardware) -> PlanQuestion:
     )
 
 
-def _report(size: int, hardware: Hardware) -> PlanReport:
-    question = _question(size, hardware)
+def _report(question: PlanQuestion, size: int) -> PlanReport:
     job, solution, step_s = fastest_plan(question, _profiles(size))
     return planned(question, job, solution, _profiles(size), step_s=step_s, advises=False).report
 

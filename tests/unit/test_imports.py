@@ -1,4 +1,4 @@
-"""Imports run one way, and what must stay light does not load what is heavy."""
+"""What must stay light does not import what is heavy. That imports run one way is held by `make check`."""
 
 import ast
 import subprocess
@@ -37,13 +37,6 @@ def python_files(folder: str) -> list[Path]:
     found = sorted((ROOT / folder).rglob("*.py"))
     assert found
     return found
-
-
-def test_import_contracts_hold() -> None:
-    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 broken" in done.stdout
 
 
 def test_messages_know_ids_only() -> None:
