@@ -41,6 +41,9 @@ def list_(home: Home = None) -> None:
         return
     rows = [(each["id"], each["name"], each["url"], _short(each), _last_delivery(each)) for each in found]
     print_columns([("webhook", "name", "url", "told of", "last delivery"), *rows])
+    for each in found:
+        if remark := each["windlass"].get("signing_secret_error"):
+            print(f"! {remark}")
 
 
 def send_sample(webhook: _Id, home: Home = None) -> None:

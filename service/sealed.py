@@ -11,40 +11,44 @@ _KEY_FILE = "secrets.key"
 
 
 class SealError(RuntimeError):
-    """A secret cannot be had back: the key file is another one, or gone."""
+    """The key file is gone, broken, or not the one with which a secret was stored."""
 
 
 class Seal:
-    """Of one home. Where several services share a database, each needs the same key file."""
+    """Of one home. Where several share a database, each needs the same key file.
+
+    The file is read each time: one that was put back counts at once.
+    """
 
     def __init__(self, home: Path) -> None:
-        """Makes the key file if there is none, readable by its owner only. Raises SealError where it holds no key."""
         self._path = home / _KEY_FILE
-        try:
-            self._fernet = Fernet(_key(self._path))
-        except ValueError:
-            raise SealError(f"{self._path} holds no key; put the right file back") from None
 
     def close(self, secret: str) -> str:
-        """As it may be stored."""
-        return self._fernet.encrypt(secret.encode()).decode()
+        """As it may be stored. Makes the key file if there is none, readable by its owner only. Raises SealError."""
+        if not self._path.exists():
+            self._make_key()
+        return self._fernet().encrypt(secret.encode()).decode()
 
     def open(self, sealed: str) -> str:
         """As it was. Raises SealError."""
         try:
-            return self._fernet.decrypt(sealed.encode()).decode()
+            return self._fernet().decrypt(sealed.encode()).decode()
         except InvalidToken:
-            raise SealError(
-                f"{self._path} is not the key with which this secret was stored; put the file back"
-            ) from None
+            raise SealError(f"the home's {_KEY_FILE} is not the one with which it was stored") from None
 
+    def _fernet(self) -> Fernet:
+        try:
+            return Fernet(self._path.read_bytes())
+        except OSError as error:
+            raise SealError(f"the home's {_KEY_FILE} cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise SealError(f"the home's {_KEY_FILE} holds no key") from None
 
-def _key(path: Path) -> bytes:
-    if not path.exists():
+    def _make_key(self) -> None:
+        path = self._path
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-") as file:  # its owner's only
             file.write(Fernet.generate_key())
             file.flush()
             os.fsync(file.fileno())
             with suppress(FileExistsError):  # another process has just made it: that one counts
                 os.link(file.name, path)
-    return path.read_bytes()

@@ -4,7 +4,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from windlass.service.sealed import Seal, SealError
@@ -29,7 +29,11 @@ Send = Callable[..., int]
 
 
 class WebhookSender:
-    """Several may work on one database: each delivery is claimed first. It may arrive twice, never not at all."""
+    """Several may work on one database: each delivery is claimed first. It may arrive twice, never not at all.
+
+    Deliveries to endpoints whose signing secret does not open with this home's key are left to the homes that have the
+    right one, and wait for as long as none has.
+    """
 
     def __init__(
         self, database: Database, settings: Settings, *, send: Send = send, clock: Callable[[], float] = time.time
@@ -39,6 +43,7 @@ class WebhookSender:
         self._allows_private = settings.webhook_private_addresses
         self._send = send
         self._clock = clock
+        self._told_of: set[str] = set()  # sealed secrets that do not open
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -67,12 +72,37 @@ class WebhookSender:
     def _claim(self) -> list[Due]:
         now_s = self._clock()
         with self._database.read() as session:  # who only looks holds up no writer
-            if not WebhookRepository(session).has_due(now_s, _LONGEST_S):
+            if not self._open(WebhookRepository(session).due_secrets(now_s, _LONGEST_S)):
                 return []
         with self._database.write() as session:
-            return WebhookRepository(session).claim(
-                now_s=now_s, until_s=now_s + _CLAIM_S, longest_s=_LONGEST_S, limit=_NUM_AT_ONCE
+            webhooks = WebhookRepository(session)
+            return webhooks.claim(
+                self._open(webhooks.due_secrets(now_s, _LONGEST_S)),  # as they are now
+                now_s=now_s,
+                until_s=now_s + _CLAIM_S,
+                longest_s=_LONGEST_S,
+                limit=_NUM_AT_ONCE,
             )
+
+    def _open(self, sealed: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """Signing secrets by endpoint, of those whose newest one opens. An older one that does not is done without."""
+        opened = {}
+        for endpoint_id, (newest, *older) in sealed.items():
+            if (secret := self._open_one(endpoint_id, newest)) is not None:
+                others = [self._open_one(endpoint_id, each) for each in older]
+                opened[endpoint_id] = (secret, *(each for each in others if each is not None))
+        return opened
+
+    def _open_one(self, endpoint_id: str, sealed: str) -> str | None:
+        try:
+            secret = self._seal.open(sealed)
+        except SealError as error:
+            if sealed not in self._told_of:
+                self._told_of.add(sealed)
+                _LOG.warning("webhook endpoint %s: nothing can be signed with a secret of it: %s", endpoint_id, error)
+            return None
+        self._told_of.discard(sealed)
+        return secret
 
     def _run(self) -> None:
         while not self._ending.wait(_INTERVAL_S):
@@ -101,9 +131,9 @@ class WebhookSender:
                 due.url,
                 event_id=due.event_id,
                 body=due.body,
-                signing_secrets=tuple(map(self._seal.open, due.secrets)),
+                signing_secrets=due.signing_secrets,
                 allows_private=self._allows_private,
             )
-        except (DeliveryError, SealError, UrlRefusedError) as error:
+        except (DeliveryError, UrlRefusedError) as error:
             return str(error)
         return None if 200 <= status < 300 else f"it was answered with {status}"

@@ -10,7 +10,7 @@ from windlass.service.access import AuditDep, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.lists import Deleted, Identified, ListOf, PageOf
-from windlass.service.sealed import Seal
+from windlass.service.sealed import Seal, SealError
 from windlass.service.text import check_storable
 from windlass.service.webhook_requests import DeliveryError, UrlRefusedError, check_url, new_signing_secret, send
 from windlass.storage.sql.models import WebhookEndpoint
@@ -19,6 +19,7 @@ from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository, event_
 _KEEP_OLD_SECRET_S = 86400.0
 _NUM_HINT_CHARS = 4
 _NUM_DELIVERIES = 20
+_KEY_UNUSABLE = "secrets_key_unusable"
 
 router = APIRouter(prefix="/v1")
 
@@ -88,12 +89,16 @@ class EndpointObject(Identified):
     event_types: list[str]
     created_at: int
     updated_at: int
-    signing_secret_hint: str
+    signing_secret_hint: str | None = Field(
+        default=None,
+        description="The secret's last characters. Missing where it cannot be read; `windlass.signing_secret_error` "
+        "then says why, and what to do.",
+    )
     signing_secret: str | None = None
     windlass: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
-    def of(cls, row: WebhookEndpoint, secret: str, *, tells_secret: bool = False, **windlass: Any) -> "EndpointObject":
+    def of(cls, row: WebhookEndpoint, secret: str | None, **fields: Any) -> "EndpointObject":
         """What clients see of a row."""
         return cls(
             id=row.id,
@@ -102,9 +107,8 @@ class EndpointObject(Identified):
             event_types=row.event_types,
             created_at=int(row.created_at),
             updated_at=int(row.updated_at),
-            signing_secret_hint=f"…{secret[-_NUM_HINT_CHARS:]}",
-            signing_secret=secret if tells_secret else None,
-            windlass=windlass,
+            signing_secret_hint=None if secret is None else f"…{secret[-_NUM_HINT_CHARS:]}",
+            **fields,
         )
 
 
@@ -113,13 +117,13 @@ def create_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, bod
     """Add an endpoint. The answer has its signing secret."""
     _check(context, body.url)
     secret = new_signing_secret()
-    sealed = _seal(context).close(secret)
+    sealed = _close(context, secret)
     with context.database.write() as session:
         row = WebhookRepository(session).add(
             name=body.name, url=body.url, event_types=body.event_types, secret=sealed, owner=caller.user
         )
         audit(session, row.id)
-        return EndpointObject.of(row, secret, tells_secret=True)
+        return EndpointObject.of(row, secret, signing_secret=secret)
 
 
 @router.get("/webhook_endpoints", response_model_exclude_none=True)
@@ -127,10 +131,9 @@ def list_endpoints(
     context: ContextDep, caller: CallerDep, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> PageOf[EndpointObject]:
     """A page of endpoints, newest first."""
-    seal = _seal(context)
     with context.database.read() as session:
         page = WebhookRepository(session, caller.only_of).page(limit=limit, after=after)
-        data = [EndpointObject.of(row, seal.open(row.secret)) for row in page.rows]
+        data = [_shown(context, row) for row in page.rows]
     return PageOf.of(data, has_more=page.has_more)
 
 
@@ -151,7 +154,7 @@ def retrieve_endpoint(context: ContextDep, caller: CallerDep, endpoint_id: str) 
             }
             for each in webhooks.deliveries(endpoint_id, limit=_NUM_DELIVERIES)
         ]
-        return EndpointObject.of(row, _seal(context).open(row.secret), deliveries=deliveries)
+        return _shown(context, row, deliveries=deliveries)
 
 
 @router.post("/webhook_endpoints/{endpoint_id}", response_model_exclude_none=True)
@@ -170,7 +173,7 @@ def update_endpoint(
             row.updated_at = time.time()
         session.flush()
         audit(session, endpoint_id)
-        return EndpointObject.of(row, _seal(context).open(row.secret))
+        return _shown(context, row)
 
 
 @router.delete("/webhook_endpoints/{endpoint_id}")
@@ -188,7 +191,7 @@ def rotate_secret(
 ) -> EndpointObject:
     """A new signing secret. On request the old one signs as well for a day."""
     secret, now_s = new_signing_secret(), time.time()
-    sealed = _seal(context).close(secret)
+    sealed = _close(context, secret)
     with context.database.write() as session:
         row = WebhookRepository(session, caller.only_of).get(endpoint_id)
         keeps = body is not None and body.keep_old_secret_active_for_24_hours
@@ -197,7 +200,7 @@ def rotate_secret(
         row.secret, row.updated_at = sealed, now_s
         session.flush()
         audit(session, endpoint_id)
-        return EndpointObject.of(row, secret, tells_secret=True)
+        return EndpointObject.of(row, secret, signing_secret=secret)
 
 
 @router.post("/webhook_endpoints/{endpoint_id}/test")
@@ -207,13 +210,14 @@ def test_endpoint(
     """Send a sample event now; the status code with which it was answered."""
     with context.database.read() as session:
         row = WebhookRepository(session, caller.only_of).get(endpoint_id)
+    secret = _open(context, row)
     event_id = new_event_id()
     try:
         status = send(
             row.url,
             event_id=event_id,
             body=event_body(event_id, body.event_type, "ftjob-sample", time.time()),
-            signing_secrets=(_seal(context).open(row.secret),),
+            signing_secrets=(secret,),
             allows_private=context.settings.webhook_private_addresses,
         )
     except (DeliveryError, UrlRefusedError) as error:
@@ -229,8 +233,32 @@ def list_event_types() -> ListOf[str]:
     return ListOf(data=list(EVENT_TYPES))
 
 
-def _seal(context: Context) -> Seal:
-    return Seal(context.settings.home)
+def _shown(context: Context, row: WebhookEndpoint, **windlass: Any) -> EndpointObject:
+    """An endpoint as it is, also where its secret cannot be read."""
+    try:
+        return EndpointObject.of(row, _open(context, row), windlass=windlass)
+    except ApiError as error:
+        return EndpointObject.of(row, None, windlass=windlass | {"signing_secret_error": error.message})
+
+
+def _open(context: Context, row: WebhookEndpoint) -> str:
+    try:
+        return Seal(context.settings.home).open(row.secret)
+    except SealError as error:
+        raise ApiError(
+            f"the signing secret of webhook endpoint {row.id!r} cannot be read: {error}; put the right file into the "
+            "home, or rotate the secret or delete the endpoint",
+            code=_KEY_UNUSABLE,
+        ) from error
+
+
+def _close(context: Context, secret: str) -> str:
+    try:
+        return Seal(context.settings.home).close(secret)
+    except SealError as error:
+        raise ApiError(
+            f"no signing secret can be stored: {error}; put the right file into the home", code=_KEY_UNUSABLE
+        ) from error
 
 
 def _check(context: Context, url: str) -> None:

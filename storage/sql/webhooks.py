@@ -3,8 +3,8 @@
 import json
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sqlalchemy import ColumnElement, or_, select, tuple_, update
 from sqlalchemy.orm import Session
@@ -38,7 +38,7 @@ class Due:
     body: str
     num_tries: int  # this one included
     url: str
-    secrets: tuple[str, ...]  # sealed; all of them sign
+    signing_secrets: tuple[str, ...] = field(repr=False)
 
 
 class WebhookRepository:
@@ -113,31 +113,48 @@ class WebhookRepository:
                 )
                 self._session.add(delivery)
 
-    def has_due(self, now_s: float, longest_s: float) -> bool:
-        """Whether a delivery's turn has come. None is put off by more than `longest_s`, unless the clock was set."""
-        query = select(WebhookDelivery.ordinal).where(_is_due(now_s, longest_s)).limit(1)
-        return self._session.scalar(query) is not None
+    def due_secrets(self, now_s: float, longest_s: float) -> dict[str, tuple[str, ...]]:
+        """Sealed secrets that sign now, the newest first, of each endpoint to which a delivery's turn has come.
 
-    def claim(self, *, now_s: float, until_s: float, longest_s: float, limit: int) -> list[Due]:
-        """Deliveries whose turn has come; nobody else gets them before `until_s`."""
-        query = select(WebhookDelivery, WebhookEndpoint).join(
-            WebhookEndpoint, WebhookDelivery.endpoint_id == WebhookEndpoint.id
-        )
-        query = query.where(_is_due(now_s, longest_s)).order_by(WebhookDelivery.next_try_at).limit(limit)
-        found = []
-        for delivery, endpoint in self._session.execute(query):
-            delivery.num_tries += 1
-            delivery.next_try_at = until_s
+        No delivery is put off by more than `longest_s`, unless the clock was set.
+        """
+        due = select(WebhookDelivery.endpoint_id).where(_is_due(now_s, longest_s))
+        found = {}
+        for endpoint in self._session.scalars(select(WebhookEndpoint).where(WebhookEndpoint.id.in_(due))):
             is_signing = endpoint.secret_before_until is not None and now_s < endpoint.secret_before_until
             before = (endpoint.secret_before,) if is_signing and endpoint.secret_before is not None else ()
+            found[endpoint.id] = (endpoint.secret, *before)
+        return found
+
+    def claim(
+        self,
+        signing_secrets: Mapping[str, tuple[str, ...]],
+        *,
+        now_s: float,
+        until_s: float,
+        longest_s: float,
+        limit: int,
+    ) -> list[Due]:
+        """Deliveries whose turn has come; nobody else gets them before `until_s`.
+
+        `signing_secrets`: by endpoint; deliveries to others are left alone.
+        """
+        query = select(WebhookDelivery, WebhookEndpoint.url).join(
+            WebhookEndpoint, WebhookDelivery.endpoint_id == WebhookEndpoint.id
+        )
+        query = query.where(_is_due(now_s, longest_s), WebhookEndpoint.id.in_(signing_secrets))
+        found = []
+        for delivery, url in self._session.execute(query.order_by(WebhookDelivery.next_try_at).limit(limit)):
+            delivery.num_tries += 1
+            delivery.next_try_at = until_s
             found.append(
                 Due(
                     ordinal=delivery.ordinal,
                     event_id=delivery.event_id,
                     body=delivery.body,
                     num_tries=delivery.num_tries,
-                    url=endpoint.url,
-                    secrets=(endpoint.secret, *before),
+                    url=url,
+                    signing_secrets=signing_secrets[delivery.endpoint_id],
                 )
             )
         return found

@@ -72,6 +72,16 @@ def test_what_became_of_the_last_delivery(
         assert told in "  ".join(listed(home, capsys)[1])
 
 
+def test_a_secret_that_cannot_be_read_is_told_of(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    webhook = make(home, capsys)
+    (home / "secrets.key").unlink()
+    _, row, remark = listed(home, capsys)
+    assert row[0] == webhook
+    assert remark[0].startswith(f"! the signing secret of webhook endpoint '{webhook}' cannot be read")
+    with pytest.raises(RequestRefusedError, match="put the right file into the home"):
+        cli_webhooks.send_sample(webhook, home)
+
+
 def test_a_sample_is_sent_and_then_it_is_deleted(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

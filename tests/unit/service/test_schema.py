@@ -43,7 +43,7 @@ from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.journal import import_journal
-from windlass.storage.sql.webhooks import EVENT_TYPES
+from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 HOST = "127.0.0.1:8642"
@@ -99,7 +99,11 @@ class Service:
         """Things that nothing was done to."""
         if case.method == "GET" and who in self.kept:
             return self.kept[who]
-        things = make_things(self.database, self.settings, who, number=next(NUMBERS))
+        number = next(NUMBERS)
+        things = make_things(self.database, self.settings, who, number=number)
+        if number % 2:  # as another home stored it, which has another key
+            with self.database.write() as session:
+                WebhookRepository(session).get(things.endpoint_id).secret = "gAAAAA"
         if case.method == "GET":
             self.kept[who] = things
             self._leave_traces(things.done_id)

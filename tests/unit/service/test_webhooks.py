@@ -9,19 +9,24 @@ from typing import Any
 
 import openai
 import pytest
+from cryptography.fernet import Fernet
 from fastapi.testclient import TestClient
 from sqlalchemy import select
 
 from tests.unit.service.api_client import context_of, make_model, serve, upload
+from tests.unit.service.keyed import new_job
 from tests.unit.service.test_metrics import make_job
 from tests.unit.service.webhook_receiver import Receiver, receiving
 from windlass.service import webhook_sender
 from windlass.service.sealed import Seal, SealError
 from windlass.service.settings import Settings
+from windlass.service.webhook_requests import new_signing_secret, signature
 from windlass.service.webhook_sender import WebhookSender
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import WebhookDelivery
 from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository
 
 CANCELLED, SUCCEEDED = "fine_tuning.job.cancelled", "fine_tuning.job.succeeded"
 URL = "/v1/webhook_endpoints"
@@ -300,14 +305,22 @@ def test_secrets_lie_nowhere_in_the_open(client: TestClient, receiver: Receiver,
 
 
 def test_another_key_does_not_open_what_was_sealed(tmp_path: Path) -> None:
+    key = tmp_path / "secrets.key"
     sealed = Seal(tmp_path).close("hush")
     assert Seal(tmp_path).open(sealed) == "hush"
-    (tmp_path / "secrets.key").unlink()
-    with pytest.raises(SealError, match="put the file back"):
+    right = key.read_bytes()
+    key.unlink()
+    with pytest.raises(SealError, match="cannot be read: No such file"):
         Seal(tmp_path).open(sealed)
-    (tmp_path / "secrets.key").write_bytes(b"")
-    with pytest.raises(SealError, match="holds no key"):
-        Seal(tmp_path)
+    Seal(tmp_path).close("another")
+    with pytest.raises(SealError, match="not the one with which"):
+        Seal(tmp_path).open(sealed)
+    key.write_bytes(b"")
+    for use in (Seal(tmp_path).open, Seal(tmp_path).close):
+        with pytest.raises(SealError, match="holds no key"):
+            use(sealed)
+    key.write_bytes(right)
+    assert Seal(tmp_path).open(sealed) == "hush"
 
 
 def test_a_clock_that_is_set_back_holds_nothing_up(
@@ -319,3 +332,140 @@ def test_a_clock_that_is_set_back_holds_nothing_up(
     assert sender.send_due() == 1
     assert len(receiver.received) == 1
     assert sender.send_due() == 0
+
+
+# --- secrets that do not open -------------------------------------------------------------------------------------
+
+KEYS = pytest.mark.parametrize("key", [None, b"", Fernet.generate_key()], ids=["none", "broken", "another"])
+
+
+def put_key(settings: Settings, key: bytes | None) -> bytes:
+    """In place of the home's own, which is returned."""
+    path = settings.home / "secrets.key"
+    own = path.read_bytes()
+    if key is None:
+        path.unlink()
+    else:
+        path.write_bytes(key)
+    return own
+
+
+@KEYS
+def test_an_endpoint_whose_secret_does_not_open_is_shown_and_can_be_mended(
+    client: TestClient, receiver: Receiver, settings: Settings, key: bytes | None
+) -> None:
+    ids = [add(client, receiver)["id"] for _ in range(3)]
+    own = put_key(settings, key)
+    shown = client.get(URL).json()["data"]
+    shown.append(client.get(f"{URL}/{ids[0]}").json())
+    shown.append(client.post(f"{URL}/{ids[0]}", json={"name": "renamed"}).json())
+    assert [each["id"] for each in shown] == [*reversed(ids), ids[0], ids[0]]
+    for each in shown:
+        assert "signing_secret_hint" not in each
+        assert "put the right file into the home, or rotate the secret" in each["windlass"]["signing_secret_error"]
+    sample = client.post(f"{URL}/{ids[0]}/test", json={"event_type": CANCELLED})
+    error = sample.json()["error"]
+    assert (sample.status_code, error["code"]) == (400, "secrets_key_unusable")
+    assert repr(ids[0]) in error["message"]
+    assert str(settings.home) not in error["message"]
+    assert receiver.received == []
+
+    assert client.delete(f"{URL}/{ids[2]}").json()["deleted"]
+    rotated = client.post(f"{URL}/{ids[0]}/rotate_secret", json={"keep_old_secret_active_for_24_hours": True})
+    if key == b"":  # nor does it close anything
+        assert (rotated.status_code, rotated.json()["error"]["code"]) == (400, "secrets_key_unusable")
+    else:
+        secret = rotated.json()["signing_secret"]
+        found = {each["id"]: each.get("signing_secret_hint") for each in client.get(URL).json()["data"]}
+        assert found == {ids[0]: f"…{secret[-4:]}", ids[1]: None}
+        assert client.post(f"{URL}/{ids[0]}/test", json={"event_type": CANCELLED}).status_code == 200
+    put_key(settings, own)
+    assert client.get(f"{URL}/{ids[1]}").json()["signing_secret_hint"].startswith("…")
+
+
+def test_no_endpoint_is_made_with_a_broken_key(client: TestClient, receiver: Receiver, settings: Settings) -> None:
+    (settings.home / "secrets.key").write_bytes(b"nonsense")
+    body = {"name": "mine", "url": receiver.url, "event_types": [CANCELLED]}
+    response = client.post(URL, json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "secrets_key_unusable")
+    assert client.get(URL).json()["data"] == []
+
+
+@KEYS
+def test_what_cannot_be_signed_waits_untried_and_holds_up_nothing_else(
+    client: TestClient,
+    receiver: Receiver,
+    sender: WebhookSender,
+    settings: Settings,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    key: bytes | None,
+) -> None:
+    made = add(client, receiver)
+    for _ in range(webhook_sender._NUM_AT_ONCE + 1):
+        cancel_one(client)
+    clock.now_s += 1
+    own = put_key(settings, key)
+    for _ in range(3):
+        assert sender.send_due() == 0
+        clock.now_s += 2 * DAY_S
+    (warning,) = [each for each in caplog.records if each.name == webhook_sender.__name__]
+    assert made["id"] in warning.getMessage()
+    assert {(row.num_tries, row.last_error) for row in deliveries(client)} == {(0, None)}
+    assert receiver.received == []
+    (settings.home / "secrets.key").write_bytes(own)  # while the sender runs
+    assert sender.send_due() == webhook_sender._NUM_AT_ONCE + 1
+    assert {row.next_try_at for row in deliveries(client)} == {None}
+
+
+def test_homes_that_share_a_database_each_deliver_what_they_can_sign(
+    database: Database, receiver: Receiver, clock: Clock, tmp_path: Path
+) -> None:
+    homes = [Settings(home=tmp_path / name, webhook_private_addresses=True) for name in ("first", "second")]
+    secrets = [new_signing_secret() for _ in homes]
+    for settings, secret in zip(homes, secrets, strict=True):
+        settings.home.mkdir()
+        with database.write() as session:
+            WebhookRepository(session).add(
+                name="mine", url=receiver.url, event_types=EVENT_TYPES, secret=Seal(settings.home).close(secret)
+            )
+    with database.write() as session:
+        jobs = JobRepository(session)
+        for _ in range(6):
+            jobs.request_cancel(jobs.create(new_job("file-1", None)).id)
+    senders = [WebhookSender(database, settings, clock=clock) for settings in homes]
+    clock.now_s += 1
+    for sender, secret in zip(senders, secrets, strict=True):
+        receiver.received.clear()
+        assert sender.send_due() == 6
+        assert sender.send_due() == 0
+        for headers, body in receiver.received:
+            timestamp = int(headers["webhook-timestamp"])
+            signed = signature(secret, event_id=headers["webhook-id"], timestamp=timestamp, body=body)
+            assert headers["webhook-signature"] == signed
+    with database.read() as session:
+        rows = session.scalars(select(WebhookDelivery)).all()
+    assert [(row.num_tries, row.last_error, row.delivered_at is None) for row in rows] == [(1, None, False)] * 12
+
+
+def test_an_old_secret_that_does_not_open_is_done_without(
+    client: TestClient,
+    receiver: Receiver,
+    sender: WebhookSender,
+    settings: Settings,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = add(client, receiver)
+    put_key(settings, None)
+    keep = {"keep_old_secret_active_for_24_hours": True}
+    new = client.post(f"{URL}/{made['id']}/rotate_secret", json=keep).json()
+    for _ in range(2):
+        cancel_one(client)
+        clock.now_s += 1
+        assert sender.send_due() == 1
+        headers, body = receiver.received[-1]
+        assert len(headers["webhook-signature"].split()) == 1
+        official(client).webhooks.unwrap(body, headers, secret=new["signing_secret"])
+    (warning,) = [each for each in caplog.records if each.name == webhook_sender.__name__]
+    assert made["id"] in warning.getMessage()
