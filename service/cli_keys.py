@@ -1,6 +1,5 @@
 """Commands for API keys and the audit. They work on the database itself: who runs them owns the home."""
 
-import getpass
 import re
 import time
 from collections.abc import Iterator
@@ -9,11 +8,11 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
-from sqlalchemy.orm import Session
 
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_service import Home
 from windlass.service.cli_table import print_columns
+from windlass.service.command_audit import record_command
 from windlass.service.home import prepare_home
 from windlass.service.local_key import keep_local_key, kept_key
 from windlass.service.settings import Settings, load_settings
@@ -24,7 +23,6 @@ from windlass.storage.sql.keys import KeyRepository, Role, is_active
 from windlass.storage.sql.models import ApiKey, AuditEvent
 
 _LOCAL_NAME = "cli"
-_PEER = "command line"
 _NAME = re.compile(r"[\w.@+ -]{1,64}")
 _EXPIRY = re.compile(r"([1-9][0-9]{0,4})([hdwy])")
 _UNITS_S = {"h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
@@ -52,11 +50,11 @@ def create(
         is_first = not _has_working_key(settings, database)
         with database.write() as session:
             key, secret = KeyRepository(session).create(name=name, user=user, role=Role(role), expires_at=expires_at)
-            _record(session, "create_key", key.id)
+            record_command(session, "create_key", key.id)
             if is_first:
                 # In the same transaction: from the first key on, the command line needs one, too.
                 own, own_secret = KeyRepository(session).create(name=_LOCAL_NAME, user=_LOCAL_NAME, role=Role.ADMIN)
-                _record(session, "create_key", own.id)
+                record_command(session, "create_key", own.id)
                 file = keep_local_key(settings.home, own_secret)
     print(secret)
     until = "" if expires_at is None else f", expires {_time(expires_at)}"
@@ -84,7 +82,7 @@ def revoke(
         try:
             with database.write() as session:
                 KeyRepository(session).revoke(key)
-                _record(session, "revoke_key", key)
+                record_command(session, "revoke_key", key)
         except NotFound:
             raise CommandError(f"there is no key {key!r}; `windlass keys list` shows the ids") from None
         with database.read() as session:
@@ -124,10 +122,6 @@ def _has_working_key(settings: Settings, database: Database) -> bool:
         return False
     with database.read() as session:
         return KeyRepository(session).find(secret) is not None
-
-
-def _record(session: Session, action: str, key_id: str) -> None:
-    AuditRepository(session).add(action, key_id, key_id=None, user=getpass.getuser(), peer=_PEER)
 
 
 def _seconds(expires: str) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
+from windlass.service.command_audit import record_command
 from windlass.service.database_away import telling_of_database
 from windlass.service.home import Serving, find_serving, node_of
 from windlass.service.leftovers import remove_arenas, remove_states
@@ -63,6 +64,7 @@ def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
     lost = "`windlass down --force` ended the service while this job ran; submit it again"
 
     def end(session: Session, job: Job, _reason: str) -> None:
+        record_command(session, "shut_down", job.id)
         if job.cancel_requested:
             cancel_job(session, job)
         elif job.status is JobStatus.PAUSING:

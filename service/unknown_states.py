@@ -3,6 +3,7 @@
 from contextlib import closing
 
 from windlass.service.cli_errors import CommandError
+from windlass.service.command_audit import record_command
 from windlass.service.home import prepare_home
 from windlass.service.job_specs import ARENA_DIR
 from windlass.service.leftovers import free_states, states_nbytes
@@ -21,14 +22,19 @@ def free_unknown_states(settings: Settings, job: JobId) -> int:
     """
     prepare_home(settings.home)
     migrate(settings.database_url)
-    with closing(Database(settings.database_url)) as database, database.read() as session:
-        is_known = JobRepository(session).find(job) is not None
-    if is_known:
-        raise CommandError(f"job {job} is known here, and its states are its own; `windlass delete {job}` deletes it")
-    if job in arenas_in(ARENA_DIR):
-        raise CommandError(f"job {job} runs on this machine, as another installation's; its states are left alone")
-    nbytes = states_nbytes(settings).get(job)
-    if nbytes is None:
-        raise CommandError(f"none of {', '.join(map(str, settings.ssd_dirs))} holds states of job {job}")
+    with closing(Database(settings.database_url)) as database:
+        with database.read() as session:
+            is_known = JobRepository(session).find(job) is not None
+        if is_known:
+            raise CommandError(
+                f"job {job} is known here, and its states are its own; `windlass delete {job}` deletes it"
+            )
+        if job in arenas_in(ARENA_DIR):
+            raise CommandError(f"job {job} runs on this machine, as another installation's; its states are left alone")
+        nbytes = states_nbytes(settings).get(job)
+        if nbytes is None:
+            raise CommandError(f"none of {', '.join(map(str, settings.ssd_dirs))} holds states of job {job}")
+        with database.write() as session:  # before: what is freed is never without its event
+            record_command(session, "free_unknown_states", job)
     free_states(settings, job)
     return nbytes

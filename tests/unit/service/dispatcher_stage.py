@@ -28,6 +28,7 @@ from windlass.service.lease import BEAT_S, LEASE_S, Lease
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, PreparationOrder
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
+from windlass.storage.sql.audit import AuditRepository
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
@@ -358,3 +359,9 @@ class Stage:
     def messages(self, job_id: str) -> list[str]:
         with self.database.read() as session:
             return [event.message for event in EventRepository(session).since(0, limit=10_000, job_id=job_id)]
+
+    def audit(self) -> list[tuple[str, str | None, str | None, str | None]]:
+        """Action, target, user and address of each event, oldest first."""
+        with self.database.read() as session:
+            rows = AuditRepository(session).page(limit=1000).rows
+        return [(row.action, row.target, row.user, row.peer) for row in reversed(rows)]

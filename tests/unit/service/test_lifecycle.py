@@ -1,5 +1,6 @@
 """What `windlass down --force` does to jobs, once their processes have ended with Ray."""
 
+import getpass
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def test_a_running_job_fails_and_leaves_nothing(stage: Stage, was_interrupted: b
     assert lifecycle._fail_jobs_left(stage.settings) == (job_id,)
     error = stage.job(job_id).error or {}
     assert error["code"] == "service_stopped"
+    assert stage.audit() == [("shut_down", job_id, getpass.getuser(), "command line")]
     assert stage.jobs_on_ssds() == [set(), set()]
 
 
@@ -44,6 +46,7 @@ def test_a_job_to_be_cancelled_is_cancelled(stage: Stage) -> None:
     stage.request_cancel(job_id)
     assert lifecycle._fail_jobs_left(stage.settings) == ()
     assert stage.status(job_id) is JobStatus.CANCELLED
+    assert [target for _, target, _, _ in stage.audit()] == [job_id]
 
 
 def test_a_job_whose_attempt_ended_for_another_goes_on_when_the_service_is_back(stage: Stage) -> None:
@@ -53,6 +56,7 @@ def test_a_job_whose_attempt_ended_for_another_goes_on_when_the_service_is_back(
     journal.close()
     assert lifecycle._fail_jobs_left(stage.settings) == ()
     assert stage.status(job_id) is JobStatus.QUEUED
+    assert stage.audit() == []
     assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
 
 
@@ -64,6 +68,7 @@ def test_a_job_that_pauses_is_paused_at_its_last_commit(stage: Stage) -> None:
     assert lifecycle.running_jobs(stage.settings) == (job_id,)
     assert lifecycle._fail_jobs_left(stage.settings) == ()
     assert stage.status(job_id) is JobStatus.PAUSED
+    assert [target for _, target, _, _ in stage.audit()] == [job_id]
     assert stage.jobs_on_ssds() == [{job_id}, {job_id}]
 
 
@@ -75,3 +80,4 @@ def test_jobs_of_another_home_on_the_same_database_are_left_alone(stage: Stage) 
     assert lifecycle.running_jobs(stage.settings) == ()
     assert lifecycle._fail_jobs_left(stage.settings) == ()
     assert stage.status(job_id) is JobStatus.RUNNING
+    assert stage.audit() == []

@@ -1,5 +1,7 @@
 """States that no database knows are freed by hand, and what somebody knows is not."""
 
+import getpass
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,7 @@ def test_they_are_freed_on_every_ssd_and_others_stay(
     assert capsys.readouterr().out.startswith(f"{UNKNOWN}: ")
     with pytest.raises(CommandError, match=f"holds states of job {UNKNOWN}"):
         delete([UNKNOWN], states=True, home=home)
+    assert stage.audit() == [("free_unknown_states", UNKNOWN, getpass.getuser(), "command line")]
 
 
 def test_those_of_a_job_that_is_known_or_runs_stay(stage: Stage, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +51,15 @@ def test_those_of_a_job_that_is_known_or_runs_stay(stage: Stage, home: Path, mon
     with pytest.raises(CommandError, match="'file-1' is no id of a job"):
         delete(["file-1"], states=True, home=home)
     assert stage.jobs_on_ssds() == [{UNKNOWN, OTHER, job_id}] * 2
+    assert stage.audit() == []
+
+
+def test_it_is_audited_also_where_the_user_has_no_name(
+    stage: Stage, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", nobody)
+    delete([UNKNOWN], states=True, home=home)
+    assert stage.audit() == [("free_unknown_states", UNKNOWN, f"uid {os.getuid()}", "command line")]
