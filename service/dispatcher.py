@@ -10,10 +10,9 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt, last_sign_of_life
-from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JournalReader
 from windlass.service.box import Box, look_at_box
 from windlass.service.doctor import measured_hardware
@@ -36,6 +35,7 @@ from windlass.service.preparation import (
     PreparationOrder,
     preparation_of,
 )
+from windlass.service.runners import RunnerLostError, Runners
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.room import may_find_room_later
@@ -62,32 +62,6 @@ _LOST = (
     "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine, "
     "or the disk was too full to write one"
 )
-
-
-class RunnerLostError(RuntimeError):
-    """A runner died while it started, or could not be reached; that is no fault of the job's."""
-
-
-class Runners(Protocol):
-    """Where jobs run: on Ray, or in a test's stand-in."""
-
-    def start(self, spec: JobSpec) -> None:
-        """Launch a job; returns once its runner has begun.
-
-        Raises RunnerLostError, or what keeps the job from running.
-        """
-
-    def is_alive(self, job: JobId, attempt: Attempt) -> bool:
-        """Whether the runner is there."""
-
-    def cancel(self, job: JobId, attempt: Attempt) -> None:
-        """Ask the runner to end the job after its step; nothing happens if there is none."""
-
-    def pause(self, job: JobId, attempt: Attempt) -> None:
-        """Ask the runner to end the attempt after its step, so that another can go on; as `cancel`."""
-
-    def kill(self, job: JobId, attempt: Attempt) -> None:
-        """End the runner at once; nothing happens if there is none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,17 +129,17 @@ class Dispatcher:
         if was_cut_short:
             self._take_up_all()
         for job in self._lease.claim():
-            self._guarded(job.id, self._take_up, job)
+            self._guarded(about(job.id, job.attempt), self._take_up, job)
         running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
         for job in running:
-            self._guarded(job.id, self._watch, job)
+            self._guarded(about(job.id, job.attempt), self._watch, job)
         self._corrections.drop(keep={job.id for job in running})
         for job_id, over in tuple(self._over.items()):
-            self._guarded(job_id, self._see_off, job_id, over)
+            self._guarded(about(job_id, over.attempt), self._see_off, job_id, over)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
         self._drop_preparations(keep={job.id for job in validating})
         for job in validating:
-            self._guarded(job.id, self._validate, job)
+            self._guarded(about(job.id, job.attempt), self._validate, job)
         self._launch_next()
         self._housekeeping.tick(busy={*self._over, *self._preparations})
         self._was_cut_short = False
@@ -208,7 +182,7 @@ class Dispatcher:
         for each in doomed:
             self._await_end(each.id, each.attempt)
         for job in self._jobs(*ACTIVE_STATUSES):
-            self._guarded(job.id, self._take_up, job)
+            self._guarded(about(job.id, job.attempt), self._take_up, job)
 
     def _take_up(self, job: Job) -> None:
         if job.status in (JobStatus.RUNNING, JobStatus.PAUSING):
@@ -224,7 +198,7 @@ class Dispatcher:
         hangs = alive and self._is_silent(job)
         lost = _HANGS if hangs else _LOST
         if alive:  # whatever becomes of it, the journal is read
-            self._guarded(job.id, self._tell_to_end, job)
+            self._guarded(about(job.id, job.attempt), self._tell_to_end, job)
         reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
         try:
             is_over = take_in(
@@ -268,6 +242,8 @@ class Dispatcher:
 
     def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
         told, told_at = self._told.get(job.id, ("", 0.0))
+        if told != what:
+            _LOG.info("asked to %s", what, extra=about(job.id, job.attempt))
         if told != what or self._clock() - told_at >= _TELL_AGAIN_S:
             self._told[job.id] = (what, self._clock())
             tell(JobId(job.id), Attempt(job.attempt))
@@ -305,10 +281,7 @@ class Dispatcher:
         over.kill_at = min(over.kill_at, now + _KILL_ORPHANS_AFTER_S)
         if now >= over.kill_at and (killed := kill_attempt(folder, over.attempt)):
             _LOG.warning(
-                "job %s: processes %s outlived their runner and were killed",
-                job_id,
-                killed,
-                extra=about(job_id, over.attempt),
+                "processes %s outlived their runner and were killed", killed, extra=about(job_id, over.attempt)
             )
         return False
 
@@ -333,7 +306,7 @@ class Dispatcher:
         except PreparationError as error:
             self._drop_preparation(job.id)
             if is_out_of_room(self._settings.home):
-                _LOG.warning("job %s: the disk is full, and its preparation begins anew: %s", job.id, error)
+                _LOG.warning("the disk is full, and the preparation begins anew: %s", error, extra=about(job.id))
                 return
             with self._database.write() as session:
                 fail_job(session, job, error.code, error.message, error.param)
@@ -371,7 +344,7 @@ class Dispatcher:
         verdicts = self._queue.verdicts(leaving)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
         for verdict in verdicts:
-            self._guarded(verdict.job.id, self._carry_out, verdict)
+            self._guarded(about(verdict.job.id, verdict.job.attempt), self._carry_out, verdict)
 
     def _carry_out(self, verdict: Verdict) -> None:
         job = verdict.job
@@ -406,7 +379,7 @@ class Dispatcher:
         try:
             self._runners.start(build_job_spec(self._settings, self._machinery, claimed, planned))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
-            _LOG.exception("job %s could not be started", job.id, extra=about(job.id, attempt))
+            _LOG.exception("could not be started", extra=about(job.id, attempt))
             # Whatever did start must be gone before the next job gets the device.
             self._await_end(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
@@ -416,6 +389,9 @@ class Dispatcher:
                 else:
                     code, message = getattr(error, "code", "start_failed"), str(error) or repr(error)
                     fail_attempt(self._settings, session, claimed, code, message)
+        else:
+            device = "the CPU" if self._machinery.num_gpus == 0 else f"one of {self._machinery.num_gpus} GPUs"
+            _LOG.info("launched on %s", device, extra=about(job.id, attempt))
 
     # --- all of them ------------------------------------------------------------------------------------------------
 
@@ -424,13 +400,13 @@ class Dispatcher:
         with self._database.read() as session:
             return JobRepository(session).with_status(*statuses, lease_holder=self._lease.holder)
 
-    def _guarded(self, job_id: str, handle: Callable[..., None], *arguments: object) -> None:
+    def _guarded(self, subject: dict[str, object], handle: Callable[..., None], *arguments: object) -> None:
         try:
             handle(*arguments)
         except StatusConflict as conflict:
             # Cancelled, or taken over, between our look and our change; the next pass sees what holds now.
-            _LOG.info("%s", conflict, extra=about(job_id))
+            _LOG.info("%s", conflict, extra=subject)
         except Exception as error:  # one job's trouble must not stop the others
             if why_unavailable(error) is not None:
                 raise  # it is the same for all of them
-            _LOG.exception("job %s could not be handled; it will be tried again", job_id, extra=about(job_id))
+            _LOG.exception("could not be handled; it will be tried again", extra=subject)

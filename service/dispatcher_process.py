@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from windlass.actors import deploy
 from windlass.actors.job_spec import JobSpec
-from windlass.service.dispatcher import Dispatcher, RunnerLostError
+from windlass.service.dispatcher import Dispatcher
 from windlass.service.home import DispatcherLock, node_of
 from windlass.service.job_specs import Machinery
 from windlass.service.lease import Lease
@@ -21,6 +21,7 @@ from windlass.service.preparation import preparation_of, step_server
 from windlass.service.processes import boot_id
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.ray_node import RayNode
+from windlass.service.runners import RunnerLostError
 from windlass.service.settings import Settings
 from windlass.service.webhook_sender import WebhookSender
 from windlass.storage.ids import Attempt, JobId

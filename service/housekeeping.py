@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 
 from windlass.service import deletion
 from windlass.service.errors import ApiError
+from windlass.service.logs import about
 from windlass.service.settings import Settings
 from windlass.storage.sql.audit import AuditRepository
 from windlass.storage.sql.database import Database
@@ -85,15 +86,16 @@ class Housekeeping:
 
     def _remove(self, jobs: Sequence[DeletedJob], removals: Sequence[Removal]) -> bool:
         """Whether all of it could be removed."""
-        done = [self._guarded(job.id, deletion.remove_deleted_job, job) for job in jobs]
-        done += [self._guarded(each.name, deletion.carry_out, each) for each in removals]
+        done = [self._guarded(("job", job.id), deletion.remove_deleted_job, job) for job in jobs]
+        done += [self._guarded((each.kind, each.name), deletion.carry_out, each) for each in removals]
         return all(done)
 
-    def _guarded(self, what: str, remove: Callable[..., bool], of: object) -> bool:
+    def _guarded(self, what: tuple[str, str], remove: Callable[..., bool], of: object) -> bool:
         try:
             return remove(self._database, self._settings, of)
         except Exception:  # noqa: BLE001  # the database may be gone for a while, or a disk
-            _LOG.exception("%s is deleted but could not be removed; it will be tried again", what)
+            tried_again = "%s %s is deleted but could not be removed; it will be tried again"
+            _LOG.exception(tried_again, *what, extra=_about(*what))
             return False
 
     # --- what is old --------------------------------------------------------------------------------------------------
@@ -149,7 +151,11 @@ class Housekeeping:
                 delete(session, self._settings, what)
                 AuditRepository(session).add(f"delete_{kind}", what, key_id=None, user=None, peer=_PEER)
         except (ApiError, NotFound, StatusConflict) as reason:
-            _LOG.debug("%s %s stays: %s", kind, what, reason)
+            _LOG.debug("%s %s stays: %s", kind, what, reason, extra=_about(kind, what))
             return False
-        _LOG.info("%s %s was deleted: keep_%ss_days is %g", kind, what, kind, days)
+        _LOG.info("%s %s was deleted: keep_%ss_days is %g", kind, what, kind, days, extra=_about(kind, what))
         return True
+
+
+def _about(kind: str, what: str) -> dict[str, object]:
+    return about(what) if kind == "job" else {}

@@ -158,9 +158,9 @@ class JobQueue:
                 )
                 JobRepository(session).ask_to_yield(victim, job.id, message=message, seen=found)
             _LOG.info(
-                "job %s, of priority %d, makes room for job %s, of priority %d",
-                *(victim, found.priority, job.id, job.priority),
-                extra=about(victim, Attempt(found.attempt)),
+                "of priority %d, it makes room for job %s, of priority %d",
+                *(found.priority, job.id, job.priority),
+                extra=about(victim, found.attempt),
             )
 
     # --- what is there ------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class JobQueue:
             found, is_cpu = load_plan(self._settings, job), self._machinery.num_gpus == 0
             return job.plan_number, demand_of(found, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # its launch will fail it, and no other job
-            _LOG.warning("what job %s takes cannot be read: %s", job.id, error, extra=about(job.id, job.attempt))
+            _LOG.warning("what it takes cannot be read: %s", error, extra=about(job.id, job.attempt))
             return job.plan_number, Demand()
 
     def _in_queue(self, job: Job, box: Box, *, is_ready: bool) -> Queued:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from windlass.service.logs import about
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.leases import Holder, LeaseRepository
 from windlass.storage.sql.models import Job
@@ -104,7 +105,10 @@ class Lease:
             if not LeaseRepository(session).claimable(self.node):
                 return []
         with self._database.write() as session:
-            return LeaseRepository(session).claim(self.holder, self.node)
+            claimed = LeaseRepository(session).claim(self.holder, self.node)
+        for job in claimed:
+            _LOG.info("claimed", extra=about(job.id, job.attempt))
+        return claimed
 
     def give_up(self) -> None:
         """Let others claim the jobs at once; where the database cannot be used, when the lease has run out."""

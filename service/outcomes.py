@@ -3,10 +3,12 @@
 import csv
 import hashlib
 import io
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from windlass.actors.journal import JournalReader, JournalRecord
@@ -15,6 +17,7 @@ from windlass.service.home import node_of
 from windlass.service.job_plans import keep_plan, plans_of
 from windlass.service.job_specs import journal_path
 from windlass.service.leftovers import output_dir
+from windlass.service.logs import about
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
@@ -23,6 +26,8 @@ from windlass.storage.sql.jobs import JobFields, JobRepository
 from windlass.storage.sql.journal import Outcome, import_journal
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus
+
+_LOG = logging.getLogger(__name__)
 
 RESULT_FILENAME = "step_metrics.csv"
 RESULTS_PURPOSE = "fine-tune-results"
@@ -43,15 +48,8 @@ _COLUMNS = {
 
 def fail_job(session: Session, job: Job, code: str, message: str, param: str | None = None) -> None:
     """End a job as failed; StatusConflict if it has ended or moved on meanwhile."""
-    JobRepository(session).transition(
-        job.id,
-        job.status,
-        JobStatus.FAILED,
-        message=f"The job failed: {message}",
-        level="error",
-        seen=job,
-        error={"code": code, "message": message, "param": param},
-    )
+    error = {"code": code, "message": message, "param": param}
+    _change(session, job, JobStatus.FAILED, f"The job failed: {message}", level="error", error=error)
 
 
 def fail_attempt(settings: Settings, session: Session, job: Job, code: str, message: str) -> None:
@@ -62,13 +60,7 @@ def fail_attempt(settings: Settings, session: Session, job: Job, code: str, mess
 
 def cancel_job(session: Session, job: Job) -> None:
     """End a job as cancelled; StatusConflict if it has ended or moved on meanwhile."""
-    JobRepository(session).transition(
-        job.id,
-        job.status,
-        JobStatus.CANCELLED,
-        message="Fine-tuning job cancelled",
-        seen=job,
-    )
+    _change(session, job, JobStatus.CANCELLED, "Fine-tuning job cancelled")
 
 
 def in_words_to(session: Session, job: Job, other: str) -> str:
@@ -119,6 +111,7 @@ def resume(settings: Settings, session: Session, job: Job, reason: str) -> None:
 
     StatusConflict if it has ended or moved on meanwhile.
     """
+    _log_once_committed(session, job, f"lost: {reason}")
     last_fruitful = last_fruitful_attempt(session, job.id)
     num_lost = 0 if last_fruitful == job.attempt else job.num_lost + 1
     if JobRepository(session).get(job.id).cancel_requested:
@@ -150,7 +143,18 @@ def _leave(
     if plan_number is not None:  # else the row may have another one by now
         fields["plan_number"] = plan_number
     target = JobStatus.PAUSED if job.status is JobStatus.PAUSING else JobStatus.QUEUED
-    JobRepository(session).transition(job.id, job.status, target, message=message, level=level, seen=job, **fields)
+    _change(session, job, target, message, level=level, **fields)
+
+
+def _change(session: Session, job: Job, status: JobStatus, message: str, **fields: Any) -> None:
+    JobRepository(session).transition(job.id, job.status, status, message=message, seen=job, **fields)
+    error = fields.get("error")  # its message may quote the owner's data
+    _log_once_committed(session, job, f"ended: {status}" if error is None else f"ended: {status} ({error['code']})")
+
+
+def _log_once_committed(session: Session, job: Job, line: str) -> None:
+    extra = about(job.id, job.attempt)
+    event.listen(session, "after_commit", lambda _: _LOG.info(line, extra=extra), once=True)
 
 
 def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_lost: int) -> bool:
@@ -219,12 +223,11 @@ def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -
     if (total_steps := outcome.data.get("total_steps")) is not None:
         fields["total_steps"] = total_steps  # less than planned where it ended early
     remarks = "".join(f"{remark}. " for remark in outcome.data.get("remarks", ()))
-    JobRepository(session).transition(
-        job.id,
-        job.status,
+    _change(
+        session,
+        job,
         JobStatus.SUCCEEDED,
-        message=f"The job has successfully completed. {remarks}New fine-tuned model created: {folder.name}",
-        seen=job,
+        f"The job has successfully completed. {remarks}New fine-tuned model created: {folder.name}",
         fine_tuned_model=folder.name,
         result_files=[_write_result_file(session, settings, job)],
         **fields,

@@ -347,7 +347,9 @@ def test_other_users_jobs_are_counted_and_not_named(two_gpus: Stage, caplog: pyt
     with caplog.at_level(logging.INFO):
         urgent = two_gpus.queue(owner="bob")
         two_gpus.tick()
-    assert f"job {mine}, of priority 2, makes room for job {urgent}, of priority 0" in caplog.text
+    (line,) = [each for each in caplog.records if "makes room" in each.message]
+    assert line.message == f"of priority 2, it makes room for job {urgent}, of priority 0"
+    assert (vars(line)["job"], vars(line)["attempt"]) == (mine, 1)
     end(two_gpus, mine, PAUSED)
     assert two_gpus.job(mine).waiting_reason == "every GPU is in use by 2 jobs of others"
     told = " ".join([*two_gpus.messages(mine), *two_gpus.messages(waiting)])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.service.dispatcher_stage import Stage
 from windlass.actors.scheduler import INTERRUPTED
-from windlass.service.dispatcher import RunnerLostError
+from windlass.service.runners import RunnerLostError
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import JobStatus

@@ -1,7 +1,10 @@
 """What retention settings delete, and when: what is old, finished and in no use."""
 
+import logging
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.unit.service.dispatcher_stage import AtOnce, Stage
 from windlass.service.deletion import delete_job
@@ -88,7 +91,10 @@ def test_by_default_everything_is_kept(tmp_path: Path, database: Database) -> No
     assert (old.settings.files_dir / "file-1").exists()
 
 
-def test_jobs_go_so_many_days_after_their_end(tmp_path: Path, database: Database) -> None:
+def test_jobs_go_so_many_days_after_their_end(
+    tmp_path: Path, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="windlass.service.housekeeping")
     old = Old(tmp_path, database, keep_jobs_days=30)
     oldest, older = old.job(days=40), old.job(days=30.1)
     kept = {old.job(days=29.9), old.job(days=None, created_at=1.0)}
@@ -96,6 +102,7 @@ def test_jobs_go_so_many_days_after_their_end(tmp_path: Path, database: Database
     old.keep_house()
     assert old.jobs() == kept | {elsewhere}
     assert old.audit() == [("delete_job", job, None, "retention") for job in (oldest, older)]
+    assert [vars(record)["job"] for record in caplog.records] == [oldest, older]
 
 
 def test_a_clock_that_is_set_ahead_deletes_nothing_for_a_day(tmp_path: Path, database: Database) -> None:

@@ -54,5 +54,10 @@ def test_an_error_keeps_its_trace_on_one_line(capsys: pytest.CaptureFixture[str]
 
 def test_people_get_text(capsys: pytest.CaptureFixture[str]) -> None:
     with logs(LogFormat.TEXT, "api"):
-        LOG.info("serving", extra=about("ftjob-1"))
-    assert capsys.readouterr().err.endswith(" INFO windlass.test: serving\n")
+        LOG.info("launched", extra=about("ftjob-1", 3))
+        LOG.info("claimed", extra=about("ftjob-1"))
+        LOG.info("serving")
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith(" INFO windlass.test: job ftjob-1, attempt 3: launched")
+    assert second.endswith(" INFO windlass.test: job ftjob-1: claimed")
+    assert third.endswith(" INFO windlass.test: serving")

@@ -6,8 +6,8 @@ import ray
 from tests.unit.actors.specs import make_spec
 from windlass.actors import deploy
 from windlass.actors.job_spec import JobSpec
-from windlass.service.dispatcher import RunnerLostError
 from windlass.service.dispatcher_process import RayRunners
+from windlass.service.runners import RunnerLostError
 
 
 @pytest.mark.parametrize(
