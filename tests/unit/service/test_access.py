@@ -8,6 +8,7 @@ import pytest
 from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.keyed import ADMIN, NOTHING, Things, World, keyed_world, new_job, routes_of
 from windlass.service.access import LOGIN_COOKIE, Caller
+from windlass.service.event_news import News
 from windlass.service.events import _read_batch
 from windlass.service.protection import UnprotectedError
 from windlass.service.settings import Settings
@@ -39,6 +40,8 @@ OWN_CODES = {
     "webhook_not_delivered",
 }
 ORIGIN = {"Origin": "http://127.0.0.1:8642"}
+# So far ahead that no stream has all before: it reads the events themselves.
+NOT_YET = News(after=2**62, newest=2**62, events=(), keys=(0, 0))
 
 
 @pytest.fixture
@@ -296,15 +299,15 @@ def test_a_user_follows_their_own_events_and_others_cost_no_second_look(
 
     monkeypatch.setattr(EventRepository, "since", noting)
     caller = Caller(user="bob", role=Role.USER, key_id=world.key_ids["bob"])
-    first = _read_batch(context, caller, 0, None)
+    first = _read_batch(context, caller, 0, None, NOT_YET)
     assert {row.job_id for row in first.events} == {job.id for job in jobs_of(world, "bob")}
     with context.database.write() as session:
         JobRepository(session).create(new_job("file-x", "alice"))
         job_id = JobRepository(session).create(new_job("file-x", "bob")).id
         JobRepository(session).create(new_job("file-x", "alice"))
-    second = _read_batch(context, caller, first.newest, None)
+    second = _read_batch(context, caller, first.newest, None, NOT_YET)
     assert [row.job_id for row in second.events] == [job_id]
-    third = _read_batch(context, caller, second.newest, None)
+    third = _read_batch(context, caller, second.newest, None, NOT_YET)
     assert (list(third.events), third.newest) == ([], second.newest)
     assert asked == [0, first.newest, second.events[0].ordinal + 1]
 
@@ -321,8 +324,8 @@ def test_a_stream_ends_with_what_it_was_opened_with(world: World, end: str) -> N
         token = KeyRepository(session).log_in(world.key_ids["bob"], lasts_s=60)
     by_key = Caller(user="bob", role=Role.USER, key_id=world.key_ids["bob"])
     by_login = Caller(user="bob", role=Role.USER, key_id=world.key_ids["bob"], login=digest_of(token))
-    assert not _read_batch(context, by_key, 0, None).is_last
-    assert not _read_batch(context, by_login, 0, None).is_last
+    assert not _read_batch(context, by_key, 0, None, NOT_YET).is_last
+    assert not _read_batch(context, by_login, 0, None, NOT_YET).is_last
     with context.database.write() as session:
         keys = KeyRepository(session)
         if end == "revoke":
@@ -331,8 +334,8 @@ def test_a_stream_ends_with_what_it_was_opened_with(world: World, end: str) -> N
             keys.get(world.key_ids["bob"]).expires_at = 1.0
         else:
             keys.log_out(token)
-    assert _read_batch(context, by_login, 0, None).is_last
-    assert _read_batch(context, by_key, 0, None).is_last is (end != "log_out")
+    assert _read_batch(context, by_login, 0, None, NOT_YET).is_last
+    assert _read_batch(context, by_key, 0, None, NOT_YET).is_last is (end != "log_out")
 
 
 # --- logins ---
