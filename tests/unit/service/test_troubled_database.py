@@ -84,7 +84,10 @@ def test_a_locked_and_a_full_database_are_told_from_a_wrong_statement(sqlite_sta
     assert why_unavailable(RuntimeError("database is locked")) is None
 
 
-def test_a_server_that_was_started_again_is_used_as_before(postgresql: PostgresServer) -> None:
+def test_a_server_that_was_started_again_is_used_as_before(
+    postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.storage.sql.database._SURELY_LIVES_S", 0.0)  # as after a moment
     with postgresql.new_database(migrated=True) as url:
         database = Database(url)
         with database.read() as session:
