@@ -9,6 +9,7 @@ from pathlib import Path
 from sqlalchemy.orm import Session
 
 from windlass.actors.attempt_lock import close_attempt
+from windlass.service.elsewhere import is_here
 from windlass.service.errors import ApiError
 from windlass.service.home import node_of
 from windlass.service.job_specs import job_dir
@@ -48,7 +49,7 @@ def delete_job(
             "ended",
             code="invalid_state",
         )
-    if job.node not in (None, node_of(settings.home)):
+    if not is_here(settings, job):
         raise ApiError(
             f"the data of job {job.id} lies with the service that it was sent to; delete it there", code="job_elsewhere"
         )

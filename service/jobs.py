@@ -18,6 +18,7 @@ from windlass.actors.spans_trace import trace_of
 from windlass.service import deletion
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import Context, ContextDep
+from windlass.service.elsewhere import check_is_here
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
 from windlass.service.home import node_of
@@ -173,7 +174,8 @@ def get_timeline(
 ) -> JSONResponse:
     """What each resource did in a step, by default the last that is held: a trace that Perfetto and Chrome open."""
     with context.database.read() as session:
-        JobRepository(session, caller.only_of).get(job_id)
+        job = JobRepository(session, caller.only_of).get(job_id)
+    check_is_here(context.settings, job)
     folder = job_dir(context.settings, job_id) / FOLDER
     held = held_steps(folder)
     if step is None and held:
@@ -233,9 +235,14 @@ def delete_job(
 def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> list[JobObject]:
     rows = list(jobs)
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
-    rated_nbytes = context.settings.ssd_endurance_nbytes
+    node, rated_nbytes = node_of(context.settings.home), context.settings.ssd_endurance_nbytes
     return [
-        JobObject.of(job, last_metrics.get(job.id), rated_nbytes, has_plan=has_plan(context.settings, job))
+        JobObject.of(
+            job,
+            last_metrics.get(job.id),
+            rated_nbytes if job.node in (None, node) else (),  # of the SSDs of this home
+            has_plan=has_plan(context.settings, job),
+        )
         for job in rows
     ]
 

@@ -16,6 +16,7 @@ from windlass.planner.hardware import Hardware, unusual
 from windlass.service.access import CallerDep
 from windlass.service.context import ContextDep
 from windlass.service.doctor import measured_hardware
+from windlass.service.elsewhere import check_is_here
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import GREATEST_MICROBATCH_SIZE, WindlassSettings
 from windlass.service.job_plans import plans_of
@@ -89,6 +90,7 @@ def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, A
     with context.database.read() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
         measured = EventRepository(session).last_measured(job_id)
+    check_is_here(context.settings, job)
     *before, found = plans_of(context.settings, job) or (None,)
     if found is None and measured is None:
         raise ApiError(
@@ -105,7 +107,8 @@ def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, A
 def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) -> JSONResponse:
     """What each resource does in a step of the planned job, as it was simulated: a trace as of a measured step."""
     with context.database.read() as session:
-        JobRepository(session, caller.only_of).get(job_id)
+        job = JobRepository(session, caller.only_of).get(job_id)
+    check_is_here(context.settings, job)
     folder = job_dir(context.settings, job_id) / "prepare" / SIMULATED_FOLDER
     held = held_steps(folder)
     found = load_step(folder, held[-1]) if held else None

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from windlass.service.access import CallerDep
 from windlass.service.context import ContextDep
-from windlass.service.errors import ApiError
-from windlass.service.home import node_of
+from windlass.service.elsewhere import check_is_here
 from windlass.service.leftovers import states_nbytes
 from windlass.service.lists import ListOf
 from windlass.service.occupied import Kind, all_that_occupies, parts_of_job
@@ -34,12 +33,7 @@ def get_job_storage(context: ContextDep, caller: CallerDep, job_id: str) -> JobS
     """What a job occupies: prepared data, journal, timeline, states, model, checkpoints, result files."""
     with context.database.read() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
-    if job.node not in (None, node_of(context.settings.home)):
-        raise ApiError(
-            f"the data of job {job_id} lies with the service that it was sent to; ask there",
-            status=404,
-            code="job_elsewhere",
-        )
+    check_is_here(context.settings, job)
     parts = parts_of_job(context.settings, job, states_nbytes(context.settings))
     return JobStorage(job_id=job_id, bytes=sum(parts.values()), parts=parts)
 

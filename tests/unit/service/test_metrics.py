@@ -80,6 +80,12 @@ def test_jobs_carry_what_they_wear_off_ssds(
             "summary": summary,
         }
         with context_of(client).database.write() as session:
+            job = JobRepository(session).get(job_id)
+            node, job.node = job.node, "node-elsewhere"
+        elsewhere = client.get(f"{JOBS}/{job_id}").json()["windlass"]["ssd_wear"]
+        assert (elsewhere["bytes_written"], elsewhere["forecast"]) == (12 * 10**9, None)  # whose ratings differ
+        with context_of(client).database.write() as session:
+            JobRepository(session).get(job_id).node = node
             error = {"code": "x", "message": "x", "param": None}
             JobRepository(session).transition(
                 job_id, JobStatus.VALIDATING_FILES, JobStatus.FAILED, message="The job failed", error=error

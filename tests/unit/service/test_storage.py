@@ -138,11 +138,12 @@ def test_users_are_told_of_what_is_theirs(settings: Settings) -> None:
         assert seen("root") >= {("model", "ft:tiny::ffffffffffff"), ("base_model", "tiny"), *seen("alice")}
 
 
-def test_the_data_of_another_homes_job_is_not_said_to_be_nothing(client: TestClient, file_id: str) -> None:
+@pytest.mark.parametrize("what", ["storage", "timeline", "plan", "plan/timeline"])
+def test_the_data_of_another_homes_job_is_not_said_to_be_nothing(client: TestClient, file_id: str, what: str) -> None:
     job_id = client.post(JOBS, json={"model": "tiny", "training_file": file_id}).json()["id"]
     with context_of(client).database.write() as session:
         JobRepository(session).get(job_id).node = "node-elsewhere"
-    response = client.get(f"{JOBS}/{job_id}/storage")
+    response = client.get(f"{JOBS}/{job_id}/{what}")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "job_elsewhere")
 
 
