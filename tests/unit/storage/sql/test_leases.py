@@ -1,9 +1,16 @@
 """Who may claim a job, and when a dispatcher is taken for dead."""
 
+import multiprocessing
 from collections.abc import Callable
+from contextlib import closing
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 
 import pytest
+from sqlalchemy.orm import sessionmaker
 
+from tests.postgresql import PostgresServer
+from tests.unit.storage.sql.conftest import make_new_job
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.errors import StatusConflict
 from windlass.storage.sql.jobs import JobRepository
@@ -96,3 +103,41 @@ def test_only_a_database_with_a_clock_of_its_own_tells_of_terms(database: Databa
         assert (holders[late].has_expired, holders[early].has_expired) == (has_clock, False)
         LeaseRepository(session).beat(late, 60.0)
         assert not any(each.has_expired for each in LeaseRepository(session).holders())
+
+
+NUM_DISPATCHERS, NUM_ROUNDS, NUM_JOBS = 3, 10, 10
+
+
+def _claim_in_rounds(url: str, barrier: Barrier, claimed: "Queue[tuple[str, list[str]]]") -> None:
+    """One dispatcher. In every other round without the lock by which one writes at a time: then rows' locks decide."""
+    with closing(Database(url)) as database:
+        holder, beside_others = register(database), sessionmaker(database._engine)
+        for number in range(NUM_ROUNDS):
+            barrier.wait(60)
+            with database.write() if number % 2 else beside_others.begin() as session:
+                found = [job.id for job in LeaseRepository(session).claim(holder, "node-a")]
+            claimed.put((holder, found))
+
+
+def test_processes_that_claim_at_once_get_each_job_once(postgresql: PostgresServer) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, claimed = context.Barrier(NUM_DISPATCHERS + 1), context.Queue()
+    with postgresql.new_database(migrated=True) as url, closing(Database(url)) as database:
+        dispatchers = [
+            context.Process(target=_claim_in_rounds, args=(url, barrier, claimed), daemon=True)
+            for _ in range(NUM_DISPATCHERS)
+        ]
+        for each in dispatchers:
+            each.start()
+        holders = dict[str, str]()
+        for _ in range(NUM_ROUNDS):
+            with database.write() as session:
+                made = [JobRepository(session).create(make_new_job(node="node-a")).id for _ in range(NUM_JOBS)]
+            barrier.wait(60)
+            told = [claimed.get(timeout=60) for _ in dispatchers]
+            assert sorted(job_id for _, found in told for job_id in found) == sorted(made)
+            holders.update({job_id: holder for holder, found in told for job_id in found})
+        for each in dispatchers:
+            each.join(60)
+        with database.read() as session:
+            assert {job.id: job.lease_holder for job in JobRepository(session).with_status(*JobStatus)} == holders
