@@ -1,4 +1,8 @@
-"""`/metrics` for Prometheus: jobs, the queue, what each running job does, requests. Jobs are read at each scrape."""
+"""`/metrics` for Prometheus: jobs, the queue, what each running job does, requests. Jobs are read at each scrape.
+
+Where several homes share a database, each tells of the jobs that run in it, so that none is told of twice. Jobs by
+status and the queue are of the whole database, and every home tells the same of them.
+"""
 
 import shutil
 import time
@@ -14,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.service.access import CallerDep
 from windlass.service.errors import ApiError
+from windlass.service.home import node_of
 from windlass.service.settings import Settings
 from windlass.storage.raw_device import is_device_path
 from windlass.storage.sql.database import Database
@@ -92,14 +97,16 @@ class JobCollector(Collector):
         with self._database.read() as session:
             jobs, events = JobRepository(session), EventRepository(session)
             counts, oldest_s = jobs.count_by_status(), jobs.oldest_queued_at()
-            running = jobs.with_status(JobStatus.RUNNING, JobStatus.PAUSING)
+            running = jobs.with_status(JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(self._settings.home))
             last = events.last_metrics([job.id for job in running])
-        by_status = GaugeMetricFamily("windlass_jobs", "Jobs that are known, by status", labels=["status"])
+        by_status = GaugeMetricFamily("windlass_jobs", "Jobs in the database, by status", labels=["status"])
         for status in JobStatus:
             by_status.add_metric([status.value], counts.get(status, 0))
         yield by_status
         waiting_s = 0.0 if oldest_s is None else max(0.0, time.time() - oldest_s)
-        yield GaugeMetricFamily("windlass_queue_oldest_seconds", "Age of the oldest queued job", value=waiting_s)
+        yield GaugeMetricFamily(
+            "windlass_queue_oldest_seconds", "Age of the oldest queued job in the database", value=waiting_s
+        )
         yield from _of_running(running, last)
         yield from self._of_disks()
 

@@ -1,6 +1,7 @@
 """What Prometheus scrapes, read back with its own parser."""
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,24 @@ def test_running_jobs_are_told_with_their_last_step(tmp_path: Path, accept: str)
     assert found["windlass_disk_free_bytes", (("path", str(tmp_path)),)] > 0
     assert not [labels for _, labels in found if ("job", waiting) in labels]
     assert not [name for name, _ in found if name == "windlass_job_valid_loss"]
+
+
+def test_each_home_tells_of_the_jobs_that_run_in_it(tmp_path: Path, database_url: str) -> None:
+    with ExitStack() as stack:
+        clients = []
+        for name in ("first", "second"):
+            settings = Settings(home=tmp_path / name, port=8642, database_url=database_url)
+            make_model(settings.models_dir / "tiny")
+            clients.append(stack.enter_context(serve(settings)))
+        jobs = [make_job(client, upload(client)) for client in clients]
+        for client, job_id in zip(clients, jobs, strict=True):
+            run(client, job_id)
+            tell(client, job_id, 1, {"step": 3, "train_loss": 1.5, **BYTES})
+        for client, job_id in zip(clients, jobs, strict=True):
+            found = scrape(client)
+            assert {dict(labels)["job"] for _, labels in found if "job" in dict(labels)} == {job_id}
+            assert found["windlass_job_ssd_written_bytes_total", (("job", job_id), ("ssd", "0"))] == 8e9
+            assert found["windlass_jobs", (("status", "running"),)] == 2
 
 
 def test_the_queue_is_as_old_as_its_oldest_job(client: TestClient, file_id: str) -> None:
