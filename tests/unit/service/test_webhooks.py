@@ -4,6 +4,7 @@ import importlib
 import json
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -263,18 +264,26 @@ def test_who_was_killed_while_sending_leaves_it_to_another(
     assert len(receiver.received) == 1
 
 
-def test_two_senders_do_not_send_the_same(client: TestClient, receiver: Receiver, settings: Settings) -> None:
-    add(client, receiver)
-    for _ in range(3):
-        cancel_one(client)
-    senders = [WebhookSender(context_of(client).database, settings) for _ in range(2)]
-    for each in senders:
-        each.start()
-    until_s = time.monotonic() + 20
-    while len(receiver.received) < 3 and time.monotonic() < until_s:
-        time.sleep(0.05)
-    for each in senders:
-        each.close()
+def test_two_senders_do_not_send_the_same(tmp_path: Path, database_url: str, receiver: Receiver) -> None:
+    """Each with connections of its own, as those of two services."""
+    settings = Settings(home=tmp_path, port=8642, webhook_private_addresses=True, database_url=database_url)
+    make_model(settings.models_dir / "tiny")
+    with (
+        serve(settings) as client,
+        closing(Database(database_url)) as first,
+        closing(Database(database_url)) as second,
+    ):
+        add(client, receiver)
+        for _ in range(3):
+            cancel_one(client)
+        senders = [WebhookSender(each, settings) for each in (first, second)]
+        for each in senders:
+            each.start()
+        until_s = time.monotonic() + 20
+        while len(receiver.received) < 3 and time.monotonic() < until_s:
+            time.sleep(0.05)
+        for each in senders:
+            each.close()
     assert len({headers["webhook-id"] for headers, _ in receiver.received}) == len(receiver.received) == 3
 
 
