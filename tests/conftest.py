@@ -1,11 +1,12 @@
 """`make test` runs the tests in several processes (pytest-xdist): what that takes.
 
-And what all tests of a run share: kernels, compiled once.
+And what all tests of a run share: kernels, compiled once, and a PostgreSQL server.
 """
 
 import gc
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.postgresql import PostgresServer, find_programs, postgres_server
 from windlass.engine.kernel_cache import load_kernel
 from windlass.engine.optimizer_formulas import Format
 from windlass.storage.ids import StatePrecision
@@ -85,3 +87,13 @@ def kernel_dir(compiled_kernels: Path | None) -> Path:
     if compiled_kernels is None:
         pytest.skip(f"there is no C++ compiler: {os.environ.get('CXX', 'g++')}")
     return compiled_kernels
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresServer]:
+    """A server of this process's own."""
+    programs = find_programs()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
+    with postgres_server(programs) as server:
+        yield server

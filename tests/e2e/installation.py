@@ -6,9 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -25,6 +29,7 @@ class Installation:
 
     home: Path
     port: int
+    database_url: str | None = None  # None: SQLite in the home
 
     @property
     def url(self) -> str:
@@ -38,6 +43,7 @@ class Installation:
             "WINDLASS_PORT": str(self.port),
             "WINDLASS_MEASURE": "0",  # half a minute for each home
             "HF_HUB_OFFLINE": "1",
+            **({} if self.database_url is None else {"WINDLASS_DATABASE_URL": self.database_url}),
         }
 
     def run(self, *arguments: str, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
@@ -59,6 +65,18 @@ class Installation:
         assert result.returncode != 0, result.stdout
         (line,) = result.stderr.splitlines()
         return line
+
+    def await_job(
+        self, job_id: str, reached: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 120.0
+    ) -> dict[str, Any]:
+        """A job, once it has got there."""
+        deadline = time.monotonic() + timeout_s
+        # Over HTTP: starting the command again and again would take the cores from the job.
+        with httpx.Client(base_url=self.url, trust_env=False) as client:
+            while not reached(job := client.get(f"/v1/fine_tuning/jobs/{job_id}").json()):
+                assert time.monotonic() < deadline, f"never {what}: {job}{self.logs()}"
+                time.sleep(0.2)
+        return job
 
     def logs(self) -> str:
         """The tail of every log, for a failed test's report."""

@@ -1,11 +1,9 @@
 """What people see of jobs that fail, wait, are cancelled, or are in the way of `windlass down`."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.installation import Installation, make_tiny_model, write_examples
@@ -16,12 +14,7 @@ _ENDLESS = ("--epochs", "1000", "--batch-size", "1", "--sequence-length", "32", 
 
 def _wait_for(installation: Installation, job_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> str:
     """Until the job has got there; what `windlass show` says of it then."""
-    deadline = time.monotonic() + 120
-    # Over HTTP: starting the command again and again would take the cores from the job.
-    with httpx.Client(base_url=installation.url, trust_env=False) as client:
-        while not reached(job := client.get(f"/v1/fine_tuning/jobs/{job_id}").json()):
-            assert time.monotonic() < deadline, f"never {what}: {job}{installation.logs()}"
-            time.sleep(0.2)
+    installation.await_job(job_id, reached, what)
     return " ".join(installation.ok("show", job_id).split())
 
 

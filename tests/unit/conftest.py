@@ -5,18 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.postgresql import PostgresServer, find_programs, postgres_server
+from tests.postgresql import PostgresServer
 from windlass.storage.sql.database import Database, migrate
-
-
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[PostgresServer]:
-    """A server of this process's own."""
-    programs = find_programs()
-    if programs is None:
-        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
-    with postgres_server(programs) as server:
-        yield server
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
