@@ -429,11 +429,12 @@ class LifeCycle(RuleBasedStateMachine):
                 if status is JobStatus.PAUSED:
                     self.stage.request_resume(job_id)
             self.end_preparation(0, True)
-            for index in range(len(MACHINES)):
-                self.dispatch(index, None, False)
             for which in range(len(self.runners.alive)):
                 self.run(which, "train")
-            self.pass_time(100.0)
+            for _ in range(5):  # none of them is silent for so long that it is taken for dead again and again
+                self.pass_time(LEASE_S * 2 / 3)
+                for index in range(len(MACHINES)):
+                    self.dispatch(index, None, False)
         for job_id in self.jobs:
             job = self.stage.job(job_id)
             allowed = {JobStatus.SUCCEEDED}
