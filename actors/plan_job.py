@@ -73,28 +73,38 @@ def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
         RuntimeError: ... by shapes alone, or the job has not measured enough.
     """
-    kept_times = None
-    if order.kept_times_dir is not None:
-        machine = order.hardware.model_dump(mode="json")
-        kept_times = KeptTimes(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone)
-    question = PlanQuestion(
-        config=load_config(order.model_dir),
-        hardware=order.hardware,
-        measures=order.compute_threads is not None,
-        kept_times=kept_times,
-        **order.model_dump(include=_ASKED),
-    )
+    question = question_of(order, load_config(order.model_dir))
     if order.running is not None:
         return _plan_again(question, order.running)
-    if order.compute_threads is not None:
-        torch.set_num_threads(order.compute_threads)
-        if question.hardware.gpus.count == 0:
-            keep_freed_memory()  # as the worker will
+    measure_as_worker(order)
     planned = answer(question)
     found = _in_json(planned)
     if planned.solution is not None and order.simulation_s:
         found |= _simulated(order, planned, folder)
     return found
+
+
+def question_of(order: PlanOrder, config: Any) -> PlanQuestion:
+    """What the planner is asked about a model. `config`: of transformers."""
+    kept_times = None
+    if order.kept_times_dir is not None:
+        machine = order.hardware.model_dump(mode="json")
+        kept_times = KeptTimes(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone)
+    return PlanQuestion(
+        config=config,
+        hardware=order.hardware,
+        measures=order.compute_threads is not None,
+        kept_times=kept_times,
+        **order.model_dump(include=_ASKED),
+    )
+
+
+def measure_as_worker(order: PlanOrder) -> None:
+    """Make this process compute as a job's GPU worker will, if it is to measure."""
+    if order.compute_threads is not None:
+        torch.set_num_threads(order.compute_threads)
+        if order.hardware.gpus.count == 0:
+            keep_freed_memory()
 
 
 def _plan_again(question: PlanQuestion, order: RunningOrder) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from windlass.planner.yaml_files import load
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_table import print_columns
 from windlass.service.errors import ApiError
+from windlass.service.hyperparameters import DEFAULT_CLIP_NORM, WindlassSettings, default_microbatches
 from windlass.service.machine import num_cores
 from windlass.service.model_ids import model_dir
 from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
-from windlass.storage.ids import Precision, StatePrecision
+from windlass.storage.ids import Formats, Precision, StatePrecision
 
 if TYPE_CHECKING:
     from windlass.actors.planning import Planned, PlanQuestion
@@ -35,7 +36,8 @@ def plan(
     batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples of a step.")],
     seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens of an example.")],
     hardware: Annotated[
-        str, typer.Option(help="A YAML file, the name of a published machine, or 'measured': what `doctor` saved.")
+        str,
+        typer.Option(help="A YAML file, the name of a published machine, or 'measured': this one, and its settings."),
     ] = _MEASURED,
     num_microbatches: Annotated[
         int | None, typer.Option(min=1, help="Parts a step is computed in (default: what is fastest).")
@@ -61,19 +63,24 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
+    try:
+        Formats(precision, state_precision)
+    except ValueError as error:
+        raise CommandError(f"--state-precision: {error}") from None
+    asked = WindlassSettings(
+        precision=precision, state_precision=state_precision, clip_norm=DEFAULT_CLIP_NORM if clip else None
+    )
     # Only a terminal shows it.
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
         question = _question(
             settings,
             model,
-            hardware=machine,
+            machine,
+            asked,
+            is_here=hardware == _MEASURED,
             batch_size=batch_size,
-            sequence_length=seq_len,
             num_microbatches=num_microbatches,
-            precision=precision,
-            state_precision=state_precision,
-            clips=clip,
-            measures=hardware == _MEASURED,
+            sequence_length=seq_len,
         )
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
@@ -82,10 +89,12 @@ def plan(
         if trace is not None and planned.solution is not None:
             _trace(question, planned, trace)
         compared = _compare(question, planned) if compare else None
+    job_settings = _job_settings(question, found)
     if as_json:
         of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
         of_systems = {} if compared is None else {"compare": asdict(compared)}
-        print(json.dumps(of_search | asdict(found) | of_systems | {"warnings": unusual(machine)}, indent=2))
+        about = {"job_settings": job_settings, "warnings": unusual(machine)}
+        print(json.dumps(of_search | asdict(found) | of_systems | about, indent=2))
     else:
         for warning in unusual(machine):
             print(f"! {warning}")
@@ -93,6 +102,9 @@ def plan(
             print(f"{find}: {number} ({num_params / 1e9:.3g} billion parameters)")
             print()
         _print(found)
+        if job_settings is not None:
+            print()
+            _print_job_settings(job_settings, is_default=num_microbatches is None)
         if compared is not None:
             print()
             _print_comparison(found, compared)
@@ -115,33 +127,63 @@ def _hardware(settings: Settings, name: str) -> Hardware:
     return load(Hardware, examples.get(name, Path(name)))
 
 
-def _question(settings: Settings, model: str, *, sequence_length: int, **fields: Any) -> "PlanQuestion":
-    from windlass.actors.planning import PlanQuestion
+def _question(
+    settings: Settings,
+    model: str,
+    machine: Hardware,
+    asked: WindlassSettings,
+    *,
+    is_here: bool,
+    batch_size: int,
+    num_microbatches: int | None,
+    sequence_length: int,
+) -> "PlanQuestion":
+    """What a job's preparation asks, so that this answers for such a job."""
+    from windlass.actors.plan_job import PlanOrder, measure_as_worker, question_of
+    from windlass.service.job_specs import Machinery, plan_question
+
+    config = _config(settings, model, sequence_length)
+    question = plan_question(
+        settings,
+        machine,
+        Machinery.here() if is_here else None,
+        model_dir=Path(model),
+        asked=asked,
+        batch_size=batch_size,
+        num_microbatches=num_microbatches,
+        sequence_length=sequence_length,
+    )
+    order = PlanOrder.model_validate(question)
+    measure_as_worker(order)
+    return question_of(order, config)
+
+
+def _config(settings: Settings, model: str, sequence_length: int) -> Any:
+    """Of transformers."""
     from windlass.engine.model_profile import config_of_shape
     from windlass.engine.partition import load_config
 
     if model.endswith((".yaml", ".yml")):
-        config = config_of_shape(load(ModelShape, Path(model)), num_tokens=sequence_length)
-    else:
-        folder = Path(model)
-        if not (folder / "config.json").exists():
-            try:
-                folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-            except ApiError as error:
-                raise CommandError(f"--model: {error}") from None
-        if not (folder / "config.json").exists():
-            raise CommandError(
-                f"--model: there is no model in {folder}; name a folder with a config.json, or a YAML file with "
-                f"{', '.join(ModelShape.model_fields)}"
-            )
+        return config_of_shape(load(ModelShape, Path(model)), num_tokens=sequence_length)
+    folder = Path(model)
+    if not (folder / "config.json").exists():
         try:
-            config = load_config(str(folder))
-        except ValueError as error:
-            raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
-        longest = getattr(config, "max_position_embeddings", None)
-        if isinstance(longest, int) and sequence_length > longest:
-            raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
-    return PlanQuestion(config=config, sequence_length=sequence_length, **fields)
+            folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+        except ApiError as error:
+            raise CommandError(f"--model: {error}") from None
+    if not (folder / "config.json").exists():
+        raise CommandError(
+            f"--model: there is no model in {folder}; name a folder with a config.json, or a YAML file with "
+            f"{', '.join(ModelShape.model_fields)}"
+        )
+    try:
+        config = load_config(str(folder))
+    except ValueError as error:
+        raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and sequence_length > longest:
+        raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
+    return config
 
 
 def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
@@ -157,6 +199,31 @@ def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[
         return 0, 0, question, answer(question)
     except (UnsupportedArchitectureError, DeviceNeedUnknownError) as error:
         raise CommandError(f"--model: {error}") from None
+
+
+def _job_settings(question: "PlanQuestion", found: "PlanReport") -> dict[str, Any] | None:
+    """What a request's object `windlass` needs for a job that has this plan; None where there is no such job."""
+    if found.choices is None or question.num_layers is not None:
+        return None
+    return {
+        "batch_size": question.batch_size,
+        "num_microbatches": found.choices["num_microbatches"],
+        "sequence_length": question.sequence_length,
+        "precision": question.precision,
+        "state_precision": question.state_precision,
+        "clip_norm": DEFAULT_CLIP_NORM if question.clips else None,
+    }
+
+
+def _print_job_settings(job_settings: dict[str, Any], *, is_default: bool) -> None:
+    """`is_default`: nobody asked for this number of micro-batches."""
+    defaults = WindlassSettings()
+    given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
+    options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
+    print(f"a job as planned: windlass submit MODEL FILE {options}")
+    by_itself = default_microbatches(job_settings["batch_size"])
+    if is_default and by_itself != job_settings["num_microbatches"]:
+        print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")
 
 
 def _trace(question: "PlanQuestion", planned: "Planned", path: Path) -> None:

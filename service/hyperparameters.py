@@ -261,7 +261,7 @@ def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
     """Turn every "auto" into a number, once the training data has been counted."""
     extras = settings.windlass
     epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
-    num_microbatches = extras.num_microbatches or math.ceil(batch_size / GREATEST_MICROBATCH_SIZE)
+    num_microbatches = extras.num_microbatches or default_microbatches(batch_size)
     total_steps = num_steps(epochs, batch_size, num_examples)
     asked_order = None if extras.gradient_updates == "auto" else extras.gradient_updates
     hyper = Hyperparameters(
@@ -287,6 +287,11 @@ def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
         model_kernels=None if extras.model_kernels == "auto" else (),
     )
     return replace(hyper, update_order=hyper.order_of_updates)
+
+
+def default_microbatches(batch_size: int) -> int:
+    """Parts that a batch is computed in where nobody says."""
+    return math.ceil(batch_size / GREATEST_MICROBATCH_SIZE)
 
 
 def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:

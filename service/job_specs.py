@@ -134,9 +134,8 @@ def preparation_order(
         resolved = resolve_job(job, results).hyperparameters
         numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
         folder_of_model = _model_dir(settings, job.model)
-        threads = measuring_threads(settings, machinery, hardware)
         question = plan_question(
-            settings, hardware, model_dir=folder_of_model, asked=asked.windlass, compute_threads=threads, **numbers
+            settings, hardware, machinery, model_dir=folder_of_model, asked=asked.windlass, **numbers
         )
         return question | {"simulation_s": _SIMULATION_S, "is_alone": is_alone()}
 
@@ -160,15 +159,19 @@ def preparation_order(
 def plan_question(
     settings: Settings,
     hardware: Hardware,
+    machinery: Machinery | None,
     *,
     model_dir: Path,
     asked: WindlassSettings,
     batch_size: int,
-    num_microbatches: int,
+    num_microbatches: int | None,
     sequence_length: int,
-    compute_threads: int | None,
 ) -> dict[str, Any]:
-    """What the planner is asked, as JSON has it. `compute_threads`: to measure with what blocks take; None: nothing."""
+    """What the planner is asked, as JSON has it (`actors.plan_job.PlanOrder`).
+
+    `machinery`: of this machine, which `hardware` is then; None: `hardware` is another one, where nothing can be
+    measured, and which the installation's settings are not about. `num_microbatches` None: as many as are fastest.
+    """
     return {
         "model_dir": str(model_dir),
         "hardware": hardware.model_dump(),
@@ -178,9 +181,9 @@ def plan_question(
         "precision": asked.precision,
         "state_precision": asked.state_precision,
         "clips": asked.clip_norm is not None,
-        "compute_threads": compute_threads,
+        "compute_threads": None if machinery is None else _measuring_threads(settings, machinery, hardware),
         "kept_times_dir": str(settings.home / _KEPT_TIMES),
-        **_bounds(settings, asked),
+        **(_bounds_elsewhere(asked) if machinery is None else _bounds(settings, asked)),
     }
 
 
@@ -189,7 +192,7 @@ def plan_bounds(settings: Settings, job: Job) -> dict[str, int | None]:
     return _bounds(settings, _settings_of(job).windlass)
 
 
-def measuring_threads(settings: Settings, machinery: Machinery, hardware: Hardware) -> int | None:
+def _measuring_threads(settings: Settings, machinery: Machinery, hardware: Hardware) -> int | None:
     """With how many threads a model's blocks can be measured before a job.
 
     None on a GPU, which preparations do not see: there the job's first steps tell.
@@ -303,6 +306,15 @@ def _bounds(settings: Settings, asked: WindlassSettings) -> dict[str, int | None
         "num_optimizers": settings.num_cpu_optimizers,
         "host_memory_nbytes": _budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
         "device_memory_nbytes": _budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
+    }
+
+
+def _bounds_elsewhere(asked: WindlassSettings) -> dict[str, int | None]:
+    """The same about a job on another machine, of which only its profile is known."""
+    return {
+        "num_optimizers": 1,
+        "host_memory_nbytes": _budget_nbytes(asked.budgets.host_memory_gib),
+        "device_memory_nbytes": _budget_nbytes(asked.budgets.gpu_memory_gib),
     }
 
 

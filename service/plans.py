@@ -1,6 +1,5 @@
 """Plans over HTTP: of a job before there is one, and of one that was accepted."""
 
-import math
 import tempfile
 import time
 from pathlib import Path
@@ -18,9 +17,9 @@ from windlass.service.context import ContextDep
 from windlass.service.doctor import measured_hardware
 from windlass.service.elsewhere import check_is_here
 from windlass.service.errors import ApiError
-from windlass.service.hyperparameters import GREATEST_MICROBATCH_SIZE, WindlassSettings
+from windlass.service.hyperparameters import WindlassSettings, default_microbatches
 from windlass.service.job_plans import plans_of
-from windlass.service.job_specs import Machinery, job_dir, measuring_threads, plan_question
+from windlass.service.job_specs import Machinery, job_dir, plan_question
 from windlass.service.model_access import is_visible
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
@@ -72,12 +71,12 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     question = plan_question(
         settings,
         hardware,
+        Machinery.here() if body.hardware is None else None,
         model_dir=_folder(settings, body.model),
         asked=asked,
         batch_size=body.batch_size,
-        num_microbatches=asked.num_microbatches or math.ceil(body.batch_size / GREATEST_MICROBATCH_SIZE),
+        num_microbatches=asked.num_microbatches or default_microbatches(body.batch_size),
         sequence_length=sequence_length,
-        compute_threads=measuring_threads(settings, Machinery.here(), hardware) if body.hardware is None else None,
     )
     plan = _run(settings, question)
     about = {"model": body.model, "hardware": hardware.model_dump(), "warnings": unusual(hardware)}

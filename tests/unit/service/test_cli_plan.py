@@ -11,9 +11,12 @@ from typer.testing import CliRunner, Result
 from windlass.planner.hardware import example_machines
 from windlass.service.cli_errors import reported
 from windlass.service.cli_plan import plan
+from windlass.service.hyperparameters import WindlassSettings
+from windlass.service.settings import HARDWARE_FILE, SETTINGS_FILE
 
 SHAPE = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n"
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 32}
+SPLIT = ("--state-precision", "split")
 JOB = ("--batch-size", "4", "--seq-len", "64")
 
 
@@ -58,6 +61,38 @@ def test_a_plan_is_told_as_json(shape: Path, home: Path) -> None:
     }
     assert keys | {"choices", "reasons"} <= set(found)
     assert set(found["peak_gib"]) == {"gpu", "host", "ssd"}
+
+
+def test_the_settings_of_this_installation_count_for_this_machine_only(shape: Path, home: Path) -> None:
+    home.mkdir()
+    machine = example_machines()["rtx4090-server"]
+    (home / HARDWARE_FILE).write_text(machine.read_text())
+    (home / SETTINGS_FILE).write_text("host_memory_gib = 2\ngpu_memory_gib = 1\n")
+    job = ("--model", str(shape), *JOB, "--json")
+    here = json.loads(run(*job).output)
+    assert (here["limit_gib"]["host"], here["limit_gib"]["gpu"]) == (2.0, 1.0)
+    there = json.loads(run(*job, "--hardware", str(machine)).output)
+    assert there["limit_gib"]["host"] > 700
+    assert there["limit_gib"]["gpu"] > 20
+
+
+def test_a_job_can_be_submitted_as_planned(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
+    result = run(*job, "--precision", "fp16", "--no-clip", "--num-microbatches", "2")
+    options = "--set batch_size=4 --set num_microbatches=2 --set sequence_length=64 --set precision=fp16"
+    assert f"a job as planned: windlass submit MODEL FILE {options} --set clip_norm=null" in result.output
+    found = json.loads(run(*job, "--json").output)
+    asked = WindlassSettings.model_validate(found["job_settings"])
+    assert asked.num_microbatches == found["choices"]["num_microbatches"]
+    assert asked.clip_norm == WindlassSettings().clip_norm
+
+
+def test_another_number_of_microbatches_than_a_jobs_own_is_told(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "64")
+    result = run(*job)
+    assert "--set num_microbatches=1 " in result.output
+    assert "a job that names none has 2" in result.output
+    assert "that names none" not in run(*job, "--num-microbatches", "1").output
 
 
 def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None:
@@ -108,6 +143,7 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
         (("--model", "{shape}", "--hardware", "{shape}/.."), "shape.yaml/.."),
         (("--model", "{folder}", "--hardware", "rtx4090-server"), "config of folder cannot be used"),
+        (("--model", "{shape}", "--hardware", "rtx4090-server", "--precision", "fp32", *SPLIT), "--state-precision: "),
         (("--model", "{short}", "--hardware", "rtx4090-server"), "--seq-len: 64: the model in"),
     ],
 )

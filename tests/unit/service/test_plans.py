@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig
 
 from tests.unit.service.api_client import context_of, serve
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
+from windlass.actors import plan_job
 from windlass.actors.journal import METRICS, JournalRecord
 from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import SpanKind, WorkSpan
@@ -19,11 +21,14 @@ from windlass.planner.activations import BlockActivations
 from windlass.planner.hardware import GIB, example_machines
 from windlass.planner.placement_json import from_json, to_json
 from windlass.planner.plan import Placement
-from windlass.service import cli_jobs, job_plans
+from windlass.service import cli_jobs, cli_plan, job_plans
+from windlass.service.cli_errors import CommandError
 from windlass.service.client import ServiceClient
-from windlass.service.job_specs import job_dir
+from windlass.service.job_specs import Machinery, job_dir
 from windlass.service.preparation import Results
-from windlass.service.settings import HARDWARE_FILE, Settings
+from windlass.service.settings import HARDWARE_FILE, SETTINGS_FILE, Settings
+from windlass.storage.ids import Precision
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.statuses import JobStatus
@@ -286,6 +291,47 @@ def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
     assert question["hardware"]["host"]["memory_gib"] == 768
     assert question["simulation_s"] > 0
     json.dumps(question)
+
+
+def test_the_command_line_asks_what_a_job_would(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets = {"host_memory_gib": 5.0, "gpu_memory_gib": 3.0, "num_cpu_optimizers": 2}
+    stage = Stage(tmp_path / "home", database, **budgets)
+    home = stage.settings.home
+    (home / SETTINGS_FILE).write_text("\n".join(f"{name} = {value}" for name, value in budgets.items()))
+    cpu = MACHINE | {"gpus": MACHINE["gpus"] | {"count": 0}}
+    (home / HARDWARE_FILE).write_text(yaml.safe_dump(cpu))
+    stage.submit(batch_size=4, num_microbatches=2, clip_norm=None, precision="fp16")
+    stage.tick()
+    ask_planner = stage.preparations[-1].order.plan_question
+    assert ask_planner is not None
+    of_job = plan_job.PlanOrder.model_validate(ask_planner(dict(PREPARED)))
+    assert of_job.compute_threads is not None
+
+    asked: list[plan_job.PlanOrder] = []
+
+    def note(order: plan_job.PlanOrder, _: Any) -> None:
+        asked.append(order)
+        raise CommandError("that is all")
+
+    monkeypatch.setattr(plan_job, "question_of", note)
+    monkeypatch.setattr(plan_job, "measure_as_worker", lambda _: None)
+    monkeypatch.setattr(Machinery, "here", lambda: Machinery(num_cores=4, num_gpus=0))
+    shape = tmp_path / "shape.yaml"
+    shape.write_text("num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n")
+    with pytest.raises(CommandError, match="that is all"):
+        cli_plan.plan(
+            str(shape),
+            batch_size=4,
+            seq_len=of_job.sequence_length,
+            num_microbatches=2,
+            precision=Precision.FP16,
+            clip=False,
+            home=home,
+        )
+    others = {"model_dir", "simulation_s", "is_alone"}
+    assert asked[0].model_dump(exclude=others) == of_job.model_dump(exclude=others)
 
 
 def test_what_the_planner_measures_is_kept_if_no_job_runs_meanwhile(stage: Stage) -> None:
