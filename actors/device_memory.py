@@ -1,4 +1,6 @@
-"""The most memory that a job has had on its device: by torch's allocator or, where that is the CPU, by the kernel."""
+"""The memory that a job may have on its device, and the most that it has had: by torch's allocator or, where the device
+is the CPU, by the kernel.
+"""
 
 from pathlib import Path
 
@@ -7,6 +9,13 @@ import torch
 from windlass.actors.messages import MemoryKind
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def limit_device_memory(device: torch.device, limit_nbytes: int) -> None:
+    """Has torch's allocator refuse this process more of a GPU. Where the device is the CPU nothing is limited."""
+    if device.type == "cuda":
+        total_nbytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_nbytes / total_nbytes), device)
 
 
 class DeviceMemory:

@@ -1,4 +1,4 @@
-"""How much device memory a job takes, as its GPU worker allocates it."""
+"""How much device memory a job takes, as its GPU worker allocates it, and whether it may."""
 
 from windlass.actors.context import JobContext, evaluation_batch_size, grad_precision
 from windlass.actors.job_spec import JobSpec
@@ -6,6 +6,7 @@ from windlass.engine.dataset import PreparedDataset
 from windlass.engine.device_need import device_need
 from windlass.engine.partition import Partition
 from windlass.planner.device_need import DeviceNeed
+from windlass.planner.plan import PlanError
 
 
 def device_need_of_job(context: JobContext, partition: Partition, *, device: str = "cpu") -> DeviceNeed:
@@ -30,6 +31,29 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
         evaluation_shapes=evaluation_shapes(spec) if spec.has_validation else (),
         device=device,
     )
+
+
+def require_device_room(context: JobContext, partition: Partition, *, device: str = "cpu") -> None:
+    """Compares the job's budget on its device, where it has one, with what it needs there: by its plan, or, where it
+    has none, as it is counted now. As for `device_need_of_job`.
+
+    Raises:
+        PlanError: the budget is too small.
+        DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
+    """
+    limit_nbytes, needed_nbytes = context.spec.device_memory_nbytes, context.spec.planned_device_nbytes
+    if limit_nbytes is None:
+        return
+    if needed_nbytes is None:
+        need = device_need_of_job(context, partition, device=device)
+        # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
+        needed_nbytes = need.settled_nbytes if device == "cpu" else need.nbytes
+    if needed_nbytes > limit_nbytes:
+        raise PlanError(
+            f"the job needs {needed_nbytes} bytes of device memory, and its budget is {limit_nbytes} bytes, "
+            f"{needed_nbytes - limit_nbytes} too few; raise gpu_memory_gib of the settings or of the job's budgets, or "
+            "compute the batch in more micro-batches"
+        )
 
 
 def evaluation_shapes(spec: JobSpec) -> list[tuple[int, int]]:

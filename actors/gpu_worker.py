@@ -22,7 +22,8 @@ from windlass.actors.activation_tiers import ActivationTiers
 from windlass.actors.chunk_io import ChunkIoClient
 from windlass.actors.computation import Computation
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, evaluation_batch_size, grad_precision
-from windlass.actors.device_memory import DeviceMemory
+from windlass.actors.device_memory import DeviceMemory, limit_device_memory
+from windlass.actors.device_room import require_device_room
 from windlass.actors.device_states import DeviceStates
 from windlass.actors.given_operation import GivenOperation
 from windlass.actors.grad_offload import GradOffload
@@ -62,6 +63,7 @@ from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.grad_norm import squared_norm
 from windlass.engine.openmp import release_team
 from windlass.engine.partition import Partition
+from windlass.engine.rehearsal import DeviceNeedUnknownError
 from windlass.engine.self_check import check_architecture
 from windlass.planner.activations import RECOMPUTE_ALL
 from windlass.planner.device_buffers import summed_in_fp32
@@ -117,13 +119,20 @@ class GpuWorker:
     # --- life cycle -------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Maps the arena, opens the data, starts the threads."""
+        """Maps the arena, opens the data, starts the threads.
+
+        Raises:
+            PlanError: the job needs more of the device than it may take.
+        """
+        if self.spec.device_memory_nbytes is not None:
+            limit_device_memory(self.device.device, self.spec.device_memory_nbytes)
         self._arena = Arena.open(self.context.arena_path)
         self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
         self.device.pin(self._memory)
         if kernels := settle_kernels(self.context, self.partition, self.device.device, self._announce):
             chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
             self.send(SCHEDULER, chosen)
+        self._require_room()
         self._device_memory = DeviceMemory(self.device.device)
         if self.context.plan.activations.num_slots:
             self._activations = ActivationTiers(
@@ -220,6 +229,17 @@ class GpuWorker:
         self.device.unpin(self._memory)
         del self._memory
         self._arena.close()
+
+    def _require_room(self) -> None:
+        """On the device, before anything of the job is there.
+
+        Raises:
+            PlanError: its budget is too small.
+        """
+        try:
+            require_device_room(self.context, self.partition, device=self.device.device.type)
+        except DeviceNeedUnknownError as error:
+            self._announce(f"whether the budget of device memory suffices shows only when it is computed: {error}")
 
     def _check_activations(self) -> None:
         """Whether the model is computed rightly as the plan says, and whether there is room for what it swaps.

@@ -136,6 +136,8 @@ class JobSpec:
     optimizer_threads: int = 1  # of each optimizer
     kernel_dir: str | None = None  # where compiled update kernels are kept; None: nowhere
     host_memory_nbytes: int | None = None  # budget for the arena; None: what the machine has free
+    device_memory_nbytes: int | None = None  # budget on the device; None: all that is there
+    planned_device_nbytes: int | None = None  # what the plan's peak there is; None: it is counted when the job starts
     deadline_s: float  # longest wait for any one thing within a step
     placement: Placement = field(default_factory=Placement)  # where things rest, as far as somebody has decided
     ordering: Ordering = field(default_factory=Ordering)  # `effective_ordering` is what holds

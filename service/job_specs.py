@@ -19,7 +19,7 @@ from windlass.actors.job_spec import (
 )
 from windlass.actors.journal import JOURNAL_FILE
 from windlass.planner import placement_json
-from windlass.planner.hardware import Hardware
+from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.plan import Placement
 from windlass.service.hyperparameters import JobSettings, WindlassSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
@@ -237,6 +237,7 @@ def build_job_spec(
     prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
     hyper = _hyperparameters(job.hyperparameters)
     compute_threads, optimizer_threads = threads_of(settings, machinery)
+    bounds = _bounds(settings, asked.windlass)
     return JobSpec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
@@ -263,12 +264,18 @@ def build_job_spec(
         optimizer_threads=optimizer_threads,
         kernel_dir=str(settings.home / "kernels"),
         # What was planned has exactly the memory that was planned.
-        host_memory_nbytes=(
-            _bounds(settings, asked.windlass)["host_memory_nbytes"] if planned is None else planned["arena_nbytes"]
-        ),
+        host_memory_nbytes=bounds["host_memory_nbytes"] if planned is None else planned["arena_nbytes"],
+        device_memory_nbytes=bounds["device_memory_nbytes"],
+        planned_device_nbytes=None if planned is None else _planned_device_nbytes(planned["plan"]),
         deadline_s=_DEADLINE_S,
         placement=Placement() if planned is None else placement_json.from_json(planned["placement"]),
     )
+
+
+def _planned_device_nbytes(plan: dict[str, Any]) -> int | None:
+    """None for a plan of an older version, which does not tell."""
+    of_engine = plan.get("engine_gib")
+    return None if of_engine is None else int(of_engine["gpu"] * GIB)
 
 
 def _settings_of(job: Job) -> JobSettings:

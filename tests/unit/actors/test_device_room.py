@@ -1,24 +1,31 @@
-"""What a whole job has on its device is what was said before it began."""
+"""What a whole job has on its device is what was said before it began, and no more than it may have."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.training import has_direct_io, make_partition, make_spec
+from tests.training import has_direct_io, journal_of, make_partition, make_spec
+from windlass.actors import device_room
 from windlass.actors.computation import Computation
 from windlass.actors.context import make_context
-from windlass.actors.device_room import device_need_of_job, evaluation_shapes
+from windlass.actors.device_memory import limit_device_memory
+from windlass.actors.device_room import device_need_of_job, evaluation_shapes, require_device_room
 from windlass.actors.device_states import DeviceStates
 from windlass.actors.gpu_worker import evaluation_groups
+from windlass.actors.job_spec import JobSpec
 from windlass.actors.local import run_local
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.device_buffers import DeviceBuffers
 from windlass.engine.living_storages import LivingStorages
 from windlass.engine.param_pieces import PieceBuffers
+from windlass.engine.rehearsal import DeviceNeedUnknownError
 from windlass.planner.activations import ActivationChoice
-from windlass.planner.plan import Placement
+from windlass.planner.hardware import GIB
+from windlass.planner.plan import Placement, PlanError
 from windlass.storage.ids import Precision, StatePrecision
 
 KEEP, SWAP = ActivationChoice.KEEP.of_layers(3), ActivationChoice.SWAP.of_layers(3)
@@ -120,6 +127,60 @@ def test_a_job_needs_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     activations_nbytes = found.activations_nbytes - LOSS_SUMS_NBYTES
     assert need.settled_activations_nbytes <= activations_nbytes <= need.activations.nbytes
     assert (need.settled_nbytes == need.nbytes) == (name != "all swapped")
+
+
+def budgeted(tmp_path: Path, **changes: Any) -> JobSpec:
+    return make_spec(tmp_path, total_steps=1, evaluate_every=None, num_validation_examples=0, **changes)
+
+
+def test_a_job_may_take_what_it_needs_and_not_a_byte_less(tmp_path: Path) -> None:
+    spec = budgeted(tmp_path)
+    partition = make_partition(spec)
+    nbytes = device_need_of_job(make_context(spec, partition.layout, ""), partition).settled_nbytes
+    too_small = replace(spec, device_memory_nbytes=nbytes - 1)
+    refusal = f"needs {nbytes} bytes of device memory, and its budget is {nbytes - 1} bytes, 1 too few"
+    with pytest.raises(PlanError, match=refusal):
+        run_local(too_small, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    enough = replace(spec, device_memory_nbytes=nbytes)
+    outcome = run_local(enough, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+
+
+def test_what_the_plan_says_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_room, "device_need_of_job", None)
+    spec = budgeted(tmp_path, device_memory_nbytes=1 << 20, planned_device_nbytes=1 << 20)
+    partition = make_partition(spec)
+    context = make_context(spec, partition.layout, "")
+    require_device_room(context, partition)
+    more = replace(context, spec=replace(spec, planned_device_nbytes=3 << 20))
+    with pytest.raises(PlanError, match=f"{2 << 20} too few; raise gpu_memory_gib"):
+        require_device_room(more, partition)
+
+
+def test_what_cannot_be_counted_is_told_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DeviceNeedUnknownError("experts")
+
+    monkeypatch.setattr(device_room, "device_need_of_job", refuse)
+    spec = budgeted(tmp_path, device_memory_nbytes=1 << 30)
+    outcome = run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+    told = [record.message for record in journal_of(spec)]
+    assert any("budget of device memory suffices shows only when it is computed: experts" in line for line in told)
+
+
+@pytest.mark.parametrize(("limit_gib", "fraction"), [(6, 0.25), (48, 1.0)])
+def test_a_gpus_allocator_is_held_to_the_budget(
+    monkeypatch: pytest.MonkeyPatch, limit_gib: int, fraction: float
+) -> None:
+    properties = SimpleNamespace(total_memory=24 * GIB)
+    held: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *each: held.append(each))
+    limit_device_memory(torch.device("cpu"), limit_gib * GIB)
+    assert held == []
+    limit_device_memory(torch.device("cuda", 0), limit_gib * GIB)
+    assert held == [(fraction, torch.device("cuda", 0))]
 
 
 @pytest.mark.parametrize(("batch_size", "num_microbatches"), [(4, 2), (12, 3), (30, 1)])

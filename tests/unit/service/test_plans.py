@@ -391,7 +391,7 @@ def test_the_plan_tells_when_a_job_will_finish(stage: Stage, monkeypatch: pytest
 
 
 def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:
-    job_id = stage.submit(budgets={"host_memory_gib": 4})
+    job_id = stage.submit(budgets={"host_memory_gib": 4, "gpu_memory_gib": 3})
     stage.tick()
     keep_plan(stage.settings, job_id)
     stage.preparations[-1].ending = PREPARED
@@ -399,6 +399,7 @@ def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:
     (spec,) = stage.runners.started
     assert spec.placement == PLACEMENT
     assert spec.host_memory_nbytes == 1 << 20
+    assert (spec.device_memory_nbytes, spec.planned_device_nbytes) == (3 * GIB, 2 * GIB)
 
 
 def test_placements_survive_json() -> None:
