@@ -159,8 +159,7 @@ class Device:
             if int(result) != 0:
                 raise PinError(
                     f"CUDA did not register {memory.nbytes} bytes of host memory: error {int(result)}, "
-                    f"{runtime.cudaGetErrorString(result)}; lower the job's host memory budget, or raise the limit of "
-                    "locked memory (ulimit -l)"
+                    f"{runtime.cudaGetErrorString(result)}; lower the job's host memory budget"
                 )
         self._pinned[address] = memory
 

@@ -128,6 +128,7 @@ def unusual(hardware: Hardware) -> list[str]:
     return found
 
 
-def save_hardware(hardware: Hardware, path: Path) -> None:
-    """Write a profile as a file that can be loaded."""
-    path.write_text(yaml.safe_dump(hardware.model_dump(exclude_none=True), sort_keys=False))
+def save_hardware(hardware: Hardware, path: Path, *, comment: str = "") -> None:
+    """Write a profile as a file that can be loaded. `comment`: a line for people."""
+    text = yaml.safe_dump(hardware.model_dump(exclude_none=True), sort_keys=False)
+    path.write_text(f"# {comment}\n{text}" if comment else text)

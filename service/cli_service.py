@@ -19,6 +19,7 @@ from windlass.service.local_key import KEY_VARIABLE, open_client
 from windlass.service.machine import Drive, inspect_machine
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
+from windlass.storage.ids import Precision
 from windlass.storage.raw_device import is_device_path
 
 _GIB = 1024**3
@@ -106,6 +107,9 @@ def doctor(
     home: Home = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     save: Annotated[Path | None, typer.Option(help="Where the hardware profile goes (default: in the home).")] = None,
+    precision: Annotated[Precision, typer.Option(help="That jobs will train in: the device is measured in it.")] = (
+        Precision.BF16
+    ),
 ) -> None:
     """Show what this machine has for jobs, and measure what it does: device, link, memory, optimizer, SSDs."""
     from windlass.service.doctor import check_limits
@@ -133,14 +137,14 @@ def doctor(
             print(f"! {finding.what}: {finding.remedy}")
     if not quick:
         settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _measure(settings, save or settings.home / HARDWARE_FILE)
+        _measure(settings, save or settings.home / HARDWARE_FILE, precision)
 
 
-def _measure(settings: Settings, path: Path) -> None:
+def _measure(settings: Settings, path: Path, precision: Precision) -> None:
     from windlass.planner.hardware import unusual
     from windlass.service.measured_machine import measure_and_save
 
-    hardware = measure_and_save(settings, path, lambda line: print(line, flush=True))
+    hardware = measure_and_save(settings, path, lambda line: print(line, flush=True), precision=precision)
     print_columns(
         [
             (f"{group}.{name}", value)

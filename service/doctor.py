@@ -1,6 +1,8 @@
 """What this machine is worth to jobs: its hardware profile, measured, and what stands in a job's way."""
 
 import json
+import os
+import re
 import resource
 import statistics
 import subprocess
@@ -19,10 +21,13 @@ from windlass.service.machine import Machine
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import HARDWARE_FILE, Settings
 from windlass.storage.calibration import Calibration
+from windlass.storage.ids import Precision
 from windlass.storage.room import memory_available_nbytes
 
 _DEADLINE_S = 600.0
 _ENOUGH_DESCRIPTORS = 4096
+# Of locked memory, for the rings of io_uring: some pages for each of a server's threads.
+_ENOUGH_LOCKED_NBYTES = 1 << 20
 
 
 class DoctorError(ReportedError):
@@ -48,14 +53,17 @@ class SsdMeasurement:
     calibration: Calibration
 
 
-def measure_hardware(settings: Settings, tell: Callable[[str], None]) -> Hardware:
-    """The machine's profile. `tell` is handed a line for people before anything that takes long.
+def measure_hardware(
+    settings: Settings, tell: Callable[[str], None], *, precision: Precision = Precision.BF16
+) -> Hardware:
+    """The machine's profile. `tell` is handed a line for people before anything that takes long. `precision`: that the
+    device computes in.
 
     Raises:
         DoctorError: the device or an SSD could not be measured.
     """
-    tell("measuring what the device, its link, the memory and the optimizer do (some ten seconds)")
-    rates = _rates(settings)
+    tell(f"measuring what the device (in {precision}), its link, the memory and the optimizer do (some ten seconds)")
+    rates = _rates(settings, precision)
     tell(f"the link to the device moves {rates['duplex_bytes'] / GB:.1f} GB/s both ways at once")
     calibrations: dict[int, Calibration] = {}  # by disk
     ssds = []
@@ -116,15 +124,15 @@ def measured_hardware(settings: Settings) -> Hardware | None:
 
 def check_limits(machine: Machine) -> list[Finding]:
     """What the system allows, where it is known to stand in a job's way."""
-    return [_shared_memory(machine), _descriptors(), _memory_limit(machine)]
+    return [_shared_memory(machine), _descriptors(), _locked_memory(), _memory_limit(machine)]
 
 
-def _rates(settings: Settings) -> dict[str, Any]:
+def _rates(settings: Settings, precision: Precision) -> dict[str, Any]:
     kernels = str(settings.home / "kernels")
     _, each = threads_of(settings, Machinery.here())
     threads = str(settings.num_cpu_optimizers * each)
     command = [sys.executable, "-m", "windlass.engine.measure_machine", "--kernel-dir", kernels]
-    command += ["--optimizer-threads", threads]
+    command += ["--optimizer-threads", threads, "--precision", precision]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -162,9 +170,34 @@ def _descriptors() -> Finding:
         return Finding(what=what, found="any number")
     if soft >= _ENOUGH_DESCRIPTORS:
         return Finding(what=what, found=str(soft))
-    may_raise = hard == resource.RLIM_INFINITY or hard >= _ENOUGH_DESCRIPTORS
-    how = f"`ulimit -n {_ENOUGH_DESCRIPTORS}`" if may_raise else "an administrator may raise the hard limit"
+    how = _how_to_raise(hard, _ENOUGH_DESCRIPTORS, f"ulimit -n {_ENOUGH_DESCRIPTORS}")
     return Finding(what=what, found=str(soft), remedy=f"Ray needs some thousand: {how}")
+
+
+def _locked_memory() -> Finding:
+    """Neither the arena, which the GPU's driver pins by itself, nor what is read and written directly counts against
+    this limit; rings of io_uring do before Linux 5.12.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    what = "locked memory"
+    found = "any amount" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
+    if not _rings_are_counted():
+        return Finding(what=what, found=f"{found}; jobs need none of it on this kernel")
+    if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_LOCKED_NBYTES:
+        return Finding(what=what, found=found)
+    how = _how_to_raise(hard, _ENOUGH_LOCKED_NBYTES, f"ulimit -l {_ENOUGH_LOCKED_NBYTES // 1024}")
+    remedy = f"SSD servers may get no io_uring, and use more threads: {how}, or Linux 5.12"
+    return Finding(what=what, found=found, remedy=remedy)
+
+
+def _rings_are_counted() -> bool:
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return version is not None and tuple(map(int, version.groups())) < (5, 12)
+
+
+def _how_to_raise(hard: int, enough: int, command: str) -> str:
+    may_raise = hard == resource.RLIM_INFINITY or hard >= enough
+    return f"`{command}`" if may_raise else "an administrator may raise the hard limit"
 
 
 def _memory_limit(machine: Machine) -> Finding:

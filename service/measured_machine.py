@@ -19,6 +19,7 @@ from windlass.service.lifecycle import running_jobs
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import HARDWARE_FILE, Settings
+from windlass.storage.ids import Precision
 
 _FACTS_FILE = "measured.json"  # in the home, beside the profile
 # Kernels keep more or less for themselves: as much may differ.
@@ -50,17 +51,17 @@ class _Facts:
         return found
 
 
-def measure_and_save(settings: Settings, path: Path, tell: Tell) -> Hardware:
-    """The machine's profile, saved; `tell` is handed lines for people.
+def measure_and_save(settings: Settings, path: Path, tell: Tell, *, precision: Precision = Precision.BF16) -> Hardware:
+    """The machine's profile, saved; `tell` is handed lines for people. `precision`: that the device computes in.
 
     Raises:
         DoctorError: something could not be measured, or the file cannot be written.
     """
     if not path.absolute().parent.is_dir():
         raise DoctorError(f"{path} cannot be written: there is no folder {path.parent}")
-    hardware = measure_hardware(settings, tell=tell)
+    hardware = measure_hardware(settings, tell=tell, precision=precision)
     try:
-        save_hardware(hardware, path)
+        save_hardware(hardware, path, comment=f"Measured by `windlass doctor`; gpus.tflops in {precision}.")
         if path == settings.home / HARDWARE_FILE:
             facts = _facts(settings, path.read_bytes())
             (settings.home / _FACTS_FILE).write_text(json.dumps(asdict(facts), indent=2))

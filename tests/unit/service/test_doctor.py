@@ -1,7 +1,9 @@
 """The doctor: what was measured becomes a profile, what stands in the way gets a remedy."""
 
 import resource
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from windlass.service.doctor import DoctorError, SsdMeasurement, check_limits, h
 from windlass.service.machine import Machine, Space
 from windlass.service.settings import load_settings
 from windlass.storage.calibration import Calibration
+from windlass.storage.ids import Precision
 from windlass.storage.transfers import DEFAULT_IO
 
 GIB = 2**30
@@ -89,7 +92,7 @@ def test_directories_on_one_disk_are_measured_once(tmp_path: Path, monkeypatch: 
         return measurement(1, read=1e9 * next(calibrations), free_gib=1).calibration
 
     monkeypatch.setattr("windlass.actors.admission.calibrate", calibrate)
-    monkeypatch.setattr(doctor, "_rates", lambda _: RATES)
+    monkeypatch.setattr(doctor, "_rates", lambda *_: RATES)
     found = doctor.measure_hardware(load_settings(tmp_path / "home"), tell=lambda _: None)
     assert found.ssds.count == 2
     assert found.ssds.read_gb_per_s == 0.5
@@ -98,7 +101,7 @@ def test_directories_on_one_disk_are_measured_once(tmp_path: Path, monkeypatch: 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_SSD_DIRS", "/proc/windlass/ssd")
-    monkeypatch.setattr(doctor, "_rates", lambda _: RATES)
+    monkeypatch.setattr(doctor, "_rates", lambda *_: RATES)
     with pytest.raises(DoctorError, match="/proc/windlass/ssd could not be measured"):
         doctor.measure_hardware(load_settings(tmp_path / "home"), tell=lambda _: None)
 
@@ -128,6 +131,44 @@ def test_few_descriptors_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert remedies(machine())["open files"] is None
     limits = (4096, 4096)
     assert remedies(machine())["open files"] is None
+
+
+@pytest.mark.parametrize(
+    ("release", "limits", "found", "remedy"),
+    [
+        ("6.1.0-13-amd64", (64 << 10, 64 << 10), "0.0625 MiB; jobs need none of it on this kernel", None),
+        ("5.10.0-28", (64 << 10, 64 << 20), "0.0625 MiB", "`ulimit -l 1024`"),
+        ("5.4.0", (64 << 10, 64 << 10), "0.0625 MiB", "administrator"),
+        ("5.4.0", (8 << 20, 8 << 20), "8 MiB", None),
+        ("5.4.0", (resource.RLIM_INFINITY,) * 2, "any amount", None),
+    ],
+)
+def test_locked_memory_has_a_remedy_where_rings_of_io_uring_count(
+    monkeypatch: pytest.MonkeyPatch, release: str, limits: tuple[int, int], found: str, remedy: str | None
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(release=release))
+    (finding,) = (each for each in check_limits(machine()) if each.what == "locked memory")
+    assert finding.found == found
+    assert (finding.remedy is None) == (remedy is None)
+    assert (remedy or "") in (finding.remedy or "")
+
+
+def test_the_device_is_measured_in_the_precision_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def note(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", note)
+    told: list[str] = []
+    with pytest.raises(DoctorError, match="could not be measured within"):
+        doctor.measure_hardware(load_settings(tmp_path), told.append, precision=Precision.FP16)
+    assert asked[0][-2:] == ["--precision", "fp16"]
+    assert "(in fp16)" in told[0]
 
 
 def test_a_device_that_cannot_be_measured_is_told_in_its_own_words(

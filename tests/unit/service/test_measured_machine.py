@@ -15,6 +15,7 @@ from windlass.service.machine import Gpu
 from windlass.service.measured_machine import ensure_measured, measure_and_save
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
+from windlass.storage.ids import Precision
 
 PROFILE = load(Hardware, example_machines()["memascend-2"])
 
@@ -27,6 +28,7 @@ class Bench:
         self.home = home
         self.settings = load_settings(home)
         self.num_measured = 0
+        self.precision: Precision | None = None
         self.told: list[str] = []
         self.failure: Exception | None = None
 
@@ -34,7 +36,8 @@ class Bench:
     def path(self) -> Path:
         return self.home / HARDWARE_FILE
 
-    def measure(self, _: Settings, tell: Any) -> Hardware:
+    def measure(self, _: Settings, tell: Any, precision: Precision) -> Hardware:
+        self.precision = precision
         self.num_measured += 1
         if self.failure is not None:
             raise self.failure
@@ -57,6 +60,13 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 GPU = Gpu(name="A5000", memory_nbytes=24 << 30, driver_version="1")
+
+
+def test_the_profile_says_in_which_precision_it_was_measured(bench: Bench) -> None:
+    measure_and_save(bench.settings, bench.path, bench.told.append, precision=Precision.FP32)
+    assert bench.precision is Precision.FP32
+    assert bench.path.read_text().startswith("# Measured by `windlass doctor`; gpus.tflops in fp32.\n")
+    assert load(Hardware, bench.path) == PROFILE
 
 
 def test_a_machine_is_measured_once(bench: Bench) -> None:
