@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE
+from windlass.actors.job_spec import Optimizer
 from windlass.actors.measured_steps import MIN_STEPS, load_measured
 from windlass.actors.plan_correction import RunningJob, correct
 from windlass.actors.planned_job import simulate_planned
@@ -49,6 +50,7 @@ class PlanOrder(BaseModel):
     sequence_length: int
     precision: Precision
     state_precision: StatePrecision
+    optimizer: Optimizer = Optimizer.ADAMW
     clips: bool
     num_optimizers: int
     host_memory_nbytes: int | None  # of the arena

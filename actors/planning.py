@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from windlass.actors.job_spec import Optimizer
 from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning_trials import numbers_of_microbatches, what_would_fit, with_part
 from windlass.engine.device_need import device_need
@@ -49,6 +50,7 @@ class PlanQuestion:
     num_microbatches: int | None = None
     precision: Precision = Precision.BF16
     state_precision: StatePrecision = StatePrecision.FP32
+    optimizer: Optimizer = Optimizer.ADAMW  # both take the same bytes, and the same time
     clips: bool = True
     num_optimizers: int = 1
     num_layers: int | None = None  # as if the model had so many, all like its first; None: as it is

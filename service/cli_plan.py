@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from windlass.actors.job_spec import Optimizer
 from windlass.planner.hardware import GIB, Hardware, example_machines, unusual
 from windlass.planner.plan import told_nbytes
 from windlass.planner.reach import DEFAULT_SLACK, Goal
@@ -44,6 +45,9 @@ def plan(
     ] = None,
     precision: Annotated[Precision, typer.Option(help="Of the model.")] = Precision.BF16,
     state_precision: Annotated[StatePrecision, typer.Option(help="Of the optimizer's states.")] = StatePrecision.FP32,
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="What makes updates of gradients; a step takes the same with both.")
+    ] = Optimizer.ADAMW,
     clip: Annotated[bool, typer.Option(help="Clip the gradient's norm.")] = True,
     find: Annotated[Goal | None, typer.Option(help="Look for the extreme number for which the job fits.")] = None,
     slack: Annotated[
@@ -68,7 +72,10 @@ def plan(
     except ValueError as error:
         raise CommandError(f"--state-precision: {error}") from None
     asked = WindlassSettings(
-        precision=precision, state_precision=state_precision, clip_norm=DEFAULT_CLIP_NORM if clip else None
+        precision=precision,
+        state_precision=state_precision,
+        optimizer=optimizer,
+        clip_norm=DEFAULT_CLIP_NORM if clip else None,
     )
     # Only a terminal shows it.
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
@@ -211,6 +218,7 @@ def _job_settings(question: "PlanQuestion", found: "PlanReport") -> dict[str, An
         "sequence_length": question.sequence_length,
         "precision": question.precision,
         "state_precision": question.state_precision,
+        "optimizer": question.optimizer,
         "clip_norm": DEFAULT_CLIP_NORM if question.clips else None,
     }
 

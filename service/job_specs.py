@@ -180,6 +180,7 @@ def plan_question(
         "sequence_length": sequence_length,
         "precision": asked.precision,
         "state_precision": asked.state_precision,
+        "optimizer": asked.optimizer,
         "clips": asked.clip_norm is not None,
         "compute_threads": None if machinery is None else _measuring_threads(settings, machinery, hardware),
         "kept_times_dir": str(settings.home / _KEPT_TIMES),

@@ -78,13 +78,17 @@ def test_the_settings_of_this_installation_count_for_this_machine_only(shape: Pa
 
 def test_a_job_can_be_submitted_as_planned(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
-    result = run(*job, "--precision", "fp16", "--no-clip", "--num-microbatches", "2")
+    result = run(*job, "--precision", "fp16", "--optimizer", "adam", "--no-clip", "--num-microbatches", "2")
     options = "--set batch_size=4 --set num_microbatches=2 --set sequence_length=64 --set precision=fp16"
-    assert f"a job as planned: windlass submit MODEL FILE {options} --set clip_norm=null" in result.output
+    options += " --set optimizer=adam --set clip_norm=null"
+    assert f"a job as planned: windlass submit MODEL FILE {options}" in result.output
     found = json.loads(run(*job, "--json").output)
     asked = WindlassSettings.model_validate(found["job_settings"])
     assert asked.num_microbatches == found["choices"]["num_microbatches"]
     assert asked.clip_norm == WindlassSettings().clip_norm
+    with_adam = json.loads(run(*job, "--optimizer", "adam", "--json").output)
+    assert with_adam.pop("job_settings") == {**found.pop("job_settings"), "optimizer": "adam"}
+    assert with_adam == found, "both take the same"
 
 
 def test_another_number_of_microbatches_than_a_jobs_own_is_told(shape: Path, home: Path) -> None:

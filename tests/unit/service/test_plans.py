@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from tests.unit.service.api_client import context_of, serve
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors import plan_job
+from windlass.actors.job_spec import Optimizer
 from windlass.actors.journal import METRICS, JournalRecord
 from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import SpanKind, WorkSpan
@@ -302,12 +303,13 @@ def test_the_command_line_asks_what_a_job_would(
     (home / SETTINGS_FILE).write_text("\n".join(f"{name} = {value}" for name, value in budgets.items()))
     cpu = MACHINE | {"gpus": MACHINE["gpus"] | {"count": 0}}
     (home / HARDWARE_FILE).write_text(yaml.safe_dump(cpu))
-    stage.submit(batch_size=4, num_microbatches=2, clip_norm=None, precision="fp16")
+    stage.submit(batch_size=4, num_microbatches=2, clip_norm=None, precision="fp16", optimizer="adam")
     stage.tick()
     ask_planner = stage.preparations[-1].order.plan_question
     assert ask_planner is not None
     of_job = plan_job.PlanOrder.model_validate(ask_planner(dict(PREPARED)))
     assert of_job.compute_threads is not None
+    assert of_job.optimizer is Optimizer.ADAM
 
     asked: list[plan_job.PlanOrder] = []
 
@@ -327,6 +329,7 @@ def test_the_command_line_asks_what_a_job_would(
             seq_len=of_job.sequence_length,
             num_microbatches=2,
             precision=Precision.FP16,
+            optimizer=Optimizer.ADAM,
             clip=False,
             home=home,
         )
