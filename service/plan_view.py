@@ -29,8 +29,7 @@ def predicted_of(found: dict[str, Any] | None) -> dict[str, Any] | None:
     if found is None or not found["plan"]["feasible"]:
         return None
     plan = found["plan"]
-    step_s = found["simulated"]["step_s"] if "simulated" in found else plan["step_s"]
-    return {"step_s": step_s, "peak_gib": plan.get("engine_gib") or dict.fromkeys(_TIERS)}
+    return {"step_s": plan["step_s"], "peak_gib": plan.get("engine_gib") or dict.fromkeys(_TIERS)}
 
 
 def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -24,8 +24,9 @@ PLANNED_SUMMARY: dict[str, Any] = {
 }
 PLAN: dict[str, Any] = {
     "feasible": True,
-    "reasons": ["a step is bound by the update of the parameters on the CPU: 5.5 s, 98% of the step"],
-    "step_s": 5.6,
+    "reasons": ["a step is bound by the update of the parameters on the CPU: 5.5 s, 92% of the step"],
+    "step_s": 6.0,
+    "bound_s": 5.6,
     "tokens_per_s": 4964.0,
     "bottleneck": "optimizer",
     "busy_s": {"compute": 5.32, "h2d": 1.1, "d2h": 0.6, "ssd": 3.4, "optimizer": 5.5},
@@ -55,7 +56,7 @@ def keep_plan(service: LiveService, job_id: str, plan: dict[str, Any], *spans: W
     folder.mkdir(parents=True)
     found: dict[str, Any] = {"ok": True, "plan": plan}
     if spans:
-        found["simulated"] = {"step_s": PLANNED_SUMMARY["period_s"], "summary": PLANNED_SUMMARY}
+        found["simulated"] = {"step_s": plan["step_s"], "summary": PLANNED_SUMMARY}
         simulated = StepSpans(step=4, start_s=0.0, end_s=6.0, summary=PLANNED_SUMMARY, spans=spans)
         keep_step(folder / SIMULATED_FOLDER, simulated)
     (folder / "plan_job.json").write_text(json.dumps(found))
@@ -91,7 +92,7 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
     assert page.eval_on_selector_all("#plan-states .cell", edges) == page.eval_on_selector_all(
         "#plan-activations .cell", edges
     )
-    expect(page.locator("#plan-busy .busiest")).to_have_text("the CPU updates98 %")
+    expect(page.locator("#plan-busy .busiest")).to_have_text("the CPU updates92 %")
     expect(page.locator("#plan-reasons li")).to_have_text(PLAN["reasons"])
     # What was simulated is there before anything was measured.
     expect(page.locator("#timeline-title")).to_have_text("Busy in a step, as planned")

@@ -198,7 +198,8 @@ def new_job(client: TestClient, file_id: str) -> tuple[str, str]:
 def test_what_was_measured_stands_beside_what_was_predicted(client: TestClient, file_id: str) -> None:
     job_id, path = new_job(client, file_id)
     summary = {"period_s": 4.0, "busy_s": {"ssd-0": 3.5}}
-    keep_plan(context_of(client).settings, job_id, simulated={"step_s": 4.0, "summary": summary})
+    promised = {**PLAN, "step_s": 4.0, "bound_s": 3.0}
+    keep_plan(context_of(client).settings, job_id, plan=promised, simulated={"step_s": 4.0, "summary": summary})
     tell_measured(client, job_id, (1, measured_as(None, gpu=2 * GIB)))
     plan = client.get(path).json()
     assert plan["measured"]["step_s"] is None
@@ -206,8 +207,8 @@ def test_what_was_measured_stands_beside_what_was_predicted(client: TestClient, 
     told = measured_as(5.0, gpu=3 * GIB, gpu_reserved=4 * GIB, host=4 * GIB, ssd=6 * GIB)
     tell_measured(client, job_id, (1, {}), (2, told), (3, {"valid_loss": 1.0}))
     plan = client.get(path).json()
-    assert plan["step_s"] == 3.0  # by the cost model
-    assert plan["predicted"]["step_s"] == 4.0  # with queues and waits
+    assert (plan["bound_s"], plan["step_s"]) == (3.0, 4.0)
+    assert plan["predicted"]["step_s"] == plan["simulated"]["step_s"] == 4.0
     assert plan["simulated"]["summary"] == summary
     assert plan["measured"] == {
         "step_s": 5.0,
