@@ -3,15 +3,18 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import num_cores
 from benchmarks.planned_run import JOB_FILE
 from benchmarks.workload import ModelShape, Workload, model_config
+from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning import PlanQuestion, Profiles, fastest_plan, limits_of
 from windlass.actors.planning_trials import with_part
 from windlass.planner import placement_json
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES
+from windlass.planner.report import choices_of
 from windlass.planner.step_costs import Tier
 
 MIB = 2**20
@@ -54,12 +57,14 @@ class Case:
 class Predicted:
     """What is promised. Bytes of the device are of what the engine allocates."""
 
-    step_s: float
+    step_s: float  # simulated, and not less than the bound
     bound_s: float  # by the cost model alone
+    simulated_s: float
     device_nbytes: int
     arena_nbytes: int
     ssd_nbytes: int
     swapped_nbytes: int  # room for activations that leave the device
+    choices: dict[str, Any]  # see `planner.report`
 
 
 def question_of(case: Case, machine: Hardware) -> PlanQuestion:
@@ -86,15 +91,17 @@ def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path
     Raises:
         DoesNotFitError: nothing fits.
     """
-    _, solution, step_s = fastest_plan(question, profiles)
+    job, solution, step_s = fastest_plan(question, profiles)
     assert step_s is not None, "there is a model"
     found = Predicted(
         step_s=step_s,
         bound_s=solution.step_s,
+        simulated_s=simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores()),
         device_nbytes=solution.nbytes[Tier.DEVICE],
         arena_nbytes=solution.plan.arena_nbytes,
         ssd_nbytes=solution.plan.ssd_nbytes + solution.plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
         swapped_nbytes=solution.placement.host_activation_nbytes + solution.placement.ssd_activation_nbytes,
+        choices=choices_of(job, solution),
     )
     planned = {
         "num_microbatches": case.num_microbatches,

@@ -11,6 +11,7 @@ been faster (`benchmarks/planned_swaps.py`).
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,13 +102,14 @@ def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) 
     rows, step_errors, peak_errors = [], [], []
     for case, predicted, measured in cases:
         if measured.error is not None:
-            rows.append((case.title, f"failed: {measured.error}", *[""] * 9))
+            rows.append((case.title, f"failed: {measured.error}", *[""] * 10))
             continue
         errors = errors_of(predicted, measured)
         step_errors.append(abs(errors["step_s"]))
         peak_errors += [abs(error) for name, error in errors.items() if name != "step_s"]
         cells = [
             f"{predicted.bound_s:.3f}",
+            f"{predicted.simulated_s:.3f}",
             f"{predicted.step_s:.3f}",
             f"{measured.step_s:.3f}",
             f"{errors['step_s']:+.1%}",
@@ -116,9 +118,55 @@ def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) 
             sizes = (getattr(predicted, name) / MIB, getattr(measured, name) / MIB)
             cells += [f"{sizes[0]:.0f} / {sizes[1]:.0f}", f"{errors[name]:+.1%}"]
         rows.append((case.title, *cells))
-    header = ("job", "bound, s", "predicted, s", "measured, s", "error", "device, MiB", "error", "arena, MiB", "error")
+    header = (
+        "job",
+        "bound, s",
+        "simulated, s",
+        "predicted, s",
+        "measured, s",
+        "error",
+        "device, MiB",
+        "error",
+        "arena, MiB",
+        "error",
+    )
     report.add_table((*header, "SSD, MiB", "error"), rows)
     return {"step_error_max": max(step_errors, default=1.0), "peak_error_max": max(peak_errors, default=1.0)}
+
+
+def add_choices(report: Report, cases: Sequence[tuple[Case, Predicted]]) -> None:
+    """The table of what was decided for each job."""
+    rows = []
+    for case, predicted in cases:
+        chosen = predicted.choices
+        layers: Counter[str] = Counter()
+        for run in chosen["activations"]:
+            first, _, last = run["layers"].partition("-")
+            number = int(last or first) - int(first) + 1
+            layers[run["rest"]] += number
+            layers["holding"] += number * ("kept" in run or "swapped" in run)
+            layers["input swapped"] += number * (run["input"] == "swapped")
+        rows.append(
+            (
+                case.title,
+                " / ".join(str(chosen[f"states_on_{tier}"]) for tier in ("gpu", "host", "ssd")),
+                str(chosen["kept_grads_on_ssd"]),
+                str(chosen["layers_in_pieces"]),
+                f"{chosen['group_size']} of {chosen['num_microbatches']}",
+                " / ".join(str(layers[rest]) for rest in ("recomputed", "kept", "swapped")),
+                str(layers["holding"]),
+                str(layers["input swapped"]),
+            )
+        )
+    report.add(
+        "",
+        "What was planned, in blocks and layers. Layers that are recomputed may hold what some operators put out,",
+        "on the device or swapped; those are counted once more beside.",
+    )
+    states = ("states on device / host / SSD", "kept gradients on SSD", "in pieces", "micro-batches in a group")
+    report.add_table(
+        ("job", *states, "layers recomputed / kept / swapped", "recomputed, holding some", "input swapped"), rows
+    )
 
 
 def _measured(folder: Path) -> Hardware:
@@ -168,10 +216,12 @@ def main() -> None:
             found.append((case, predicted, run_planned(folder)))
         swaps = sweep(QUICK_SWAPS if options.quick else SWAPS, _measured(directory), directory)
     _add_machines(report, cases, machines)
+    add_choices(report, [(case, predicted) for case, predicted, _ in found])
     ratios = add_promises(report, found)
     report.add(
-        "Predicted / measured. The step is the simulator's; its bound is the cost model's. Each prediction was on disk",
-        "before its job ran. Arena and SSD: what the kernel has given them in the last step.",
+        "Predicted / measured. What is predicted of a step is the larger of its bound, by the cost model, and of the",
+        "simulated step. Each prediction was on disk before its job ran. Arena and SSD: what the kernel has given them",
+        "in the last step.",
     )
     ratios |= add_swaps(report, swaps)
     report.finish({"solve_s_max": max(times.values()), **ratios})

@@ -9,13 +9,36 @@ import pytest
 from benchmarks.planned_case import Predicted, predict, question_of
 from benchmarks.planned_run import JOB_FILE, Measured, planned_spec
 from benchmarks.planned_swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps, only
-from benchmarks.planner import CASES, QUICK_CASES, add_promises, errors_of, solve_times
+from benchmarks.planner import CASES, QUICK_CASES, add_choices, add_promises, errors_of, solve_times
 from tests.unit.benchmarks.tables import Tables
 from windlass.actors.planning import Profiles, best_plan
 from windlass.planner.hardware import Hardware
 from windlass.planner.yaml_files import parse
 
-PREDICTED = Predicted(step_s=2.0, bound_s=1.5, device_nbytes=100, arena_nbytes=200, ssd_nbytes=400, swapped_nbytes=0)
+CHOICES = {
+    "num_microbatches": 4,
+    "group_size": 2,
+    "states_on_gpu": 1,
+    "states_on_host": 2,
+    "states_on_ssd": 7,
+    "kept_grads_on_ssd": 3,
+    "layers_in_pieces": 0,
+    "activations": [
+        {"layers": "0-4", "input": "swapped", "rest": "recomputed", "kept": ["aten.mm.default#0"]},
+        {"layers": "5", "input": "kept", "rest": "recomputed"},
+        {"layers": "6-7", "input": "kept", "rest": "kept"},
+    ],
+}
+PREDICTED = Predicted(
+    step_s=2.0,
+    bound_s=1.5,
+    simulated_s=2.0,
+    device_nbytes=100,
+    arena_nbytes=200,
+    ssd_nbytes=400,
+    swapped_nbytes=0,
+    choices=CHOICES,
+)
 MACHINE = parse(
     Hardware,
     {
@@ -37,7 +60,13 @@ def test_errors_are_of_what_was_predicted() -> None:
     report = Tables()
     ratios = add_promises(report, [(CASES[0], PREDICTED, measured)])
     assert ratios == {"step_error_max": pytest.approx(0.1), "peak_error_max": pytest.approx(0.05)}
-    assert report.rows[0][:5] == (CASES[0].title, "1.500", "2.000", "2.200", "+10.0%")
+    assert report.rows[0][:6] == (CASES[0].title, "1.500", "2.000", "2.000", "2.200", "+10.0%")
+
+
+def test_what_was_planned_is_counted_by_blocks_and_layers() -> None:
+    report = Tables()
+    add_choices(report, [(CASES[0], PREDICTED)])
+    assert report.rows == [(CASES[0].title, "1 / 2 / 7", "3", "0", "2 of 4", "6 / 2 / 0", "5", "5")]
 
 
 def test_a_job_that_failed_is_told_and_keeps_no_promise() -> None:
@@ -53,7 +82,8 @@ def test_what_is_predicted_is_on_disk_and_is_what_runs(tmp_path: Path) -> None:
     question = question_of(case, MACHINE)
     found = predict(case, question, Profiles(question), folder, tmp_path / "kernels")
     planned = json.loads((folder / JOB_FILE).read_text())
-    assert planned["predicted"]["step_s"] == found.step_s > 0
+    assert planned["predicted"]["step_s"] == found.step_s == max(found.bound_s, found.simulated_s)
+    add_choices(Tables(), [(case, found)])
     spec = planned_spec(folder)
     assert spec.host_memory_nbytes == found.arena_nbytes
     assert len(spec.placement.activations) == case.num_layers
