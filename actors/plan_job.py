@@ -185,7 +185,7 @@ def main() -> None:
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
     except (RuntimeError, MemoryError) as error:
-        # Such as experts, whose shapes follow from the data: the job runs without a plan.
+        # Such as operators whose shapes follow from the data: the job runs without a plan.
         result = {"ok": True, "warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
     except (OSError, ValueError) as error:
         result = _refusal("invalid_model", f"the model folder cannot be read: {error}")

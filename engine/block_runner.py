@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import DynamicCache
 
@@ -26,6 +25,7 @@ from windlass.engine.activations_graph import LentParams
 from windlass.engine.activations_profile import LayerCost, list_operators
 from windlass.engine.activations_replay import Layer, generators_of
 from windlass.engine.activations_unit import Unit
+from windlass.engine.fake_tensors import fake_tensors
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.param_pieces import StreamedParams
 from windlass.engine.partition import (
@@ -303,7 +303,7 @@ class BlockRunner:
         """
         # Else it would get addresses at which there is nothing; on a GPU that ends the process.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            fake = fake_tensors()
         with fake, torch.no_grad():
             self._install_empty(BlockIndex(0))
             ids = torch.zeros(num_examples, num_tokens, dtype=torch.long, device=self.device)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from windlass.engine.activations import NOTHING_SWAPPED, SwapCounts, SwapHandle
 from windlass.engine.block_runner import BlockRunner, LossSums
+from windlass.engine.fake_tensors import fake_tensors
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.living_storages import LivingStorages
 from windlass.engine.partition import Partition
@@ -130,7 +130,7 @@ class Rehearsal:
         self._living = LivingStorages(self._device)
         # Else a kernel of the model's own would get addresses at which there is nothing.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-            self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+            self._fake = fake_tensors()
         # Its cache would hold the storages that swapped tensors are put together from.
         self._fake.cache_enabled = not any(choice.swaps for choice in activations.values())
 

@@ -83,6 +83,13 @@ def test_what_is_measured_serves_the_next_job_on_such_a_model(tmp_path: Path, mo
     assert len(measured) == 3
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_experts_are_planned_in_every_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    assert plan(tmp_path, config_of("Mixtral"), monkeypatch, precision=precision)["plan"]["feasible"]
+
+
 def test_the_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, host_memory_nbytes=24 << 20)
     assert found["plan"]["feasible"]

@@ -180,8 +180,9 @@ def test_a_single_micro_batch(choice: str) -> None:
     assert_known(Case(name="Qwen2", choice=CHOICES[choice], precision=Precision.BF16, shapes=ONE))
 
 
-def test_experts_are_known_in_bf16() -> None:
-    assert_known(Case(name="Mixtral", choice=CHOICES["all swapped"], precision=Precision.BF16, shapes=SEVERAL))
+@pytest.mark.parametrize("precision", Precision)
+def test_experts_are_known(precision: Precision) -> None:
+    assert_known(Case(name="Mixtral", choice=CHOICES["all swapped"], precision=precision, shapes=SEVERAL))
 
 
 @pytest.mark.parametrize("shapes", [ONE, SEVERAL], ids=["one micro-batch", "several"])
@@ -193,8 +194,6 @@ def test_tied_weights(shapes: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_so_it_is_for_every_architecture(name: str, precision: Precision) -> None:
-    if (name, precision) == ("Mixtral", Precision.FP32):
-        pytest.skip("torch knows the shapes of grouped matrix products in bf16 alone")
     for choice in CHOICES.values():
         for shapes in (ONE, SEVERAL):
             assert_known(Case(name=name, choice=choice, precision=precision, shapes=shapes))
