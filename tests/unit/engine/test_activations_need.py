@@ -81,21 +81,14 @@ def test_what_is_needed_is_what_a_step_uses(name: str, policy: str) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_so_it_is_for_every_architecture(name: str, policy: BlockActivations, precision: Precision) -> None:
-    if (name, precision) == ("Mixtral", Precision.FP32):
-        pytest.skip("torch knows the shapes of grouped matrix products in bf16 alone")
     choices = [policy] * NUM_LAYERS
     assert needed(name, choices, precision) == used(name, choices, precision)
-
-
-def test_shapes_that_torch_does_not_know_are_an_error() -> None:
-    with pytest.raises(ActivationNeedUnknownError, match=r"block 1 need is not known .* RuntimeError: Expected"):
-        needed("Mixtral", [POLICIES["all swapped"]] * NUM_LAYERS, Precision.FP32)
 
 
 def test_a_kernel_of_the_models_own_is_not_started() -> None:
     partition = Partition(build_meta_model(odd_config(odd_models.KernelModel), Precision.FP32))
     runner = BlockRunner(partition, torch.device("cpu"), seed=0)
-    with pytest.raises(ActivationNeedUnknownError, match="RuntimeError: Cannot access data pointer"):
+    with pytest.raises(ActivationNeedUnknownError, match=r"not known .* RuntimeError: Cannot access data"):
         activation_need(runner, [POLICIES["all swapped"]] * NUM_LAYERS, SHAPES, SLOT_NBYTES)
 
 
