@@ -131,7 +131,7 @@ def read_all(database: Database, revision: str) -> None:
         assert (checkpoint.id, checkpoint.model) == ("ftckpt-1", f"{MODEL}-step-1")
         known = (["interval"], 12345) if revision >= "0006" else ([], None)
         assert (checkpoint.reasons, checkpoint.nbytes) == known
-        assert WebhookRepository(session).has_due(1000.0, longest_s=1e6) is (revision >= "0003")
+        assert bool(WebhookRepository(session).due_secrets(1000.0, longest_s=1e6)) is (revision >= "0003")
         assert [holder.id for holder in LeaseRepository(session).holders()] == ["dispatcher-1"] * (revision >= "0004")
         assert [key.user for key in KeyRepository(session).all()] == ["ann"] * (revision >= "0005")
         assert [event.target for event in AuditRepository(session).page(limit=9).rows] == [DONE] * (revision >= "0005")
