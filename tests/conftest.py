@@ -33,8 +33,7 @@ def _num_cores() -> int:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means: two more than there are cores, as those tests wait for other processes most of the time, and
-    others for disks."""
+    """What `-n auto` means: two more than there are cores, as many tests wait for other processes, or for disks."""
     return min(_num_cores() + 2, _MOST_PROCESSES)
 
 
