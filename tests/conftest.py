@@ -33,8 +33,8 @@ def _num_cores() -> int:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means: two more than there are cores, as many tests wait for other processes, or for disks."""
-    return min(_num_cores() + 2, _MOST_PROCESSES)
+    """What `-n auto` means: one more than there are cores, as those tests wait for other processes most of the time."""
+    return min(_num_cores() + 1, _MOST_PROCESSES)
 
 
 def pytest_configure() -> None:
