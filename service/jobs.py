@@ -18,7 +18,7 @@ from windlass.actors.spans_trace import trace_of
 from windlass.service import deletion
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import Context, ContextDep
-from windlass.service.elsewhere import check_is_here
+from windlass.service.elsewhere import check_is_here, is_here
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
 from windlass.service.home import node_of
@@ -235,12 +235,12 @@ def delete_job(
 def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> list[JobObject]:
     rows = list(jobs)
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
-    node, rated_nbytes = node_of(context.settings.home), context.settings.ssd_endurance_nbytes
+    rated_nbytes = context.settings.ssd_endurance_nbytes  # of the SSDs of this home
     return [
         JobObject.of(
             job,
             last_metrics.get(job.id),
-            rated_nbytes if job.node in (None, node) else (),  # of the SSDs of this home
+            rated_nbytes if rated_nbytes and is_here(context.settings, job) else (),
             has_plan=has_plan(context.settings, job),
         )
         for job in rows
