@@ -1,4 +1,4 @@
-"""A planned job, run in a process of its own: `python -m benchmarks.planned_run FOLDER [STEPS]`
+"""A planned job, run in a process of its own: `python -m benchmarks.planned_run {time,memory} FOLDER`
 
 What memory it took is asked of the kernel, never of the plan: private memory on the device's side (the device is the
 CPU), pages of the arena, blocks of the SSD directory. Prints one JSON object.
@@ -47,24 +47,16 @@ def run_planned(folder: Path) -> Measured:
     timed = run_timed(folder)
     if timed.error is not None:
         return timed
-    return replace(_run(folder, MALLOC, num_steps=_NUM_MEMORY_STEPS), step_s=timed.step_s)
+    return replace(_run("memory", folder, MALLOC), step_s=timed.step_s)
 
 
-def run_timed(folder: Path, *, num_steps: int | None = None) -> Measured:
-    """Train what a folder holds, in a process of its own, for the time alone. `num_steps`: not all that there are."""
-    return _run(folder, {}, num_steps=num_steps)
+def run_timed(folder: Path) -> Measured:
+    """Train what a folder holds, in a process of its own, for the time alone."""
+    return _run("time", folder, {})
 
 
-def _run(folder: Path, environment: dict[str, str], *, num_steps: int | None) -> Measured:
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "benchmarks.planned_run",
-        str(folder),
-        *map(str, filter(None, [num_steps])),
-    ]
+def _run(what: str, folder: Path, environment: dict[str, str]) -> Measured:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planned_run", what, str(folder)]
     found = subprocess.run(command, cwd=Path.cwd(), env=os.environ | environment, capture_output=True, text=True)
     for name in (_HOME, _SSD):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -95,8 +87,11 @@ def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
     )
 
 
-def train(folder: Path, num_steps: int | None = None) -> Measured:
-    """Train in this process, all actors as threads."""
+def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = True) -> Measured:
+    """Train in this process, all actors as threads. `watches_memory`: which takes some percent of a step on few cores.
+
+    `num_steps`: not all of the workload's.
+    """
     from benchmarks.activation_run import PrivateMemory, private_nbytes
     from windlass.actors.journal import JOURNAL_FILE, METRICS, read_journal
     from windlass.actors.local import run_local
@@ -114,7 +109,7 @@ def train(folder: Path, num_steps: int | None = None) -> Measured:
         if isinstance(message, KernelChosen):
             at_kernels.append(private_nbytes())
         elif isinstance(message, ComputeBlock):
-            if not is_watched:
+            if watches_memory and not is_watched:
                 is_watched = True
                 memory.start()
             if message.step == spec.total_steps and not blocks["ssd"]:
@@ -143,11 +138,14 @@ def _used_nbytes(folder: Path, pattern: str) -> int:
 
 
 def main() -> None:
-    """Train as the folder says; for so many steps, if a number follows."""
+    """Train as the folder says, for the time or for the memory."""
     from windlass.engine.kept_memory import keep_freed_memory
 
     keep_freed_memory()  # as the worker's process in a service does
-    print(json.dumps(asdict(train(Path(sys.argv[1]), *map(int, sys.argv[2:])))))
+    what, folder = sys.argv[1:]
+    asks_memory = what == "memory"
+    measured = train(Path(folder), _NUM_MEMORY_STEPS if asks_memory else None, watches_memory=asks_memory)
+    print(json.dumps(asdict(measured)))
 
 
 if __name__ == "__main__":

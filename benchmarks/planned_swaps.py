@@ -20,8 +20,8 @@ from windlass.planner.hardware import Hardware
 from windlass.planner.model_profile import LayerProfile
 from windlass.planner.solver import DoesNotFitError
 
-_NUM_TURNS = 2
-_NUM_TIMED_STEPS = 4
+_NUM_TURNS = 3
+_NUM_TIMED_STEPS = 6
 # Numbers of operators whose outputs are swapped; None: of all, and nothing is computed again.
 _NUMBERS: tuple[int | None, ...] = (0, 4, 8, None)
 _CHOSEN = "chosen"

@@ -7,11 +7,24 @@ is all that layers keep for the backward pass. A GPU's caching allocator keeps i
 import ctypes
 import os
 
-# As <malloc.h> has them. The second is the largest that glibc takes: what is larger is mapped, and unmapped, by itself.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20
+# As <malloc.h> has them.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _NEVER = -1  # as an unsigned number it is larger than any memory
-_SET_BY_A_PERSON = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+# As large as the heaps of which a thread's memory consists: else one that becomes empty is unmapped, whatever the
+# threshold says.
+_TOP_PAD = 64 << 20
+# Memory of its own for every thread. Where two of OpenMP's have the same, as they may where a process has more than eight
+# for each core, the small buffers of one lie beside the other's in the same cache lines: attention's backward pass took
+# three times as long.
+_MAX_ARENAS = 256
+_SET_BY_A_PERSON = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_ARENA_MAX",
+    "GLIBC_TUNABLES",
+)
 
 
 def keep_freed_memory() -> None:
@@ -19,5 +32,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in _SET_BY_A_PERSON):
         return
-    mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    mallopt(_M_TOP_PAD, _TOP_PAD)
+    mallopt(_M_ARENA_MAX, _MAX_ARENAS)
+    mallopt(_M_MMAP_MAX, 0)  # what is mapped by itself is unmapped when it is freed, however often it is needed
