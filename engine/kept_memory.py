@@ -13,9 +13,8 @@ _NEVER = -1  # as an unsigned number it is larger than any memory
 # As large as the heaps of which a thread's memory consists: else one that becomes empty is unmapped, whatever the
 # threshold says.
 _TOP_PAD = 64 << 20
-# Memory of its own for every thread. Where two of OpenMP's have the same, as they may where a process has more than eight
-# for each core, the small buffers of one lie beside the other's in the same cache lines: attention's backward pass took
-# three times as long.
+# Memory of its own for every thread. Where two of OpenMP's have the same, as they may where a process has more than
+# eight for each core, attention's backward pass took three times as long: small buffers of both in the same cache lines.
 _MAX_ARENAS = 256
 _SET_BY_A_PERSON = (
     "MALLOC_TRIM_THRESHOLD_",
