@@ -14,7 +14,7 @@ _NEVER = -1  # as an unsigned number it is larger than any memory
 # threshold says.
 _TOP_PAD = 64 << 20
 # Memory of its own for every thread. Where two of OpenMP's have the same, as they may where a process has more than
-# eight for each core, attention's backward pass took three times as long: small buffers of both in the same cache lines.
+# eight for each core, attention's backward pass took three times as long: small buffers of both lay in one cache line.
 _MAX_ARENAS = 256
 _SET_BY_A_PERSON = (
     "MALLOC_TRIM_THRESHOLD_",
