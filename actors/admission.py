@@ -128,7 +128,20 @@ def disk_of(path: Path) -> int:
 
 
 def _measure(volume: Volume) -> Calibration:
-    """One process at a time measures an SSD: two would find half of what it can."""
+    with measuring(volume):
+        if (known := _known_calibration(volume)) is not None:
+            return known  # by whom we waited for
+        with scratch(volume) as (offset, nbytes):
+            return calibrate(volume.device, offset, nbytes)
+
+
+@contextlib.contextmanager
+def measuring(volume: Volume) -> Iterator[None]:
+    """One process at a time measures an SSD: two would find half of what it can.
+
+    Raises:
+        StoreError: somebody else has been at it for too long.
+    """
     until_s = time.monotonic() + _MEASURE_DEADLINE_S
     while not volume.device.claim():
         if time.monotonic() > until_s:
@@ -137,15 +150,19 @@ def _measure(volume: Volume) -> Calibration:
             )
         time.sleep(0.1)
     try:
-        if (known := _known_calibration(volume)) is not None:
-            return known  # by whom we waited for
-        volume.free(_SCRATCH)  # of a process that was killed in here
-        fits = min(_SCRATCH_NBYTES, volume.free_nbytes() // 2 // UNIT_NBYTES * UNIT_NBYTES)
-        nbytes = max(_MIN_SCRATCH_NBYTES, fits)
-        allocation = volume.reserve(_SCRATCH, Demand(head_nbytes=nbytes, extent_nbytes=UNIT_NBYTES, num_extents=0))
-        try:
-            return calibrate(volume.device, allocation.head_offset, nbytes)
-        finally:
-            volume.free(_SCRATCH)
+        yield
     finally:
         volume.device.release()
+
+
+@contextlib.contextmanager
+def scratch(volume: Volume) -> Iterator[tuple[int, int]]:
+    """Offset and bytes of a region that may be overwritten meanwhile, by whoever is `measuring` the volume."""
+    volume.free(_SCRATCH)  # of a process that was killed in here
+    fits = min(_SCRATCH_NBYTES, volume.free_nbytes() // 2 // UNIT_NBYTES * UNIT_NBYTES)
+    nbytes = max(_MIN_SCRATCH_NBYTES, fits)
+    allocation = volume.reserve(_SCRATCH, Demand(head_nbytes=nbytes, extent_nbytes=UNIT_NBYTES, num_extents=0))
+    try:
+        yield allocation.head_offset, nbytes
+    finally:
+        volume.free(_SCRATCH)

@@ -92,10 +92,11 @@ def question_of(order: PlanOrder, config: Any) -> PlanQuestion:
     if order.kept_times_dir is not None:
         machine = order.hardware.model_dump(mode="json")
         kept_times = KeptTimes(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone)
+    is_there = order.hardware.gpus.count == 0 or torch.cuda.is_available()
     return PlanQuestion(
         config=config,
         hardware=order.hardware,
-        measures=order.compute_threads is not None,
+        measures=order.compute_threads is not None and is_there,
         kept_times=kept_times,
         **order.model_dump(include=_ASKED),
     )

@@ -377,7 +377,12 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
         "twice the GPU memory": {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)},
         "a CPU that updates twice as fast": {"host": with_part(host, adam_params_per_s=2 * host.adam_params_per_s)},
         "a link twice as fast": {
-            "pcie": with_part(pcie, h2d_gb_per_s=2 * pcie.h2d_gb_per_s, d2h_gb_per_s=2 * pcie.d2h_gb_per_s)
+            "pcie": with_part(
+                pcie,
+                h2d_gb_per_s=2 * pcie.h2d_gb_per_s,
+                d2h_gb_per_s=2 * pcie.d2h_gb_per_s,
+                duplex_gb_per_s=None if pcie.duplex_gb_per_s is None else 2 * pcie.duplex_gb_per_s,
+            )
         },
         "a GPU that computes twice as fast": {"gpus": with_part(gpus, tflops=2 * gpus.tflops)},
     }

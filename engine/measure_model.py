@@ -8,7 +8,7 @@ model of one block).
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,18 +20,20 @@ from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.grad_norm import squared_norm
 from windlass.engine.model_profile import kinds_of_layers
 from windlass.engine.partition import Partition, build_meta_model
-from windlass.planner.activations import BlockActivations
+from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile
 from windlass.storage.ids import BlockIndex, Precision
 
 # Passes are repeated until their mean is known so well, or for so long: a machine's pace changes all the time.
 _MIN_REPEATS = 3
 _STANDARD_ERROR = 0.01
-_MAX_S = 8.0
+_MAX_S = 5.0
 # In a job every layer writes its activations to memory that no cache holds. Of layers with small ones as many are
 # measured as have so much together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
 _SPREAD = 0.02  # of random params: as most models begin
+
+_Taken = dict[BlockIndex, tuple[float, float]]  # seconds of one pass, forward and backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class BlockTimes:
 
     forward_s: float  # of the head: forward and backward
     backward_s: float  # without computing anything again; of the embedding with its forward pass
+    again_s: float = 0.0  # that a layer's takes longer where all is computed again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,11 @@ def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelP
     def timed(block: int, found: BlockProfile) -> Any:
         return replace(found, forward_s=times[block].forward_s, backward_s=times[block].backward_s)
 
-    layers: tuple[LayerProfile, ...] = tuple(timed(block, layer) for block, layer in enumerate(profile.layers, start=1))
+    def timed_layer(block: int, found: LayerProfile) -> LayerProfile:
+        timed_block: LayerProfile = timed(block, found)
+        return replace(timed_block, again_s=times[block].again_s)
+
+    layers = tuple(timed_layer(block, layer) for block, layer in enumerate(profile.layers, start=1))
     head = len(layers) + 1
     return replace(profile, embedding=timed(0, profile.embedding), layers=layers, head=timed(head, profile.head))
 
@@ -82,9 +89,8 @@ class _Bench:
             for kind in self._kinds
             for block in kind[: max(1, _MIN_ACTIVATIONS_NBYTES // (profile.layers[kind[0] - 1].saved_nbytes + 1))]
         ]
-        keeps = BlockActivations(recompute=False)
-        self._runner = BlockRunner(self._partition, device, seed=0, activations=dict.fromkeys(self._layers, keeps))
         self._device, self._dtype = device, TORCH_DTYPE[precision]
+        self._runner = self._runner_of(BlockActivations(recompute=False))
         self._grad_dtype = torch.float32 if sums_grads else self._dtype
         self._sums_grads = sums_grads
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
@@ -92,21 +98,33 @@ class _Bench:
 
     def measure(self) -> MeasuredBlocks:
         """Of each block, by what its kind takes."""
+        taken = self._passes()
+        # A layer that is computed again finds what it wrote in the caches: that takes less than its forward pass.
+        self._runner = self._runner_of(RECOMPUTE_ALL)
+        again = self._passes()
+        found: dict[int, BlockTimes] = {}
+        for blocks in [(BlockIndex(0),), *self._kinds, (self._partition.head,)]:
+            forward_s, backward_s = _means(taken, blocks)
+            again_s = max(0.0, _means(again, blocks)[1] - backward_s)
+            times = BlockTimes(forward_s=forward_s, backward_s=backward_s, again_s=again_s)
+            found.update(dict.fromkeys(blocks, times))
+        return MeasuredBlocks(times=found, standard_error=_standard_error(taken))
+
+    def _runner_of(self, choice: BlockActivations) -> BlockRunner:
+        """Takes the place of the one before."""
+        return BlockRunner(self._partition, self._device, seed=0, activations=dict.fromkeys(self._layers, choice))
+
+    def _passes(self) -> list[_Taken]:
         self._pass()  # the first one does not count
-        taken: list[dict[BlockIndex, tuple[float, float]]] = []
+        taken: list[_Taken] = []
         start_s = time.perf_counter()
         while len(taken) < _MIN_REPEATS or not (
             _standard_error(taken) < _STANDARD_ERROR or time.perf_counter() - start_s > _MAX_S
         ):
             taken.append(self._pass())
-        found: dict[int, BlockTimes] = {}
-        for blocks in [(BlockIndex(0),), *self._kinds, (self._partition.head,)]:
-            forward, backward = zip(*(each[b] for each in taken for b in blocks if b in each), strict=True)
-            times = BlockTimes(forward_s=statistics.fmean(forward), backward_s=statistics.fmean(backward))
-            found.update(dict.fromkeys(blocks, times))
-        return MeasuredBlocks(times=found, standard_error=_standard_error(taken))
+        return taken
 
-    def _pass(self) -> dict[BlockIndex, tuple[float, float]]:
+    def _pass(self) -> _Taken:
         """Forward and backward through what is measured."""
         runner, batch, head = self._runner, [self._ids], self._partition.head
         blocks = [BlockIndex(0), *self._layers]
@@ -146,7 +164,13 @@ class _Bench:
             torch.cuda.synchronize(self._device)
 
 
-def _standard_error(passes: list[dict[BlockIndex, tuple[float, float]]]) -> float:
+def _means(passes: list[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float, float]:
+    """Forward and backward, of those of the blocks that were gone through."""
+    forward, backward = zip(*(each[b] for each in passes for b in blocks if b in each), strict=True)
+    return statistics.fmean(forward), statistics.fmean(backward)
+
+
+def _standard_error(passes: list[_Taken]) -> float:
     """Of the passes' mean, relative to it."""
     seconds = [math.fsum(map(sum, each.values())) for each in passes]
     return statistics.stdev(seconds) / math.sqrt(len(seconds)) / statistics.fmean(seconds)

@@ -47,10 +47,14 @@ class Host(Part):
 
 
 class Pcie(Part):
-    """Of one GPU, each way while the other way is idle; where the device is the CPU, of a thread that copies."""
+    """Of one GPU, each way while the other way is idle; where the device is the CPU, of a thread that copies.
+
+    `duplex_gb_per_s`: both ways at once, together.
+    """
 
     h2d_gb_per_s: Rate
     d2h_gb_per_s: Rate
+    duplex_gb_per_s: Rate | None = None
 
 
 class Ssds(Part):
@@ -86,6 +90,7 @@ _USUAL = {
     "host.adam_params_per_s": (1e7, 1e12),
     "pcie.h2d_gb_per_s": (0.5, 1000),
     "pcie.d2h_gb_per_s": (0.5, 1000),
+    "pcie.duplex_gb_per_s": (0.5, 2000),
     "ssds.count": (1, 64),
     "ssds.read_gb_per_s": (0.05, 100),
     "ssds.write_gb_per_s": (0.05, 100),

@@ -44,6 +44,7 @@ class BlockProfile:
     peak_nbytes: int = 0  # the most that one of its operations has on the device, beside what was there before
     forward_s: float | None = None  # measured; None: by FLOPs and the device's rate
     backward_s: float | None = None  # ... without computing anything again
+    again_s: float | None = None  # ... that it takes longer where all is computed again
 
     @property
     def work(self) -> Work:

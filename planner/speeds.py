@@ -1,5 +1,6 @@
 """What each resource of a machine does a second, as the planner counts with it."""
 
+import math
 from dataclasses import dataclass
 
 from windlass.planner.hardware import GB, Hardware
@@ -33,6 +34,7 @@ class Speeds:
     ssd_write_bytes: float
     num_ssds: int
     optimizer_params: float  # of all CPU optimizers together
+    duplex_bytes: float = math.inf  # of the link, both ways at once
     ssd_cpu_s_per_byte: float = 0.0  # that a core spends on what is moved to an SSD or from it
     # The device is the CPU: what it computes, the optimizer and the copies have the same cores, and its memory is the
     # host's.
@@ -42,6 +44,13 @@ class Speeds:
     def device_rounded_params(self) -> float:
         """16-bit params made of their master on the device."""
         return self.device_memory_bytes / _ROUND_NBYTES
+
+    @property
+    def duplex_share(self) -> float:
+        """Of its rate that each way of the link has while both are busy: 1 where none slows the other down, 1/2 where
+        they take turns.
+        """
+        return min(1.0, max(0.5, self.duplex_bytes / (self.h2d_bytes + self.d2h_bytes)))
 
     @property
     def read_bytes(self) -> float:
@@ -72,5 +81,6 @@ def speeds_of(hardware: Hardware) -> Speeds:
         num_ssds=ssds.count,
         ssd_cpu_s_per_byte=_SERVER_OVER_ALONE * (ssds.cpu_s_per_gb or 0.0) / GB,
         optimizer_params=hardware.host.adam_params_per_s / slower,
+        duplex_bytes=math.inf if hardware.pcie.duplex_gb_per_s is None else hardware.pcie.duplex_gb_per_s * GB,
         shares_cores=is_cpu,
     )

@@ -345,7 +345,8 @@ class StepCosts:
     def backward_s(self, layer: LayerProfile, way: ActivationWay) -> float:
         """Of one micro-batch, with what is computed again."""
         forward_s, backward_s = self.compute_s(layer)
-        return backward_s + forward_s * self.share_again(layer, way)
+        again_s = forward_s if layer.again_s is None else layer.again_s
+        return backward_s + again_s * self.share_again(layer, way)
 
     def share_again(self, layer: LayerProfile, way: ActivationWay) -> float:
         """Of a layer's forward pass, what the backward pass computes a second time."""
@@ -379,6 +380,7 @@ class StepCosts:
             self._slots_of_updates(),
             keeps_grads=self.job.keeps_grads,
             ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
+            slowed_by_other_way=1 / self.speeds.duplex_share - 1,
         ):
             yield Bound(weights=self._seconds(parts), constant_s=constant_s)
 
@@ -396,14 +398,25 @@ class StepCosts:
 
 
 def _bounding_parts(
-    head_s: float, slots_of_updates: dict[Part, float], *, keeps_grads: bool, ssd_cores: float | None
+    head_s: float,
+    slots_of_updates: dict[Part, float],
+    *,
+    keeps_grads: bool,
+    ssd_cores: float | None,
+    slowed_by_other_way: float,
 ) -> Iterator[tuple[dict[Part, float], float]]:
-    """Weights of parts, and seconds to add. `ssd_cores`: where the device is the CPU, see `_ssd_cores`."""
+    """Weights of parts, and seconds to add. `ssd_cores`: where the device is the CPU, see `_ssd_cores`.
+
+    `slowed_by_other_way`: seconds by which one way of the link takes longer for each in which the other one is busy.
+    """
     p = Part
     compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE)
     h2d, d2h = (p.H2D_FORWARD, p.H2D_BACKWARD), (p.D2H_FORWARD, p.D2H_BACKWARD)
-    for busy in (h2d, d2h, ssd, (p.OPTIMIZER,)):
+    for busy in (ssd, (p.OPTIMIZER,)):
         yield _once(*busy), 0.0
+    # The best is that whatever takes the less busy way does so beside the other one.
+    for way, other in ((h2d, d2h), (d2h, h2d)):
+        yield _once(*way) | dict.fromkeys(other, slowed_by_other_way), 0.0
     yield _once(*compute, p.FIRST_UPDATE), 0.0
     if ssd_cores is not None:
         # Products are split evenly: while one core is taken by something else, all wait for it.

@@ -148,6 +148,7 @@ def _question(
     """What a job's preparation asks, so that this answers for such a job."""
     from windlass.actors.plan_job import PlanOrder, measure_as_worker, question_of
     from windlass.service.job_specs import Machinery, plan_question
+    from windlass.service.lifecycle import is_box_free
 
     config = _config(settings, model, sequence_length)
     question = plan_question(
@@ -159,6 +160,7 @@ def _question(
         batch_size=batch_size,
         num_microbatches=num_microbatches,
         sequence_length=sequence_length,
+        has_gpus=is_here and machine.gpus.count > 0 and is_box_free(settings),
     )
     order = PlanOrder.model_validate(question)
     measure_as_worker(order)

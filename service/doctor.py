@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.admission import calibrated, disk_of
+from windlass.actors.ssds_together import bytes_per_s_together
 from windlass.planner.hardware import GB, GIB, Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.yaml_files import YamlFileError, load
 from windlass.service.job_specs import Machinery, threads_of
@@ -70,11 +71,27 @@ def measure_hardware(
     for path in settings.ssd_dirs:
         tell(f"measuring {path} (some seconds, and only once)")
         ssds.append(_measure_ssd(path, calibrations))
-    return hardware_of(rates, memory_nbytes=memory_available_nbytes(), ssds=ssds)
+    by_disk = {ssd.disk: ssd.path for ssd in ssds}
+    together = None
+    if len(by_disk) > 1:
+        tell(f"measuring {len(by_disk)} SSDs at once")
+        try:
+            together = bytes_per_s_together(list(by_disk.values()))
+        except (OSError, RuntimeError) as error:
+            raise DoctorError(f"the SSDs could not be measured together: {error}") from error
+    return hardware_of(rates, memory_nbytes=memory_available_nbytes(), ssds=ssds, together_bytes_per_s=together)
 
 
-def hardware_of(rates: dict[str, Any], *, memory_nbytes: int, ssds: Sequence[SsdMeasurement]) -> Hardware:
+def hardware_of(
+    rates: dict[str, Any],
+    *,
+    memory_nbytes: int,
+    ssds: Sequence[SsdMeasurement],
+    together_bytes_per_s: float | None = None,
+) -> Hardware:
     """A profile of what was measured. Directories on one disk share what it does; SSDs count as their slowest.
+
+    `together_bytes_per_s`: what all disks moved while all were busy; None: there is one.
 
     Raises:
         DoctorError: nothing is free of the memory, or of an SSD.
@@ -88,7 +105,8 @@ def hardware_of(rates: dict[str, Any], *, memory_nbytes: int, ssds: Sequence[Ssd
     def slowest(of: Callable[[SsdMeasurement], float]) -> float:
         return min(of(ssd) / sharing[ssd.disk] for ssd in ssds)
 
-    mixed = {ssd.disk: ssd.calibration.mixed_bytes_per_s for ssd in ssds}
+    alone = sum({ssd.disk: ssd.calibration.mixed_bytes_per_s for ssd in ssds}.values())
+    combined = alone if together_bytes_per_s is None else min(alone, together_bytes_per_s)
     device_nbytes = rates["device_nbytes"] or memory_nbytes
     return Hardware(
         gpus=Gpus(
@@ -102,13 +120,18 @@ def hardware_of(rates: dict[str, Any], *, memory_nbytes: int, ssds: Sequence[Ssd
             memory_gb_per_s=_rounded(rates["memory_bytes"] / GB),
             adam_params_per_s=_rounded(rates["adam_params"]),
         ),
-        pcie=Pcie(h2d_gb_per_s=_rounded(rates["h2d_bytes"] / GB), d2h_gb_per_s=_rounded(rates["d2h_bytes"] / GB)),
+        pcie=Pcie(
+            h2d_gb_per_s=_rounded(rates["h2d_bytes"] / GB),
+            d2h_gb_per_s=_rounded(rates["d2h_bytes"] / GB),
+            # Where the device is the CPU, what copies take of each other is counted as cores' time.
+            duplex_gb_per_s=_rounded(rates["duplex_bytes"] / GB) if rates["num_devices"] else None,
+        ),
         ssds=Ssds(
             count=len(ssds),
             read_gb_per_s=_rounded(slowest(lambda ssd: ssd.calibration.read_bytes_per_s) / GB),
             write_gb_per_s=_rounded(slowest(lambda ssd: ssd.calibration.write_bytes_per_s) / GB),
             capacity_gib=_rounded(slowest(lambda ssd: ssd.free_nbytes) / GIB),
-            combined_gb_per_s=_rounded(sum(mixed.values()) / GB),
+            combined_gb_per_s=_rounded(combined / GB),
             cpu_s_per_gb=_rounded(statistics.fmean(ssd.calibration.cpu_s_per_byte for ssd in ssds) * GB),
         ),
     )

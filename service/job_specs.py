@@ -135,9 +135,15 @@ def preparation_order(
         numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
         folder_of_model = _model_dir(settings, job.model)
         question = plan_question(
-            settings, hardware, machinery, model_dir=folder_of_model, asked=asked.windlass, **numbers
+            settings,
+            hardware,
+            machinery,
+            model_dir=folder_of_model,
+            asked=asked.windlass,
+            has_gpus=(alone := is_alone()),
+            **numbers,
         )
-        return question | {"simulation_s": _SIMULATION_S, "is_alone": is_alone()}
+        return question | {"simulation_s": _SIMULATION_S, "is_alone": alone}
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
     return PreparationOrder(
@@ -166,12 +172,15 @@ def plan_question(
     batch_size: int,
     num_microbatches: int | None,
     sequence_length: int,
+    has_gpus: bool = False,
 ) -> dict[str, Any]:
     """What the planner is asked, as JSON has it (`actors.plan_job.PlanOrder`).
 
     `machinery`: of this machine, which `hardware` is then; None: `hardware` is another one, where nothing can be
     measured, and which the installation's settings are not about. `num_microbatches` None: as many as are fastest.
+    `has_gpus`: whoever plans has this machine's GPUs, if there are any, to itself.
     """
+    measures = has_gpus or hardware.gpus.count == 0
     return {
         "model_dir": str(model_dir),
         "hardware": hardware.model_dump(),
@@ -182,7 +191,7 @@ def plan_question(
         "state_precision": asked.state_precision,
         "optimizer": asked.optimizer,
         "clips": asked.clip_norm is not None,
-        "compute_threads": None if machinery is None else _measuring_threads(settings, machinery, hardware),
+        "compute_threads": threads_of(settings, machinery)[0] if machinery is not None and measures else None,
         "kept_times_dir": str(settings.home / _KEPT_TIMES),
         **(_bounds_elsewhere(asked) if machinery is None else _bounds(settings, asked)),
     }
@@ -191,14 +200,6 @@ def plan_question(
 def plan_bounds(settings: Settings, job: Job) -> dict[str, int | None]:
     """What the planner is asked about a job that depends on the installation's settings."""
     return _bounds(settings, _settings_of(job).windlass)
-
-
-def _measuring_threads(settings: Settings, machinery: Machinery, hardware: Hardware) -> int | None:
-    """With how many threads a model's blocks can be measured before a job.
-
-    None on a GPU, which preparations do not see: there the job's first steps tell.
-    """
-    return None if hardware.gpus.count else threads_of(settings, machinery)[0]
 
 
 def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:

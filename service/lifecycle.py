@@ -59,6 +59,11 @@ def running_jobs(settings: Settings) -> tuple[str, ...]:
         return tuple(job.id for job in _jobs_here(database, settings))
 
 
+def is_box_free(settings: Settings) -> bool:
+    """Whether no job trains here."""
+    return not (RayCluster(settings.home).pids and running_jobs(settings))
+
+
 def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
     """End the jobs whose runners ended with Ray, unless they had an outcome just before."""
     lost = "`windlass down --force` ended the service while this job ran; submit it again"

@@ -48,7 +48,11 @@ class LimitedCommand:
     cpu_s: int
     address_space_nbytes: int
     passed_on: tuple[str, ...] = PASSED_ON  # environment variables
+    sees_gpus: bool = False  # then it may map what it likes, as CUDA maps more than any limit allows
 
+
+# CUDA maps more addresses than the limit allows, and hardly anything of this needs it.
+_NO_GPUS: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
 
 Start = Callable[[LimitedCommand, IO[bytes]], LimitedProcess]  # the second: where its output goes
 
@@ -56,8 +60,13 @@ Start = Callable[[LimitedCommand, IO[bytes]], LimitedProcess]  # the second: whe
 def start_limited(limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
     """In a process that is started anew."""
     home = limited.home
-    limits = (f"--cpu-s={limited.cpu_s}", f"--address-space-nbytes={limited.address_space_nbytes}")
-    return _start(limited.command, limited.passed_on, home=home, cwd=home, log=log, limits=limits)
+    limits = [f"--cpu-s={limited.cpu_s}"]
+    gpus = _NO_GPUS
+    if limited.sees_gpus:
+        gpus = {name: os.environ[name] for name in _NO_GPUS if name in os.environ}
+    else:
+        limits.append(f"--address-space-nbytes={limited.address_space_nbytes}")
+    return _start(limited.command, limited.passed_on, home=home, cwd=home, log=log, limits=limits, gpus=gpus)
 
 
 def _start(
@@ -68,6 +77,7 @@ def _start(
     cwd: Path,
     log: IO[bytes],
     limits: Sequence[str] = (),
+    gpus: Mapping[str, str] = _NO_GPUS,
     stdin: int = subprocess.DEVNULL,
     more: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
@@ -80,8 +90,7 @@ def _start(
             "HF_HUB_OFFLINE": "1",
             **{name: os.environ[name] for name in passed_on if name in os.environ},
             "HOME": str(home),
-            # CUDA maps more addresses than the limit allows, and none of this needs it.
-            "CUDA_VISIBLE_DEVICES": "",
+            **gpus,
             **(more or {}),
         },
         cwd=cwd,
@@ -177,7 +186,7 @@ class StepServer:
 
     def _can_run(self, limited: LimitedCommand) -> bool:
         is_ours = limited.command[:2] == (sys.executable, "-m") and limited.command[2] in self._modules
-        return is_ours and limited.passed_on == PASSED_ON
+        return is_ours and limited.passed_on == PASSED_ON and not limited.sees_gpus
 
     def _fork(self, limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
         self.begin()

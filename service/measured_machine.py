@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -15,9 +15,8 @@ import psutil
 from windlass.planner.hardware import GIB, Hardware, save_hardware, unusual
 from windlass.planner.yaml_files import YamlFileError, load
 from windlass.service.doctor import DoctorError, measure_hardware
-from windlass.service.lifecycle import running_jobs
+from windlass.service.lifecycle import is_box_free
 from windlass.service.machine import find_gpus, num_cores
-from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import HARDWARE_FILE, Settings
 from windlass.storage.ids import Precision
 
@@ -37,6 +36,7 @@ class _Facts:
     gpus: list[str]
     ssds: list[str]
     profile_sha256: str  # of the file as it was saved
+    precision: str = Precision.BF16  # that the device computed in
 
     def changes_since(self, before: "_Facts") -> list[str]:
         """In words."""
@@ -63,7 +63,7 @@ def measure_and_save(settings: Settings, path: Path, tell: Tell, *, precision: P
     try:
         save_hardware(hardware, path, comment=f"Measured by `windlass doctor`; gpus.tflops in {precision}.")
         if path == settings.home / HARDWARE_FILE:
-            facts = _facts(settings, path.read_bytes())
+            facts = replace(_facts(settings, path.read_bytes()), precision=precision)
             (settings.home / _FACTS_FILE).write_text(json.dumps(asdict(facts), indent=2))
     except OSError as error:
         raise DoctorError(f"{path} cannot be written: {error}") from error
@@ -79,13 +79,15 @@ def ensure_measured(settings: Settings, tell: Tell) -> None:
     reason = _why_to_measure(settings, path, tell)
     if reason is None:
         return
-    if RayCluster(settings.home).pids and running_jobs(settings):
+    if not is_box_free(settings):
         tell(f"! {reason}; jobs run, beside which nothing can be measured: run `windlass doctor` once they have ended")
         return
     tell(f"{reason}: measuring, for the planner (half a minute; `--no-measure` skips it)")
     start_s = time.monotonic()
+    before = _known_facts(settings)
+    precision = Precision.BF16 if before is None else Precision(before.precision)
     try:
-        hardware = measure_and_save(settings, path, lambda line: tell(f"  {line}"))
+        hardware = measure_and_save(settings, path, lambda line: tell(f"  {line}"), precision=precision)
     except DoctorError as error:
         what = "are planned for the machine as it was" if path.exists() else "run without a plan"
         tell(f"! not measured: {error}; jobs {what} until `windlass doctor` succeeds")
@@ -129,7 +131,9 @@ def _facts(settings: Settings, profile: bytes) -> _Facts:
 def _known_facts(settings: Settings) -> _Facts | None:
     """None where nobody left any, or another version did."""
     try:
-        return _Facts(**json.loads((settings.home / _FACTS_FILE).read_text()))
+        facts = _Facts(**json.loads((settings.home / _FACTS_FILE).read_text()))
+        Precision(facts.precision)
+        return facts
     except (OSError, ValueError, TypeError):
         return None
 

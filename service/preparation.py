@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ class PreparationStep:
     passed_on: tuple[str, ...] = PASSED_ON  # environment variables
     kept: KeptCheck | None = None  # where its result may be already
     maps: Path | None = None  # a model whose weights it maps, one file at a time
+    sees_gpus: bool = False
+    instead: "PreparationStep | None" = None  # what is run where this fails; None: the preparation has failed
 
 
 Results = dict[str, dict[str, Any]]  # of steps, by name
@@ -127,13 +129,18 @@ class Preparation:
             self._begin()
         step = self._step
         assert step is not None
-        if (code := self._poll(step)) is None:
-            if time.monotonic() > self._deadline:
-                self.stop()
-                raise PreparationError(f"{step.name}_timeout", f"{step.name} did not end within {step.timeout_s} s")
-            return None
-        self._process = None
-        self._results[step.name] = self._result(step, code)
+        try:
+            if (code := self._poll(step)) is None:
+                self._check_in_time(step)
+                return None
+            self._process = None
+            self._results[step.name] = self._result(step, code)
+        except PreparationError as error:
+            if step.instead is None:
+                raise
+            _LOG.warning("%s is done in another way: %s", step.name, error)
+            self._steps[0] = step.instead
+            return self.poll()
         if step.kept is not None:
             step.kept.keep(self._results[step.name])
         return self._go_on()
@@ -145,6 +152,11 @@ class Preparation:
             with contextlib.suppress(ServerEndedError):
                 self._process.wait()
             self._process = None
+
+    def _check_in_time(self, step: PreparationStep) -> None:
+        if time.monotonic() > self._deadline:
+            self.stop()
+            raise PreparationError(f"{step.name}_timeout", f"{step.name} did not end within {step.timeout_s} s")
 
     def _go_on(self) -> Results | None:
         self._steps.popleft()
@@ -172,6 +184,7 @@ class Preparation:
             cpu_s=step.timeout_s,
             address_space_nbytes=_address_space_nbytes(step),
             passed_on=step.passed_on,
+            sees_gpus=step.sees_gpus,
         )
         with self._log_path.open("ab") as log:
             self._process = start(limited, log)
@@ -244,10 +257,21 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
 
 
 def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
-    """Asks the planner; files go to `work_dir`, which is there."""
+    """Asks the planner; files go to `work_dir`, which is there.
+
+    On a GPU what is measured may fail in more ways than can be foreseen: then nothing is.
+    """
     path = work_dir / QUESTION_FILE
+    measures_on_gpu = question["compute_threads"] is not None and question["hardware"]["gpus"]["count"] > 0
+    asked, instead = path, None
+    if measures_on_gpu:
+        asked = path.with_name(f"measuring-{path.name}")
+        asked.write_text(json.dumps(question))
+        question = question | {"compute_threads": None}
+        instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
     path.write_text(json.dumps(question))
-    return _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
+    step = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", asked))
+    return replace(step, sees_gpus=measures_on_gpu, instead=instead)
 
 
 def _step(

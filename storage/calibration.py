@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -87,6 +87,21 @@ def calibrate(device: BlockDevice, offset: int, nbytes: int, *, seconds: float =
         cpu_s_per_byte=bench.cpu_s_per_byte(choice, _MIX, 2 * trials.trial_s),
         measured_at=datetime.now(UTC).date().isoformat(),
     )
+
+
+def mixed_bytes_per_s(
+    device: BlockDevice, offset: int, nbytes: int, io: IoSettings, begin: Callable[[], object], *, seconds: float
+) -> float:
+    """What an SSD moves with these settings, reads and writes mixed as in `calibrate`. `begin` returns when the time
+    begins, once the region has been written. Bytes [offset, offset + nbytes) are overwritten.
+
+    Raises:
+        OSError, ShortTransfer: the SSD failed.
+    """
+    bench = _Bench(device, offset, nbytes)
+    bench.write_once()
+    begin()
+    return bench.bytes_per_s(io, _MIX, seconds)
 
 
 def stripe_weights(mixed_bytes_per_s: Sequence[float]) -> tuple[int, ...]:

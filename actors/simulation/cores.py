@@ -1,5 +1,5 @@
 """Cores that several simulated resources share: where the device is the CPU, what is computed, updated and copied has
-the same ones.
+the same ones. The two ways of a link that slow each other down share it in the same manner.
 
 Work says how many threads it has and how long it takes with all of them running. While there are more threads than
 cores, all work slows down alike: the kernel gives every thread the same share. Whoever takes one core counts as if it
@@ -23,7 +23,7 @@ class _Task:
 class SharedCores:
     """In simulated time."""
 
-    def __init__(self, env: simpy.Environment, num_cores: int) -> None:
+    def __init__(self, env: simpy.Environment, num_cores: float) -> None:
         self._env = env
         self.num_cores = num_cores
         self._tasks: list[_Task] = []

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import simpy
@@ -24,6 +24,7 @@ class Rates:
 
     h2d_bytes: float
     d2h_bytes: float
+    duplex_share: float = 1.0  # of its rate that each of these two ways has while both are busy
     ssd_read_bytes: tuple[float, ...]  # of each SSD
     ssd_write_bytes: tuple[float, ...]
     optimizer_params: float  # of each optimizer
@@ -119,9 +120,11 @@ class Log:
 class Resource:
     """Does one thing after the other, in the order in which they come."""
 
-    def __init__(self, log: Log, name: str) -> None:
+    def __init__(self, log: Log, name: str, spend: Callable[[float], Process] | None = None) -> None:
+        """`spend`: lets the time of something pass, which by itself takes so long; None: as the log does."""
         self._log = log
         self._name = name
+        self._spend = log.spend if spend is None else spend
         self._is_busy = False
         self._waiting: deque[simpy.Event] = deque()
 
@@ -131,7 +134,7 @@ class Resource:
         """Takes so long with all cores, where these are shared."""
         yield from self._take_turn()
         start_s = self._log.env.now
-        yield from self._log.spend(duration_s)
+        yield from self._spend(duration_s)
         self._end_turn()
         self._log.note(self._name, kind, step, block, chunk, start_s, nbytes)
 

@@ -1,5 +1,6 @@
 """What the actors of a simulated job share: its facts, its resources, and the way to the scheduler."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 from windlass.actors.context import JobContext, grad_itemsize, piece_bounds, ssd_name
@@ -7,6 +8,7 @@ from windlass.actors.levels import Tier
 from windlass.actors.messages import Message, SpanKind
 from windlass.actors.param_cache import ParamCache
 from windlass.actors.policy.shape import JobShape
+from windlass.actors.simulation.cores import SharedCores
 from windlass.actors.simulation.resources import Log, Rates, Resource, Ssd, Work
 from windlass.actors.simulation.waiting import Process, Signal, Slots
 from windlass.actors.spans import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK
@@ -61,7 +63,11 @@ class World(Log):
         self.cache = ParamCache.of_job(context, self.param_slots)
         self.grad_slots = self.pool(GRADIENTS, plan.grads)
         self.compute = Resource(self, COMPUTE)
-        self._links = {name: Resource(self, name) for name in (TO_DEVICE, FROM_DEVICE)}
+        spend = None
+        if rates.num_cores is None and rates.duplex_share < 1:
+            both_ways = SharedCores(self.env, 2 * rates.duplex_share)
+            spend = functools.partial(both_ways.work, num_threads=1)
+        self._links = {name: Resource(self, name, spend) for name in (TO_DEVICE, FROM_DEVICE)}
         ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
         self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None

@@ -1,5 +1,6 @@
 """Simulated resources: who goes first, and what is waited for."""
 
+import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import simpy
 
 from windlass.actors.messages import SpanKind
+from windlass.actors.simulation.cores import SharedCores
 from windlass.actors.simulation.resources import Log, Resource, Ssd
 from windlass.actors.simulation.waiting import Queue, Signal, Slots
 
@@ -78,6 +80,17 @@ def test_a_resource_takes_turns() -> None:
         log.env.process(ask(chunk, at_s))
     log.env.run()
     assert [(span.chunk, span.start_s) for span in log.spans] == [(0, 0.0), (2, 2.0), (1, 4.0), (3, 9.0)]
+
+
+def test_two_ways_that_share_a_link_are_slow_only_while_both_are_busy() -> None:
+    log = Log()
+    both = SharedCores(log.env, 2 * 0.75)
+    there, back = (Resource(log, name, functools.partial(both.work, num_threads=1)) for name in ("there", "back"))
+    for chunk in range(2):
+        log.env.process(there.work(3.0, SpanKind.COPY_PARAMS_IN, 1, 0, chunk))
+    log.env.process(back.work(3.0, SpanKind.COPY_GRAD_OUT, 1, 0, 2))
+    log.env.run()
+    assert {span.chunk: span.end_s for span in log.spans} == pytest.approx({0: 4.0, 2: 4.0, 1: 7.0})
 
 
 def test_who_asks_for_slots_first_is_served_first() -> None:

@@ -53,6 +53,7 @@ def test_the_examples_are_usual_machines(name: str) -> None:
         ("ssds.count", 10**9, "less than or equal to 10000"),
         ("ssds.count", 0, "greater than or equal to 1"),
         ("ssds.combined_gb_per_s", 0, "greater than 0"),
+        ("pcie.duplex_gb_per_s", 0, "greater than 0"),
         ("network_gb_per_s", -1, "greater than 0"),
     ],
 )

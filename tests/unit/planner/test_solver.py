@@ -1,5 +1,6 @@
 """Plans: they fit, nothing faster fits, and they say what they cost."""
 
+import math
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -60,6 +61,17 @@ def test_swapping_pays_where_the_link_is_fast_and_recomputing_where_it_is_slow()
     assert fast.seconds[Part.BACKWARD] == pytest.approx(6 * 0.2, rel=0.02)
     assert sum(bool(choice.swapped) for choice in fast.placement.activations) > 0
     assert not any(choice.swapped for choice in slow.placement.activations)
+
+
+@pytest.mark.parametrize(("duplex_bytes", "slowed"), [(math.inf, 0.0), (1.5e7, 1 / 3), (1e6, 1.0)])
+def test_the_ways_of_a_link_slow_each_other_down(duplex_bytes: float, slowed: float) -> None:
+    link = {"h2d_bytes": 1e7, "d2h_bytes": 1e7, "duplex_bytes": duplex_bytes}
+    found = solve_job(make_job(), make_speeds(**link), limits(100, 2000)).seconds
+    there = found[Part.H2D_FORWARD] + found[Part.H2D_BACKWARD]
+    back = found[Part.D2H_FORWARD] + found[Part.D2H_BACKWARD]
+    solution = solve_job(make_job(), make_speeds(**link), limits(100, 2000))
+    assert there > back > 0
+    assert solution.step_s == pytest.approx(there + slowed * back)
 
 
 def test_what_has_no_room_in_host_memory_goes_to_the_ssds() -> None:

@@ -2,6 +2,7 @@
 
 import resource
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,41 @@ def test_directories_on_one_disk_share_it() -> None:
     assert (found.ssds.count, found.ssds.read_gb_per_s, found.ssds.capacity_gib) == (2, 3.0, 50.0)
     assert found.ssds.combined_gb_per_s == 4.5
     assert (found.gpus.count, found.gpus.memory_gib) == (1, 24)
+
+
+@pytest.mark.parametrize(("num_devices", "duplex"), [(0, None), (1, 15.0)])
+def test_of_a_gpu_both_ways_at_once_are_told(num_devices: int, duplex: float | None) -> None:
+    rates = RATES | {"num_devices": num_devices}
+    found = hardware_of(rates, memory_nbytes=8 * GIB, ssds=[measurement(1, read=6e9, free_gib=100)])
+    assert found.pcie.duplex_gb_per_s == duplex
+
+
+@pytest.mark.parametrize(("together", "combined"), [(5e9, 5.0), (9e9, 7.5)])
+def test_ssds_that_slow_each_other_down_have_a_limit(together: float, combined: float) -> None:
+    ssds = [measurement(1, read=6e9, free_gib=100), measurement(2, read=4e9, free_gib=300)]
+    found = hardware_of(RATES, memory_nbytes=8 * GIB, ssds=ssds, together_bytes_per_s=together)
+    assert found.ssds.combined_gb_per_s == combined
+
+
+def test_several_disks_are_measured_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_SSD_DIRS", ",".join(str(tmp_path / name) for name in "abc"))
+    disks = {"a": 1, "b": 2, "c": 2}
+    monkeypatch.setattr(
+        doctor,
+        "_measure_ssd",
+        lambda path, _: replace(measurement(disks[path.name], read=4e9, free_gib=9), path=path),
+    )
+    monkeypatch.setattr(doctor, "_rates", lambda *_: RATES)
+    asked: list[list[str]] = []
+
+    def together(paths: list[Path]) -> float:
+        asked.append([path.name for path in paths])
+        return 4e9
+
+    monkeypatch.setattr(doctor, "bytes_per_s_together", together)
+    found = doctor.measure_hardware(load_settings(tmp_path / "home"), tell=lambda _: None)
+    assert asked == [["a", "c"]]
+    assert found.ssds.combined_gb_per_s == 4.0
 
 
 def test_what_is_full_is_named_and_makes_no_profile() -> None:

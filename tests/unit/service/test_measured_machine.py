@@ -9,7 +9,7 @@ import yaml
 
 from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.yaml_files import load
-from windlass.service import measured_machine
+from windlass.service import lifecycle, measured_machine
 from windlass.service.doctor import DoctorError
 from windlass.service.machine import Gpu
 from windlass.service.measured_machine import ensure_measured, measure_and_save
@@ -114,6 +114,17 @@ def test_other_ssds_are_measured_again(bench: Bench, tmp_path: Path, monkeypatch
     assert bench.num_measured == 2
 
 
+def test_a_machine_that_has_changed_is_measured_in_the_precision_that_was_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_and_save(bench.settings, bench.path, bench.told.append, precision=Precision.FP16)
+    bench.precision = None
+    monkeypatch.setattr(measured_machine, "num_cores", lambda: 4096)
+    bench.up()
+    assert bench.precision is Precision.FP16
+    assert "in fp16" in bench.path.read_text()
+
+
 def test_what_doctor_measured_counts(bench: Bench) -> None:
     measure_and_save(bench.settings, bench.path, bench.told.append)
     assert bench.up() == ""
@@ -165,10 +176,10 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(bench: Bench) 
 
 def test_nothing_is_measured_beside_jobs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayCluster, "pids", property(lambda _: (1,)))
-    monkeypatch.setattr(measured_machine, "running_jobs", lambda _: ("ftjob-1",))
+    monkeypatch.setattr(lifecycle, "running_jobs", lambda _: ("ftjob-1",))
     assert "run `windlass doctor` once they have ended" in bench.up()
     assert bench.num_measured == 0
-    monkeypatch.setattr(measured_machine, "running_jobs", lambda _: ())
+    monkeypatch.setattr(lifecycle, "running_jobs", lambda _: ())
     assert "saved as" in bench.up()
 
 

@@ -292,6 +292,7 @@ def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
     assert question["device_memory_nbytes"] == 2 * 2**30
     assert question["hardware"]["host"]["memory_gib"] == 768
     assert question["simulation_s"] > 0
+    assert question["compute_threads"] is not None  # measured on its GPU, as nobody else is there
     json.dumps(question)
 
 

@@ -19,6 +19,7 @@ from windlass.service.preparation import (
     PreparationError,
     PreparationOrder,
     PreparationStep,
+    plan_step,
     preparation_of,
     step_server,
 )
@@ -106,6 +107,46 @@ def test_limits_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(environment, dict)
     assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & environment.keys()
     assert environment["HOME"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("visible", [None, "1"])
+def test_what_sees_gpus_has_the_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    code = (
+        "import resource as r\n"
+        "json.dump({'ok': True, 'visible': os.environ.get('CUDA_VISIBLE_DEVICES'),"
+        " 'limit': r.getrlimit(r.RLIMIT_AS)[0] == r.RLIM_INFINITY}, open(result, 'w'))"
+    )
+    steps = [_step(tmp_path, code), dataclasses.replace(_step(tmp_path, code, name="second"), sees_gpus=True)]
+    results = _finish(Preparation(steps, work_dir=tmp_path))
+    assert results["first"] == {"ok": True, "visible": "", "limit": False}
+    assert results["second"] == {"ok": True, "visible": visible, "limit": True}
+
+
+@pytest.mark.parametrize("code", ["sys.exit(3)", "time.sleep(60)", "os.abort()"])
+def test_what_may_fail_is_done_in_another_way(tmp_path: Path, code: str) -> None:
+    instead = _step(tmp_path, _OK)
+    step = dataclasses.replace(_step(tmp_path, code, timeout_s=1), instead=instead)
+    results = _finish(Preparation([step, _step(tmp_path, _OK, name="second")], work_dir=tmp_path))
+    assert list(results) == ["first", "second"]
+
+
+@pytest.mark.parametrize(("num_gpus", "threads", "measures"), [(1, 4, True), (1, None, False), (0, 4, False)])
+def test_on_a_gpu_the_planner_may_measure_and_need_not(
+    tmp_path: Path, num_gpus: int, threads: int | None, measures: bool
+) -> None:
+    step = plan_step(tmp_path, {"compute_threads": threads, "hardware": {"gpus": {"count": num_gpus}}})
+    assert step.sees_gpus is measures
+    first = json.loads(Path(step.command[step.command.index("--question") + 1]).read_text())
+    assert first["compute_threads"] == threads
+    assert (step.instead is not None) is measures
+    if step.instead is not None:
+        path = Path(step.instead.command[step.instead.command.index("--question") + 1])
+        assert json.loads(path.read_text())["compute_threads"] is None
+        assert not step.instead.sees_gpus
 
 
 def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
