@@ -111,7 +111,7 @@ class BlockRunner:
             ValueError: activations are given for a block that is no layer, or are to be swapped without a store.
         """
         self.partition = partition
-        self._activations = dict(activations or {})
+        self.activations = dict(activations or {})  # may be others in the next step
         self._store = store
         self._check_activations()
         self.device = device
@@ -140,7 +140,7 @@ class BlockRunner:
         return max(64, MAX_LOGITS_NUMEL // int(self.model.config.vocab_size))
 
     def _check_activations(self) -> None:
-        for block, policy in self._activations.items():
+        for block, policy in self.activations.items():
             if not 1 <= block <= len(self.partition.layers):
                 raise ValueError(
                     f"activations are given for block {block}; only layers have a choice, blocks 1 to "
@@ -218,7 +218,7 @@ class BlockRunner:
         if block == 0:
             self.forget()
             self.inputs = [[]]
-        policy = self._activations.get(block, RECOMPUTE_ALL) if keep else RECOMPUTE_ALL
+        policy = self.activations.get(block, RECOMPUTE_ALL) if keep else RECOMPUTE_ALL
         if policy.needs_grad:
             self._require_grads(block)
         outputs = []

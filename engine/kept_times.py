@@ -11,6 +11,7 @@ from typing import Any
 
 from windlass.engine.code_facts import code_facts
 from windlass.engine.measure_model import BlockTimes, MeasuredBlocks
+from windlass.planner.model_profile import AgainTimes
 
 _MOST_KEPT = 256
 
@@ -57,7 +58,12 @@ class KeptTimes:
 
 def _load(path: Path) -> dict[int, BlockTimes] | None:
     try:
-        found = {int(block): BlockTimes(**each) for block, each in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        found = {int(block): _times_of(each) for block, each in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
     return found or None
+
+
+def _times_of(saved: dict[str, Any]) -> BlockTimes:
+    again = saved["again"]
+    return BlockTimes(**saved | {"again": None if again is None else AgainTimes(**again)})

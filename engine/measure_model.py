@@ -8,8 +8,9 @@ model of one block).
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,20 +21,25 @@ from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.grad_norm import squared_norm
 from windlass.engine.model_profile import kinds_of_layers
 from windlass.engine.partition import Partition, build_meta_model
+from windlass.planner.activation_ways import holding_ways
 from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
-from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile
+from windlass.planner.model_profile import AgainTimes, BlockProfile, LayerProfile, ModelProfile
 from windlass.storage.ids import BlockIndex, Precision
 
-# Passes are repeated until their mean is known so well, or for so long: a machine's pace changes all the time.
-_MIN_REPEATS = 3
+# All is repeated until their mean is known so well, or for so long: a machine's pace changes all the time.
+_USUAL_ROUNDS = 3
+_MIN_ROUNDS = 2  # of those that take long
 _STANDARD_ERROR = 0.01
-_MAX_S = 5.0
+_MAX_S = 8.0
 # In a job every layer writes its activations to memory that no cache holds. Of layers with small ones as many are
 # measured as have so much together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
 _SPREAD = 0.02  # of random params: as most models begin
+_KEEP_ALL = BlockActivations(recompute=False)
+_NUM_CHOICES = 4
 
 _Taken = dict[BlockIndex, tuple[float, float]]  # seconds of one pass, forward and backward
+_Round = list[_Taken]  # with each of the choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ class BlockTimes:
 
     forward_s: float  # of the head: forward and backward
     backward_s: float  # without computing anything again; of the embedding with its forward pass
-    again_s: float = 0.0  # that a layer's takes longer where all is computed again
+    again: AgainTimes | None = None  # of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +77,7 @@ def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelP
 
     def timed_layer(block: int, found: LayerProfile) -> LayerProfile:
         timed_block: LayerProfile = timed(block, found)
-        return replace(timed_block, again_s=times[block].again_s)
+        return replace(timed_block, again=times[block].again)
 
     layers = tuple(timed_layer(block, layer) for block, layer in enumerate(profile.layers, start=1))
     head = len(layers) + 1
@@ -84,13 +90,14 @@ class _Bench:
     ) -> None:
         self._partition = Partition(build_meta_model(config, precision))
         self._kinds = kinds_of_layers(self._partition)
-        self._layers = [
-            block
-            for kind in self._kinds
-            for block in kind[: max(1, _MIN_ACTIVATIONS_NBYTES // (profile.layers[kind[0] - 1].saved_nbytes + 1))]
-        ]
+        self._choices: list[dict[BlockIndex, BlockActivations]] = [{} for _ in range(_NUM_CHOICES)]
+        for kind in self._kinds:
+            layer = profile.layers[kind[0] - 1]
+            for block in kind[: max(1, _MIN_ACTIVATIONS_NBYTES // (layer.saved_nbytes + 1))]:
+                for choices, choice in zip(self._choices, _choices_of(layer), strict=True):
+                    choices[block] = choice
         self._device, self._dtype = device, TORCH_DTYPE[precision]
-        self._runner = self._runner_of(BlockActivations(recompute=False))
+        self._runner = BlockRunner(self._partition, device, seed=0)
         self._grad_dtype = torch.float32 if sums_grads else self._dtype
         self._sums_grads = sums_grads
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
@@ -98,36 +105,39 @@ class _Bench:
 
     def measure(self) -> MeasuredBlocks:
         """Of each block, by what its kind takes."""
-        taken = self._passes()
-        # A layer that is computed again finds what it wrote in the caches: that takes less than its forward pass.
-        self._runner = self._runner_of(RECOMPUTE_ALL)
-        again = self._passes()
-        found: dict[int, BlockTimes] = {}
-        for blocks in [(BlockIndex(0),), *self._kinds, (self._partition.head,)]:
-            forward_s, backward_s = _means(taken, blocks)
-            again_s = max(0.0, _means(again, blocks)[1] - backward_s)
-            times = BlockTimes(forward_s=forward_s, backward_s=backward_s, again_s=again_s)
-            found.update(dict.fromkeys(blocks, times))
-        return MeasuredBlocks(times=found, standard_error=_standard_error(taken))
-
-    def _runner_of(self, choice: BlockActivations) -> BlockRunner:
-        """Takes the place of the one before."""
-        return BlockRunner(self._partition, self._device, seed=0, activations=dict.fromkeys(self._layers, choice))
-
-    def _passes(self) -> list[_Taken]:
-        self._pass()  # the first one does not count
-        taken: list[_Taken] = []
         start_s = time.perf_counter()
-        while len(taken) < _MIN_REPEATS or not (
-            _standard_error(taken) < _STANDARD_ERROR or time.perf_counter() - start_s > _MAX_S
-        ):
-            taken.append(self._pass())
-        return taken
+        rounds = [self._round()]
+        if time.perf_counter() - start_s < _MAX_S / 2:
+            rounds.clear()  # what is done only once counts in a short one
+        while not self._is_known(rounds, time.perf_counter() - start_s):
+            rounds.append(self._round())
+        embedding, head = BlockIndex(0), self._partition.head
+        found: dict[int, BlockTimes] = {}
+        for block in (embedding, head):
+            forward_s, backward_s = _both(chain(*rounds), (block,))
+            found[block] = BlockTimes(forward_s=forward_s, backward_s=backward_s)
+        for kind in self._kinds:
+            kept, *others = (_both(passes, kind) for passes in zip(*rounds, strict=True))
+            longer = [max(0.0, sum(other) - sum(kept)) for other in others]
+            again = AgainTimes(all_s=longer[0], one_held_s=longer[1], most_held_s=longer[2])
+            found.update(dict.fromkeys(kind, BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again)))
+        return MeasuredBlocks(times=found, standard_error=_standard_error(rounds))
 
-    def _pass(self) -> _Taken:
+    @staticmethod
+    def _is_known(rounds: Sequence[_Round], taken_s: float) -> bool:
+        if taken_s > _MAX_S and len(rounds) >= _MIN_ROUNDS:
+            return True
+        return len(rounds) >= _USUAL_ROUNDS and _standard_error(rounds) < _STANDARD_ERROR
+
+    def _round(self) -> _Round:
+        """With each choice in turn, as a machine's pace changes."""
+        return [self._pass(choices) for choices in self._choices]
+
+    def _pass(self, choices: dict[BlockIndex, BlockActivations]) -> _Taken:
         """Forward and backward through what is measured."""
+        self._runner.activations = choices
         runner, batch, head = self._runner, [self._ids], self._partition.head
-        blocks = [BlockIndex(0), *self._layers]
+        blocks = [BlockIndex(0), *choices]
         forward = {block: self._timed(block, lambda b=block: self._forward(b)) for block in blocks}  # type: ignore[misc]
         found = {head: (self._timed(head, lambda: runner.head(1, batch), goes_backward=True), 0.0)}
         for block in reversed(blocks):
@@ -164,13 +174,19 @@ class _Bench:
             torch.cuda.synchronize(self._device)
 
 
-def _means(passes: list[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float, float]:
-    """Forward and backward, of those of the blocks that were gone through."""
-    forward, backward = zip(*(each[b] for each in passes for b in blocks if b in each), strict=True)
+def _choices_of(layer: LayerProfile) -> tuple[BlockActivations, ...]:
+    """First that nothing is computed again, then as `AgainTimes` has them."""
+    holding = [way.choice for way in holding_ways(layer)] or [RECOMPUTE_ALL] * 2
+    return (_KEEP_ALL, RECOMPUTE_ALL, *holding)
+
+
+def _both(passes: Iterable[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float, float]:
+    """What they take forward and backward: the mean of those that were gone through."""
+    forward, backward = zip(*(each[block] for each in passes for block in blocks if block in each), strict=True)
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
-def _standard_error(passes: list[_Taken]) -> float:
-    """Of the passes' mean, relative to it."""
-    seconds = [math.fsum(map(sum, each.values())) for each in passes]
+def _standard_error(rounds: Sequence[_Round]) -> float:
+    """Of the rounds' mean, relative to it."""
+    seconds = [math.fsum(sum(taken) for each in passes for taken in each.values()) for passes in rounds]
     return statistics.stdev(seconds) / math.sqrt(len(seconds)) / statistics.fmean(seconds)

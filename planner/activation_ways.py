@@ -58,6 +58,12 @@ def ways_of_layer(layer: LayerProfile, *, slot_nbytes: int = ACTIVATION_SLOT_NBY
     return tuple(_ways(layer, slot_nbytes))
 
 
+def holding_ways(layer: LayerProfile) -> tuple[ActivationWay, ...]:
+    """With one operator's output held on the device, and with those of all that spare anything; none if none does."""
+    holding = [way for way in ways_of_layer(layer) if way.choice.kept and not way.choice.swap_input]
+    return (holding[0], holding[-1]) if holding else ()
+
+
 def _ways(layer: LayerProfile, slot_nbytes: int) -> Iterator[ActivationWay]:
     order = by_benefit(layer)
     saved = tuple(layer.saved)

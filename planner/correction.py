@@ -65,8 +65,9 @@ class Correction:
             if block not in self.block_s:
                 return profile
             forward_s, backward_s = self.block_s[block]
-            again_s = None if profile.again_s is None else forward_s * _again_over_forward(profile)
-            return replace(profile, forward_s=forward_s, backward_s=backward_s, again_s=again_s)
+            if isinstance(profile, LayerProfile) and profile.again is not None and profile.forward_s:
+                profile = replace(profile, again=profile.again.scaled(forward_s / profile.forward_s))
+            return replace(profile, forward_s=forward_s, backward_s=backward_s)
 
         layers: list[LayerProfile] = []
         for block, layer in enumerate(model.layers, start=1):
@@ -187,17 +188,12 @@ def _block_s(steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placeme
     for layer, blocks in _alike(model, measured):
         ways = {way.choice: way for way in ways_of_layer(layer)}
         mean_s = fmean(forward_s[block] for block in blocks)
-        shares = [costs.share_again(layer, ways[placement.activations[block - 1]]) for block in blocks]
-        again_s = mean_s * _again_over_forward(layer) * fmean(shares)
-        left_s = fmean(backward_s[block] for block in blocks) - again_s
+        # By what was planned for it: nothing tells it from the rest of a backward pass.
+        again_s = fmean(costs.again_s(layer, ways[placement.activations[block - 1]]) for block in blocks)
+        left_s = fmean(backward_s[block] for block in blocks) - again_s * mean_s / costs.compute_s(layer)[0]
         # Backward computes at least what forward does, whatever the two were measured to be.
         found |= dict.fromkeys(blocks, (mean_s, max(left_s, mean_s)))
     return found
-
-
-def _again_over_forward(block: BlockProfile) -> float:
-    """As it was measured before the job; of a job's own steps nothing tells it from the rest of the backward pass."""
-    return block.again_s / block.forward_s if block.again_s is not None and block.forward_s else 1.0
 
 
 def _in_all(taken: Sequence[Mapping[int, float]]) -> Iterator[int]:

@@ -44,12 +44,29 @@ class BlockProfile:
     peak_nbytes: int = 0  # the most that one of its operations has on the device, beside what was there before
     forward_s: float | None = None  # measured; None: by FLOPs and the device's rate
     backward_s: float | None = None  # ... without computing anything again
-    again_s: float | None = None  # ... that it takes longer where all is computed again
 
     @property
     def work(self) -> Work:
         """Of the forward pass."""
         return Work(num_flops=self.num_flops, nbytes=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgainTimes:
+    """Measured: seconds by which a layer takes longer, both passes together, than where nothing is computed again."""
+
+    all_s: float  # where all is
+    # Where outputs of operators are held: of one, and of as many as spare anything. All goes through Python then.
+    one_held_s: float
+    most_held_s: float
+
+    def scaled(self, factor: float) -> "AgainTimes":
+        """On a device that takes so many times as long."""
+        return AgainTimes(
+            all_s=factor * self.all_s,
+            one_held_s=factor * self.one_held_s,
+            most_held_s=factor * self.most_held_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +76,7 @@ class LayerProfile(BlockProfile):
     input_nbytes: int
     saves_input: bool = True  # backward reads it, if nothing is computed again
     largest_param_numel: int = 0
+    again: AgainTimes | None = None  # None: as `work_again` and the forward pass's time have it
     operators: tuple[OperatorProfile, ...]
 
     @property

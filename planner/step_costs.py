@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from windlass.planner.activation_ways import ActivationWay, Ways, ways_of_layer
+from windlass.planner.activation_ways import ActivationWay, Ways, holding_ways, ways_of_layer
 from windlass.planner.depths import Depths
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers, param_buffers
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, Work
@@ -344,13 +344,20 @@ class StepCosts:
 
     def backward_s(self, layer: LayerProfile, way: ActivationWay) -> float:
         """Of one micro-batch, with what is computed again."""
-        forward_s, backward_s = self.compute_s(layer)
-        again_s = forward_s if layer.again_s is None else layer.again_s
-        return backward_s + again_s * self.share_again(layer, way)
+        return self.compute_s(layer)[1] + self.again_s(layer, way)
 
-    def share_again(self, layer: LayerProfile, way: ActivationWay) -> float:
-        """Of a layer's forward pass, what the backward pass computes a second time."""
-        return self._roofline_s(way.again) / self._roofline_s(layer.work)
+    def again_s(self, layer: LayerProfile, way: ActivationWay) -> float:
+        """By what a layer takes longer than where nothing is computed again."""
+        times, choice = layer.again, way.choice
+        if times is None:
+            return self.compute_s(layer)[0] * self._roofline_s(way.again) / self._roofline_s(layer.work)
+        if not choice.recompute:
+            return 0.0
+        if not choice.kept and not choice.swapped:
+            return times.all_s
+        one, most = (self._roofline_s(end.again) for end in holding_ways(layer))
+        share = (self._roofline_s(way.again) - most) / (one - most) if one > most else 0.0
+        return times.most_held_s + share * (times.one_held_s - times.most_held_s)
 
     def _roofline_s(self, work: Work) -> float:
         """Products, and everything's outputs written and read."""

@@ -10,9 +10,11 @@ from tests.unit.engine.architectures import ARCHITECTURES
 from windlass.engine import kept_times
 from windlass.engine.kept_times import KeptTimes
 from windlass.engine.measure_model import BlockTimes, MeasuredBlocks
+from windlass.planner.model_profile import AgainTimes
 
 CONFIG = ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0)
 ASKED = {"shape": (2, 16), "precision": "bf16"}
+AGAIN = AgainTimes(all_s=0.3, one_held_s=0.2, most_held_s=0.1)
 MACHINE = {"host": {"memory_gib": 8}}
 
 
@@ -26,7 +28,10 @@ class Measuring:
 
     def measure(self) -> MeasuredBlocks:
         self._number += 1
-        times = {block: BlockTimes(forward_s=float(self._number), backward_s=0.5) for block in range(3)}
+        times = {
+            block: BlockTimes(forward_s=float(self._number), backward_s=0.5, again=AGAIN if block == 1 else None)
+            for block in range(3)
+        }
         return MeasuredBlocks(times=times, standard_error=self.standard_error)
 
     def number(self, config: Any = CONFIG, asked: Any = None, machine: Any = None, *, is_alone: bool = True) -> float:
@@ -35,6 +40,7 @@ class Measuring:
         found = kept.of(config, asked or ASKED, self.measure)
         assert found.keys() == {0, 1, 2}
         assert {each.backward_s for each in found.values()} == {0.5}
+        assert [found[block].again for block in range(3)] == [None, AGAIN, None]
         return found[2].forward_s
 
     def files(self) -> list[Path]:

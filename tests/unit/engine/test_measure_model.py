@@ -27,5 +27,8 @@ def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.Mo
     assert timed.head.forward_s is not None
     assert timed.head.forward_s > 0
     assert timed.head.backward_s == 0
+    again = timed.layers[0].again
+    assert again is not None
+    assert min(again.all_s, again.one_held_s, again.most_held_s) >= 0
     assert timed.layers[0] == timed.layers[-1]  # measured once
     assert timed.numel == profile.numel

@@ -1,13 +1,14 @@
 """What measured steps say of a machine, with numbers by hand."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from tests.unit.planner.profiles import make_job, make_speeds
-from windlass.planner.activation_ways import ways_of_layer
+from windlass.planner.activation_ways import holding_ways, ways_of_layer
 from windlass.planner.activations import BlockActivations
 from windlass.planner.correction import Correction, Done, MeasuredStep, correction_of
+from windlass.planner.model_profile import AgainTimes
 from windlass.planner.plan import Placement
 from windlass.planner.solver import solution_of, solve_job
 from windlass.planner.step_costs import Limits, StepCosts
@@ -137,10 +138,32 @@ def test_what_is_computed_again_is_no_part_of_a_backward_pass() -> None:
         assert found.block_s[HEAD] == (0.06, 0.0)
     layer = make_job().model.layers[0]
     some = next(way for way in ways_of_layer(layer) if way.choice.kept)
-    share = costs().share_again(layer, some)
+    share = costs().again_s(layer, some) / costs().compute_s(layer)[0]
     assert 0 < share < 1
     found = correct(step(forward_s=0.2, backward_s=0.6), choice=some.choice)
     assert found.block_s[1] == pytest.approx((0.2, 0.6 - 0.2 * share))
+
+
+def test_what_computing_again_takes_is_as_it_was_measured_before_the_job() -> None:
+    job = make_job(NUM_LAYERS)
+    again = AgainTimes(all_s=0.05, one_held_s=0.04, most_held_s=0.02)
+    layers = tuple(replace(layer, forward_s=0.1, backward_s=0.2, again=again) for layer in job.model.layers)
+    measured = replace(costs(), job=replace(job, model=replace(job.model, layers=layers)))
+    takes = {way.choice: measured.backward_s(layers[0], way) for way in ways_of_layer(layers[0])}
+    assert takes[KEEP] == pytest.approx(0.2)
+    assert takes[AGAIN] == pytest.approx(0.25)
+    one, most = holding_ways(layers[0])
+    assert one.choice != most.choice
+    assert (takes[one.choice], takes[most.choice]) == pytest.approx((0.24, 0.22))
+    assert all(0.2199 < seconds < 0.2401 for choice, seconds in takes.items() if choice.kept)
+    placement = Placement(activations=(AGAIN,) * NUM_LAYERS)
+    found = correction_of(
+        [step(forward_s=0.2, backward_s=0.7)], measured, placement, planned_compute_s=PLANNED_COMPUTE_S
+    )
+    assert found.block_s[1] == pytest.approx((0.2, 0.6))
+    corrected = found.of_model(measured.job.model).layers[0].again
+    assert corrected is not None
+    assert asdict(corrected) == pytest.approx(asdict(again.scaled(2)))
 
 
 def test_times_are_of_one_microbatch() -> None:
