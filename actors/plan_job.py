@@ -55,7 +55,8 @@ class PlanOrder(BaseModel):
     num_optimizers: int
     host_memory_nbytes: int | None  # of the arena
     device_memory_nbytes: int | None
-    compute_threads: int | None = None  # to measure with what the model's blocks take here; None: nothing is measured
+    compute_threads: int | None = None  # of a GPU worker here; None: the hardware is elsewhere
+    may_measure: bool = True  # what the model's blocks take, with these threads; else what is known counts
     kept_times_dir: Path | None = None  # of what was measured before; None: it is not kept
     is_alone: bool = False  # nothing else computes here
     simulation_s: float = 0.0  # how long the simulation of what is planned may take; 0: there is none
@@ -90,13 +91,14 @@ def question_of(order: PlanOrder, config: Any) -> PlanQuestion:
     """What the planner is asked about a model. `config`: of transformers."""
     kept_times = None
     if order.kept_times_dir is not None:
-        machine = order.hardware.model_dump(mode="json")
+        machine = order.hardware.model_dump(mode="json") | {"num_threads": order.compute_threads}
         kept_times = KeptTimes(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone)
     is_there = order.hardware.gpus.count == 0 or torch.cuda.is_available()
+    measures = order.may_measure and order.compute_threads is not None and order.running is None
     return PlanQuestion(
         config=config,
         hardware=order.hardware,
-        measures=order.compute_threads is not None and is_there,
+        measures=measures and is_there,
         kept_times=kept_times,
         **order.model_dump(include=_ASKED),
     )

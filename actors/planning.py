@@ -162,13 +162,13 @@ class Profiles:
         self._rehearsed = Rehearsed()
 
     def unmeasured(self) -> "Profiles":
-        """The same, which measures no shapes any more."""
+        """The same, which measures no shapes any more; what is known of them counts."""
         found = copy.copy(self)
         found._measures = False
         return found
 
     def corrected(self, question: PlanQuestion) -> "Profiles":
-        """The same, with the times that the question's `correction` has, and no others that are measured."""
+        """The same, with the times that the question's `correction` has; nothing else is measured."""
         found = self.unmeasured()
         found._question, found._known = question, {}
         return found
@@ -210,13 +210,13 @@ class Profiles:
         shape = (num_examples, num_tokens)
         if shape not in self._known:
             question, profile = self._question, self._profiler.profile(*shape)
-            if self._measures:
-                with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here: rates must do
-                    profile = with_times(profile, self._times(profile))
+            if (times := self._times(profile)) is not None:
+                profile = with_times(profile, times)
             self._known[shape] = question.correction.of_model(profile)
         return self._known[shape]
 
-    def _times(self, profile: ModelProfile) -> dict[int, BlockTimes]:
+    def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
+        """What is measured, or was before; None: rates must do."""
         question = self._question
         device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
         sums_grads = profile.num_examples < question.batch_size
@@ -224,16 +224,18 @@ class Profiles:
         def measure() -> MeasuredBlocks:
             return measure_blocks(profile, question.config, question.precision, device, sums_grads=sums_grads)
 
-        if question.kept_times is None:
-            return measure().times
+        kept = question.kept_times
         asked = {
             "shape": (profile.num_examples, profile.num_tokens),
             "precision": question.precision,
             "sums_grads": sums_grads,
             "device": device.type,
-            "num_threads": torch.get_num_threads(),
         }
-        return question.kept_times.of(question.config, asked, measure)
+        if not self._measures:
+            return None if kept is None else kept.known(question.config, asked)
+        with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
+            return measure().times if kept is None else kept.of(question.config, asked, measure)
+        return None
 
 
 def _solve(
@@ -390,8 +392,10 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
     for words, update in twice.items():
         changed = with_part(hardware, **update)
         faster = replace(question, hardware=changed)
+        speedup = changed.gpus.tflops / gpus.tflops
+        there = job if speedup == 1 else replace(job, model=job.model.sped_up(speedup))
         try:
-            other = solve_job(job, faster.speeds, faster.limits)
+            other = solve_job(there, faster.speeds, faster.limits)
         except DoesNotFitError:  # what fits here fits there: only the search for something better may miss
             continue
         if other.step_s < (1 - WORTH) * solution.step_s:

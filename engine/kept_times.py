@@ -26,20 +26,26 @@ class KeptTimes:
     """Of one machine. Weights are no part of the question: what is measured has random ones."""
 
     folder: Path  # made when there is something to keep
-    machine: Mapping[str, Any]  # its profile, as JSON has it: measured anew, it is another machine
+    machine: Mapping[str, Any]  # its profile, as JSON has it, and threads: measured anew, it is another machine
     is_alone: bool  # no job trains here; else what is measured now is not worth keeping
 
     def of(self, config: Any, asked: Mapping[str, Any], measure: Measure) -> dict[int, BlockTimes]:
         """By block; measured where they are not kept. `config`: of transformers. `asked`: all that is measured by."""
-        path = self.folder / f"{self._fingerprint(config, asked)}.json"
-        found = _load(path)
+        found = self.known(config, asked)
         if found is not None:
             return found
         measured = measure()
         if self.is_alone and measured.standard_error <= _LARGEST_ERROR:
             with contextlib.suppress(OSError):  # a full disk costs the next job a measurement, and this one nothing
-                self._keep(path, measured.times)
+                self._keep(self._path(config, asked), measured.times)
         return measured.times
+
+    def known(self, config: Any, asked: Mapping[str, Any]) -> dict[int, BlockTimes] | None:
+        """Those that are kept."""
+        return _load(self._path(config, asked))
+
+    def _path(self, config: Any, asked: Mapping[str, Any]) -> Path:
+        return self.folder / f"{self._fingerprint(config, asked)}.json"
 
     def _fingerprint(self, config: Any, asked: Mapping[str, Any]) -> str:
         about = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}

@@ -28,7 +28,7 @@ from windlass.storage.ids import BlockIndex, Precision
 
 # All is repeated until their mean is known so well, or for so long: a machine's pace changes all the time.
 _USUAL_ROUNDS = 3
-_MIN_ROUNDS = 2  # of those that take long
+_LONG_S = 20.0  # one pass; then it is the only one, and what is computed again counts as a forward pass
 _STANDARD_ERROR = 0.01
 _MAX_S = 8.0
 # In a job every layer writes its activations to memory that no cache holds. Of layers with small ones as many are
@@ -105,12 +105,7 @@ class _Bench:
 
     def measure(self) -> MeasuredBlocks:
         """Of each block, by what its kind takes."""
-        start_s = time.perf_counter()
-        rounds = [self._round()]
-        if time.perf_counter() - start_s < _MAX_S / 2:
-            rounds.clear()  # what is done only once counts in a short one
-        while not self._is_known(rounds, time.perf_counter() - start_s):
-            rounds.append(self._round())
+        rounds = self._rounds()
         embedding, head = BlockIndex(0), self._partition.head
         found: dict[int, BlockTimes] = {}
         for block in (embedding, head):
@@ -119,15 +114,21 @@ class _Bench:
         for kind in self._kinds:
             kept, *others = (_both(passes, kind) for passes in zip(*rounds, strict=True))
             longer = [max(0.0, sum(other) - sum(kept)) for other in others]
-            again = AgainTimes(all_s=longer[0], one_held_s=longer[1], most_held_s=longer[2])
+            again = AgainTimes(all_s=longer[0], one_held_s=longer[1], most_held_s=longer[2]) if longer else None
             found.update(dict.fromkeys(kind, BlockTimes(forward_s=kept[0], backward_s=kept[1], again=again)))
         return MeasuredBlocks(times=found, standard_error=_standard_error(rounds))
 
-    @staticmethod
-    def _is_known(rounds: Sequence[_Round], taken_s: float) -> bool:
-        if taken_s > _MAX_S and len(rounds) >= _MIN_ROUNDS:
-            return True
-        return len(rounds) >= _USUAL_ROUNDS and _standard_error(rounds) < _STANDARD_ERROR
+    def _rounds(self) -> list[_Round]:
+        start_s = time.perf_counter()
+        first = self._pass(self._choices[0])
+        if time.perf_counter() - start_s > _LONG_S:
+            return [[first]]
+        rounds = [self._round()]
+        if time.perf_counter() - start_s < _MAX_S / 2:
+            rounds.clear()  # what is done only once counts in a short one
+        while not _is_known(rounds, time.perf_counter() - start_s):
+            rounds.append(self._round())
+        return rounds
 
     def _round(self) -> _Round:
         """With each choice in turn, as a machine's pace changes."""
@@ -186,7 +187,15 @@ def _both(passes: Iterable[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
+def _is_known(rounds: Sequence[_Round], taken_s: float) -> bool:
+    if rounds and taken_s > _MAX_S:
+        return True
+    return len(rounds) >= _USUAL_ROUNDS and _standard_error(rounds) < _STANDARD_ERROR
+
+
 def _standard_error(rounds: Sequence[_Round]) -> float:
-    """Of the rounds' mean, relative to it."""
+    """Of the rounds' mean, relative to it; 0 for one so long that a machine's pace is in it."""
+    if len(rounds) == 1:
+        return 0.0
     seconds = [math.fsum(sum(taken) for each in passes for taken in each.values()) for passes in rounds]
     return statistics.stdev(seconds) / math.sqrt(len(seconds)) / statistics.fmean(seconds)

@@ -65,8 +65,8 @@ class Correction:
             if block not in self.block_s:
                 return profile
             forward_s, backward_s = self.block_s[block]
-            if isinstance(profile, LayerProfile) and profile.again is not None and profile.forward_s:
-                profile = replace(profile, again=profile.again.scaled(forward_s / profile.forward_s))
+            if isinstance(profile, LayerProfile) and profile.again is not None and profile.forward_s and forward_s:
+                profile = replace(profile, again=profile.again.sped_up(profile.forward_s / forward_s))
             return replace(profile, forward_s=forward_s, backward_s=backward_s)
 
         layers: list[LayerProfile] = []

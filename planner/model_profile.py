@@ -6,6 +6,7 @@ Bytes and FLOPs are exact and come from shapes alone; seconds are measured, wher
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,13 @@ class BlockProfile:
     forward_s: float | None = None  # measured; None: by FLOPs and the device's rate
     backward_s: float | None = None  # ... without computing anything again
 
+    def sped_up(self, factor: float) -> Self:
+        """With times that are so many times less."""
+        forward_s, backward_s = (
+            None if seconds is None else seconds / factor for seconds in (self.forward_s, self.backward_s)
+        )
+        return replace(self, forward_s=forward_s, backward_s=backward_s)
+
     @property
     def work(self) -> Work:
         """Of the forward pass."""
@@ -60,12 +68,12 @@ class AgainTimes:
     one_held_s: float
     most_held_s: float
 
-    def scaled(self, factor: float) -> "AgainTimes":
-        """On a device that takes so many times as long."""
+    def sped_up(self, factor: float) -> "AgainTimes":
+        """So many times less."""
         return AgainTimes(
-            all_s=factor * self.all_s,
-            one_held_s=factor * self.one_held_s,
-            most_held_s=factor * self.most_held_s,
+            all_s=self.all_s / factor,
+            one_held_s=self.one_held_s / factor,
+            most_held_s=self.most_held_s / factor,
         )
 
 
@@ -78,6 +86,11 @@ class LayerProfile(BlockProfile):
     largest_param_numel: int = 0
     again: AgainTimes | None = None  # None: as `work_again` and the forward pass's time have it
     operators: tuple[OperatorProfile, ...]
+
+    def sped_up(self, factor: float) -> Self:
+        """With times that are so many times less."""
+        found = super(LayerProfile, self).sped_up(factor)
+        return replace(found, again=None if self.again is None else self.again.sped_up(factor))
 
     @property
     def saved(self) -> Iterator[OperatorProfile]:
@@ -124,6 +137,15 @@ class ModelProfile:
     head: BlockProfile
     shared: tuple[tuple[int, ...], ...]  # per block: whose params its operations use, its own first
     chunk_numel: int
+
+    def sped_up(self, factor: float) -> "ModelProfile":
+        """On a device that takes so many times less for what was measured."""
+        return replace(
+            self,
+            embedding=self.embedding.sped_up(factor),
+            layers=tuple(layer.sped_up(factor) for layer in self.layers),
+            head=self.head.sped_up(factor),
+        )
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:

@@ -180,7 +180,6 @@ def plan_question(
     measured, and which the installation's settings are not about. `num_microbatches` None: as many as are fastest.
     `has_gpus`: whoever plans has this machine's GPUs, if there are any, to itself.
     """
-    measures = has_gpus or hardware.gpus.count == 0
     return {
         "model_dir": str(model_dir),
         "hardware": hardware.model_dump(),
@@ -191,7 +190,8 @@ def plan_question(
         "state_precision": asked.state_precision,
         "optimizer": asked.optimizer,
         "clips": asked.clip_norm is not None,
-        "compute_threads": threads_of(settings, machinery)[0] if machinery is not None and measures else None,
+        "compute_threads": None if machinery is None else threads_of(settings, machinery)[0],
+        "may_measure": has_gpus or hardware.gpus.count == 0,
         "kept_times_dir": str(settings.home / _KEPT_TIMES),
         **(_bounds_elsewhere(asked) if machinery is None else _bounds(settings, asked)),
     }

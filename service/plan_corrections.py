@@ -114,7 +114,7 @@ class PlanCorrections:
             "restart_s": _STARTS_A_RESTART * max(0.0, start_s),
         }
         # Blocks are not measured beside a job that computes: its own steps tell.
-        question = {**question, "compute_threads": None, "simulation_s": 0.0, "running": running}
+        question = {**question, "may_measure": False, "simulation_s": 0.0, "running": running}
         preparation = self._ask(folder / "correction", question)
         return _Asked(job_id=job.id, attempt=Attempt(job.attempt), found=found, preparation=preparation)
 

@@ -59,6 +59,10 @@ class PreparationError(Exception):
         return self.message
 
 
+class _ToldError(PreparationError):
+    """What a step found; the others are failures of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparationOrder:
     """What is to be checked and prepared, and where to."""
@@ -90,6 +94,7 @@ class PreparationStep:
     kept: KeptCheck | None = None  # where its result may be already
     maps: Path | None = None  # a model whose weights it maps, one file at a time
     sees_gpus: bool = False
+    num_threads: int = 1  # that compute at once
     instead: "PreparationStep | None" = None  # what is run where this fails; None: the preparation has failed
 
 
@@ -136,7 +141,7 @@ class Preparation:
             self._process = None
             self._results[step.name] = self._result(step, code)
         except PreparationError as error:
-            if step.instead is None:
+            if step.instead is None or isinstance(error, _ToldError):
                 raise
             _LOG.warning("%s is done in another way: %s", step.name, error)
             self._steps[0] = step.instead
@@ -181,7 +186,7 @@ class Preparation:
         limited = LimitedCommand(
             command=step.command,
             home=self._work_dir,
-            cpu_s=step.timeout_s,
+            cpu_s=step.timeout_s * step.num_threads,
             address_space_nbytes=_address_space_nbytes(step),
             passed_on=step.passed_on,
             sees_gpus=step.sees_gpus,
@@ -207,7 +212,7 @@ class Preparation:
             raise PreparationError(f"{step.name}_failed", self._describe(step, exit_code)) from cause
         if not result["ok"]:
             error = result["error"]
-            raise PreparationError(error["code"], error["message"], error.get("param"))
+            raise _ToldError(error["code"], error["message"], error.get("param"))
         if exit_code != 0:
             raise PreparationError(f"{step.name}_failed", self._describe(step, exit_code))
         found: dict[str, Any] = result
@@ -215,7 +220,8 @@ class Preparation:
 
     def _describe(self, step: PreparationStep, exit_code: int) -> str:
         if exit_code == -signal.SIGXCPU:
-            return f"{step.name} used more than {step.timeout_s} s of CPU time; try a smaller file"
+            cpu_s = step.timeout_s * step.num_threads
+            return f"{step.name} used more than {cpu_s} s of CPU time; try a smaller file"
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         return f"{step.name} ended with {how} and left no result; its output is in {self._log_path}"
 
@@ -259,19 +265,19 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
 def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
     """Asks the planner; files go to `work_dir`, which is there.
 
-    On a GPU what is measured may fail in more ways than can be foreseen: then nothing is.
+    What is measured may fail in more ways than can be foreseen, and take long: then nothing is. On a GPU nothing is
+    beside a job.
     """
     path = work_dir / QUESTION_FILE
-    measures_on_gpu = question["compute_threads"] is not None and question["hardware"]["gpus"]["count"] > 0
-    asked, instead = path, None
-    if measures_on_gpu:
-        asked = path.with_name(f"measuring-{path.name}")
-        asked.write_text(json.dumps(question))
-        question = question | {"compute_threads": None}
-        instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
     path.write_text(json.dumps(question))
-    step = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", asked))
-    return replace(step, sees_gpus=measures_on_gpu, instead=instead)
+    step = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
+    threads, on_gpu = question["compute_threads"], question["hardware"]["gpus"]["count"] > 0
+    if threads is None or not question.get("may_measure", True) or (on_gpu and not question["is_alone"]):
+        return step
+    unmeasured = path.with_name(f"unmeasured-{path.name}")
+    unmeasured.write_text(json.dumps(question | {"may_measure": False}))
+    instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured))
+    return replace(step, sees_gpus=on_gpu, num_threads=threads, instead=instead)
 
 
 def _step(

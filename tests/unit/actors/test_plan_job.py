@@ -76,7 +76,12 @@ def test_what_is_measured_serves_the_next_job_on_such_a_model(tmp_path: Path, mo
     kept = {**asked, "kept_times_dir": str(tmp_path / "kept")}
     first, second = (plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept) for _ in range(2))
     assert first == second
+    assert any("computes twice as fast" in reason for reason in first["plan"]["reasons"])
     assert first["plan"]["step_s"] >= 0.75 * (2 + len(config_of("Qwen2").layer_types)), "by what was measured"
+    assert len(measured) == 1
+    assert plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept, may_measure=False) == first
+    unknown = plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept, may_measure=False, sequence_length=8)
+    assert unknown["plan"]["step_s"] < 0.75
     assert len(measured) == 1
     plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept, sequence_length=8)
     plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked)

@@ -163,7 +163,7 @@ def test_what_computing_again_takes_is_as_it_was_measured_before_the_job() -> No
     assert found.block_s[1] == pytest.approx((0.2, 0.6))
     corrected = found.of_model(measured.job.model).layers[0].again
     assert corrected is not None
-    assert asdict(corrected) == pytest.approx(asdict(again.scaled(2)))
+    assert asdict(corrected) == pytest.approx(asdict(again.sped_up(0.5)))
 
 
 def test_times_are_of_one_microbatch() -> None:

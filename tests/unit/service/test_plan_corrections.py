@@ -27,6 +27,7 @@ BETTER = {
     "changes": True,
     "told": "Measured: each SSD reads 0.2 GB/s, the profile said 2 GB/s. [...]",
 }
+QUESTION = {"batch_size": 5, "compute_threads": 4, "may_measure": True, "hardware": {"gpus": {"count": 0}}}
 SAME = {**PLANNED, "changes": False, "told": "Measured: the machine does what its profile says. [...]"}
 
 
@@ -37,7 +38,7 @@ def planned_job(stage: Stage) -> tuple[str, Journal]:
     folder = job_dir(stage.settings, job_id) / "prepare"
     folder.mkdir(parents=True)
     (folder / "plan_job.json").write_text(json.dumps(PLANNED))
-    (folder / "question.json").write_text(json.dumps({"batch_size": 5, "compute_threads": 4}))
+    (folder / "question.json").write_text(json.dumps(QUESTION))
     stage.preparations[-1].ending = PREPARED
     stage.tick(2)
     assert stage.status(job_id) is JobStatus.RUNNING
@@ -86,7 +87,7 @@ def test_the_planner_is_asked_again_once_the_first_steps_are_measured(stage: Sta
     (planner,) = stage.planners
     question, running = planner.question, planner.question["running"]
     # What was asked before, but that nothing is measured beside a job that computes.
-    assert (question["batch_size"], question["compute_threads"]) == (5, None)
+    assert (question["batch_size"], question["compute_threads"], question["may_measure"]) == (5, 4, False)
     assert running["timeline_dir"] == str(job_dir(stage.settings, job_id) / "timeline")
     assert (running["first_step"], running["num_steps_left"]) == (3, 35)
     assert running["found"] == {name: PLANNED[name] for name in ("plan", "placement", "arena_nbytes")}

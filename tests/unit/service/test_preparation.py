@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -134,19 +135,43 @@ def test_what_may_fail_is_done_in_another_way(tmp_path: Path, code: str) -> None
     assert list(results) == ["first", "second"]
 
 
-@pytest.mark.parametrize(("num_gpus", "threads", "measures"), [(1, 4, True), (1, None, False), (0, 4, False)])
-def test_on_a_gpu_the_planner_may_measure_and_need_not(
-    tmp_path: Path, num_gpus: int, threads: int | None, measures: bool
+def test_what_a_step_found_is_not_asked_for_in_another_way(tmp_path: Path) -> None:
+    told = {"ok": False, "error": {"code": "no_plan", "message": "too large"}}
+    step = dataclasses.replace(_step(tmp_path, f"json.dump({told}, open(result, 'w'))"), instead=_step(tmp_path, _OK))
+    with pytest.raises(PreparationError, match="too large"):
+        _finish(Preparation([step], work_dir=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "threads", "may_measure", "is_alone", "measures"),
+    [
+        (1, 4, True, True, True),
+        (1, 4, True, False, False),
+        (1, 4, False, True, False),
+        (1, None, True, True, False),
+        (0, 4, True, False, True),
+        (0, 4, False, True, False),
+    ],
+)
+def test_the_planner_may_measure_and_need_not(
+    tmp_path: Path, num_gpus: int, threads: int | None, *, may_measure: bool, is_alone: bool, measures: bool
 ) -> None:
-    step = plan_step(tmp_path, {"compute_threads": threads, "hardware": {"gpus": {"count": num_gpus}}})
-    assert step.sees_gpus is measures
-    first = json.loads(Path(step.command[step.command.index("--question") + 1]).read_text())
-    assert first["compute_threads"] == threads
+    asked: dict[str, Any] = {"compute_threads": threads, "may_measure": may_measure, "is_alone": is_alone}
+    asked["hardware"] = {"gpus": {"count": num_gpus}}
+    step = plan_step(tmp_path, asked)
+    assert step.sees_gpus is (measures and num_gpus > 0)
+    assert _asked(step) == asked
     assert (step.instead is not None) is measures
     if step.instead is not None:
-        path = Path(step.instead.command[step.instead.command.index("--question") + 1])
-        assert json.loads(path.read_text())["compute_threads"] is None
+        assert step.num_threads == threads
+        assert _asked(step.instead) == asked | {"may_measure": False}
         assert not step.instead.sees_gpus
+
+
+def _asked(step: PreparationStep) -> dict[str, Any]:
+    path = Path(step.command[step.command.index("--question") + 1])
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def test_a_file_of_weights_that_is_larger_than_the_limit_can_be_mapped(
