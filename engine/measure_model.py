@@ -26,7 +26,7 @@ from windlass.planner.activations import RECOMPUTE_ALL, BlockActivations
 from windlass.planner.model_profile import AgainTimes, BlockProfile, LayerProfile, ModelProfile
 from windlass.storage.ids import BlockIndex, Precision
 
-# All is repeated until their mean is known so well, or for so long: a machine's pace changes all the time.
+# All is repeated until its mean is known so well, or for so long: a machine's pace changes all the time.
 _USUAL_ROUNDS = 3
 _LONG_S = 20.0  # one pass; then it is the only one, and what is computed again counts as a forward pass
 _STANDARD_ERROR = 0.01

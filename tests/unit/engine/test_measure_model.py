@@ -32,3 +32,13 @@ def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.Mo
     assert min(again.all_s, again.one_held_s, again.most_held_s) >= 0
     assert timed.layers[0] == timed.layers[-1]  # measured once
     assert timed.numel == profile.numel
+
+
+def test_what_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)
+    config = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
+    profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
+    measured = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))
+    assert measured.standard_error == 0
+    timed = with_times(profile, measured.times)
+    assert all(layer.forward_s and layer.again is None for layer in timed.layers)
