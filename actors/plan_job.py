@@ -94,7 +94,7 @@ def question_of(order: PlanOrder, config: Any) -> PlanQuestion:
         machine = order.hardware.model_dump(mode="json") | {"num_threads": order.compute_threads}
         kept_times = KeptTimes(folder=order.kept_times_dir, machine=machine, is_alone=order.is_alone)
     is_there = order.hardware.gpus.count == 0 or torch.cuda.is_available()
-    measures = order.may_measure and order.compute_threads is not None and order.running is None
+    measures = order.may_measure and order.compute_threads is not None
     return PlanQuestion(
         config=config,
         hardware=order.hardware,

@@ -36,7 +36,6 @@ _MAX_S = 8.0
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
 _SPREAD = 0.02  # of random params: as most models begin
 _KEEP_ALL = BlockActivations(recompute=False)
-_NUM_CHOICES = 4
 
 _Taken = dict[BlockIndex, tuple[float, float]]  # seconds of one pass, forward and backward
 _Round = list[_Taken]  # with each of the choices
@@ -90,12 +89,12 @@ class _Bench:
     ) -> None:
         self._partition = Partition(build_meta_model(config, precision))
         self._kinds = kinds_of_layers(self._partition)
-        self._choices: list[dict[BlockIndex, BlockActivations]] = [{} for _ in range(_NUM_CHOICES)]
+        choices: dict[BlockIndex, tuple[BlockActivations, ...]] = {}
         for kind in self._kinds:
             layer = profile.layers[kind[0] - 1]
-            for block in kind[: max(1, _MIN_ACTIVATIONS_NBYTES // (layer.saved_nbytes + 1))]:
-                for choices, choice in zip(self._choices, _choices_of(layer), strict=True):
-                    choices[block] = choice
+            measured = kind[: max(1, _MIN_ACTIVATIONS_NBYTES // (layer.saved_nbytes + 1))]
+            choices |= dict.fromkeys(measured, _choices_of(layer))
+        self._choices = [dict(zip(choices, choice, strict=True)) for choice in zip(*choices.values(), strict=True)]
         self._device, self._dtype = device, TORCH_DTYPE[precision]
         self._runner = BlockRunner(self._partition, device, seed=0)
         self._grad_dtype = torch.float32 if sums_grads else self._dtype

@@ -134,13 +134,14 @@ def preparation_order(
         resolved = resolve_job(job, results).hyperparameters
         numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
         folder_of_model = _model_dir(settings, job.model)
+        alone = is_alone()
         question = plan_question(
             settings,
             hardware,
             machinery,
             model_dir=folder_of_model,
             asked=asked.windlass,
-            has_gpus=(alone := is_alone()),
+            has_gpus=alone,
             **numbers,
         )
         return question | {"simulation_s": _SIMULATION_S, "is_alone": alone}

@@ -97,6 +97,11 @@ class PreparationStep:
     num_threads: int = 1  # that compute at once
     instead: "PreparationStep | None" = None  # what is run where this fails; None: the preparation has failed
 
+    @property
+    def cpu_s(self) -> int:
+        """What all its threads may compute together."""
+        return self.timeout_s * self.num_threads
+
 
 Results = dict[str, dict[str, Any]]  # of steps, by name
 LaterStep = Callable[[Results], PreparationStep]
@@ -186,7 +191,7 @@ class Preparation:
         limited = LimitedCommand(
             command=step.command,
             home=self._work_dir,
-            cpu_s=step.timeout_s * step.num_threads,
+            cpu_s=step.cpu_s,
             address_space_nbytes=_address_space_nbytes(step),
             passed_on=step.passed_on,
             sees_gpus=step.sees_gpus,
@@ -220,8 +225,7 @@ class Preparation:
 
     def _describe(self, step: PreparationStep, exit_code: int) -> str:
         if exit_code == -signal.SIGXCPU:
-            cpu_s = step.timeout_s * step.num_threads
-            return f"{step.name} used more than {cpu_s} s of CPU time; try a smaller file"
+            return f"{step.name} used more than {step.cpu_s} s of CPU time; try a smaller file"
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         return f"{step.name} ended with {how} and left no result; its output is in {self._log_path}"
 
