@@ -36,12 +36,12 @@ from windlass.service.ray_node import RayNode
 
 class Where:
     def __init__(self, spec):
-        self.path = Path(spec.path)
+        self.path, self.is_first = Path(spec.path), spec.attempt == 1
     def start(self):
         here = lambda: ray.get_runtime_context().get_node_id()
         self.group = deploy.device_here()  # held: the next runner finds none free on this node
         device = None
-        if self.group.wait(5):
+        if self.group.wait(120 if self.is_first else 5):
             there = PlacementGroupSchedulingStrategy(placement_group=self.group)
             device = ray.get(ray.remote(num_cpus=0)(here).options(scheduling_strategy=there).remote())
         with self.path.open("a") as told:

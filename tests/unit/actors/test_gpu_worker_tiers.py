@@ -99,7 +99,7 @@ def test_the_next_forward_pass_takes_params_from_where_they_were_updated(bench: 
         loss_scale=1.0,
     )
     fetch = bench.worker._feed.wait_for(compute, BlockIndex(1))
-    assert fetch.ready.wait(10)
+    assert fetch.ready.wait(60)
     assert not fetch.buffer.any()
     assert len(keys_read(bench)) == num_read
 

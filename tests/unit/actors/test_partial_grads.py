@@ -74,7 +74,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench = Bench(**getattr(request, "param", {}))
     yield bench
     bench.partials.stop()
-    bench.thread.join(10)
+    bench.thread.join(60)
     assert not bench.thread.is_alive()
 
 
