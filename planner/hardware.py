@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, Field
 
+from windlass.planner.units import GB as GB
+from windlass.planner.units import GIB as GIB
 from windlass.planner.yaml_files import Part
-
-GIB = 2**30
-GB = 10**9
 
 # Beyond any unit that could have been meant; the solver's arithmetic has an end too.
 _LEAST, _MOST = 1e-6, 1e15

@@ -2,8 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from windlass.planner.hardware import GB, Hardware
+from windlass.planner.units import GB
+
+if TYPE_CHECKING:  # `windlass.planner.hardware` needs pydantic, which the GPU check does without
+    from windlass.planner.hardware import Hardware
 
 # A GPU's memory in bytes a second over its FLOP a second, where a profile does not say: between an RTX 4090's 1008 GB/s
 # beside 165 TFLOPS and an A100's 1555 beside 312.
@@ -63,7 +67,7 @@ class Speeds:
         return self.ssd_write_bytes * self.num_ssds
 
 
-def speeds_of(hardware: Hardware) -> Speeds:
+def speeds_of(hardware: "Hardware") -> Speeds:
     """Of a machine. Where SSDs have a limit together, none of them is faster than its share."""
     ssds, flops = hardware.ssds, hardware.gpus.tflops * 1e12
     share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count

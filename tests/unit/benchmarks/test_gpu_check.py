@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from benchmarks.contenders import ContenderRun
 from benchmarks.gpu_cases import CAPS, SHAPES, SpeedCase, States, cases, tiny_cases
 from benchmarks.report import Report
 from benchmarks.workload import model_config
+from tests.unit.benchmarks.torch_only import link_torch_only
 from windlass.actors.context import SCHEDULER
 from windlass.actors.messages import LossComputed, Phase
 from windlass.engine.partition import build_meta_model
@@ -29,15 +31,21 @@ from windlass.storage.ids import JobId, Kernel, Precision, Step
 from windlass.storage.room import NotEnoughRoom
 
 FAR_S = 1e9
-# Nothing of these may be needed where there is only torch.
-HEAVY = ("ray", "fastapi", "windlass.service")
-RUN_AND_LOOK = f"""
-import sys
-from benchmarks.gpu_check import main
-code = main(sys.argv[1:])
-assert not [name for name in {HEAVY} if name in sys.modules]
-sys.exit(code)
-"""
+
+
+@pytest.fixture(scope="module")
+def torch_only(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a Python that finds torch, transformers and small packages, and no others."""
+    site = tmp_path_factory.mktemp("torch-only") / "site"
+    link_torch_only(site)
+    root = Path(gpu_check.__file__).parents[1]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, root / "src", root)))}
+
+
+def run_check(environment: dict[str, str], *options: str) -> "subprocess.CompletedProcess[str]":
+    """The check as `make gpu-check` runs it, on the CPU."""
+    command = [sys.executable, "-S", "-m", "benchmarks.gpu_check", "--device", "cpu", "--tiny", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
 def tiny(name: str) -> SpeedCase:
@@ -52,11 +60,21 @@ def measured(folder: Path, *chosen: SpeedCase, until_s: float = FAR_S) -> list[g
 # --- all of it ------------------------------------------------------------------------------------------------------
 
 
+def test_gpu_check_where_only_torch_and_transformers_are_installed_trains(
+    torch_only: dict[str, str], tmp_path: Path
+) -> None:
+    look = [sys.executable, "-S", "-c", "import pydantic"]
+    assert "No module named 'pydantic'" in subprocess.run(look, env=torch_only, capture_output=True, text=True).stderr
+
+    done = run_check(torch_only, "--part", "speed", "--only", "1.5B host 16 as", "--directory", str(tmp_path))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]["1.5B host 16 as zero_offload"] > 0
+
+
 @pytest.mark.long
-def test_all_of_it_runs_on_small_models(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--tiny", "--directory", str(tmp_path), "--reports", str(tmp_path)]
-    command = [sys.executable, "-c", RUN_AND_LOOK, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+def test_all_of_it_runs_on_small_models(torch_only: dict[str, str], tmp_path: Path) -> None:
+    done = run_check(torch_only, "--directory", str(tmp_path), "--reports", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["num_wrong"] == 0
