@@ -24,8 +24,12 @@ def import_for(name: ActorName, context: JobContext) -> None:
         importlib.import_module(module)
 
 
-def build_actor(name: ActorName, context: JobContext, send: Any) -> Any:
-    """The actor of a name, not set up yet."""
+def build_actor(name: ActorName, context: JobContext, send: Any, *, uses_gpu: bool) -> Any:
+    """The actor of a name, not set up yet. `uses_gpu`: this process was given a GPU to compute on.
+
+    Raises:
+        GpuUnusableError: it was, and PyTorch cannot use it.
+    """
     kind, _, number = name.partition("-")
     index = int(number)
     if kind == "ssd":
@@ -46,14 +50,13 @@ def build_actor(name: ActorName, context: JobContext, send: Any) -> Any:
         from windlass.actors.cpu_optimizer import CpuOptimizer
 
         return CpuOptimizer(name, index, context, send)
-    import torch
-
     from windlass.actors.gpu_worker import GpuWorker
+    from windlass.engine.compute_device import compute_device
     from windlass.engine.kept_memory import keep_freed_memory
     from windlass.engine.partition import partition_folder
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    device = compute_device(uses_gpu=uses_gpu)
+    if device.type == "cpu":
         keep_freed_memory()
     partition = partition_folder(context.spec.model_dir, context.formats.precision)
-    return GpuWorker(context, partition, send, device=device)
+    return GpuWorker(context, partition, send, device=device.type)

@@ -74,7 +74,11 @@ def runner_name(job: JobId, attempt: Attempt) -> str:
 class ActorShell:
     """One worker process: builds its actor there, passes messages on, reports what goes wrong."""
 
-    def __init__(self, name: ActorName, context: JobContext, num_threads: int, niceness: int) -> None:
+    def __init__(
+        self, name: ActorName, context: JobContext, num_threads: int, niceness: int, *, uses_gpu: bool
+    ) -> None:
+        if not uses_gpu:
+            _hide_gpus()
         # Read by OpenMP and MKL when torch is imported, which comes next; Ray's default is one thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         # Threads that wait must not spin: the optimizer, the copies and the I/O run on the same cores.
@@ -87,6 +91,7 @@ class ActorShell:
         os.nice(niceness)
         self.name = name
         self.context = context
+        self._uses_gpu = uses_gpu
         self._mailbox = Mailbox(self._post)
         self._stopped = threading.Event()
 
@@ -115,7 +120,8 @@ class ActorShell:
             # which is a third of its time or more.
             libc.mallopt(_M_TRIM_THRESHOLD, 32 << 20)
             libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-        self.actor = build_actor(self.name, keeping_kernel(self.context, commit), self._outbox.send)
+        context = keeping_kernel(self.context, commit)
+        self.actor = build_actor(self.name, context, self._outbox.send, uses_gpu=self._uses_gpu)
         self.actor.setup()
 
     def _post(self, messages: Sequence[Message]) -> None:
@@ -155,6 +161,7 @@ class Runner:
     """The detached actor of one attempt: sets the others up, runs the scheduler in a thread, ends them, ends itself."""
 
     def __init__(self, spec: JobSpec) -> None:
+        _hide_gpus()
         self.spec = spec
         self._scheduler: Scheduler | None = None
         self._stop = StopRequest()
@@ -253,11 +260,12 @@ class Runner:
         require_room(context)
         arena = Arena.create(path, context.plan.arena_nbytes)
         mailbox = Mailbox(self._post)
-        group = device_here()
+        has_gpus = num_gpus_here() > 0
+        group = device_here(has_gpus=has_gpus)
         try:
             if not group.wait(_START_DEADLINE_S):
                 raise TimeoutError(f"no device came free within {_START_DEADLINE_S:g} s; another job holds it")
-            addresses = self._make_workers(context, group) | {SCHEDULER: mailbox.address}
+            addresses = self._make_workers(context, group, has_gpus=has_gpus) | {SCHEDULER: mailbox.address}
             commit = self._set_up_workers(addresses)
             outbox = Outbox(Courier(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
@@ -272,22 +280,22 @@ class Runner:
             arena.close()
             arena.unlink()
 
-    def _make_workers(self, context: JobContext, group: Any) -> dict[ActorName, str]:
-        """Returns the addresses of their mailboxes."""
+    def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
+        """Starts the processes of the job's actors; returns the addresses of their mailboxes."""
         spec = self.spec
         threads = {GPU_WORKER: spec.compute_threads}
         threads |= {optimizer_name(i): spec.optimizer_threads for i in range(spec.num_cpu_optimizers)}
         threads |= {ssd_name(i): 1 for i in range(len(spec.ssd_dirs))}
-        num_gpus = ray.cluster_resources().get("GPU", 0)
         for name, num_threads in threads.items():
-            options: dict[str, Any] = {"resources": {DEVICE_RESOURCE: 1}} if name == GPU_WORKER else {}
-            if name == GPU_WORKER and num_gpus:
-                options["num_gpus"] = 1
+            computes = name == GPU_WORKER
+            uses_gpu = computes and has_gpus
+            options = {"resources": {DEVICE_RESOURCE: 1}} if computes else {}
             self._workers[name] = _RemoteShell.options(
                 num_cpus=0,
+                num_gpus=int(uses_gpu),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
                 **options,
-            ).remote(name, context, num_threads, niceness=_niceness_of(name, num_gpus))
+            ).remote(name, context, num_threads, niceness=_niceness_of(name, has_gpus), uses_gpu=uses_gpu)
         return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
 
     def _set_up_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
@@ -328,18 +336,36 @@ def _answers_of(asked: Mapping[ActorName, Any], deadline_s: float = _START_DEADL
     return answers
 
 
-def _niceness_of(name: ActorName, num_gpus: float) -> int:
-    is_beside_compute = name != GPU_WORKER and not num_gpus
+def _niceness_of(name: ActorName, has_gpus: bool) -> int:
+    is_beside_compute = name != GPU_WORKER and not has_gpus
     return _NICENESS + (NICENESS_BESIDE_COMPUTE if is_beside_compute else 0)
 
 
 _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)
 
 
-def device_here() -> Any:
-    """A placement group with one of the devices of this process's node: all processes of a job share its memory."""
+def _hide_gpus() -> None:
+    """Keeps this process off every GPU. Ray leaves all of them visible to an actor that asked for none.
+
+    It must come before torch is imported: a CUDA context takes some 500 MiB of a GPU's memory.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def num_gpus_here() -> int:
+    """Returns how many GPUs Ray was told of on the node of this process. Other nodes of the cluster do not count."""
+    here = ray.get_runtime_context().get_node_id()
+    return next((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["NodeID"] == here), 0)
+
+
+def device_here(*, has_gpus: bool) -> Any:
+    """Returns a placement group with one device of this process's node, because a job's processes share its memory.
+
+    Whatever an actor asks for inside a group must be in the group's bundle, so that a GPU is in it where there are any.
+    """
     here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
-    return placement_group([{DEVICE_RESOURCE: 1}], strategy="STRICT_PACK", bundle_label_selector=[here])
+    bundle = {DEVICE_RESOURCE: 1} | ({"GPU": 1} if has_gpus else {})
+    return placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=[here])
 
 
 def start_runner(spec: JobSpec) -> None:

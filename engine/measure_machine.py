@@ -1,6 +1,7 @@
 """What this machine computes and moves a second: `python -m windlass.engine.measure_machine --precision bf16`.
 
-Prints one JSON object. Nobody else should be using the machine meanwhile. The device is the first GPU, or the CPU.
+Prints one JSON object. Nobody else should be using the machine meanwhile. The device is the first GPU with `--gpu`,
+else the CPU.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from windlass.engine.compute_device import GpuUnusableError, compute_device
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.optimizer_formulas import AdamSettings
 from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
@@ -43,12 +45,21 @@ class MachineRates:
 
 
 def measure(
-    precision: Precision, kernel_dir: Path | None, *, kernel: Kernel | None = None, optimizer_threads: int | None = None
+    precision: Precision,
+    kernel_dir: Path | None,
+    *,
+    kernel: Kernel | None = None,
+    optimizer_threads: int | None = None,
+    uses_gpu: bool = False,
 ) -> MachineRates:
     """Takes some ten seconds. `kernel_dir`, `kernel`: see `OptimizerKernel`. `optimizer_threads`: that a job's
-    optimizers have together; None: as many as there are cores."""
+    optimizers have together; None: as many as there are cores.
+
+    Raises:
+        GpuUnusableError: `uses_gpu`, and PyTorch cannot use it.
+    """
     all_threads = len(os.sched_getaffinity(0))
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = compute_device(uses_gpu=uses_gpu)
     with _threads(all_threads if device.type == "cuda" else 1):
         h2d, d2h, duplex = _link_bytes(device)
     with _threads(optimizer_threads or all_threads):
@@ -150,8 +161,14 @@ def main() -> None:
     parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.BF16)
     parser.add_argument("--kernel-dir", type=Path)
     parser.add_argument("--optimizer-threads", type=int, help="of a job's optimizers together (default: all cores)")
+    parser.add_argument("--gpu", action="store_true", help="the device is the first GPU (default: the CPU)")
     options = parser.parse_args()
-    rates = measure(options.precision, options.kernel_dir, optimizer_threads=options.optimizer_threads)
+    try:
+        rates = measure(
+            options.precision, options.kernel_dir, optimizer_threads=options.optimizer_threads, uses_gpu=options.gpu
+        )
+    except GpuUnusableError as error:
+        raise SystemExit(str(error)) from None
     print(json.dumps(asdict(rates)))
 
 

@@ -141,8 +141,17 @@ def _connect(settings: Settings) -> tuple[RayCluster | RayNode, Machinery]:
     if settings.ray_address is not None:
         node = RayNode.join(settings.ray_address)
         return node, node.machinery
-    machinery = Machinery.here()
+    here = Machinery.here()
     cluster = RayCluster(settings.home)
-    cluster.ensure_running(num_cpus=machinery.num_cores, num_gpus=machinery.num_gpus)
+    cluster.ensure_running(num_cpus=here.num_cores, num_gpus=here.num_gpus)
     cluster.connect()
+    # A daemon that was adopted may be older than a GPU's driver: what jobs get is what Ray was told of.
+    machinery = RayNode.of_this_process().machinery
+    if machinery.num_gpus != here.num_gpus:
+        _LOG.warning(
+            "the driver lists %d GPUs, but Ray was started when there were %d, and jobs get those; "
+            "`windlass down` and `windlass up` once no job runs",
+            here.num_gpus,
+            machinery.num_gpus,
+        )
     return cluster, machinery

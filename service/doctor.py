@@ -152,10 +152,13 @@ def check_limits(machine: Machine) -> list[Finding]:
 
 def _rates(settings: Settings, precision: Precision) -> dict[str, Any]:
     kernels = str(settings.home / "kernels")
-    _, each = threads_of(settings, Machinery.here())
+    machinery = Machinery.here()
+    _, each = threads_of(settings, machinery)
     threads = str(settings.num_cpu_optimizers * each)
     command = [sys.executable, "-m", "windlass.engine.measure_machine", "--kernel-dir", kernels]
     command += ["--optimizer-threads", threads, "--precision", precision]
+    if machinery.num_gpus:
+        command.append("--gpu")
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:

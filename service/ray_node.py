@@ -30,6 +30,11 @@ class RayNode:
             raise RayStartError(
                 f"there is no node of the Ray cluster at {address} on this machine ({error.__cause__ or error})"
             ) from error
+        return cls.of_this_process()
+
+    @classmethod
+    def of_this_process(cls) -> "RayNode":
+        """The node of a process that is a driver already. Raises RayStartError."""
         node_id = ray.get_runtime_context().get_node_id()
         return cls(node_id=node_id, machinery=_machinery(_find(node_id)))
 

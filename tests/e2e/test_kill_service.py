@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.installation import Installation, make_tiny_model, write_examples
+from tests.pretend_gpus import pretend_gpus, visible_gpus
 from windlass.actors.journal import read_journal
 from windlass.service.processes import wait_until_gone
 
@@ -54,9 +55,19 @@ def _events(installation: Installation, job_id: str) -> list[dict[str, object]]:
     ],
 )
 def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
-    installation: Installation, tmp_path: Path, compiled_kernels: Path | None, compiles: bool
+    installation: Installation,
+    tmp_path: Path,
+    compiled_kernels: Path | None,
+    compiles: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`compiles`: in a home that has no compiled kernel yet, which takes longer than all the rest."""
+    """`compiles`: in a home that has no compiled kernel yet, which takes longer than all the rest.
+
+    The other job trains where Ray has a GPU, a pretended one.
+    """
+    if not compiles:
+        for name, value in pretend_gpus(1).items():
+            monkeypatch.setenv(name, value)
     kernels = installation.home / "kernels"
     if compiled_kernels is not None and not compiles:
         shutil.copytree(compiled_kernels, kernels)
@@ -72,6 +83,9 @@ def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
         *("--learning-rate", "0.001", "--set", "seed=7"),
     )
     _wait_for_step(installation, job_id, 3, _COMPILE_DEADLINE_S if compiles else _DEADLINE_S)
+    seen = visible_gpus(installation.home / "jobs" / job_id)
+    gpus = {} if compiles else {"gpu-0": "0", "optimizer-0": "", "ssd-0": "", "ssd-1": ""}
+    assert seen == gpus
 
     service = installation.service_processes()
     assert len(service) >= 3

@@ -39,7 +39,8 @@ class Where:
         self.path, self.is_first = Path(spec.path), spec.attempt == 1
     def start(self):
         here = lambda: ray.get_runtime_context().get_node_id()
-        self.group = deploy.device_here()  # held: the next runner finds none free on this node
+        has_gpus = deploy.num_gpus_here() > 0
+        self.group = deploy.device_here(has_gpus=has_gpus)  # held: the next runner finds none free on this node
         device = None
         if self.group.wait(120 if self.is_first else 5):
             there = PlacementGroupSchedulingStrategy(placement_group=self.group)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.pretend_gpus import pretend_gpus, visible_gpus
 from tests.training import (
     journal_of,
     leftovers_of,
@@ -34,6 +35,8 @@ from windlass.storage.volume import VOLUME_FILE
 # Only a hang takes as long.
 DEADLINE_S = 150.0
 LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
+
+NUM_GPUS = 2
 
 # Answers one line for each line it reads. A process of its own, as Ray reads its environment when it is imported.
 DRIVER = """
@@ -106,9 +109,12 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def home(direct_home: Path) -> Iterator[Path]:
-    """A home whose Ray daemon runs."""
+    """A home whose Ray daemon runs, with two pretended GPUs. The other modules' daemons have none."""
     cluster = RayCluster(direct_home)
-    cluster.ensure_running(num_cpus=2, num_gpus=0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in pretend_gpus(NUM_GPUS).items():
+            patch.setenv(name, value)
+        cluster.ensure_running(num_cpus=2, num_gpus=NUM_GPUS)
     yield direct_home
     cluster.stop()
 
@@ -255,6 +261,23 @@ def test_processes_of_their_own_that_a_cancel_ends_within_a_step(driver: Driver,
     assert not Path(spec.output_dir).exists()
     assert leftovers_of(spec) == []
     assert wait_until_gone([each for each in identities if each is not None], timeout_s=DEADLINE_S)
+
+
+@pytest.mark.long
+def test_two_jobs_at_once_have_a_gpu_each_that_only_their_workers_see(driver: Driver, tmp_path: Path) -> None:
+    specs = [make_spec(tmp_path / name, total_steps=2000) for name in ("ftjob-one", "ftjob-two")]
+    for spec in specs:
+        driver.start(spec)
+    for spec in specs:
+        wait_for(lambda spec=spec: num_steps(spec) >= 1, "the first step", spec)  # type: ignore[misc]
+    seen = [dict(visible_gpus(Path(spec.job_dir))) for spec in specs]
+    for spec in specs:
+        driver.cancel(spec)
+    for spec in specs:
+        assert driver.await_end(spec)["status"] == "cancelled"
+
+    assert {each.pop("gpu-0") for each in seen} == {"0", "1"}
+    assert seen == [{"optimizer-0": "", "ssd-0": "", "ssd-1": ""}] * 2
 
 
 def test_cancelled_before_it_trains(driver: Driver, tmp_path: Path) -> None:

@@ -4,13 +4,10 @@ Python imports a module of this name when it starts: a test puts this folder on 
 changed is changed as the product's modules are imported.
 """
 
-import importlib.abc
-import importlib.util
 import json
 import os
-import sys
+import runpy
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,9 +23,9 @@ def _change_actors(deploy: ModuleType) -> None:
         _leave_pid(job_dir, "runner")
         return int(begin(job_dir, attempt))
 
-    def worker_builds(name: str, context: Any, send: Any) -> Any:
+    def worker_builds(name: str, context: Any, send: Any, *, uses_gpu: bool) -> Any:
         _leave_pid(Path(context.spec.job_dir), name)
-        return build(name, context, send)
+        return build(name, context, send, uses_gpu=uses_gpu)
 
     def runner_gets(self: Any, messages: Sequence[Any]) -> None:
         file = Path(self.spec.job_dir, FAULT_FILE)
@@ -71,24 +68,4 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the others find, and changes it once it is loaded."""
-
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        change = _CHANGES.pop(name, None)
-        if change is None:
-            return None
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def execute_and_change(module: ModuleType) -> None:
-            execute(module)
-            change(module)
-
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
-        return spec
-
-
-sys.meta_path.insert(0, _Finder())
+runpy.run_path(str(Path(__file__).parents[2] / "changed_imports.py"))["change_when_imported"](_CHANGES)

@@ -1,0 +1,40 @@
+"""Workers that were given a pretended GPU compute on the CPU; each process of a job notes the GPUs that it sees.
+
+Python imports a module of this name when it starts. The product's modules are changed as they are imported.
+"""
+
+import os
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def _compute_on_the_cpu(compute_device: ModuleType) -> None:
+    import torch
+
+    compute_device.compute_device = lambda *, uses_gpu: torch.device("cpu")
+
+
+def _note_visible_gpus(deploy: ModuleType) -> None:
+    build = deploy.build_actor
+
+    def build_and_note(name: str, context: Any, send: Any, *, uses_gpu: bool) -> Any:
+        # Whole or not at all: the test reads it meanwhile.
+        file = Path(context.spec.job_dir, f"visible-gpus-{name}")
+        partial = file.with_name(f"partial-{name}")
+        partial.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+        partial.replace(file)
+        return build(name, context, send, uses_gpu=uses_gpu)
+
+    deploy.build_actor = build_and_note
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "windlass.engine.compute_device": _compute_on_the_cpu,
+    "windlass.actors.deploy": _note_visible_gpus,
+}
+
+
+runpy.run_path(str(Path(__file__).parents[1] / "changed_imports.py"))["change_when_imported"](_CHANGES)
