@@ -72,7 +72,9 @@ class _History:
     """What earlier attempts have told in the journal."""
 
     steps: set[int]  # whose training loss is there
-    ssd_bytes_written: list[int]  # of each SSD, as of the last step
+    ssd_bytes_written_by_ssd: list[int]  # as of the last step; zeros where the number of SSDs has changed
+    ssd_bytes_read: int = 0  # on all SSDs that the job has had, as of the last step
+    ssd_bytes_written: int = 0
     measured: dict[str, Any] | None = None  # what the job had taken
 
 
@@ -82,9 +84,11 @@ def _history(journal: Path, num_ssds: int) -> _History:
         if "train_loss" in record.data:
             history.steps.add(record.data["step"])
         history.measured = record.data.get("measured", history.measured)
+        history.ssd_bytes_read = record.data.get("ssd_bytes_read", history.ssd_bytes_read)
+        history.ssd_bytes_written = record.data.get("ssd_bytes_written", history.ssd_bytes_written)
         written = record.data.get("ssd_bytes_written_by_ssd", ())
         if len(written) == num_ssds:  # else of other SSDs
-            history.ssd_bytes_written = written
+            history.ssd_bytes_written_by_ssd = written
     return history
 
 
@@ -167,6 +171,7 @@ class Progress:
         if resumed["metrics"]:
             data: dict[str, Any] = {"step": self._told, "total_steps": self._shape.total_steps, **resumed["metrics"]}
             data["trained_tokens"] = self.trained_tokens
+            data |= self._ssd_metrics()
             self._last_metrics = data
             if self._told not in self._history.steps:
                 self._journal.append("metrics", self._step_message(data), **data)
@@ -372,13 +377,16 @@ class Progress:
         return (now_s - began_s) / (step - paced_from)
 
     def _ssd_metrics(self) -> dict[str, Any]:
-        """As of the last commit: what a step writes is the mean since the one before, and missing until it is known."""
+        """Bytes as of the last commit. The totals count all attempts, and so the steps that were trained again.
+
+        The bytes of a step are the mean since the commit before, and missing until they are known.
+        """
         ssds = [self._ssd_bytes[name] for name in self._shape.ssd_servers]
         data: dict[str, Any] = {
-            "ssd_bytes_read": sum(each.read for each in ssds),
-            "ssd_bytes_written": sum(each.written for each in ssds),
+            "ssd_bytes_read": self._history.ssd_bytes_read + sum(each.read for each in ssds),
+            "ssd_bytes_written": self._history.ssd_bytes_written + sum(each.written for each in ssds),
             "ssd_bytes_written_by_ssd": [
-                before + each.written for before, each in zip(self._history.ssd_bytes_written, ssds, strict=True)
+                before + each.written for before, each in zip(self._history.ssd_bytes_written_by_ssd, ssds, strict=True)
             ],
         }
         a_step = [each.written_a_step for each in ssds if each.written_a_step is not None]

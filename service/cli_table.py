@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def print_columns(rows: Sequence[Sequence[object]]) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from windlass.service.cli_table import in_units
+
 _DAY_S = 86400
-_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _COUNT_UNITS = ("", "k", "M", "G", "T")
 
 
@@ -23,7 +24,7 @@ class SsdWear:
     """A job's wear as clients see it; bytes are summed over its SSDs."""
 
     bytes_per_step: int
-    bytes_written: int  # so far
+    bytes_written: int  # by all attempts so far: what the metrics call `ssd_bytes_written`
     bytes_of_whole_job: int  # those of the steps to come included
     forecast: EnduranceForecast | None  # None: the ratings are not known
     summary: str  # for people, on one line
@@ -65,13 +66,18 @@ def ssd_wear(
         forecast = forecast_endurance(
             step_nbytes=step_nbytes, job_nbytes=job_nbytes, rated_nbytes=rated_nbytes, step_s=metrics["step_s"]
         )
-    of_job = f"{_scaled(sum(job_nbytes), _BYTE_UNITS)} by {'this' if is_over else 'the whole'} job"
+    # More than the sum of `written_nbytes` where the job has had another number of SSDs. Older versions counted the
+    # total of one attempt.
+    total_nbytes = max(metrics.get("ssd_bytes_written", 0), sum(written_nbytes))
+    whole_nbytes = total_nbytes + steps_left * sum(step_nbytes)
+    # In the units of the page's other amounts, so that its reader can compare them.
+    of_job = f"{in_units(whole_nbytes)} by {'this' if is_over else 'the whole'} job"
     return SsdWear(
         bytes_per_step=sum(step_nbytes),
-        bytes_written=sum(written_nbytes),
-        bytes_of_whole_job=sum(job_nbytes),
+        bytes_written=total_nbytes,
+        bytes_of_whole_job=whole_nbytes,
         forecast=forecast,
-        summary=f"{_scaled(sum(step_nbytes), _BYTE_UNITS)} a step, {of_job}{_describe(forecast)}",
+        summary=f"{in_units(sum(step_nbytes))} a step, {of_job}{_describe(forecast)}",
     )
 
 

@@ -93,13 +93,16 @@ def test_what_a_job_wears_off_ssds_comes_with_its_first_step_and_settles(
     expect(page.locator("#detail-wear")).to_be_hidden()
     # The first step takes longer than those that follow.
     service.train(job_id, 1, 2.0, total_steps=20, step_s=60.0)
-    figures = "SSD wear: 21 GB a step, 413 GB by the whole job (0.034 % of the rating); the rating lasts 58 k steps or"
+    figures = (
+        "SSD wear: 19.2 GiB a step, 385 GiB by the whole job (0.034 % of the rating); the rating lasts 58 k steps or"
+    )
     expect(page.locator("#detail-wear")).to_have_text(f"{figures} 40 days of training")
     for step in range(2, 9):
         service.train(job_id, step, 2.0, total_steps=20, step_s=120.0 / step)
     expect(page.locator("#detail-wear")).to_have_text(f"{figures} 10 days of training")
     service.move(job_id, JobStatus.RUNNING, JobStatus.CANCELLED, "Fine-tuning job cancelled")
-    expect(page.locator("#detail-wear")).to_contain_text("21 GB a step, 165 GB by this job (0.014 % of the rating)")
+    expect(page.locator("#detail-wear")).to_contain_text("19.2 GiB a step, 154 GiB by this job (0.014 % of the rating)")
+    expect(page.locator("#figures")).to_contain_text("Written to SSD154 GiB")
 
 
 def test_what_the_last_steps_time_went_to(service: LiveService, open_page: OpenPage) -> None:

@@ -443,7 +443,46 @@ def test_bytes_written_are_those_of_the_step_and_of_the_job_by_ssd(tmp_path: Pat
     assert all(data["ssd_bytes_written_step_by_ssd"] == [50, 30] for data in told)
     # Loading is written as a step is; steps 3 and 4 were written twice.
     assert [data["ssd_bytes_written_by_ssd"] for data in told] == [[50 * n, 30 * n] for n in (2, 3, 4, 5, 6, 7)]
-    assert [data["ssd_bytes_written"] for data in told] == [80 * n for n in (2, 3, 4, 5, 1, 2)]  # of the attempt
+    assert [data["ssd_bytes_written"] for data in told] == [80 * n for n in (2, 3, 4, 5, 6, 7)]
+
+
+def test_bytes_read_and_written_after_a_resume_go_on_from_those_of_earlier_attempts(tmp_path: Path) -> None:
+    """Attempts 2 and 3 read 200 bytes each as of every commit; steps 3 and 4 were read and written twice."""
+    first = run_first_attempt(tmp_path)
+    last = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    last.run()
+    Path(last.spec.output_dir).rmdir()
+    Stage(tmp_path, resume_from=last.commit(3), attempt=Attempt(4)).run()
+    told = [record for record in journal_of(last.spec) if record.kind == "metrics"]
+    assert [(record.attempt, record.data["step"]) for record in told] == [
+        *((2, step) for step in (1, 2, 3, 4)),
+        *((3, step) for step in (3, 4)),
+        (4, 4),
+    ]
+    assert [record.data["ssd_bytes_read"] for record in told] == [200] * 4 + [400] * 2 + [600]
+    assert [record.data["ssd_bytes_written"] for record in told] == [80 * n for n in (2, 3, 4, 5, 6, 7, 8)]
+    assert [sum(record.data["ssd_bytes_written_by_ssd"]) for record in told] == [80 * n for n in (2, 3, 4, 5, 6, 7, 8)]
+
+
+def test_bytes_read_of_a_step_that_the_next_attempt_tells_of_are_those_of_earlier_attempts(tmp_path: Path) -> None:
+    """Attempt 3 died after its commit of step 3, before it could tell of it."""
+    first = run_first_attempt(tmp_path)
+    journal = Path(first.spec.job_dir) / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[: next(i for i, line in enumerate(lines) if '"step":3' in line)]))
+    stage = Stage(tmp_path, resume_from=first.commit(3), attempt=Attempt(3))
+    stage.run()
+    told = {record.data["step"]: record.data for record in journal_of(stage.spec) if record.kind == "metrics"}
+    assert {step: data["ssd_bytes_read"] for step, data in told.items()} == {1: 200, 2: 200, 3: 200, 4: 400}
+    assert {step: data["ssd_bytes_written"] for step, data in told.items()} == {1: 160, 2: 240, 3: 240, 4: 320}
+
+
+def test_bytes_of_a_job_whose_number_of_ssds_changed_are_those_of_all_its_ssds(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path)
+    stage = Stage(tmp_path, resume_from=first.commit(3), attempt=Attempt(3), ssd_dirs=("/ssd0",))
+    stage.run()
+    last = [record.data for record in journal_of(stage.spec) if record.kind == "metrics"][-1]
+    assert (last["ssd_bytes_read"], last["ssd_bytes_written"]) == (300, 450)
 
 
 def test_bytes_written_to_other_ssds_are_not_carried_over(tmp_path: Path) -> None:

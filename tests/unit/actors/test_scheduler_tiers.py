@@ -91,7 +91,7 @@ def test_bytes_between_commits_are_those_of_the_last_one(tmp_path: Path) -> None
     resumed = Stage(tmp_path, resume_from=stage.commit(3), attempt=Attempt(3), **TIERED)
     resumed.run()
     told = [each.data for each in journal_of(resumed.spec) if each.attempt == 3 and each.kind == "metrics"]
-    assert [data["ssd_bytes_written"] for data in told] == [0, 0, 80, 160]
+    assert [data["ssd_bytes_written"] for data in told] == [320, 320, 400, 480]
     assert [data["ssd_bytes_written_by_ssd"][0] for data in told] == [200, 200, 250, 300]
     assert [data.get("ssd_bytes_written_step_by_ssd") for data in told] == [None, None, a_step, last]
 

@@ -149,7 +149,14 @@ def test_the_data_of_another_homes_job_is_not_said_to_be_nothing(client: TestCli
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (300 * MIB, "300 MiB"), (5 * 1024**4 * 1024, "5120 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (300 * MIB, "300 MiB"),
+        (5 * 1024**5, "5.0 PiB"),
+        (5000 * 1024**5, "5000 PiB"),
+    ],
 )
 def test_bytes_in_words(nbytes: int, text: str) -> None:
     assert in_units(nbytes) == text
