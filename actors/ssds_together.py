@@ -13,6 +13,7 @@ from pathlib import Path
 
 from windlass.actors.admission import calibration_of, measuring, scratch
 from windlass.storage.calibration import mixed_bytes_per_s
+from windlass.storage.process_end import explain_process_end
 from windlass.storage.volume import Volume
 
 _SECONDS = 1.0
@@ -57,8 +58,7 @@ def _result(path: Path, process: subprocess.Popen[str]) -> float:
 
 def _failed(path: Path, process: subprocess.Popen[str]) -> RuntimeError:
     _, told = process.communicate(timeout=_DEADLINE_S)
-    lines = told.strip().splitlines() or [f"exit code {process.returncode}"]
-    return RuntimeError(f"{path}, beside others: {lines[-1]}")
+    return RuntimeError(f"{path}, beside others: {explain_process_end(process.returncode, told)}")
 
 
 def _wait_for_all() -> None:

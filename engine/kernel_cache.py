@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from windlass.engine.optimizer_formulas import Format, encoded
+from windlass.storage.process_end import describe_process_end
 
 _COMPILE_DEADLINE_S = 600.0
 _ANNOUNCEMENT = "Compiling the update kernel for this job's number formats: 10 to 20 s, once for each format"
@@ -185,9 +186,8 @@ def _run_compiler(kernel: Format, library: Path) -> None:
         for code in (errno.ENOSPC, errno.EDQUOT):
             if os.strerror(code) in text:
                 raise OSError(code, os.strerror(code), str(library.parent.parent))
-        raise KernelUnavailable(
-            f"compiling the optimizer kernel failed with code {process.returncode}: {text.strip()[-2000:]}"
-        )
+        how = describe_process_end(process.returncode)
+        raise KernelUnavailable(f"the compiler of the optimizer kernel {how}: {text.strip()[-2000:]}")
 
 
 def make_private(directory: Path) -> None:

@@ -82,9 +82,9 @@ class OptimizerKernel:
         """Make or load the kernel: 6 ms from the cache, 10 to 20 s where it must be compiled.
 
         `param_dtype`: None in fp32 training, where the master is the param. `kernel`: the one a job began with; None
-        takes the compiled one, and where it cannot be had the fused one, with the reason logged. `cache_dir`: where
-        compiled kernels are kept, closed to other users; None keeps none. `announce` is handed a line for people before
-        anything takes that long.
+        takes the compiled one, and where it cannot be had the fused one, with the reason logged and announced.
+        `cache_dir`: where compiled kernels are kept, closed to other users; None keeps none. `announce` is handed a
+        line for people before anything takes that long.
 
         Raises:
             KernelUnavailable: `kernel` is COMPILED and cannot be had.
@@ -103,7 +103,10 @@ class OptimizerKernel:
             except KernelUnavailable as error:
                 if kernel is not None:
                     raise
-                _logger.warning("updates run through torch's fused kernel, which is slower: %s", error)
+                reason = f"Updates run through torch's fused kernel, which is slower: {error}"
+                _logger.warning("%s", reason)
+                if announce is not None:
+                    announce(reason)
                 self.kernel = Kernel.FUSED
         if self.kernel is Kernel.FUSED:
             self._fused = FusedUpdate(settings, self.format)

@@ -35,6 +35,7 @@ from windlass.service.preparation import (
     PreparationOrder,
     preparation_of,
 )
+from windlass.service.preparation_events import tell_warnings
 from windlass.service.runners import RunnerLostError, Runners
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt, JobId
@@ -300,10 +301,12 @@ class Dispatcher:
             self._preparations[job.id] = preparation = self._prepare(order)
         try:
             results = preparation.poll()
+            tell_warnings(self._database, job, preparation)
             if results is None:
                 return
             self._enqueue(job, results)
         except PreparationError as error:
+            tell_warnings(self._database, job, preparation)
             self._drop_preparation(job.id)
             if is_out_of_room(self._settings.home):
                 _LOG.warning("the disk is full, and the preparation begins anew: %s", error, extra=about(job.id))

@@ -23,6 +23,7 @@ from windlass.service.reported_error import ReportedError
 from windlass.service.settings import HARDWARE_FILE, Settings
 from windlass.storage.calibration import Calibration
 from windlass.storage.ids import Precision
+from windlass.storage.process_end import explain_process_end
 from windlass.storage.room import memory_available_nbytes
 
 _DEADLINE_S = 600.0
@@ -164,8 +165,8 @@ def _rates(settings: Settings, precision: Precision) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise DoctorError(f"the device could not be measured within {_DEADLINE_S:g} s") from None
     if result.returncode != 0:
-        lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-        raise DoctorError(f"the device could not be measured: {lines[-1]}")
+        why = explain_process_end(result.returncode, result.stderr)
+        raise DoctorError(f"the device could not be measured: {why}")
     rates: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return rates
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from windlass.service.step_server import StepOrder
+from windlass.storage.process_end import describe_process_end
 
 _LOG = logging.getLogger(__name__)
 
@@ -118,7 +119,9 @@ class _Forked:
                 told = b""
             self._link.close()
             if not told:
-                raise ServerEndedError(f"the process's server, {self._server.pid}, has ended")
+                code = self._server.poll()
+                how = "has ended" if code is None else describe_process_end(code)
+                raise ServerEndedError(f"the process that it was forked from, {self._server.pid}, {how}")
             self._code = int(told)
         return self._code
 

@@ -19,6 +19,7 @@ from windlass.service.job_plans import keep_plan, load_plan, load_question, made
 from windlass.service.job_specs import job_dir
 from windlass.service.limited_process import Start, start_limited
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step
+from windlass.service.preparation_events import tell_warnings
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt
 from windlass.storage.sql.database import Database
@@ -125,8 +126,10 @@ class PlanCorrections:
         try:
             results = asked.preparation.poll()
         except PreparationError as error:
+            tell_warnings(self._database, job, asked.preparation)
             self._keep(job, _uncorrected(asked.found, str(error)))
         else:
+            tell_warnings(self._database, job, asked.preparation)
             if results is not None:
                 self._keep(job, _corrected(asked.found, results[PLAN_JOB], job.attempt))
 

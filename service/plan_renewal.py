@@ -14,6 +14,7 @@ from windlass.service.job_plans import keep_plan, load_plan, load_question
 from windlass.service.job_specs import job_dir, plan_bounds
 from windlass.service.plan_corrections import Ask
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError
+from windlass.service.preparation_events import tell_warnings
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
@@ -77,8 +78,10 @@ class PlanRenewals:
         try:
             results = asked.preparation.poll()
         except PreparationError as error:
+            tell_warnings(self._database, job, asked.preparation)
             self._keep(asked, job, None, str(error))
         else:
+            tell_warnings(self._database, job, asked.preparation)
             if results is not None:
                 found = results[PLAN_JOB]
                 plan = found.get("plan", {"feasible": False, "reasons": found.get("warnings", [])})

@@ -1,5 +1,7 @@
 """Plans over HTTP: of a job before there is one, and of one that was accepted."""
 
+import contextlib
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -25,13 +27,14 @@ from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
 from windlass.service.plan_objects import JobPlanObject, PlanObject
 from windlass.service.plan_view import view_of
-from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step
+from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, StepFailedError, plan_step
 from windlass.service.schemas import TraceObject
 from windlass.service.settings import Settings
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
 
 _POLL_S = 0.05
+_FAILED_LOG = "failed-plan.log"  # in the home's logs: the output of the last plan that failed over HTTP
 
 router = APIRouter(prefix="/v1/fine_tuning")
 
@@ -78,8 +81,12 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
         num_microbatches=asked.num_microbatches or default_microbatches(body.batch_size),
         sequence_length=sequence_length,
     )
-    plan = _run(settings, question)
-    about = {"model": body.model, "hardware": hardware.model_dump(), "warnings": unusual(hardware)}
+    plan, warnings = _run(settings, question)
+    about = {
+        "model": body.model,
+        "hardware": hardware.model_dump(),
+        "warnings": [*unusual(hardware), *warnings],
+    }
     return {"object": "fine_tuning.plan", **about, **plan}
 
 
@@ -142,12 +149,16 @@ def _folder(settings: Settings, model: str) -> Path:
     return folder
 
 
-def _run(settings: Settings, question: dict[str, Any]) -> dict[str, Any]:
+def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The plan, and warnings about processes that died meanwhile."""
     with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
         preparation = Preparation([plan_step(Path(name), question)], work_dir=Path(name))
         try:
             while (results := preparation.poll()) is None:
                 time.sleep(_POLL_S)
+        except StepFailedError as error:
+            kept = _keep_output(settings, error)
+            raise ApiError(f"{error.what}. Its output is in {kept}", status=500, code=error.code) from None
         except PreparationError as error:
             raise ApiError(error.message, param=error.param, code=error.code) from None
         finally:
@@ -156,4 +167,13 @@ def _run(settings: Settings, question: dict[str, Any]) -> dict[str, Any]:
     if "plan" not in found:
         raise ApiError(f"model: {'; '.join(found['warnings'])}", param="model", code="not_planned")
     plan: dict[str, Any] = found["plan"]
-    return plan
+    return plan, preparation.warnings
+
+
+def _keep_output(settings: Settings, error: StepFailedError) -> Path:
+    """The output of a failed planner, copied out of its folder, which is removed with the request."""
+    kept = settings.home / "logs" / _FAILED_LOG
+    with contextlib.suppress(OSError):  # the disk may be full
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        shutil.copyfile(error.log_path, kept)
+    return kept

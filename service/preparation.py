@@ -6,6 +6,7 @@ Chat templates and data files come from strangers; what handles them has little 
 import contextlib
 import json
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -29,6 +30,7 @@ from windlass.service.limited_process import (
     start_limited,
 )
 from windlass.storage.ids import Precision
+from windlass.storage.process_end import describe_process_end, last_line, tells_of_no_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,12 +40,24 @@ PREPARE_DATA = "prepare_data"
 PLAN_JOB = "plan_job"
 QUESTION_FILE = "question.json"  # that the planner was asked
 
+# What messages call the steps.
+_TITLES = {
+    DOWNLOAD_MODEL: "the download of the model",
+    CHECK_MODEL: "the check of the model",
+    PREPARE_DATA: "the preparation of the data",
+    PLAN_JOB: "planning",
+}
+_MEMORY_ADVICE = "Wait until other jobs and programs have ended, or add memory, and submit the job again"
+_TIME_ADVICE = {PREPARE_DATA: "Try a smaller file", CHECK_MODEL: "Try a smaller model"}
+_OTHER_ADVICE = "Look at its output, and submit the job again"
+_MOST_LOG_NBYTES = 4096  # of a step's output that are looked at for its last line
 _TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600}
 _CHECKER, _PREPARER, _PLANNER = "windlass.engine.check_model", "windlass.engine.prepare", "windlass.actors.plan_job"
 # Transformers loads it with the first model that is built, to plan with or to check.
 _MODELS = "transformers.modeling_utils"
 # Importing torch alone maps several GiB of addresses.
 _LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
+_GIB = 1 << 30
 # What the one step that talks to the hub gets besides. Without a folder of the model's no file of a stranger is read.
 _HUB_PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 
@@ -59,8 +73,13 @@ class PreparationError(Exception):
         return self.message
 
 
-class _ToldError(PreparationError):
-    """What a step found; the others are failures of its own."""
+class StepFailedError(PreparationError):
+    """A step's process failed by itself, so that nothing is known of the model or the data."""
+
+    def __init__(self, code: str, what: str, log_path: Path) -> None:
+        """`what`: how it failed, and what to do. `log_path`: the output of the process."""
+        super().__init__(code, f"{what}. Its output is in {log_path}")
+        self.what, self.log_path = what, log_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +115,12 @@ class PreparationStep:
     sees_gpus: bool = False
     num_threads: int = 1  # that compute at once
     instead: "PreparationStep | None" = None  # what is run where this fails; None: the preparation has failed
+    instead_in_words: str = ""  # how `instead` differs
+
+    @property
+    def title(self) -> str:
+        """What messages call the step."""
+        return _TITLES.get(self.name, self.name)
 
     @property
     def cpu_s(self) -> int:
@@ -110,7 +135,8 @@ LaterStep = Callable[[Results], PreparationStep]
 class Preparation:
     """Runs steps one after the other without blocking; ends with the result of each by name.
 
-    A step may be made from the results of those before it.
+    A step may be made from the results of those before it. `warnings` tells of processes that died and were replaced,
+    for the job's owner; whoever has passed them on clears the list.
     """
 
     def __init__(
@@ -127,7 +153,9 @@ class Preparation:
         self._results: Results = {}
         self._step: PreparationStep | None = None  # that runs
         self._process: LimitedProcess | None = None
-        self._deadline = 0.0
+        self._began_s = 0.0
+        self._log_offset = 0  # where the output of the process begins
+        self.warnings: list[str] = []
 
     def poll(self) -> Results | None:
         """Go on where possible: all results once every step is done, None before; PreparationError if one failed."""
@@ -145,10 +173,10 @@ class Preparation:
                 return None
             self._process = None
             self._results[step.name] = self._result(step, code)
-        except PreparationError as error:
-            if step.instead is None or isinstance(error, _ToldError):
+        except StepFailedError as error:
+            if step.instead is None:
                 raise
-            _LOG.warning("%s is done in another way: %s", step.name, error)
+            self._warn(f"{error}. {step.instead_in_words or 'It is done in another way'}")
             self._steps[0] = step.instead
             return self.poll()
         if step.kept is not None:
@@ -163,10 +191,16 @@ class Preparation:
                 self._process.wait()
             self._process = None
 
+    def _warn(self, warning: str) -> None:
+        _LOG.warning("%s", warning)
+        self.warnings.append(warning[0].upper() + warning[1:])
+
     def _check_in_time(self, step: PreparationStep) -> None:
-        if time.monotonic() > self._deadline:
+        if time.monotonic() - self._began_s > step.timeout_s:
             self.stop()
-            raise PreparationError(f"{step.name}_timeout", f"{step.name} did not end within {step.timeout_s} s")
+            what = f"{step.title} did not end within {step.timeout_s} s, and was killed"
+            advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
+            raise StepFailedError(f"{step.name}_timeout", f"{what}. {advice}", self._log_path)
 
     def _go_on(self) -> Results | None:
         self._steps.popleft()
@@ -197,8 +231,9 @@ class Preparation:
             sees_gpus=step.sees_gpus,
         )
         with self._log_path.open("ab") as log:
+            self._log_offset = log.tell()
             self._process = start(limited, log)
-        self._deadline = time.monotonic() + step.timeout_s
+        self._began_s = time.monotonic()
 
     def _poll(self, step: PreparationStep) -> int | None:
         """The exit code of the process that runs, if it has ended."""
@@ -206,28 +241,47 @@ class Preparation:
         try:
             return self._process.poll()
         except ServerEndedError as error:
-            _LOG.warning("%s begins anew, in a process of its own: %s", step.name, error)
+            self._warn(f"{step.title} begins anew, in a process of its own: {error}")
             self._launch(step, start_limited)
             return None
 
     def _result(self, step: PreparationStep, exit_code: int) -> dict[str, Any]:
         try:
             result = json.loads(step.result_path.read_text())
-        except (OSError, ValueError) as cause:
-            raise PreparationError(f"{step.name}_failed", self._describe(step, exit_code)) from cause
+            if not result["ok"]:
+                error = result["error"]
+                told = PreparationError(error["code"], error["message"], error.get("param"))
+        except (OSError, ValueError, TypeError, KeyError) as cause:
+            raise StepFailedError(f"{step.name}_failed", self._describe(step, exit_code), self._log_path) from cause
         if not result["ok"]:
-            error = result["error"]
-            raise _ToldError(error["code"], error["message"], error.get("param"))
+            raise told
         if exit_code != 0:
-            raise PreparationError(f"{step.name}_failed", self._describe(step, exit_code))
+            raise StepFailedError(f"{step.name}_failed", self._describe(step, exit_code), self._log_path)
         found: dict[str, Any] = result
         return found
 
     def _describe(self, step: PreparationStep, exit_code: int) -> str:
+        """How a process ended that has no result, why, and what to do."""
         if exit_code == -signal.SIGXCPU:
-            return f"{step.name} used more than {step.cpu_s} s of CPU time; try a smaller file"
-        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        return f"{step.name} ended with {how} and left no result; its output is in {self._log_path}"
+            advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
+            return f"{step.title} used more than {step.cpu_s} s of CPU time, and was killed. {advice}"
+        limit_nbytes = None if step.sees_gpus else _address_space_nbytes(step)
+        after_s = time.monotonic() - self._began_s
+        how = f"{step.title} {describe_process_end(exit_code, after_s=after_s, limit_nbytes=limit_nbytes)}"
+        line = self._last_line()
+        if tells_of_no_memory(line):
+            limit = "" if limit_nbytes is None else f" of at most {limit_nbytes / _GIB:.1f} GiB"
+            return f"{how}, and left no result: it got no more memory{limit} ({line}). {_MEMORY_ADVICE}"
+        said = f"; it said last: {line}" if line else ""
+        advice = _MEMORY_ADVICE if exit_code == -signal.SIGKILL else _OTHER_ADVICE
+        return f"{how}, and left no result{said}. {advice}"
+
+    def _last_line(self) -> str:
+        with contextlib.suppress(OSError), self._log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_offset, size - _MOST_LOG_NBYTES))
+            return last_line(log.read().decode(errors="replace"))
+        return ""
 
 
 def step_server(log_path: Path) -> StepServer:
@@ -281,7 +335,8 @@ def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
     unmeasured = path.with_name(f"unmeasured-{path.name}")
     unmeasured.write_text(json.dumps(question | {"may_measure": False}))
     instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured))
-    return replace(step, sees_gpus=on_gpu, num_threads=threads, instead=instead)
+    words = "It begins anew without measuring the model's blocks, so the plan's times may be less exact"
+    return replace(step, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words)
 
 
 def _step(

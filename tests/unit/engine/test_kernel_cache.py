@@ -143,9 +143,17 @@ def compiler_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
+def test_a_compiler_that_is_killed_is_told_of_by_its_signal(tmp_path: Path, compiler_script: Path) -> None:
+    compiler_script.write_text("#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(
+        KernelUnavailable, match=r"was killed by signal 9 \(SIGKILL\), most likely because the machine ran"
+    ):
+        load_kernel(FORMAT, tmp_path / "kernels")
+
+
 def test_a_compilation_that_fails_is_quoted(tmp_path: Path, compiler_script: Path) -> None:
     compiler_script.write_text("#!/bin/sh\necho out of ideas >&2\nexit 3\n")
-    with pytest.raises(KernelUnavailable, match="failed with code 3: out of ideas"):
+    with pytest.raises(KernelUnavailable, match="ended with exit code 3: out of ideas"):
         load_kernel(FORMAT, tmp_path / "kernels")
     assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".lock"]
 

@@ -280,13 +280,16 @@ def test_states_below_fp32_need_a_model_in_bf16() -> None:
         OptimizerKernel(ADAMW, grad_dtype=BF16, param_dtype=torch.float16, state_precision=StatePrecision.SPLIT)
 
 
-def test_without_a_compiler_the_fused_kernel_runs_and_the_log_says_why(
+def test_without_a_compiler_the_fused_kernel_runs_and_the_log_and_the_job_say_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
+    announced: list[str] = []
     common = {"grad_dtype": BF16, "param_dtype": BF16, "state_precision": StatePrecision.FP32, "cache_dir": tmp_path}
     with caplog.at_level(logging.WARNING):
-        assert OptimizerKernel(ADAMW, **common).kernel is Kernel.FUSED
+        assert OptimizerKernel(ADAMW, announce=announced.append, **common).kernel is Kernel.FUSED
     assert "no-such-compiler is not on the PATH" in caplog.text
+    (told,) = announced
+    assert told.startswith("Updates run through torch's fused kernel, which is slower: there is no C++ compiler")
     with pytest.raises(KernelUnavailable, match="no-such-compiler"):
         OptimizerKernel(ADAMW, kernel=Kernel.COMPILED, **common)

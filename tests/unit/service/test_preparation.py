@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from windlass.service.preparation import (
     PreparationError,
     PreparationOrder,
     PreparationStep,
+    StepFailedError,
     plan_step,
     preparation_of,
     step_server,
@@ -70,6 +72,50 @@ def test_a_stale_result_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     step.result_path.write_text(json.dumps({"ok": True}))
     with pytest.raises(PreparationError, match=r"first ended with exit code 3 .*prepare\.log"):
         _finish(Preparation([step], work_dir=tmp_path))
+
+
+_STAGES = {
+    preparation.DOWNLOAD_MODEL: "the download of the model",
+    preparation.CHECK_MODEL: "the check of the model",
+    preparation.PREPARE_DATA: "the preparation of the data",
+    preparation.PLAN_JOB: "planning",
+}
+_KILLED = "os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize(("name", "title"), _STAGES.items())
+def test_a_killed_step_is_told_by_signal_time_limit_and_remedy(tmp_path: Path, name: str, title: str) -> None:
+    with pytest.raises(StepFailedError) as raised:
+        _finish(Preparation([_step(tmp_path, f"print('on it', flush=True); {_KILLED}", name=name)], work_dir=tmp_path))
+    assert raised.value.code == f"{name}_failed"
+    told = raised.value.message
+    assert re.fullmatch(
+        rf"{title} was killed by signal 9 \(SIGKILL\) after \d+ s, most likely because the machine ran out of memory "
+        r"\([\d.]+ GiB are free without it; its limit was [\d.]+ GiB\), and left no result; it said last: on it\. "
+        rf"Wait until other jobs .*, or add memory, .* Its output is in {tmp_path}/prepare\.log",
+        told,
+    )
+
+
+def test_a_step_that_reaches_its_memory_limit_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 1 << 30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))
+    with pytest.raises(
+        StepFailedError, match=r"it got no more memory of at most 1\.0 GiB \(MemoryError\)\. Wait until"
+    ):
+        _finish(Preparation([_step(tmp_path, "bytearray(2 << 30)")], work_dir=tmp_path))
+
+
+def test_what_another_step_printed_is_not_taken_for_the_last_line(tmp_path: Path) -> None:
+    steps = [_step(tmp_path, f"print('MemoryError', flush=True); {_OK}"), _step(tmp_path, "sys.exit(3)", name="second")]
+    with pytest.raises(StepFailedError, match=r"second ended with exit code 3 after \d+ s, and left no result\. Look"):
+        _finish(Preparation(steps, work_dir=tmp_path))
+
+
+@pytest.mark.parametrize("result", ["[]", "{}", '"ok"', '{"ok": false}', '{"ok": false, "error": {}}'])
+def test_a_result_that_is_none_fails_the_step(tmp_path: Path, result: str) -> None:
+    with pytest.raises(StepFailedError, match=r"first ended with exit code 0 .* left no result"):
+        _finish(Preparation([_step(tmp_path, f"open(result, 'w').write({result!r})")], work_dir=tmp_path))
 
 
 def test_a_step_that_hangs_is_killed(tmp_path: Path) -> None:
@@ -131,8 +177,11 @@ def test_what_sees_gpus_has_the_services(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_may_fail_is_done_in_another_way(tmp_path: Path, code: str) -> None:
     instead = _step(tmp_path, _OK)
     step = dataclasses.replace(_step(tmp_path, code, timeout_s=1), instead=instead)
-    results = _finish(Preparation([step, _step(tmp_path, _OK, name="second")], work_dir=tmp_path))
-    assert list(results) == ["first", "second"]
+    made = Preparation([step, _step(tmp_path, _OK, name="second")], work_dir=tmp_path)
+    assert list(_finish(made)) == ["first", "second"]
+    (warning,) = made.warnings
+    assert re.match(r"First (ended with exit code 3|did not end within 1 s|crashed with signal 6 \(SIGABRT\))", warning)
+    assert warning.endswith("prepare.log. It is done in another way")
 
 
 def test_what_a_step_found_is_not_asked_for_in_another_way(tmp_path: Path) -> None:
