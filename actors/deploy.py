@@ -56,8 +56,9 @@ _NICENESS = 10
 _START_DEADLINE_S = 120.0
 # For what may compile kernels first, or wait for another process that does; that has deadlines of its own.
 _SET_UP_DEADLINE_S = 1500.0
-# How long a runner waits for room on the disk to tell how its attempt ended, and between two tries.
-_ROOM_DEADLINE_S, _ROOM_TRY_S = 60.0, 1.0
+# How long a runner waits for room on the disk to tell how its attempt ended, and between two tries. Less than the
+# minute after which a runner without a sign of life counts as hung: meanwhile it gives none.
+_ROOM_DEADLINE_S, _ROOM_TRY_S = 45.0, 1.0
 # Between the runner's signs of life.
 _PULSE_S = 1.0
 # Of malloc.h.
@@ -170,6 +171,7 @@ class Runner:
         self._lock = threading.Lock()  # held where messages and the scheduler meet
         self._early: list[Message] = []  # came before there was a scheduler
         self._is_over = False  # the journal has its outcome
+        self._waits_for_room = False  # on the disk, for its outcome
 
     def start(self) -> None:
         """Begins; returns at once, so that the attempt does not depend on who started it."""
@@ -216,7 +218,7 @@ class Runner:
 
     def _pulse(self) -> None:
         """Ray counts a process that hangs among the living."""
-        while tell_alive(Path(self.spec.job_dir), self.spec.attempt):
+        while self._waits_for_room or tell_alive(Path(self.spec.job_dir), self.spec.attempt):
             time.sleep(_PULSE_S)
 
     def _run(self) -> None:
@@ -237,7 +239,10 @@ class Runner:
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _tell_end(self, status: str, message: str) -> None:
-        """The attempt's last record. Where there is no room for it within a minute, the attempt is lost without."""
+        """Write the attempt's last record. Where there is no room for it in time, the attempt is lost without.
+
+        The runner gives no sign of life while it waits: that is how the service knows, which the disk cannot tell.
+        """
         until_s = time.monotonic() + _ROOM_DEADLINE_S
         while True:
             try:
@@ -249,6 +254,7 @@ class Runner:
             except OSError as error:
                 if not is_for_want_of_room(error) or time.monotonic() > until_s:
                     raise
+            self._waits_for_room = True
             time.sleep(_ROOM_TRY_S)
 
     def _attempt(self) -> None:

@@ -494,6 +494,8 @@ class ActorFailed(Message):
     kind: FailureKind
     error: str  # one line for people: what was wrong, with the values, and what to do
     detail: str  # traceback
+    room_path: str = ""  # the directory whose disk had too little room; "" for other failures
+    room_nbytes: int = 0  # that must be free there for another attempt
 
     @classmethod
     def of(cls, error: Exception, *, actor: ActorName, about: Message) -> "ActorFailed":
@@ -506,6 +508,8 @@ class ActorFailed(Message):
             kind=FailureKind.of(error),
             error=text if type(about) is Message else f"{text} (at {in_words(about)})",
             detail="".join(traceback.format_exception(error)),
+            room_path=(path := getattr(error, "directory", "")),
+            room_nbytes=error.needed_nbytes if path else 0,  # type: ignore[attr-defined]
         )
 
 

@@ -48,6 +48,8 @@ _EXPLANATION_TICKS = 4
 
 # The outcome of an attempt that was lost through no fault of the job's: another can go on from the last commit.
 INTERRUPTED = "interrupted"
+# What such an outcome calls the directory whose disk had too little room, and the bytes that must be free there.
+ROOM = "room"
 # ... and of one that ended after a commit because it was asked to: another goes on from there.
 PAUSED = "paused"
 # With these the job is not over: its states stay where they are.
@@ -65,7 +67,17 @@ class JobFailedError(Exception):
 
 
 class ActorLostError(Exception):
-    """A process of the job is gone, or of no use any more; the text is for people."""
+    """A process of the job is gone, or of no use any more; the text is for people.
+
+    `room`: the directory whose disk had too little room, and the bytes that must be free there.
+    """
+
+    def __init__(self, message: str, room: tuple[str, int] | None = None) -> None:
+        super().__init__(message, room)
+        self.room = room
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> JobShape:
@@ -163,7 +175,10 @@ class Scheduler:
                 self._loop()
             except JobFailedError as error:
                 return self._end("failed", {"code": "training_failed", "message": str(error), "param": None})
-            except (ActorLostError, UnexpectedEventError) as error:
+            except ActorLostError as error:
+                lost = {"code": "process_lost", "message": str(error), "param": None}
+                return self._end(INTERRUPTED, lost, None if error.room is None else {ROOM: list(error.room)})
+            except UnexpectedEventError as error:
                 return self._end(INTERRUPTED, {"code": "process_lost", "message": str(error), "param": None})
             except DeadlineMissedError as error:
                 return self._end(INTERRUPTED, {"code": "training_stalled", "message": str(error), "param": None})
@@ -325,7 +340,7 @@ class Scheduler:
             case FailureKind.LASTING:
                 raise JobFailedError(text)
             case FailureKind.UNFORESEEN | FailureKind.NO_ROOM:
-                raise ActorLostError(text)
+                raise ActorLostError(text, (event.room_path, event.room_nbytes) if event.room_path else None)
             case FailureKind.STALLED:
                 self._end_stalled({event.actor: text})
 
@@ -345,7 +360,7 @@ class Scheduler:
     def _exported(self) -> bool:
         return Path(self.spec.output_dir).is_dir()
 
-    def _end(self, status: str, error: dict[str, Any] | None) -> dict[str, Any]:
+    def _end(self, status: str, error: dict[str, Any] | None, more: dict[str, Any] | None = None) -> dict[str, Any]:
         message = _END_IN_WORDS.get(status)
         outcome: dict[str, Any] = {
             "status": status,
@@ -353,6 +368,7 @@ class Scheduler:
             "trained_tokens": self._progress.trained_tokens,
             "model_dir": self.spec.output_dir if status == "succeeded" else None,
         }
+        outcome |= more or {}
         if status == "succeeded" and self._remarks:
             outcome |= {"total_steps": self.pipeline.final_step, "remarks": self._remarks}
         self._journal.append_outcome(message=message or str(error and error["message"]), **outcome)

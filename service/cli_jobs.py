@@ -77,12 +77,16 @@ def jobs(home: Home = None) -> None:
     """List jobs, newest first."""
     with open_client(load_settings(home)) as client:
         rows = client.jobs()
-    table: list[tuple[object, ...]] = [("job", "status", "model", "step", "created", "fine-tuned model")]
+    waits = any(job["windlass"]["waiting_reason"] for job in rows)
+    table: list[tuple[object, ...]] = [
+        ("job", "status", "model", "step", "created", "fine-tuned model", *(("waiting for",) if waits else ()))
+    ]
     for job in rows:
         extra = job["windlass"]
         step = f"{extra['step']}/{extra['total_steps']}" if extra["total_steps"] else ""
         created = _time(job["created_at"])
-        table.append((job["id"], job["status"], job["model"], step, created, job["fine_tuned_model"] or ""))
+        cells = (job["id"], job["status"], job["model"], step, created, job["fine_tuned_model"] or "")
+        table.append((*cells, *((extra["waiting_reason"] or "",) if waits else ())))
     _print(table, empty="no jobs yet; start one with `windlass submit`")
 
 

@@ -10,13 +10,16 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt, last_sign_of_life
-from windlass.actors.journal import JournalReader
+from windlass.actors.journal import OUTCOME, JournalReader, JournalRecord
+from windlass.actors.scheduler import ROOM
 from windlass.service.box import Box, look_at_box
 from windlass.service.doctor import measured_hardware
-from windlass.service.home import LEAST_FREE_NBYTES, is_out_of_room
+from windlass.service.full_disk import why_it_waits_for_room
+from windlass.service.home import is_out_of_room, room_reason
 from windlass.service.housekeeping import Housekeeping
 from windlass.service.job_plans import load_plan, planned_seconds
 from windlass.service.job_queue import JobQueue, Verdict
@@ -63,6 +66,11 @@ _LOST = (
     "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine, "
     "or the disk was too full to write one"
 )
+
+
+# For how long after the home's disk was full a runner that is gone is taken to have died of that.
+_FULL_LATELY_S = 30.0
+_ROOM_AGAIN = "There is room on the disk again"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +124,7 @@ class Dispatcher:
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
         self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
         self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
+        self._full_at: float | None = None  # when the home's disk was seen full last
         self._was_cut_short = False  # the last pass: what it began with may not have been done for all jobs
 
     def tick(self) -> None:
@@ -123,6 +132,8 @@ class Dispatcher:
 
         Raises what SQLAlchemy does where the database cannot be used: then the next pass does what this one did not.
         """
+        if is_out_of_room(self._settings.home):  # noted first: the database may be on the same disk
+            self._full_at = self._clock()
         was_cut_short, self._was_cut_short = self._was_cut_short, True
         if self._lease.renew():
             self._forget()
@@ -197,16 +208,17 @@ class Dispatcher:
         # Asked before the journal is read: a runner that has ended by now wrote its outcome before.
         alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
         hangs = alive and self._is_silent(job)
-        lost = _HANGS if hangs else _LOST
+        lost = _HANGS if hangs else self._why_lost()
         if alive:  # whatever becomes of it, the journal is read
             self._guarded(about(job.id, job.attempt), self._tell_to_end, job)
         reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
+        records = reader.read_new()
         try:
             is_over = take_in(
                 self._database,
                 self._settings,
                 job,
-                reader.read_new(),
+                records,
                 lost=lost if hangs or not alive else None,
                 when_lost=functools.partial(resume, self._settings),
             )
@@ -216,9 +228,33 @@ class Dispatcher:
             is_over = True
         if is_over:
             self._await_end(job.id, job.attempt, 0.0 if hangs else _KILL_AFTER_S)
+            self._note_room_needed(job, records)
         else:
+            self._explain_room(job, why_it_waits_for_room(self._settings, job))
             # Not kept if anything above failed: what was not imported must be read again.
             self._readers[job.id] = reader
+
+    def _why_lost(self) -> str:
+        if self._full_at is not None and self._clock() - self._full_at <= _FULL_LATELY_S:
+            return (
+                f"the disk of {self._settings.home} was full, so that its runner could not go on, or tell how it ended"
+            )
+        return _LOST
+
+    def _note_room_needed(self, job: Job, records: Sequence[JournalRecord]) -> None:
+        """An attempt that found too little room on a disk tells how much the next one needs."""
+        for record in records:
+            if record.kind == OUTCOME and record.attempt == job.attempt and (room := record.data.get(ROOM)) is not None:
+                path, nbytes = room
+                self._queue.wait_for_room(job.id, Path(path), nbytes)
+
+    def _explain_room(self, job: Job, reason: str | None) -> None:
+        """Tell the owner of a job that is not queued that it waits for room, or waits no more."""
+        if reason is not None and job.waiting_reason is None:
+            self._queue.explain(job, reason)
+        elif reason is None and job.waiting_reason is not None:
+            with self._database.write() as session:
+                JobRepository(session).clear_waiting_reason(job.id, _ROOM_AGAIN, seen=job)
 
     def _end_unless_begun(self, job: Job) -> None:
         """A runner that was made, but whose dispatcher was killed before it told it to begin, would wait for ever."""
@@ -294,7 +330,8 @@ class Dispatcher:
     def _validate(self, job: Job) -> None:
         preparation = self._preparations.get(job.id)
         if preparation is None:
-            if self._preparations or is_out_of_room(self._settings.home):
+            self._explain_room(job, reason := room_reason(self._settings.home))
+            if self._preparations or reason is not None:
                 return  # one at a time: they take all cores
             hardware = measured_hardware(self._settings)
             order = preparation_order(self._settings, self._machinery, job, hardware, is_alone=self._queue.is_box_free)
@@ -308,7 +345,8 @@ class Dispatcher:
         except PreparationError as error:
             tell_warnings(self._database, job, preparation)
             self._drop_preparation(job.id)
-            if is_out_of_room(self._settings.home):
+            if (reason := room_reason(self._settings.home)) is not None:
+                self._explain_room(job, reason)
                 _LOG.warning("the disk is full, and the preparation begins anew: %s", error, extra=about(job.id))
                 return
             with self._database.write() as session:
@@ -351,8 +389,7 @@ class Dispatcher:
 
     def _carry_out(self, verdict: Verdict) -> None:
         job = verdict.job
-        if verdict.is_ready and is_out_of_room(self._settings.home):
-            reason = f"less than {LEAST_FREE_NBYTES >> 20} MiB are free on the disk of {self._settings.home}"
+        if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
             self._queue.explain(job, reason)
             return
         # One that was begun is seen to its end: other jobs wait for the planner.

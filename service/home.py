@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from windlass.service.cli_table import in_units
 from windlass.service.processes import ProcessId, find_process
 from windlass.service.reported_error import ReportedError
 from windlass.storage.room import is_for_want_of_room
@@ -83,7 +84,18 @@ def telling_of_disk(home: Path) -> Iterator[None]:
 
 def is_out_of_room(home: Path) -> bool:
     """Whether the home's disk is full, or as good as that."""
-    return shutil.disk_usage(home).free < LEAST_FREE_NBYTES
+    return room_reason(home) is not None
+
+
+def room_reason(home: Path) -> str | None:
+    """Why the jobs of a home wait where its disk is full, or as good as that; None where it has room."""
+    free_nbytes = shutil.disk_usage(home).free
+    return None if free_nbytes >= LEAST_FREE_NBYTES else needs_room(home, LEAST_FREE_NBYTES, free_nbytes)
+
+
+def needs_room(path: Path, needed_nbytes: int, free_nbytes: int) -> str:
+    """Why a job waits, in the words that the API, the CLI and the page show."""
+    return f"needs {in_units(needed_nbytes)} of room on the disk of {path}; {in_units(free_nbytes)} are free"
 
 
 class DispatcherLock:

@@ -5,9 +5,11 @@ import random
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from windlass.planner.hardware import GIB
 from windlass.service.box import BUFFERS, DEVICES, HOST_MEMORY, Box, Demand, demand_of
+from windlass.service.home import needs_room
 from windlass.service.job_plans import load_plan
 from windlass.service.job_specs import Machinery, plan_bounds
 from windlass.service.lease import Lease
@@ -16,6 +18,7 @@ from windlass.service.outcomes import in_words_to, last_fruitful_attempt
 from windlass.service.queue_policy import Decision, Holder, Queued, decide
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt
+from windlass.storage.room import directory_free_nbytes
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
@@ -32,7 +35,7 @@ _LONGEST_PAUSE_S = 300.0
 _LOOK_AGAIN_S = 5.0
 # For how long a reason stays whose numbers only have changed. Such a change is no event.
 _SAY_AGAIN_S = 60.0
-_AMOUNT = re.compile(r"[\d.]+ GiB")
+_AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class JobQueue:
         self._retries: dict[str, _Retry] = {}  # of jobs that were lost
         self._demands: dict[str, tuple[int, Demand]] = {}  # by the number of their plan
         self._said_at: dict[str, float] = {}  # of waiting jobs
+        self._rooms: dict[str, tuple[Path, int]] = {}  # of jobs whose attempt found too little: the disk, bytes
         self._seen: tuple[float, Collection[str], Box] | None = None
 
     def forget(self) -> None:
@@ -90,6 +94,14 @@ class JobQueue:
         self._retries.clear()
         self._demands.clear()
         self._said_at.clear()
+        self._rooms.clear()
+
+    def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
+        """Let a job wait until a disk has so much free: its attempt was lost, as it had less.
+
+        Where this is forgotten, the next attempt finds out again.
+        """
+        self._rooms[job_id] = (path, nbytes)
 
     def is_box_free(self) -> bool:
         """Whether no job runs here."""
@@ -107,10 +119,15 @@ class JobQueue:
         box = self._box({job.id for job in present})
         self._demands = {job.id: self._demand(job) for job in (*present, *queued)}
         pauses = {job.id: self._pause_before_retry(job) for job in queued}
+        lacks = {job.id: self._lacks_room(job.id) for job in queued}
         decisions = decide(
             box.has(self._machinery, [job.id for job in present]),
             [self._holder(job, box, job.id in leaving, highest=queued[0].priority) for job in present],
-            [self._in_queue(job, box, is_ready=pauses[job.id] is None) for job in queued if job.id not in leaving],
+            [
+                self._in_queue(job, box, is_ready=pauses[job.id] is None and lacks[job.id] is None)
+                for job in queued
+                if job.id not in leaving
+            ],
         )
         by_job = {decision.job_id: decision for decision in decisions}
         verdicts, there, num_before = list[Verdict](), list(present), 0
@@ -118,11 +135,13 @@ class JobQueue:
             decision, pause_s = by_job.get(job.id, Decision(job_id=job.id)), pauses[job.id]
             if job.id in leaving:
                 reason = f"the processes of attempt {job.attempt} have not ended yet"
+            elif (lack := lacks[job.id]) is not None:
+                reason = lack
             elif pause_s is not None:
                 reason = f"attempt {job.attempt} was lost; the next one begins about {pause_s:.0f} s later"
             else:
                 reason = "" if decision.begins else self._reason(job, decision, box, there, num_before)
-            is_ready = job.id not in leaving and pause_s is None
+            is_ready = job.id not in leaving and pause_s is None and lacks[job.id] is None
             if job.lease_holder == self._lease.holder:
                 verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
             if decision.begins:
@@ -235,8 +254,19 @@ class JobQueue:
             )
         return None if self._clock() >= retry.at else retry.pause_s
 
+    def _lacks_room(self, job_id: str) -> str | None:
+        """Why a job waits for room on the disk where its last attempt found too little; None once it is there."""
+        if job_id not in self._rooms:
+            return None
+        path, nbytes = self._rooms[job_id]
+        try:
+            free_nbytes = directory_free_nbytes(path)
+        except OSError:  # the folder is not there any more: the next attempt tells
+            return None
+        return needs_room(path, nbytes, free_nbytes) if free_nbytes < nbytes else None
+
     def _forget_all_but(self, queued: Collection[str]) -> None:
-        for remembered in (self._retries, self._said_at):
+        for remembered in (self._retries, self._said_at, self._rooms):
             for job_id in remembered.keys() - queued:
                 del remembered[job_id]
 

@@ -21,6 +21,7 @@ from windlass.service.context import Context, ContextDep
 from windlass.service.elsewhere import check_is_here, is_here
 from windlass.service.errors import ApiError
 from windlass.service.files import TRAINING_PURPOSE
+from windlass.service.full_disk import why_it_waits_for_room
 from windlass.service.home import node_of
 from windlass.service.hyperparameters import JobSettings
 from windlass.service.job_plans import has_plan
@@ -242,6 +243,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
             last_metrics.get(job.id),
             rated_nbytes if rated_nbytes and is_here(context.settings, job) else (),
             has_plan=has_plan(context.settings, job),
+            room_reason=why_it_waits_for_room(context.settings, job),
         )
         for job in rows
     ]

@@ -213,8 +213,12 @@ class JobObject(BaseModel):
         ssd_endurance_nbytes: Sequence[float] = (),
         *,
         has_plan: bool = False,
+        room_reason: str | None = None,
     ) -> "JobObject":
-        """What clients see of a row, the metrics of the last step, and their meaning for SSDs of these ratings."""
+        """What clients see of a row, the metrics of the last step, and their meaning for SSDs of these ratings.
+
+        `room_reason`: why the job waits for room on a disk, which the database on that disk may not know.
+        """
         if job.hyperparameters is None:
             hyperparameters = JobHyperparameters(**job.method["supervised"]["hyperparameters"])
         else:
@@ -250,7 +254,7 @@ class JobObject(BaseModel):
                 step=job.step,
                 total_steps=job.total_steps,
                 started_at=_seconds(job.started_at),
-                waiting_reason=job.waiting_reason,
+                waiting_reason=room_reason or job.waiting_reason,
                 cancel_requested=job.cancel_requested,
                 has_plan=has_plan,
                 last_metrics=last_metrics,

@@ -30,6 +30,15 @@ class NotEnoughRoom(RuntimeError):
         )
 
 
+class DiskFull(NotEnoughRoom):
+    """The file system of `path` has less than `needed_nbytes` free; once it has, the same may be tried again."""
+
+    @property
+    def directory(self) -> str:
+        """The directory whose free bytes were counted."""
+        return self.path
+
+
 def is_for_want_of_room(error: BaseException | None) -> bool:
     """Whether a full disk or a quota is what made this fail, or what it was raised from: it may pass."""
     while error is not None:
@@ -84,12 +93,12 @@ def require_disk_room(what: str, directory: Path, nbytes: int) -> None:
     """Refuse what does not fit on the disk of `directory`.
 
     Raises:
-        NotEnoughRoom: with the bytes needed and free.
+        DiskFull: with the bytes needed and free.
     """
     free = directory_free_nbytes(directory)
     if nbytes > free:
         advice = "delete files there, or choose a directory on a larger disk"
-        raise NotEnoughRoom(what, str(directory), nbytes, free, advice)
+        raise DiskFull(what, str(directory), nbytes, free, advice)
 
 
 def arena_room_nbytes(directory: Path) -> int:

@@ -304,6 +304,14 @@ class JobRepository:
             self._update(job, ACTIVE_STATUSES, fence, {"waiting_reason": reason})
             self._event(job, f"Waiting: {reason}", "info", {"waiting_reason": reason})
 
+    def clear_waiting_reason(self, job_id: str, message: str, *, seen: Job) -> None:
+        """Note, with an event, that a job waits no more; StatusConflict as `set_fields`."""
+        fence = _fence(seen)
+        job = self.get(job_id)
+        if job.waiting_reason is not None:
+            self._update(job, ACTIVE_STATUSES, fence, {"waiting_reason": None})
+            self._event(job, message, "info", {})
+
     def ask_to_yield(self, job_id: str, to: str, *, message: str, seen: Job) -> None:
         """Note that a running job's attempt is to end for another job; StatusConflict if it does not run, or as
         `transition`.

@@ -10,7 +10,7 @@ const PAGE_SIZE = 50;
 const RETRY_MS = 1000;
 const RENDER_DELAY_MS = 80;
 const AWAY_AFTER_MS = 2500;
-const LOOK_MS = 5000; // for jobs that were deleted, of which no event tells
+const LOOK_MS = 5000; // for what no event tells of: jobs that were deleted, or wait for room on a full disk
 const ROUTE = /^#\/jobs\/([^/]+)$/;
 
 const jobs = new Jobs();
@@ -87,11 +87,16 @@ function forget(id) {
   if (id === detail.id) detail.show(id); // and is told that it is gone
 }
 
-async function dropDeleted() {
+async function lookForChangesWithoutEvents() {
   if (!hasStarted || document.hidden) return;
   const known = jobs.ids();
   const page = await api.listJobs(PAGE_SIZE).catch(() => null);
   for (const id of page ? missingFrom(page, known) : []) readAgain(id);
+  // A job on a full disk waits without an event: there is no room to write one.
+  for (const job of page?.data ?? []) {
+    const reason = jobs.get(job.id)?.job.windlass.waiting_reason;
+    if (reason !== undefined && reason !== job.windlass.waiting_reason) readAgain(job.id);
+  }
 }
 
 function setConnection(state) {
@@ -287,6 +292,6 @@ document.querySelector(".skip").addEventListener("click", skipToDetail);
 addEventListener("hashchange", onRoute);
 // The time that is left runs down between steps.
 setInterval(() => jobs.list().some(({ job }) => !TERMINAL.has(job.status)) && renderSoon(), 1000);
-setInterval(dropDeleted, LOOK_MS);
+setInterval(lookForChangesWithoutEvents, LOOK_MS);
 setConnection("connecting");
 start();

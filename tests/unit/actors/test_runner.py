@@ -92,6 +92,33 @@ def test_the_end_is_told_when_there_is_room_for_it(
         assert len(tries) == 1
 
 
+def test_a_runner_that_waits_for_room_gives_no_sign_of_life(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the service can tell it from one that trains: nothing could be written on the full disk."""
+    signs: list[bool] = []
+
+    def append_outcome(self: Journal, *arguments: object, **data: object) -> None:
+        signs.append(runner._waits_for_room)
+        if len(signs) < 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Journal, "append_outcome", append_outcome)
+    monkeypatch.setattr(deploy, "_ROOM_TRY_S", 0.0)
+    assert deploy._ROOM_DEADLINE_S < 60, "a runner that is silent for longer is taken to hang"
+    runner._tell_end(INTERRUPTED, "the disk is full")
+    assert signs == [False, True]
+    pulses: list[int] = []
+    monkeypatch.setattr(deploy, "tell_alive", lambda *_: bool(pulses.append(1)))
+
+    def wake(_: float) -> None:
+        runner._waits_for_room = False
+
+    monkeypatch.setattr(deploy.time, "sleep", wake)
+    runner._pulse()
+    assert pulses == [1]
+
+
 def test_what_is_told_before_there_is_a_scheduler_reaches_it_in_order(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

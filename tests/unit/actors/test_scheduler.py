@@ -29,9 +29,10 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy.ordering import Ordering, QueueOrder
-from windlass.actors.scheduler import INTERRUPTED, PAUSED, ActorLostError, JobFailedError
+from windlass.actors.scheduler import INTERRUPTED, PAUSED, ROOM, ActorLostError, JobFailedError
 from windlass.planner.plan import Placement
 from windlass.storage.ids import ActorName, Attempt, Kernel, Step
+from windlass.storage.room import DiskFull, require_disk_room
 
 
 class Clock:
@@ -292,6 +293,18 @@ def test_what_is_broken_explains_who_waits(stage: Stage, kind: FailureKind, stat
     outcome = stalled_by(stage, failure("gpu-0", "no params came", FailureKind.STALLED), broken)
     assert outcome["status"] == status
     assert outcome["error"] == {"code": code, "message": "ssd-1: the disk is broken", "param": None}
+
+
+def test_the_outcome_of_an_attempt_that_found_too_little_room_names_disk_and_bytes(
+    stage: Stage, tmp_path: Path
+) -> None:
+    with pytest.raises(DiskFull) as raised:
+        require_disk_room("the exported model", tmp_path, 1 << 60)
+    told = failure("gpu-0", "")
+    outcome = stalled_by(stage, ActorFailed.of(raised.value, actor=told.actor, about=told))
+    assert (outcome["status"], outcome[ROOM]) == (INTERRUPTED, [str(tmp_path), 1 << 60])
+    last = journal_of(stage.spec)[-1]
+    assert (last.kind, last.data[ROOM]) == ("outcome", [str(tmp_path), 1 << 60])
 
 
 def test_a_scheduler_that_waits_for_nothing_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,31 @@
 """What the service does while a disk is full: it waits, or says so in one line."""
 
+import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 
+from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
-from windlass.service import dispatcher as dispatcher_module
+from windlass.actors.scheduler import INTERRUPTED
+from windlass.service import cli_jobs
+from windlass.service import home as home_module
 from windlass.service.cli_errors import reported
+from windlass.service.client import ServiceClient
 from windlass.service.home import HomeError, HomeLock, find_serving, is_out_of_room, node_of, telling_of_disk
 from windlass.service.preparation import PreparationError
 from windlass.service.ray_cluster import RayCluster
+from windlass.service.settings import Settings
 from windlass.service.supervisor import Child
 from windlass.storage.sql.files import FileRepository
+from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.statuses import JobStatus
 
 
@@ -24,8 +33,131 @@ from windlass.storage.sql.statuses import JobStatus
 def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the home's disk is."""
     is_full = [True]
-    monkeypatch.setattr(dispatcher_module, "is_out_of_room", lambda home: is_full[0])
+    free = {True: 3 << 20, False: 1 << 30}
+    monkeypatch.setattr(home_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[is_full[0]]))
     return is_full
+
+
+def _reason(stage: Stage) -> str:
+    return f"needs 64.0 MiB of room on the disk of {stage.settings.home}; 3.0 MiB are free"
+
+
+def _stop_pulse(stage: Stage, job_id: str) -> None:
+    """The runner gives no sign of life, as where it waits for room for its outcome, or is gone."""
+    os.utime(stage.settings.jobs_dir / job_id / f"attempt-{stage.job(job_id).attempt}.lock", (0, 0))
+
+
+def test_a_running_job_whose_attempt_waits_for_room_says_so_until_there_is_some(stage: Stage, full: list[bool]) -> None:
+    full[0] = False
+    job_id, _ = stage.run()
+    full[0] = True
+    stage.tick()
+    assert stage.job(job_id).waiting_reason is None  # it still trains
+    _stop_pulse(stage, job_id)
+    stage.tick(3)
+    job = stage.job(job_id)
+    assert (job.status, job.waiting_reason) == (JobStatus.RUNNING, _reason(stage))
+    assert stage.messages(job_id)[-1] == f"Waiting: {_reason(stage)}"
+    full[0] = False
+    stage.tick(2)
+    assert (stage.status(job_id), stage.job(job_id).waiting_reason) == (JobStatus.RUNNING, None)
+    assert [message for message in stage.messages(job_id) if "oom on the disk" in message] == [
+        f"Waiting: {_reason(stage)}",
+        "There is room on the disk again",
+    ]
+
+
+def test_an_attempt_that_ends_without_room_for_an_outcome_is_told_to_have_died_of_the_full_disk(
+    stage: Stage, full: list[bool]
+) -> None:
+    full[0] = False
+    job_id, journal = stage.run()
+    journal.append("metrics", "Step 1", step=1, total_steps=4, train_loss=1.0)
+    journal.close()
+    stage.tick()
+    full[0] = True
+    _stop_pulse(stage, job_id)
+    stage.tick()
+    stage.end_runner(job_id)
+    stage.tick(2)
+    job = stage.job(job_id)
+    assert (job.status, job.waiting_reason) == (JobStatus.QUEUED, _reason(stage))
+    told = [message for message in stage.messages(job_id) if "was lost" in message]
+    assert told == [
+        f"Attempt 1 was lost: the disk of {stage.settings.home} was full, so that its runner could not go on, or tell "
+        "how it ended; going on from the last committed step"
+    ]
+    full[0] = False
+    stage.tick()
+    job = stage.job(job_id)
+    assert (job.status, job.attempt, job.waiting_reason) == (JobStatus.RUNNING, 2, None)
+    assert stage.messages(job_id)[-1] == "Attempt 2 started"
+
+
+def test_an_attempt_that_is_lost_long_after_the_disk_was_full_did_not_die_of_that(
+    stage: Stage, full: list[bool]
+) -> None:
+    full[0] = False
+    job_id, _ = stage.run()
+    full[0] = True
+    stage.tick()
+    full[0] = False
+    stage.now += 31
+    stage.end_runner(job_id)
+    stage.tick()
+    assert "killed for lack of memory, by hand" in next(each for each in stage.messages(job_id) if "was lost" in each)
+
+
+def test_the_api_and_the_cli_tell_that_a_job_waits_for_room_where_its_database_cannot(
+    tmp_path: Path, full: list[bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full[0] = False
+    settings = Settings(home=tmp_path, port=8642)
+    make_model(settings.models_dir / "tiny")
+    with serve(settings) as client:
+        file_id = upload(client)
+        made = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id}).json()
+        with context_of(client).database.write() as session:
+            jobs = JobRepository(session)
+            jobs.transition(made["id"], JobStatus.VALIDATING_FILES, JobStatus.QUEUED, message="")
+            jobs.transition(made["id"], JobStatus.QUEUED, JobStatus.RUNNING, message="", attempt=1)
+        service = ServiceClient(settings.base_url)
+        service._http.close()
+        service._http = client
+        monkeypatch.setattr(cli_jobs, "open_client", lambda _: contextlib.nullcontext(service))
+        assert service.job(made["id"])["windlass"]["waiting_reason"] is None
+        cli_jobs.jobs(tmp_path)
+        assert "waiting for" not in capsys.readouterr().out
+        full[0] = True
+        reason = f"needs 64.0 MiB of room on the disk of {tmp_path}; 3.0 MiB are free"
+        job = service.job(made["id"])
+        assert (job["status"], job["windlass"]["waiting_reason"]) == ("running", reason)
+        cli_jobs.jobs(tmp_path)
+        assert capsys.readouterr().out.splitlines()[1].endswith(reason)
+        cli_jobs.show(made["id"], tmp_path)
+        assert re.search(rf"^waiting for +{re.escape(reason)}$", capsys.readouterr().out, re.MULTILINE)
+        with context_of(client).database.write() as session:
+            JobRepository(session).transition(made["id"], JobStatus.RUNNING, JobStatus.CANCELLED, message="")
+        assert service.job(made["id"])["windlass"]["waiting_reason"] is None
+
+
+def test_a_job_whose_model_found_no_room_waits_for_as_much_as_it_needs(stage: Stage, tmp_path: Path) -> None:
+    job_id, journal = stage.run()
+    journal.append("metrics", "Step 1", step=1, total_steps=4, train_loss=1.0)
+    error = {"code": "process_lost", "message": "gpu-0: DiskFull: not enough room", "param": None}
+    journal.append_outcome(INTERRUPTED, "not enough room", error, room=[str(tmp_path), 5 << 60])
+    journal.close()
+    stage.end_runner(job_id)
+    stage.tick(2)
+    stage.now += 1000
+    stage.tick()
+    job = stage.job(job_id)
+    assert (job.status, job.attempt) == (JobStatus.QUEUED, 1)
+    assert job.waiting_reason is not None
+    assert job.waiting_reason.startswith(f"needs 5120 PiB of room on the disk of {tmp_path}; ")
+    stage.dispatcher._queue.wait_for_room(job_id, tmp_path, 1)
+    stage.tick()
+    assert (stage.status(job_id), stage.job(job_id).waiting_reason) == (JobStatus.RUNNING, None)
 
 
 def test_a_job_waits_for_room_and_says_so(stage: Stage, full: list[bool]) -> None:
@@ -37,7 +169,8 @@ def test_a_job_waits_for_room_and_says_so(stage: Stage, full: list[bool]) -> Non
     stage.tick(3)
     job = stage.job(job_id)
     assert (job.status, job.attempt) == (JobStatus.QUEUED, 0)
-    assert job.waiting_reason == f"less than 64 MiB are free on the disk of {stage.settings.home}"
+    assert job.waiting_reason == _reason(stage)
+    assert stage.messages(job_id)[-1] == f"Waiting: {_reason(stage)}"
     full[0] = False
     stage.tick()
     assert stage.status(job_id) is JobStatus.RUNNING
@@ -47,12 +180,16 @@ def test_a_preparation_that_fails_on_a_full_disk_begins_anew(stage: Stage, full:
     job_id = stage.submit()
     stage.tick()
     assert stage.preparations == []
+    assert stage.job(job_id).waiting_reason == _reason(stage)
     full[0] = False
     stage.tick()
+    assert stage.job(job_id).waiting_reason is None
+    assert stage.messages(job_id)[-1] == "There is room on the disk again"
     stage.preparations[0].ending = PreparationError("prepare_data_failed", "exit code 1, and no result")
     full[0] = True
     stage.tick(2)
     assert (stage.status(job_id), len(stage.preparations)) == (JobStatus.VALIDATING_FILES, 1)
+    assert stage.job(job_id).waiting_reason == _reason(stage)
     full[0] = False
     stage.tick()
     stage.preparations[1].ending = PREPARED
