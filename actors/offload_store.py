@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -215,8 +214,18 @@ def _delete_leftovers(directory: Path, volume: Volume) -> None:
             continue
         path = _lock_path(directory, job)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            TensorStore.delete(volume, job)
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
+        try:
+            if _try_lock(descriptor):
+                TensorStore.delete(volume, job)
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Takes a file's lock; False where another process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

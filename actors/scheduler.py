@@ -215,13 +215,20 @@ class Scheduler:
             if self.pipeline.committed >= 0 and self._checkpoints.is_time(time.monotonic()):
                 self._checkpoints.time_has_come(step := self.pipeline.next_open_commit)
                 self.pipeline.checkpoint_after(step)
-            with contextlib.suppress(queue.Empty):
-                self._take(self._events.get(timeout=_TICK_S))
+            if (event := self._next_event(_TICK_S)) is not None:
+                self._take(event)
             if time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + _TICK_S
                 if self._check_actors is not None:
                     self._check_actors()
                 self._check_deadlines()
+
+    def _next_event(self, timeout_s: float) -> Message | None:
+        """Waits for an event; None where none came in time."""
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     @property
     def _is_to_stop(self) -> bool:
@@ -247,12 +254,11 @@ class Scheduler:
         """Who waits for somebody who waits in vain as well may tell first: what others tell soon after counts too."""
         until_s = time.monotonic() + _EXPLANATION_TICKS * _TICK_S
         while (left_s := until_s - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                event = self._events.get(timeout=left_s)
-                if isinstance(event, ActorFailed):
-                    if event.kind is not FailureKind.STALLED:
-                        self._fail(event)
-                    told.setdefault(event.actor, f"{event.actor}: {event.error}")
+            event = self._next_event(left_s)
+            if isinstance(event, ActorFailed):
+                if event.kind is not FailureKind.STALLED:
+                    self._fail(event)
+                told.setdefault(event.actor, f"{event.actor}: {event.error}")
         late = self.pipeline.waits.most_silent(time.monotonic())
         if late is not None and not {late.actor, SCHEDULER} & told.keys():
             told[SCHEDULER] = f"{late.actor} has not finished {late.what} yet"

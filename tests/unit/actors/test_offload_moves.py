@@ -22,6 +22,9 @@ from tests.unit.actors.offload_models import (
     offloaded,
     seeded,
 )
+from tests.unit.storage.stores import make_geometry, new_store, open_volume
+from windlass.storage.ids import JobId
+from windlass.storage.tensor_store import TensorStore
 from windlass.storage.volume import Volume
 
 
@@ -155,6 +158,22 @@ def _die_offloaded(directory: Path) -> None:
     with offloaded(seeded(Gpt), directory) as (model, optimizer):
         one_step(model, optimizer)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_offload_where_leftovers_cannot_be_deleted_raises_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a lock that another process holds is a reason to leave states where they are."""
+    (tmp_path / "ssd0").mkdir()
+    volume = open_volume(tmp_path / "ssd0")
+    new_store(volume, make_geometry(JobId("offload-1-0")))
+    volume.close()
+
+    def fail(volume: Volume, job: JobId) -> None:
+        raise BlockingIOError(f"{job} cannot be deleted now")
+
+    monkeypatch.setattr(TensorStore, "delete", fail)
+    optimizer = offloaded(seeded(Gpt), tmp_path, num_ssds=1)
+    with pytest.raises(BlockingIOError, match="offload-1-0 cannot be deleted now"), optimizer:
+        pass
 
 
 def test_what_a_killed_process_left_goes_with_the_next_use(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import math
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,20 @@ def test_a_job_from_its_first_message_to_its_outcome(tmp_path: Path) -> None:
     metrics = {"train_loss": 3.0, "train_mean_token_accuracy": 0.4, "valid_mean_token_accuracy": 0.4}
     metrics |= {"valid_loss": 3.0, "full_valid_loss": 3.0}
     assert checkpoints[-1]["metrics"] == {"step": 4, **metrics}
+
+
+@pytest.mark.parametrize("kind", [ComputeBlock, UpdateBlock, CommitStore, ExportModel])
+def test_scheduler_where_handling_raises_queue_empty_ends_with_it(kind: type[Message], tmp_path: Path) -> None:
+    """Only the wait for an event may end with an empty queue; the same error from anywhere else is a defect's."""
+    stage = Stage(tmp_path, deadline_s=0.2)
+
+    def fail(message: Message) -> None:
+        if isinstance(message, kind):
+            raise queue.Empty
+
+    stage.before = fail
+    with pytest.raises(queue.Empty):
+        stage.scheduler.run()
 
 
 def test_nobody_waits_for_what_people_are_told(stage: Stage) -> None:
