@@ -14,6 +14,7 @@ from windlass.actors.offload_params import ParamFeed
 from windlass.actors.offload_settings import Hyper, OffloadSettings, OffloadStatistics, plan_offload
 from windlass.actors.offload_store import OffloadStore
 from windlass.actors.offload_updates import BlockUpdate, Kernels, LayerUpdates, Run
+from windlass.actors.policy.clipping import clip_scale
 from windlass.engine.device import Device
 from windlass.engine.grad_buffer import GradBuffer
 from windlass.engine.partition import choose_chunk_numel
@@ -131,7 +132,7 @@ class OffloadEngine:
         norm, scale = None, 1.0
         if self.settings.clip_norm is not None:
             norm = math.sqrt(self._updates.squared_norm() + self._outside.squared_norm())
-            scale = min(1.0, self.settings.clip_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+            scale = clip_scale(self.settings.clip_norm, norm)
         pending = [block for block in self.blocks if block.index in self._touched and block.index not in self._begun]
         if pending:
             self._updates.await_grads()

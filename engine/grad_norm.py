@@ -19,8 +19,9 @@ _SERIAL_NUMEL = 2**14
 def squared_norm(grad: torch.Tensor) -> torch.Tensor:
     """The sum of squares of a flat tensor (bf16, fp16, fp32): fp64, 0-dim, on its device; finite if all elements are.
 
-    And only if they are. The same bits for the same tensor, with any number of threads. Takes 2 MiB and 13 bytes per
-    1024 elements beside it. Squares below 1e-38 may count as zero. On a GPU nothing waits for the result.
+    It is NaN if any element is, else infinite if any is. The same bits for the same tensor, with any number of threads.
+    Takes 2 MiB and 13 bytes per 1024 elements beside it. Squares below 1e-38 may count as zero. On a GPU nothing waits
+    for the result.
     """
     if grad.device.type != "cpu":
         norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
@@ -37,6 +38,8 @@ def squared_norm(grad: torch.Tensor) -> torch.Tensor:
         ):
             _row_norms(scratch[: block.numel()].copy_(block), norms_of_block)
     squares = norms.to(torch.float64).square()
+    if squares.isnan().any():  # also where a row before it holds an infinity
+        return torch.full((), torch.nan, dtype=torch.float64)
     for row in (~torch.isfinite(norms)).nonzero().flatten().tolist():
         squares[row] = grad[row * _ROW_NUMEL : (row + 1) * _ROW_NUMEL].to(torch.float64).square().sum()
         if not torch.isfinite(squares[row]):

@@ -33,6 +33,7 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateBlock,
 )
+from windlass.actors.policy.clipping import clip_scale
 from windlass.actors.policy.commits import Commits
 from windlass.actors.policy.ordering import BlockQueue
 from windlass.actors.policy.shape import JobShape, Operation, program
@@ -238,8 +239,7 @@ class Pipeline:
             updates.trainer_state = self._trainer_state(step)
             return [self._drop(step, block, chunks) for block, chunks in kept.items()]
         if self.shape.clip_norm is not None:
-            # As torch.nn.utils.clip_grad_norm_ has it.
-            updates.grad_scale *= min(self.shape.clip_norm / (norm + 1e-6), 1.0)
+            updates.grad_scale *= clip_scale(self.shape.clip_norm, norm)
         for block, chunks in kept.items():
             self._queue_update(step, block, chunks)
         return []

@@ -135,21 +135,22 @@ class PlainAdam:
 
     def step(self) -> None:
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        scale = 1.0
         if self.clip_norm is not None:
-            self.grad_norm = float(sum(squared_norm(param.grad.reshape(-1)) for param in params)) ** 0.5
-            scale = min(1.0, self.clip_norm / (self.grad_norm + 1e-6))
+            # The fp64 norm: where a gradient is rounding noise alone, Adam makes a bit of its scale a large difference.
+            norm = torch.sqrt(sum(squared_norm(param.grad.reshape(-1)) for param in params))
+            nn.utils.clip_grads_with_norm_(params, self.clip_norm, norm)
+            self.grad_norm = float(norm)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group, scale)
+                    self._update(param, group)
 
     def zero_grad(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
 
-    def _update(self, param: nn.Parameter, group: dict[str, Any], scale: float) -> None:
+    def _update(self, param: nn.Parameter, group: dict[str, Any]) -> None:
         is_fp32 = param.dtype is torch.float32
         flat = param.detach().view(-1)
         if param not in self._states:
@@ -172,9 +173,7 @@ class PlainAdam:
             param_dtype=None if is_fp32 else param.dtype,
             state_precision=StatePrecision.FP32,
             kernel=Kernel.FUSED,
-        ).update(
-            states, learning_rate=group["lr"], step=self._steps[param], grad_scale=scale, decay_numel=param.numel()
-        )
+        ).update(states, learning_rate=group["lr"], step=self._steps[param], grad_scale=1.0, decay_numel=param.numel())
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

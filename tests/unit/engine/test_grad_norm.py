@@ -38,6 +38,16 @@ def test_one_element_that_is_not_finite_shows(dtype: torch.dtype, place: int, ba
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("places", [(0, 1), (5, 5000), (5000, 5), (2**19 + 5, 17)])
+def test_squared_norm_of_infinity_and_nan_is_nan(dtype: torch.dtype, places: tuple[int, int]) -> None:
+    grad = torch.ones(2**19 + 4097, dtype=dtype)
+    grad[places[0]] = -torch.inf
+    assert squared_norm(grad).item() == torch.inf
+    grad[places[1]] = torch.nan
+    assert squared_norm(grad).isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_threads_change_no_bit(dtype: torch.dtype) -> None:
     grad = torch.randn(2**21 + 4097, generator=torch.Generator().manual_seed(0)).to(dtype)
     results = []
