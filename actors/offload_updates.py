@@ -14,6 +14,7 @@ import torch
 
 from windlass.actors.offload_params import ParamFeed
 from windlass.actors.offload_store import OffloadStore
+from windlass.actors.policy.folding import fold
 from windlass.engine.device import Device
 from windlass.engine.formats import TORCH_DTYPE, state_dtype
 from windlass.engine.grad_norm import squared_norm
@@ -177,10 +178,11 @@ class LayerUpdates:
         self._await(lambda: self._num_offloading == 0, "gradients to leave the device")
 
     def squared_norm(self) -> float:
-        """Of all gradients in host memory; waits for those on their way."""
+        """Of all gradients in host memory, added blocks last to first; waits for those on their way."""
         self.await_grads()
         with self._changed:
-            return sum(self._squares.values())
+            keys = sorted(self._squares, key=lambda key: (-key.block, key.chunk))
+            return fold(self._squares[key] for key in keys)
 
     def drop_grads(self) -> None:
         """Gradients in host memory, for which no update has begun, are not needed."""

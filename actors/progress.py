@@ -25,6 +25,7 @@ from windlass.actors.messages import (
     SpansTold,
     StoreCommitted,
 )
+from windlass.actors.policy.folding import fold
 from windlass.actors.policy.pipeline import StepEnd
 from windlass.actors.policy.shape import JobShape
 from windlass.actors.policy.waits import UnexpectedEventError
@@ -45,16 +46,6 @@ _CHECKPOINT_METRICS = (
     "full_valid_loss",
     "valid_mean_token_accuracy",
 )
-
-
-@dataclass(slots=True)
-class _Losses:
-    """Sums over the groups of one evaluation."""
-
-    loss_sum: float = 0.0
-    num_targets: int = 0
-    num_correct: int = 0
-    num_groups: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +118,7 @@ class Progress:
         self._num_tokens = 0  # trained on in all steps that are over
         self.trained_tokens = 0  # in those that were told of
         self._told = initial_step or 0
-        self._losses: dict[int, LossComputed] = {}
+        self._losses: dict[int, LossComputed] = {}  # of each step: over its groups up to the last one known
         self._has_loss = False  # of the head that will be told of next
         self._num_heads = 0  # of a step's groups of micro-batches, since the last loss
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps that are over and not told of
@@ -136,7 +127,7 @@ class Progress:
         self._kernels: set[str] = set()  # that this job's attempts were given
         self._model_kernels: list[str] = []  # the same in all attempts
         self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
-        self._evaluations: dict[int, _Losses] = {}
+        self._evaluations: dict[int, dict[int, LossComputed]] = {}  # of each step, by group
         self._last_metrics: dict[str, Any] = {}  # of the last step that was told of
         self._evaluation: dict[str, Any] = {"step": 0}  # the last one
         self._timeline = Timeline(
@@ -323,23 +314,29 @@ class Progress:
         if event.phase is Phase.HEAD:  # where it is not finite, neither are the gradients
             if not math.isfinite(event.loss_sum):
                 self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
-            self._losses[event.step] = event
+            known = self._losses.get(event.step)
+            if known is None or known.group < event.group:
+                self._losses[event.step] = event
             return
-        sums = self._evaluations.setdefault(event.step, _Losses())
-        sums.loss_sum += event.loss_sum
-        sums.num_targets += event.num_targets
-        sums.num_correct += event.num_correct
-        sums.num_groups += 1
-        if sums.num_groups < self._shape.num_evaluation_groups:
+        groups = self._evaluations.setdefault(event.step, {})
+        if event.group in groups:
+            raise UnexpectedEventError(
+                f"{self._shape.gpu_worker} told the loss of group {event.group} in the evaluation of step {event.step} "
+                "a second time"
+            )
+        groups[event.group] = event
+        if len(groups) < self._shape.num_evaluation_groups:
             return
         del self._evaluations[event.step]
-        loss = _finite(sums.loss_sum / sums.num_targets)
+        in_order = [groups[group] for group in sorted(groups)]
+        num_targets = sum(each.num_targets for each in in_order)
+        loss = _finite(fold(each.loss_sum for each in in_order) / num_targets)
         data: dict[str, Any] = {
             "step": event.step,
             "total_steps": self._shape.total_steps,
             "valid_loss": loss,
             "full_valid_loss": loss,
-            "valid_mean_token_accuracy": sums.num_correct / sums.num_targets,
+            "valid_mean_token_accuracy": sum(each.num_correct for each in in_order) / num_targets,
         }
         message = f"Step {event.step}: validation loss={_in_words(loss)}"
         self._journal.append("metrics", message, **data)

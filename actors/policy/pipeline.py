@@ -35,6 +35,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy.clipping import clip_scale
 from windlass.actors.policy.commits import Commits
+from windlass.actors.policy.folding import fold
 from windlass.actors.policy.ordering import BlockQueue
 from windlass.actors.policy.shape import JobShape, Operation, program
 from windlass.actors.policy.trainer import StepResult, Trainer
@@ -51,8 +52,7 @@ class _StepUpdates:
     """How far the updates of one step are."""
 
     loss_scale: float
-    grad_sq_sum: float = 0.0
-    num_backward_done: int = 0
+    grad_sq_sums: dict[BlockIndex, float] = field(default_factory=dict)  # of blocks whose gradient is known
     num_at_rest: int = 0  # gradients that lie where they are kept until the update
     kept: dict[BlockIndex, tuple[GradChunk, ...]] = field(default_factory=dict)  # until all gradients are known
     result: StepResult | None = None  # None: not all gradients are known
@@ -202,15 +202,14 @@ class Pipeline:
     def _on_backward_done(self, event: BlockBackwardDone) -> list[Instruction]:
         self.waits.settle("gradient", event.step, event.block, self.shape.gpu_worker)
         updates = self._steps[event.step]
-        updates.num_backward_done += 1
-        updates.grad_sq_sum += event.grad_sq_sum
+        updates.grad_sq_sums[event.block] = event.grad_sq_sum
         if not self.shape.keeps_grads:
             self._check_active(event)
         if event.block in self.shape.device_blocks:
             self._keep(event.step, event.block, ())
         else:
             self._to_offload.push(event.step, event.block)
-        if updates.num_backward_done < self.shape.num_blocks:
+        if len(updates.grad_sq_sums) < self.shape.num_blocks:
             return []
         return self._on_all_gradients(event.step, updates)
 
@@ -223,10 +222,12 @@ class Pipeline:
 
     def _on_all_gradients(self, step: Step, updates: _StepUpdates) -> list[Instruction]:
         """Decides what becomes of a step. Where gradients are not kept, they are finite, and its updates have begun."""
-        is_finite = math.isfinite(updates.grad_sq_sum)
+        # Blocks last to first, as the backward pass of one worker tells them: any order gives the bits of that one.
+        grad_sq_sum = fold(updates.grad_sq_sums[BlockIndex(block)] for block in reversed(range(self.shape.num_blocks)))
+        is_finite = math.isfinite(grad_sq_sum)
         if self.shape.keeps_grads:
             self._end_step(updates, StepResult.UPDATED if is_finite else StepResult.SKIPPED)
-        norm = math.sqrt(updates.grad_sq_sum) / updates.loss_scale if is_finite else math.nan
+        norm = math.sqrt(grad_sq_sum) / updates.loss_scale if is_finite else math.nan
         num_skipped = step - self.trainer.num_updates
         self.ends[step] = StepEnd(grad_norm=norm, loss_scale=updates.loss_scale, num_skipped=num_skipped)
         kept, updates.kept = updates.kept, {}

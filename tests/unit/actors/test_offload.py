@@ -1,6 +1,7 @@
 """Offloaded training is plain PyTorch's: losses and weights, bit for bit where the update's kernel is the same."""
 
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +124,21 @@ def test_clipping(loss_of: Loss, host_memory_gib: float | None, num_host_layers:
         assert losses == pytest.approx(expected, rel=1e-5)
         for key, value in model.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-4, atol=1e-6)
+
+
+def test_squared_norm_of_gradients_that_came_in_any_order_has_the_same_bits(tmp_path: Path) -> None:
+    with offloaded(seeded(Gpt), tmp_path, clip_norm=0.05) as (model, optimizer):
+        gpt_loss(model, 0).backward()
+        updates = optimizer._engine._updates
+        expected, squares = updates.squared_norm(), dict(updates._squares)
+        found, plain_sums = set(), set()
+        for seed in range(30):
+            order = random.Random(seed).sample(sorted(squares), len(squares))
+            updates._squares = {key: squares[key] for key in order}
+            found.add(updates.squared_norm())
+            plain_sums.add(sum(updates._squares.values()))
+        assert len(plain_sums) > 1  # the order matters to a sum
+        assert found == {expected}
 
 
 @pytest.mark.parametrize("declared", [3, 1000], ids=["declared", "more declared than done"])

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.unit.actors.policy.jobs import GPU, JOB, grad_chunks, make_shape
 from tests.unit.actors.policy.world import World, deliver_all_but, sent
@@ -31,7 +33,7 @@ from windlass.actors.messages import (
 from windlass.actors.policy.ordering import QueueOrder
 from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
 from windlass.actors.policy.trainer import Trainer
-from windlass.actors.policy.waits import DeadlineMissedError, UnexpectedEventError
+from windlass.actors.policy.waits import DeadlineMissedError, Instruction, UnexpectedEventError
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 STEP, BLOCK = Step(1), BlockIndex(2)
@@ -180,6 +182,33 @@ def test_the_clipping_factor_is_torchs(size: float, scales_loss: bool) -> None:
     for scale in scales:
         torch.testing.assert_close(parameters[0].grad, grads[0] * loss_scale * scale, rtol=1e-12, atol=0)
     torch.testing.assert_close(pipeline.ends[1].grad_norm, float(norm), rtol=1e-12, atol=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(order=st.permutations(range(6)), sq_sums=st.lists(st.floats(1e-8, 1e8), min_size=6, max_size=6))
+@example(order=[0, 1, 2, 3, 4, 5], sq_sums=[1.0, 0.7, 1e-3, 3e5, 0.1, 1e16])
+def test_pipeline_with_squared_norms_in_any_order_gives_the_bits_of_one_worker(
+    order: list[int], sq_sums: list[float]
+) -> None:
+    """One worker tells them last to first, and each is added as it comes."""
+    shape = make_shape(chunks_per_block=(1,) * 6, clip_norm=0.75, total_steps=1, max_prefetched=20)
+    pipeline = Pipeline(shape, Trainer(scales_loss=False), Step(0))
+    pipeline.start(0.0)
+    instructions: list[Instruction] = []
+    for block in order:
+        event = BlockBackwardDone(job=JOB, step=STEP, block=BlockIndex(block), grad_sq_sum=sq_sums[block])
+        instructions += pipeline.handle(event, 0.0)
+    total = 0.0
+    for sq_sum in reversed(sq_sums):
+        total += sq_sum
+    assert pipeline.ends[1].grad_norm == math.sqrt(total)
+    offloads = [each.message for each in instructions if isinstance(each.message, OffloadGrad)]
+    for message in offloads:
+        chunks = grad_chunks(shape, message.block)
+        event = GradOffloaded(job=JOB, step=STEP, block=message.block, chunks=chunks)
+        instructions += pipeline.handle(event, 0.0)
+    scales = {each.message.grad_scale for each in instructions if isinstance(each.message, UpdateBlock)}
+    assert scales == {min(0.75 / (math.sqrt(total) + 1e-6), 1.0)}
 
 
 # --- gradients that are not finite ----------------------------------------------------------------------------------
