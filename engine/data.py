@@ -16,6 +16,13 @@ NO_TARGET = -100  # what PyTorch's cross-entropy ignores
 MAX_LINE_NBYTES = 64 * 2**20
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# The names that people write an assistant message's reasoning under; the first is the one kept.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# Fields that change what a conversation means and that no chat template is given.
+_UNSUPPORTED = {
+    "functions": 'it is the old form; write "tools" instead',
+    "chat_template_kwargs": "options of the chat template are not supported; remove it",
+}
 
 
 class DataErrorCode(StrEnum):
@@ -50,7 +57,12 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatExample:
-    """A conversation. `messages` are as the chat template wants them: plain text, tool arguments as objects."""
+    """A conversation.
+
+    Each message has a `content`: a text, or None beside tool calls. Parts of text are joined, fields that are null and
+    empty lists of tool calls are gone, and reasoning is in `reasoning_content`. The arguments of tool calls are as
+    written: an object, or JSON in a string.
+    """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None
@@ -193,11 +205,11 @@ class _Line:
             message = f"not usable JSON: {error}"
         raise self._error(message, code=DataErrorCode.INVALID_JSON)
 
-    def _string(self, record: dict[str, Any], key: str) -> str:
+    def _string(self, record: dict[str, Any], key: str, field: str = "") -> str:
         value = record[key]
         if not isinstance(value, str):
-            raise self._error(f"expected a string, not {_kind(value)}", key)
-        return self._encodable(value, key)
+            raise self._error(f"expected a string, not {_kind(value)}", field or key)
+        return self._encodable(value, field or key)
 
     def _encodable(self, value: str, field: str) -> str:
         try:
@@ -207,6 +219,9 @@ class _Line:
         return value
 
     def _chat(self, record: dict[str, Any]) -> ChatExample:
+        for key, advice in _UNSUPPORTED.items():
+            if record.get(key):
+                raise self._error(advice, key)
         messages = record["messages"]
         if not isinstance(messages, list) or not messages:
             raise self._error(f"expected a list of messages, not {_kind(messages)}", "messages")
@@ -217,6 +232,7 @@ class _Line:
                 "messages",
                 DataErrorCode.NO_ASSISTANT_MESSAGE,
             )
+        self._check_links([message for message, _ in parsed])
         return ChatExample(
             messages=tuple(message for message, _ in parsed),
             tools=self._tools(record.get("tools")),
@@ -245,13 +261,48 @@ class _Line:
                 f'unknown role "{role}"; use one of {", ".join(ROLES)}', f"{field}.role", DataErrorCode.UNKNOWN_ROLE
             )
         weight = self._weight(message, role, field)
-        parsed = {key: value for key, value in message.items() if key != "weight"}
+        names = (*REASONING_FIELDS, "weight", "tool_calls")
+        parsed = {key: value for key, value in message.items() if key not in names and value is not None}
+        if message.get("function_call") is not None:
+            raise self._error('it is the old form; write "tool_calls" instead', f"{field}.function_call")
         calls = message.get("tool_calls")
-        if calls is not None:
-            parsed["tool_calls"] = self._tool_calls(calls, f"{field}.tool_calls")
-        if message.get("content") is not None or not (role == "assistant" and calls):
-            parsed["content"] = self._content(message, f"{field}.content")
+        if calls is not None and (calls := self._tool_calls(calls, f"{field}.tool_calls")):
+            if role != "assistant":
+                raise self._error(
+                    f"only assistant messages call tools, not those of role {role}", f"{field}.tool_calls"
+                )
+            parsed["tool_calls"] = calls
+        # Beside tool calls, people write a missing content as null, as an empty text, or not at all.
+        is_missing = bool(calls) and message.get("content") in (None, "", [])
+        parsed["content"] = None if is_missing else self._content(message, f"{field}.content")
+        if (reasoning := self._reasoning(message, role, field)) is not None:
+            parsed["reasoning_content"] = reasoning
         return parsed, weight
+
+    def _reasoning(self, message: dict[str, Any], role: str, field: str) -> str | None:
+        names = [name for name in REASONING_FIELDS if message.get(name) is not None]
+        for name in names:
+            if role != "assistant":
+                raise self._error(
+                    f"only assistant messages have reasoning, not those of role {role}", f"{field}.{name}"
+                )
+            if message[name] != message[names[0]]:
+                raise self._error(f'it differs from "{names[0]}"; write the reasoning once', f"{field}.{name}")
+            self._string(message, name, f"{field}.{name}")
+        return message[names[0]] if names else None
+
+    def _check_links(self, messages: list[dict[str, Any]]) -> None:
+        """A tool's answer must be to a call before it, where both have ids."""
+        ids: set[Any] = set()
+        for i, message in enumerate(messages):
+            ids |= {call["id"] for call in message.get("tool_calls", ()) if isinstance(call.get("id"), str)}
+            answered = message.get("tool_call_id")
+            if answered is not None and not isinstance(answered, str):
+                raise self._error(f"expected a string, not {_kind(answered)}", f"messages[{i}].tool_call_id")
+            if message["role"] == "tool" and answered is not None and ids and answered not in ids:
+                raise self._error(
+                    f"no tool call before it has the id {json.dumps(answered)[:60]}", f"messages[{i}].tool_call_id"
+                )
 
     def _weight(self, message: dict[str, Any], role: str, field: str) -> int:
         if "weight" not in message:
@@ -286,7 +337,7 @@ class _Line:
         return [self._tool_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
 
     def _tool_call(self, call: Any, field: str) -> dict[str, Any]:
-        """OpenAI writes a call's arguments as JSON in a string; chat templates want the object."""
+        """A call as it is written; its arguments are an object, or JSON of one in a string as OpenAI writes them."""
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise self._error('expected an object with "function", an object with "name"', field)
@@ -298,7 +349,7 @@ class _Line:
                 raise self._error(f"not valid JSON: {error}", f"{field}.function.arguments") from error
         if not isinstance(arguments, dict):
             raise self._error(f"expected an object, not {_kind(arguments)}", f"{field}.function.arguments")
-        return {**call, "function": {**function, "arguments": arguments}}
+        return {**call, "function": {"arguments": {}, **function}}
 
 
 def _kind(value: Any) -> str:

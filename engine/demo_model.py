@@ -79,10 +79,10 @@ def measure_loss(model_dir: Path, file: Path) -> float:
     with torch.inference_mode():
         for _, _, example in DataFile(path=file, param="validation_file").examples():
             assert isinstance(example, ChatExample), "the demo writes chats"
-            rendered = renderer.render(example)
+            (rendered,) = renderer.render(example)
             encoded = tokenizer(rendered.text, return_offsets_mapping=True, add_special_tokens=False)
             is_target = [
-                any(first <= start and end <= last for first, last in rendered.targets)
+                any(start < last and first < end for first, last in rendered.targets)
                 for start, end in encoded["offset_mapping"]
             ]
             ids = torch.tensor([encoded["input_ids"]])

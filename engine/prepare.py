@@ -7,8 +7,9 @@ memory does not grow with the files. What it writes is what `windlass.engine.dat
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +33,7 @@ from windlass.engine.data import (
 BATCH_NUM_EXAMPLES = 64
 BATCH_NUM_CHARS = 4 * 2**20
 PROGRESS_INTERVAL_S = 1.0
+_MAX_NUM_NOTES = 10  # different ones of a file
 
 Tokens = npt.NDArray[np.int32]
 
@@ -45,6 +47,7 @@ class PreparedSplit:
     num_targets: int
     num_cut: int  # examples longer than the sequence length
     num_dropped: int  # examples left without a target
+    warnings: tuple[str, ...]  # on what else became of the file
 
 
 def load_tokenizer(model_dir: Path) -> Any:
@@ -90,18 +93,22 @@ def vocabulary_size(model_dir: Path) -> int | None:
 
 
 class ExampleEncoder:
-    """Tokenizes examples of one file: token ids, and for each whether it is to be learned."""
+    """Tokenizes examples of one file: token ids, and for each whether it is to be learned.
 
-    def __init__(self, tokenizer: Any, file: DataFile, vocabulary_size: int | None) -> None:
+    `day` is the date that chat templates print.
+    """
+
+    def __init__(self, tokenizer: Any, file: DataFile, vocabulary_size: int | None, day: date | None = None) -> None:
         self._tokenizer = tokenizer
-        self._renderer = ChatRenderer(tokenizer)
+        self._renderer = ChatRenderer(tokenizer, day)
         self._file = file
         self._vocabulary_size = vocabulary_size
 
-    def render(self, line: int, example: Example) -> RenderedText:
-        """The example as text, and its characters to learn. Raises `DataError` naming the line."""
+    def render(self, line: int, example: Example) -> Iterator[RenderedText]:
+        """The line's training examples as texts with their characters to learn. Raises `DataError` naming the line."""
         if isinstance(example, ChatExample):
-            return self._render_chat(line, example)
+            yield from self._render_chat(line, example)
+            return
         if self._tokenizer.eos_token_id is None:
             raise DataError(
                 DataErrorCode.INVALID_TOKENIZER,
@@ -109,11 +116,12 @@ class ExampleEncoder:
                 "model",
             )
         if isinstance(example, TextExample):
-            return RenderedText(text=example.text, targets=((0, len(example.text)),))
+            yield RenderedText(text=example.text, targets=((0, len(example.text)),))
+            return
         text = example.prompt + example.completion
-        return RenderedText(text=text, targets=((len(example.prompt), len(text)),))
+        yield RenderedText(text=text, targets=((len(example.prompt), len(text)),))
 
-    def _render_chat(self, line: int, example: ChatExample) -> RenderedText:
+    def _render_chat(self, line: int, example: ChatExample) -> Iterator[RenderedText]:
         if not self._renderer.has_template:
             raise self._file.error(
                 DataErrorCode.NO_CHAT_TEMPLATE,
@@ -123,10 +131,10 @@ class ExampleEncoder:
                 field="messages",
             )
         try:
-            return self._renderer.render(example)
+            yield from self._renderer.render(example)
         except ChatTemplateError as error:
             raise self._file.error(
-                DataErrorCode.CHAT_TEMPLATE_FAILED, str(error), line=line, field="messages"
+                DataErrorCode.CHAT_TEMPLATE_FAILED, error.message, line=line, field=error.field
             ) from error
 
     def encode(
@@ -148,7 +156,7 @@ class ExampleEncoder:
         )
         for item, ids, offsets in zip(rendered, encoding["input_ids"], encoding["offset_mapping"], strict=True):
             tokens = np.array(ids, dtype=np.int32)
-            spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+            spans = _whole_spans(np.array(offsets, dtype=np.int64).reshape(-1, 2))
             # Of a plain text everything is learned, tokens that stand for no character included.
             learn = np.full(len(tokens), form is TextExample, dtype=np.bool_)
             # A token that straddles a boundary belongs to the part that is learned: a leading space often is one.
@@ -175,6 +183,16 @@ class ExampleEncoder:
                 f"model's vocabulary has {size} ids (config.json: vocab_size): the two do not belong together",
                 "model",
             )
+
+
+def _whole_spans(spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Tokens' character ranges, with the spaces that some tokenizers leave out of them: (num_tokens, 2).
+
+    Such a tokenizer gives a token of spaces an empty range past its end, which is in no part to learn.
+    """
+    starts, stops = spans[:, 0], spans[:, 1]
+    ends_before = np.concatenate((np.zeros(1, dtype=np.int64), np.maximum.accumulate(stops)))[:-1]
+    return np.stack((np.minimum(starts, ends_before), stops), axis=1)
 
 
 @dataclass(slots=True)
@@ -221,49 +239,113 @@ class SplitWriter:
         self._files["targets"].write(targets.tobytes())
         self._files["offsets"].write(np.int64(self.num_tokens).tobytes())
 
-    def summary(self) -> PreparedSplit:
-        """What has been written."""
+    def summary(self, warnings: Iterable[str] = ()) -> PreparedSplit:
+        """The counts of what has been written."""
         return PreparedSplit(
             num_examples=self.num_examples,
             num_tokens=self.num_tokens,
             num_targets=self.num_targets,
             num_cut=self.num_cut,
             num_dropped=self.num_dropped,
+            warnings=tuple(warnings),
         )
 
 
-def _batches(file: DataFile, encoder: ExampleEncoder) -> Iterator[tuple[int, list[RenderedText], type[Example]]]:
-    """(bytes read so far, rendered examples, their type), in batches the tokenizer takes at once."""
+@dataclass(slots=True)
+class ChatRecord:
+    """Counts the chats that became several examples, and the renderer's notes on chats."""
+
+    num_split: int = 0  # chats of several examples
+    num_examples: int = 0  # of those chats
+    num_tokens: int = 0  # of those examples, whole
+    num_tokens_at_least: int = 0  # of the longest example of each of those chats
+    _line: int = 0
+    _lengths: list[int] = field(default_factory=list)  # of the line's examples, in tokens
+    _notes: dict[str, tuple[int, int]] = field(default_factory=dict)  # note: (first line, number of examples)
+
+    def add(self, line: int, item: RenderedText, num_tokens: int) -> None:
+        """Counts an example; the examples of a line come one after the other."""
+        if line != self._line:
+            self._end_line()
+            self._line = line
+        self._lengths.append(num_tokens)
+        for note in item.notes:
+            first, count = self._notes.get(note, (line, 0))
+            if note in self._notes or len(self._notes) < _MAX_NUM_NOTES:
+                self._notes[note] = (first, count + 1)
+
+    def _end_line(self) -> None:
+        if len(self._lengths) > 1:
+            self.num_split += 1
+            self.num_examples += len(self._lengths)
+            self.num_tokens += sum(self._lengths)
+            self.num_tokens_at_least += max(self._lengths)
+        self._lengths = []
+
+    def warnings(self) -> list[str]:
+        """The warnings on a file, once its last line was counted."""
+        self._end_line()
+        found = [
+            f"line {line}{f' and {count - 1} examples more' if count > 1 else ''}: {note}"
+            for note, (line, count) in self._notes.items()
+        ]
+        if self.num_split:
+            ratio = self.num_tokens / self.num_tokens_at_least
+            found.append(
+                f"{self.num_split} chats became {self.num_examples} examples with {self.num_tokens} tokens in all, "
+                f"{ratio:.1f} times the tokens of the chats, because the chat template renders an assistant message "
+                "differently when more follows"
+            )
+        return found
+
+
+def _batches(
+    file: DataFile, encoder: ExampleEncoder
+) -> Iterator[tuple[int, list[int], list[RenderedText], type[Example]]]:
+    """(bytes read so far, lines, rendered examples, their type), in batches the tokenizer takes at once."""
+    lines: list[int] = []
     rendered: list[RenderedText] = []
     num_chars = nbytes_read = 0
     form: type[Example] = TextExample
     for line, nbytes_read, example in file.examples():
         form = type(example)
-        rendered.append(encoder.render(line, example))
-        num_chars += len(rendered[-1].text)
-        if len(rendered) >= BATCH_NUM_EXAMPLES or num_chars >= BATCH_NUM_CHARS:
-            yield nbytes_read, rendered, form
-            rendered, num_chars = [], 0
+        for item in encoder.render(line, example):
+            lines.append(line)
+            rendered.append(item)
+            num_chars += len(item.text)
+            if len(rendered) >= BATCH_NUM_EXAMPLES or num_chars >= BATCH_NUM_CHARS:
+                yield nbytes_read, lines, rendered, form
+                lines, rendered, num_chars = [], [], 0
     if rendered:
-        yield nbytes_read, rendered, form
+        yield nbytes_read, lines, rendered, form
 
 
 def prepare_split(
-    file: DataFile, tokenizer: Any, *, vocabulary_size: int | None, sequence_length: int, output_dir: Path, split: str
+    file: DataFile,
+    tokenizer: Any,
+    *,
+    vocabulary_size: int | None,
+    sequence_length: int,
+    output_dir: Path,
+    split: str,
+    day: date | None = None,
 ) -> PreparedSplit:
     """Tokenizes one file into `output_dir`. Raises `DataError` for data that cannot be trained on."""
-    encoder = ExampleEncoder(tokenizer, file, vocabulary_size)
+    encoder = ExampleEncoder(tokenizer, file, vocabulary_size, day)
+    record = ChatRecord()
     total_nbytes = file.nbytes()
     next_progress_s = time.monotonic() + PROGRESS_INTERVAL_S
     with SplitWriter(output_dir, split, sequence_length) as writer:
-        for nbytes_read, rendered, form in _batches(file, encoder):
-            for tokens, learn in encoder.encode(rendered, form):
+        for nbytes_read, lines, rendered, form in _batches(file, encoder):
+            encoded = encoder.encode(rendered, form)
+            for line, item, (tokens, learn) in zip(lines, rendered, encoded, strict=True):
+                record.add(line, item, len(tokens))
                 writer.append(tokens, learn)
             if time.monotonic() >= next_progress_s:
                 percent = 100 * nbytes_read // total_nbytes
                 print(f"{file.param}: {writer.num_examples} examples, {percent} percent", flush=True)
                 next_progress_s = time.monotonic() + PROGRESS_INTERVAL_S
-        summary = writer.summary()
+        summary = writer.summary(record.warnings())
     if summary.num_examples == 0:
         raise file.error(
             DataErrorCode.NO_USABLE_EXAMPLE,
@@ -285,13 +367,21 @@ def _warnings(file: DataFile, split: PreparedSplit, sequence_length: int) -> lis
             f"{file.path.name}: {split.num_dropped} examples have nothing to learn within the first {sequence_length} "
             "tokens and were left out"
         )
-    return warnings
+    return warnings + [f"{file.path.name}: {warning}" for warning in split.warnings]
 
 
 def prepare(
-    *, model_dir: Path, training_file: Path, validation_file: Path | None, sequence_length: int, output_dir: Path
+    *,
+    model_dir: Path,
+    training_file: Path,
+    validation_file: Path | None,
+    sequence_length: int,
+    output_dir: Path,
+    day: date | None = None,
 ) -> dict[str, Any]:
     """Writes the dataset folder and returns what the result file says of it. Raises `DataError`.
+
+    Chat templates that print the current date print `day`, today without it. The same arguments give the same folder.
 
     `meta.json` is written last: a folder without it is not a dataset.
     """
@@ -309,7 +399,13 @@ def prepare(
     warnings: list[str] = []
     for name, file in files.items():
         splits[name] = prepare_split(
-            file, tokenizer, vocabulary_size=size, sequence_length=sequence_length, output_dir=output_dir, split=name
+            file,
+            tokenizer,
+            vocabulary_size=size,
+            sequence_length=sequence_length,
+            output_dir=output_dir,
+            split=name,
+            day=day,
         )
         warnings += _warnings(file, splits[name], sequence_length)
     meta = {
@@ -347,6 +443,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequence-length", type=int, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument(
+        "--day", type=date.fromisoformat, help="the date chat templates print, YYYY-MM-DD; default: today"
+    )
     options = parser.parse_args(arguments)
     try:
         result = prepare(
@@ -355,6 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             validation_file=options.validation_file,
             sequence_length=options.sequence_length,
             output_dir=options.output_dir,
+            day=options.day,
         )
     except DataError as error:
         result = {"ok": False, "error": {"code": error.code, "message": error.message, "param": error.param}}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,7 @@ def preparation_order(
         kept_checks_dir=settings.home / _KEPT_CHECKS,
         dataset_dir=folder / "dataset",
         work_dir=folder / "prepare",
+        day=datetime.fromtimestamp(job.created_at, UTC).date(),
         plan_question=None if hardware is None else question,
     )
 

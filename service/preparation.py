@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class PreparationOrder:
     layout_file: Path  # the model's blocks
     dataset_dir: Path  # made anew
     work_dir: Path  # results and log
+    day: date  # that chat templates print, the same however often the data is prepared
     kept_checks_dir: Path | None = None  # of models that were checked before; None: each is checked anew
     # What to ask the planner, once the results of the steps before are there; None: nothing.
     plan_question: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
@@ -299,7 +301,7 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
     prepare = (
         *(_PREPARER, "--model-dir", order.model_dir, "--training-file", order.training_file),
         *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
-        *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir),
+        *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir, "--day", order.day),
     )
     kept = None
     if order.kept_checks_dir is not None:

@@ -18,7 +18,7 @@ TWO_TURNS = (("system", "s"), ("user", "a"), ("assistant", "b c"), ("user", "d")
 
 
 def learned(template: str, example: ChatExample) -> tuple[str, list[str]]:
-    rendered = ChatRenderer(make_tokenizer(template)).render(example)
+    (rendered,) = ChatRenderer(make_tokenizer(template)).render(example)
     return rendered.text, [rendered.text[start:stop] for start, stop in rendered.targets]
 
 
@@ -50,10 +50,42 @@ def test_tools_reach_the_template() -> None:
     assert text.startswith("clock;<|im_start|>user")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_turns_that_a_template_rewrites_later_are_examples_with_the_prompt_of_their_time() -> None:
     template = "{{ messages | length }}" + PLAIN_TEMPLATE
-    with pytest.raises(ChatTemplateError, match=r"messages\[2\] differently"):
+    first, second = ChatRenderer(make_tokenizer(template)).render(conversation(*TWO_TURNS))
+    # The model is prompted with a conversation of two messages, then of four.
+    assert [item.text[start:stop] for item in (first, second) for start, stop in item.targets] == [
+        "b c<|im_end|>",
+        "e<|im_end|>",
+    ]
+    assert (first.text[0], second.text[0]) == ("2", "4")
+
+
+def test_a_rewritten_turn_without_a_generation_prompt_is_refused() -> None:
+    template = "{{ messages | length }}" + PLAIN_TEMPLATE.split("{% if add_generation_prompt %}")[0]
+    with pytest.raises(ChatTemplateError, match="differently once it follows") as caught:
         learned(template, conversation(*TWO_TURNS))
+    assert caught.value.field == "messages[2]"
+
+
+def test_an_answer_that_begins_as_the_rest_of_the_prompt_is_learned_whole() -> None:
+    template = PLAIN_TEMPLATE.replace("assistant\n{%", "assistant\n<think>{%")
+    (rendered,) = ChatRenderer(make_tokenizer(template)).render(conversation(("user", "a"), ("assistant", "<thorn>")))
+    assert [rendered.text[start:stop] for start, stop in rendered.targets] == ["<thorn><|im_end|>"]
+    assert "generation prompt ends with '<think>'" in rendered.notes[0]
+
+
+def test_an_assistant_message_that_begins_a_conversation_needs_weight_0() -> None:
+    turns = (("assistant", "hello"), ("user", "a"), ("assistant", "b"))
+    with pytest.raises(ChatTemplateError, match="answers nothing") as caught:
+        learned(PLAIN_TEMPLATE, conversation(*turns))
+    assert caught.value.field == "messages[0]"
+    assert learned(PLAIN_TEMPLATE, conversation(*turns, weights=(0, 0, 1)))[1] == ["b<|im_end|>"]
+
+
+def test_two_assistant_messages_in_a_row_are_both_learned() -> None:
+    turns = (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+    assert learned(PLAIN_TEMPLATE, conversation(*turns))[1] == ["b<|im_end|>", "c<|im_end|>"]
 
 
 def test_a_template_that_refuses_the_conversation_is_quoted() -> None:
@@ -91,10 +123,3 @@ def test_a_hostile_template_gets_nowhere(part: str, complaint: str) -> None:
 def test_a_format_in_a_template_sees_nothing_of_the_inside() -> None:
     part = "{{ '{0.__class__}'.format(messages) }}"
     assert learned(part + PLAIN_TEMPLATE, conversation(*TWO_TURNS)) == learned(PLAIN_TEMPLATE, conversation(*TWO_TURNS))
-
-
-def test_weights_need_one_mark_for_each_message() -> None:
-    template = "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
-    assert learned(template, conversation(*TWO_TURNS))[1] == ["e"]
-    with pytest.raises(ChatTemplateError, match="marks 1 parts"):
-        learned(template, conversation(*TWO_TURNS, weights=(0, 0, 0, 0, 1)))

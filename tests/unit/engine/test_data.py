@@ -10,6 +10,8 @@ from windlass.engine.data import ChatExample, CompletionExample, DataError, Data
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
 GOOD = {"messages": [USER, ASSISTANT]}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 
 def write(tmp_path: Path, *lines: Any) -> DataFile:
@@ -47,11 +49,10 @@ def test_line_numbers_count_blank_lines_and_a_byte_order_mark_is_skipped(tmp_pat
 
 
 def test_weights_text_parts_and_tool_calls_become_what_templates_take(tmp_path: Path) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     tools = [{"type": "function", "function": {"name": "f"}}]
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 0},
         {"role": "tool", "content": "1", "tool_call_id": "1"},
         {"role": "assistant", "content": "one", "weight": 1},
     ]
@@ -59,8 +60,34 @@ def test_weights_text_parts_and_tool_calls_become_what_templates_take(tmp_path: 
     assert example.weights == (0, 0, 0, 1)
     assert example.tools == tuple(tools)
     assert example.messages[0]["content"] == "ab"
-    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert example.messages[1]["content"] is None
+    assert example.messages[1]["tool_calls"] == [CALL]  # the chat template decides in which form it takes the arguments
     assert all("weight" not in message for message in example.messages)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_a_content_missing_beside_tool_calls_is_null(tmp_path: Path, content: dict[str, Any]) -> None:
+    message = {"role": "assistant", "tool_calls": [CALL], **content}
+    (example,) = examples(write(tmp_path, {"messages": [USER, message]}))
+    assert example.messages[1] == CALLING
+
+
+def test_fields_that_are_null_and_empty_tool_calls_are_left_out(tmp_path: Path) -> None:
+    nulls = {"tool_calls": None, "name": None, "tool_call_id": None, "reasoning_content": None}
+    messages = [USER | nulls, ASSISTANT | nulls | {"tool_calls": []}]
+    (example,) = examples(write(tmp_path, {"messages": messages, "tools": None}))
+    assert example.messages == (USER, ASSISTANT)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_read_under_each_of_its_names(tmp_path: Path, name: str) -> None:
+    (example,) = examples(write(tmp_path, {"messages": [USER, ASSISTANT | {name: "because"}]}))
+    assert example.messages[1] == ASSISTANT | {"reasoning_content": "because"}
+
+
+def test_fields_of_unknown_name_are_kept_for_the_chat_template(tmp_path: Path) -> None:
+    (example,) = examples(write(tmp_path, {"messages": [USER | {"name": "Ann"}, ASSISTANT]}))
+    assert example.messages[0] == USER | {"name": "Ann"}
 
 
 def with_message(**message: Any) -> dict[str, Any]:
@@ -101,6 +128,47 @@ def with_message(**message: Any) -> dict[str, Any]:
             "messages[1].tool_calls[0].function.arguments",
             "not valid JSON",
         ),
+        (with_message(role="assistant", content=None), "invalid_field", "messages[1].content", "null"),
+        (with_message(role="tool", content=None), "invalid_field", "messages[1].content", "null"),
+        (
+            with_message(role="user", content="x", tool_calls=[CALL]),
+            "invalid_field",
+            "messages[1].tool_calls",
+            "role user",
+        ),
+        (
+            with_message(role="assistant", content="x", function_call={"name": "f"}),
+            "invalid_field",
+            "messages[1].function_call",
+            '"tool_calls" instead',
+        ),
+        (with_message(role="user", content="x", thinking="r"), "invalid_field", "messages[1].thinking", "role user"),
+        (
+            with_message(role="assistant", content="x", reasoning=3),
+            "invalid_field",
+            "messages[1].reasoning",
+            "a number",
+        ),
+        (
+            with_message(role="assistant", content="x", reasoning_content="r", thinking="s"),
+            "invalid_field",
+            "messages[1].thinking",
+            'differs from "reasoning_content"',
+        ),
+        (
+            {"messages": [USER, CALLING, {"role": "tool", "content": "7", "tool_call_id": "2"}, ASSISTANT]},
+            "invalid_field",
+            "messages[2].tool_call_id",
+            'has the id "2"',
+        ),
+        (
+            {"messages": [USER, CALLING, {"role": "tool", "content": "7", "tool_call_id": [1]}, ASSISTANT]},
+            "invalid_field",
+            "messages[2].tool_call_id",
+            "not a list",
+        ),
+        ({**GOOD, "functions": [{"name": "f"}]}, "invalid_field", "functions", '"tools" instead'),
+        ({**GOOD, "chat_template_kwargs": {"x": 1}}, "invalid_field", "chat_template_kwargs", "not supported"),
         ({"messages": [USER]}, "no_assistant_message", "messages", "nothing to learn"),
         ({**GOOD, "tools": {}}, "invalid_field", "tools", "not an object"),
         ({**GOOD, "tools": [1]}, "invalid_field", "tools[0]", "not a number"),

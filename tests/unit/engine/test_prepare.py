@@ -2,11 +2,13 @@ import itertools
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from tests.unit.engine.folders import MARKED_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer, make_tokenizer_folder
 from windlass.engine.data import DataError, DataErrorCode
@@ -104,6 +106,144 @@ def test_more_examples_than_a_tokenizer_batch_keep_their_order(tmp_path: Path) -
     result = run(tmp_path, tokenizer, *({"text": f"user {i}"} for i in range(200)))
     assert result["num_examples"] == 200
     assert [tokenizer.decode(ids) for ids, _ in written(tmp_path)] == [f"user {i}" for i in range(200)]
+
+
+def straddling_tokenizer(template: str | None = PLAIN_TEMPLATE) -> Any:
+    """A tokenizer with a token "xy", wherever these two characters meet."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.backend_tokenizer.add_tokens(["xy"])
+    assert tokenizer.convert_ids_to_tokens(tokenizer("axyb")["input_ids"]) == ["a", "xy", "b"]
+    return tokenizer
+
+
+SHORT_TEMPLATE = (
+    "{% for m in messages %}{{ 'y' if loop.index0 == 2 }}{{ m.role }}-{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant-{% endif %}"
+)
+
+TERSE_TEMPLATE = (
+    "{% for m in messages %}{{ 'u' if m.role == 'user' else 'x' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}x{% endif %}"
+)
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    roles = ("user", "assistant") * 2
+    return {"messages": [{"role": role, "content": c} for role, c in zip(roles, contents, strict=False)]}
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "learned"),
+    [
+        (None, {"prompt": "ax", "completion": "yb"}, "xyb<|end|>"),
+        (None, {"prompt": "axy", "completion": "b"}, "b<|end|>"),
+        (None, {"prompt": "a", "completion": "xyb"}, "xyb<|end|>"),
+        (None, {"prompt": "the user asks: ", "completion": "answers"}, " answers<|end|>"),
+        (SHORT_TEMPLATE.replace("-{", "x{"), chat("a", "yb"), "xyb"),
+        (SHORT_TEMPLATE, chat("a", "bx", "c"), "bxy"),
+        (SHORT_TEMPLATE, chat("xy", "b", "xyc"), "b"),
+    ],
+)
+def test_a_token_that_straddles_an_end_of_the_answer_is_learned(
+    tmp_path: Path, template: str | None, line: dict[str, Any], learned: str
+) -> None:
+    tokenizer = straddling_tokenizer(template)
+    run(tmp_path, tokenizer, line, vocabulary=500)
+    ((_, targets),) = written(tmp_path)
+    assert tokenizer.decode([t for t in targets if t != -100]) == learned
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        (None, {"prompt": "aaaax", "completion": "yb"}),
+        (TERSE_TEMPLATE, chat("aaa", "yb")),
+    ],
+)
+def test_a_straddling_token_is_learned_where_the_example_is_cut_after_it(
+    tmp_path: Path, template: str | None, line: dict[str, Any]
+) -> None:
+    tokenizer = straddling_tokenizer(template)
+    place = 4  # of "xy" among the tokens, whose prediction is the last that remains
+    run(tmp_path, tokenizer, line, vocabulary=500, sequence_length=place)
+    ((ids, targets),) = written(tmp_path)
+    assert len(ids) == place
+    assert tokenizer.convert_ids_to_tokens([t for t in targets if t != -100]) == ["xy"]
+    assert targets[-1] != -100
+    with pytest.raises(DataError, match="none of its 1 examples"):
+        run(tmp_path, tokenizer, line, vocabulary=500, sequence_length=place - 1)
+
+
+def test_spaces_that_a_tokenizer_leaves_out_of_its_ranges_are_learned(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    encoded = tokenizer("ab  ", return_offsets_mapping=True)
+    assert encoded["offset_mapping"][-1] == (4, 4)
+    run(tmp_path, tokenizer, {"prompt": "a ", "completion": "  b  "})
+    ((_, targets),) = written(tmp_path)
+    learned = tokenizer.decode([t for t in targets if t != -100])
+    assert learned.endswith("  b  <|end|>")
+
+
+def test_a_chat_rendered_anew_for_each_answer_becomes_examples_and_its_cost_is_told(tmp_path: Path) -> None:
+    template = "{{ messages | length }}" + PLAIN_TEMPLATE
+    tokenizer = make_tokenizer(template)
+    result = run(
+        tmp_path, tokenizer, chat("a", "b", "c", "d"), chat("a", "b"), chat("a", "b", "c", "d"), sequence_length=64
+    )
+    parts = [tokenizer.decode([t for t in targets if t != -100]) for _, targets in written(tmp_path)]
+    assert parts == ["b<|im_end|>", "d<|im_end|>", "b<|im_end|>", "b<|im_end|>", "d<|im_end|>"]
+    lengths = [len(ids) + 1 for ids, _ in written(tmp_path)]
+    assert result["num_examples"] == 5
+    (warning,) = result["warnings"]
+    total, longest = sum(lengths) - lengths[2], lengths[1] + lengths[4]
+    assert f"train.jsonl: 2 chats became 4 examples with {total} tokens in all, {total / longest:.1f} times" in warning
+
+
+def test_later_answers_that_no_longer_fit_are_left_out_one_by_one(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("{{ messages | length }}" + PLAIN_TEMPLATE)
+    result = run(tmp_path, tokenizer, chat("a", "b", "c", "d"), sequence_length=24)
+    assert result["num_examples"] == 1
+    assert "1 examples have nothing to learn within the first 24 tokens" in result["warnings"][1]
+
+
+def test_a_chat_of_many_examples_goes_to_the_tokenizer_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.engine.prepare.BATCH_NUM_EXAMPLES", 3)
+    tokenizer = make_tokenizer("{{ messages | length }}" + PLAIN_TEMPLATE)
+    line = {"messages": chat("a", "b")["messages"] * 8}
+    result = run(tmp_path, tokenizer, line, CHAT, sequence_length=256)
+    assert result["num_examples"] == 9
+    assert "1 chats became 8 examples" in result["warnings"][0]
+
+
+def test_notes_on_chats_are_told_with_their_first_line(tmp_path: Path) -> None:
+    named = {"messages": [{"role": "user", "content": "a", "name": "Ann"}, CHAT["messages"][1]]}
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE.replace("assistant\n{%", "assistant\n<think>{%"))
+    result = run(tmp_path, tokenizer, CHAT, named, named)
+    thinks, name = result["warnings"]
+    assert thinks.startswith("train.jsonl: line 1 and 2 examples more: the chat template's generation prompt ends with")
+    assert name.startswith('train.jsonl: line 2: the chat template does not read the field "name"')
+
+
+def test_a_bad_chat_is_named_with_line_field_and_reason(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, make_tokenizer(), CHAT, calls)
+    place = "train.jsonl, line 2, field messages[1].tool_calls[0].function.name: the chat template drops it"
+    assert caught.value.message.startswith(place)
+
+
+@pytest.mark.parametrize(("day", "year"), [(date(2025, 1, 2), "2025"), (None, str(date.today().year))])
+def test_the_day_that_a_template_prints_is_given_once(tmp_path: Path, day: date | None, year: str) -> None:
+    tokenizer = make_tokenizer("{{ strftime_now('%Y') }}" + PLAIN_TEMPLATE)
+    run(tmp_path, tokenizer, CHAT)
+    paths = {"training_file": tmp_path / "train.jsonl", "output_dir": tmp_path / "out"}
+    prepare(model_dir=tmp_path / "model", validation_file=None, sequence_length=64, day=day, **paths)
+    ((ids, _),) = written(tmp_path)
+    assert tokenizer.decode(ids).startswith(year)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -320,6 +321,7 @@ def _order(tmp_path: Path, *, random_weights: bool) -> PreparationOrder:
         layout_file=tmp_path / "layout.json",
         dataset_dir=tmp_path / "dataset",
         work_dir=tmp_path / "work",
+        day=date(2026, 7, 9),
     )
 
 
@@ -339,7 +341,7 @@ def test_the_real_steps_check_the_model_then_prepare_into_a_new_folder(tmp_path:
         f" --layout-file {tmp_path}/layout.json --random-weights --result {tmp_path}/work/check_model.json",
         f"windlass.engine.prepare --model-dir {tmp_path}/model --training-file {tmp_path}/train"
         f" --validation-file {tmp_path}/valid --sequence-length 128 --output-dir {tmp_path}/dataset"
-        f" --result {tmp_path}/work/prepare_data.json",
+        f" --day 2026-07-09 --result {tmp_path}/work/prepare_data.json",
     ]
 
 
