@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 
+from windlass.storage.durable import write_durably
 from windlass.storage.ids import Attempt
 
 
@@ -71,9 +72,7 @@ def close_attempt(job_dir: Path, attempt: Attempt) -> bool:
     """
     path = _path(job_dir, attempt)
     if job_dir.exists() and attempt > _last_closed(job_dir):
-        partial = _last_closed_path(job_dir).with_suffix(".partial")
-        partial.write_text(f"{attempt}\n")
-        partial.replace(_last_closed_path(job_dir))
+        write_durably(_last_closed_path(job_dir), f"{attempt}\n")  # an empty file would be no number
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from windlass.engine.partial_folder import make_partial_folder, remove_partial_f
 from windlass.engine.partition import build_meta_model
 from windlass.engine.safetensors_file import encode_header
 from windlass.engine.weight_names import NameRules
+from windlass.storage.durable import sync_path, sync_tree
 from windlass.storage.ids import ChunkKey, Precision
 from windlass.storage.room import is_for_want_of_room, require_disk_room
 
@@ -108,21 +109,17 @@ class ModelExporter:
             raise ExportError(
                 f"{len(missing)} of {len(keys)} chunks were not written to {self._path}; first {missing[0]}"
             )
-        for descriptor in self._descriptors:
-            os.fsync(descriptor)
-        self._close()
         self._write_index()
         self._config.save_pretrained(self._partial)
         self._write_generation_config()
         self._copy_tokenizer()
-        for file in self._partial.rglob("*"):
-            _sync(file)
-        _sync(self._partial)
+        sync_tree(self._partial)
+        self._close()
         try:
             self._partial.rename(self._path)
         except OSError as error:
             raise ExportError(f"cannot put the finished model at {self._path}: {error.strerror}") from error
-        _sync(self._path.parent)
+        sync_path(self._path.parent)
 
     def abort(self) -> None:
         """Removes what has been written. After `finish`, does nothing."""
@@ -214,11 +211,3 @@ def _file_names(num_shards: int) -> list[str]:
     if num_shards == 1:
         return ["model.safetensors"]
     return [f"model-{i:05d}-of-{num_shards:05d}.safetensors" for i in range(1, num_shards + 1)]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

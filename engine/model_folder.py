@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from windlass.engine.partial_folder import make_partial_folder
+from windlass.storage.durable import sync_path, sync_tree
 
 _FICLONE = 0x40049409  # from linux/fs.h
 _COPY_NBYTES = 16 << 20
@@ -28,7 +29,7 @@ def folder_nbytes(folder: Path) -> int:
 def copy_model_folder(
     source: Path, target: Path, *, links: bool, on_progress: Callable[[int], None] = lambda nbytes: None
 ) -> None:
-    """Copies a folder; `target` appears when it is whole, and a failure leaves nothing.
+    """Copies a folder, durably; `target` appears when it is whole, and a failure leaves nothing.
 
     `links`: files become other names of the same bytes where the file system can do that, for folders that nobody
     writes to. Else they share their blocks where it can do that, and are copied where not. `on_progress` gets the bytes
@@ -52,7 +53,9 @@ def copy_model_folder(
                 copy_file(path, there, on_progress=functools.partial(_add, on_progress, done))
             done += path.stat().st_size
             on_progress(done)
+        sync_tree(partial)
         partial.rename(target)
+        sync_path(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -28,6 +28,7 @@ from windlass.engine.data import (
     Example,
     TextExample,
 )
+from windlass.storage.durable import sync_tree
 
 # A batch for the tokenizer ends at whichever comes first.
 BATCH_NUM_EXAMPLES = 64
@@ -416,6 +417,7 @@ def prepare(
             for name, s in splits.items()
         },
     }
+    sync_tree(output_dir)  # a power loss must not leave files of the right length and with other tokens
     _write_json(meta_path, meta)
     return {
         "ok": True,

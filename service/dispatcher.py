@@ -41,6 +41,7 @@ from windlass.service.preparation import (
 from windlass.service.preparation_events import tell_warnings
 from windlass.service.runners import RunnerLostError, Runners
 from windlass.service.settings import Settings
+from windlass.storage.durable import sync_path, sync_tree
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.room import may_find_room_later
 from windlass.storage.sql.database import Database, why_unavailable
@@ -358,6 +359,9 @@ class Dispatcher:
         resolved = resolve_job(job, results)
         num_params, total_steps = results[CHECK_MODEL]["num_params"], resolved.total_steps
         room = check_model_room(self._settings, job, num_params=num_params, total_steps=total_steps)
+        # Before the row that says they are there: a job that is queued is not prepared again after a power loss.
+        sync_tree(job_dir(self._settings, job.id))
+        sync_path(self._settings.jobs_dir)
         with self._database.write() as session:
             JobRepository(session).transition(
                 job.id,

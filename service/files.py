@@ -17,6 +17,7 @@ from windlass.service.home import node_of
 from windlass.service.lists import Deleted, PageOf
 from windlass.service.schemas import FileObject
 from windlass.service.settings import Settings
+from windlass.storage.durable import sync_path
 from windlass.storage.sql.files import FileRepository, new_file_id
 
 TRAINING_PURPOSE = "fine-tune"
@@ -56,6 +57,7 @@ def upload_file(
     path = context.settings.files_dir / file_id
     nbytes = _store(file.file, path, filename, context.settings)
     try:
+        sync_path(context.settings.files_dir)  # before the row that tells of it
         with context.database.write() as session:
             _check_room(session, caller, context.settings, nbytes=nbytes)
             row = FileRepository(session).add(

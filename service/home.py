@@ -14,6 +14,7 @@ from typing import IO
 from windlass.service.cli_table import in_units
 from windlass.service.processes import ProcessId, find_process
 from windlass.service.reported_error import ReportedError
+from windlass.storage.durable import sync_path
 from windlass.storage.room import is_for_want_of_room
 
 # With less, neither uploads and journals nor the database's own files have room.
@@ -62,6 +63,7 @@ def node_of(home: Path) -> str:
             file.flush()
             os.fsync(file.fileno())  # with another name after a power loss, its jobs would be nobody's
         path.hardlink_to(partial)  # whole, and only if no other process was faster
+        sync_path(home)
     except FileExistsError:
         pass
     finally:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from windlass.storage.durable import sync_path, sync_tree
+
 # No pickled weights and no code; *.model are SentencePiece vocabularies.
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
@@ -30,7 +32,9 @@ def download(model: str, model_dir: Path) -> None:
         reason = lines[0] if lines else type(error).__name__
         raise LookupError(f"the model {model!r} could not be downloaded from the hub: {reason}") from error
     shutil.rmtree(partial / ".cache", ignore_errors=True)
+    sync_tree(partial)
     partial.rename(model_dir)
+    sync_path(model_dir.parent)
 
 
 def main(arguments: list[str]) -> int:

@@ -14,6 +14,7 @@ from windlass.service.model_ids import model_dir
 from windlass.service.plan_view import predicted_of
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
 from windlass.service.settings import Settings
+from windlass.storage.durable import sync_path, write_durably
 from windlass.storage.sql.models import Job
 
 
@@ -54,9 +55,8 @@ def keep_plan(settings: Settings, job: Job, found: dict[str, Any]) -> int:
     number = job.plan_number + 1
     path = _path(settings, job, number)
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(found))
-    partial.replace(path)
+    write_durably(path, json.dumps(found))
+    sync_path(path.parent.parent)
     return number
 
 

@@ -19,6 +19,7 @@ from windlass.service.job_specs import journal_path
 from windlass.service.leftovers import output_dir
 from windlass.service.logs import about
 from windlass.service.settings import Settings
+from windlass.storage.durable import sync_path
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.files import FileRepository
@@ -247,6 +248,9 @@ def _write_result_file(session: Session, settings: Settings, job: Job) -> str:
     fd = os.open(settings.files_dir / file_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_path(settings.files_dir)  # before the row that tells of it
     FileRepository(session).add(
         file_id=file_id,
         filename=RESULT_FILENAME,

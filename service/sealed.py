@@ -7,6 +7,8 @@ from pathlib import Path
 
 from cryptography.fernet import Fernet, InvalidToken
 
+from windlass.storage.durable import sync_path
+
 _KEY_FILE = "secrets.key"
 
 
@@ -52,3 +54,4 @@ class Seal:
             os.fsync(file.fileno())
             with suppress(FileExistsError):  # another process has just made it: that one counts
                 os.link(file.name, path)
+                sync_path(path.parent)  # else a power loss takes the key, and what was sealed with it

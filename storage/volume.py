@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.storage import volume_format as layout
+from windlass.storage.durable import sync_path
 from windlass.storage.ids import JobId
 from windlass.storage.raw_device import (
     device_nbytes,
@@ -347,7 +348,7 @@ class Volume:
             device.write_records(offset, superblock)
             device.sync()
         if not device.is_raw:
-            _sync_directory(self.path)
+            sync_path(self.path)
 
     def _check_superblock(self) -> None:
         for offset in layout.SUPERBLOCK_OFFSETS:
@@ -367,11 +368,3 @@ class Volume:
 
 def _states_of(job: JobId) -> str:
     return f"the model states of job {job}"
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.power_cut import PowerCut
 from windlass.actors import attempt_lock
 from windlass.actors.attempt_lock import (
     AttemptClosed,
@@ -167,3 +168,10 @@ def test_of_one_that_begins_and_one_that_closes_at_once_one_knows_of_the_other(
     with pytest.raises(AttemptClosed):
         begin_attempt(tmp_path, FIRST)
     assert close_attempt(tmp_path, FIRST)
+
+
+def test_close_attempt_power_loss_afterwards_leaves_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file would be none, and no attempt of the job could begin or be closed any more."""
+    cut = PowerCut(tmp_path, monkeypatch)
+    assert close_attempt(tmp_path, SECOND)
+    assert cut.left() == {"last-closed-attempt": b"2\n"}

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.unit.actors.ssd_bench import (
     failure_of,
     running,
 )
+from tests.unit.storage.stores import BF16, flip, volume_file
 from windlass.actors.messages import (
     ActorFailed,
     ChunkIo,
@@ -237,6 +239,19 @@ class TestCorruption:
         assert len(done) == len(KEYS) - 1
         (broken,) = {*KEYS} - done
         assert f"block {broken.block}, chunk {broken.chunk}" in failure.error
+
+    @pytest.mark.parametrize("kind", BF16.itemsizes)
+    def test_flipped_bit_in_any_segment_of_a_piece_is_an_error(self, tmp_path: Path, kind: StateKind) -> None:
+        """Two states lie in each piece, one behind the other."""
+        bench = Bench(tmp_path, io=IoSettings(backend=Backend.THREADS, num_threads=1, depth=1, piece_nbytes=4 << 20))
+        with running(bench):
+            bench.write(KEYS[:1])
+            bench.wait_done(1)
+            with closing(Volume.open(bench.directory, direct=False)) as volume:
+                extent_offset = volume.allocation(JOB).extent_offsets(GEOMETRY.demand)[0]
+            flip(volume_file(bench.directory), extent_offset + GEOMETRY.region_offset(kind) + 12345)
+            bench.read(KEYS[:1])
+            assert f"extent 0 ({kind} of block 0, chunk 0, step 0)" in failure_of(bench.next()).error
 
 
 @pytest.mark.parametrize("depth", [1, 3, 16])

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import Transpose, WeightConverter
 
+from tests.power_cut import PowerCut, files_of
 from tests.unit.engine.folders import MARKED_TEMPLATE, make_config, make_model_folder, make_tokenizer
 from windlass.engine.export import ExportError, ModelExporter
 from windlass.engine.layout import ModelLayout
@@ -136,6 +138,39 @@ def test_a_generation_config_is_made_where_there_is_none(tmp_path: Path) -> None
     (tmp_path / "model" / "generation_config.json").unlink()
     export_saved(tmp_path, model)
     assert GenerationConfig.from_pretrained(tmp_path / "out" / "final").eos_token_id == model.config.eos_token_id
+
+
+def test_finish_power_loss_afterwards_leaves_the_whole_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model_folder(tmp_path / "model", "llama")
+    make_tokenizer(MARKED_TEMPLATE).save_pretrained(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    cut = PowerCut(tmp_path / "out", monkeypatch)
+    exporter = make_exporter(tmp_path, "llama", max_shard_nbytes=8000)
+    for key, chunk in chunks(make_layout("llama"), model):
+        exporter.write_chunk(key, chunk)
+    exporter.finish()
+    assert "final/model.safetensors.index.json" in cut.left()
+    assert cut.left() == files_of(tmp_path / "out")
+
+
+def test_finish_power_loss_before_the_folder_has_its_name_leaves_none_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model_folder(tmp_path / "model", "llama")
+    (tmp_path / "out").mkdir()
+    exporter = make_exporter(tmp_path, "llama")
+    for key, chunk in chunks(make_layout("llama"), model):
+        exporter.write_chunk(key, chunk)
+    named: list[bool] = []
+    sync = os.fsync
+
+    def note_and_sync(fd: int) -> None:
+        named.append((tmp_path / "out" / "final").exists())
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", note_and_sync)
+    exporter.finish()
+    assert named == [False] * (len(named) - 1) + [True]  # all files first, then the name
 
 
 def test_an_incomplete_model_is_not_published(tmp_path: Path) -> None:

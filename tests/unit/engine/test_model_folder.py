@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.power_cut import PowerCut, files_of
 from windlass.engine import model_folder
 from windlass.engine.model_folder import copy_model_folder, folder_nbytes, remove_model_folder
 
@@ -74,3 +75,14 @@ def test_a_removed_folder_is_gone_and_twice_is_once(tmp_path: Path, model: Path)
     remove_model_folder(model)
     assert list(tmp_path.iterdir()) == []
     assert folder_nbytes(model) == 0
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_copy_power_loss_afterwards_leaves_the_whole_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    (tmp_path / "out").mkdir()
+    cut = PowerCut(tmp_path / "out", monkeypatch)
+    copy_model_folder(model, tmp_path / "out" / "copy", links=links)
+    assert cut.left() == files_of(tmp_path / "out")
+    assert len(cut.left()) == 3

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.power_cut import PowerCut
 from tests.unit.service.api_client import serve, upload
 from tests.unit.service.dispatcher_stage import Stage
 from windlass.service.settings import Settings
@@ -22,6 +23,14 @@ def test_bytes_come_back_as_they_went_in(client: TestClient, settings: Settings)
     assert response.headers["content-type"] == "application/octet-stream"
     stored = settings.files_dir / file_id
     assert stored.stat().st_mode & 0o777 == 0o600
+
+
+def test_upload_power_loss_after_the_answer_leaves_the_bytes(
+    client: TestClient, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = PowerCut(settings.files_dir, monkeypatch)
+    file_id = upload(client, b"content")
+    assert cut.left() == {file_id: b"content"}
 
 
 @pytest.mark.parametrize(

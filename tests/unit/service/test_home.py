@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from windlass.service.home import AlreadyUpError, HomeError, HomeLock, find_serving, prepare_home
+from tests.power_cut import PowerCut
+from windlass.service.home import AlreadyUpError, HomeError, HomeLock, find_serving, node_of, prepare_home
 
 
 def test_a_new_home_is_private(tmp_path: Path) -> None:
@@ -49,3 +50,9 @@ def test_a_supervisor_that_died_holds_nothing(tmp_path: Path) -> None:
 
 def test_nobody_serves_an_empty_home(tmp_path: Path) -> None:
     assert find_serving(tmp_path) is None
+
+
+def test_node_of_power_loss_afterwards_leaves_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = PowerCut(tmp_path, monkeypatch)
+    node = node_of(tmp_path)
+    assert cut.left()["node"] == f"{node}\n".encode()

@@ -129,31 +129,33 @@ def test_checkpoints_go_and_models_stay(tmp_path: Path, database: Database) -> N
     old = Old(tmp_path, database, keep_checkpoints_days=7)
     job, young = old.job(days=8, fine_tuned_model="ft:tiny::a"), old.job(days=6)
     running, used = old.job(days=None), old.job(days=8)
+    elsewhere = old.job(days=8, node="node-elsewhere")
     for owner, model in ((job, "ft:tiny::a"), (job, "ft:tiny::a-step-1"), (young, "ft:tiny::b-step-1")):
         old.checkpoint(owner, model)
     old.checkpoint(running, "ft:tiny::c-step-1")
     old.checkpoint(used, "ft:tiny::d-step-1")
+    old.checkpoint(elsewhere, "ft:tiny::e-step-1")
     old.job(days=None, model="ft:tiny::d-step-1")
     old.keep_house()
     left = {path.name for path in old.settings.fine_tuned_dir.iterdir()}
-    assert left == {"ft:tiny::a", "ft:tiny::b-step-1", "ft:tiny::c-step-1", "ft:tiny::d-step-1"}
+    assert left == {"ft:tiny::a", *(f"ft:tiny::{name}-step-1" for name in "bcde")}
     assert old.audit() == [("delete_checkpoint", "ft:tiny::a-step-1", None, "retention")]
-    assert len(old.jobs()) == 5
+    assert len(old.jobs()) == 6
 
 
 def test_files_go_so_many_days_after_the_last_job_that_used_them(tmp_path: Path, database: Database) -> None:
     old = Old(tmp_path, database, keep_files_days=10)
-    for name in ("file-unused", "file-ended", "file-used", "file-running", "file-valid"):
+    for name in ("file-unused", "file-ended", "file-used", "file-running", "file-valid", "file-validated"):
         old.file(name, days=20)
     old.file("file-young", days=9)
     files = {"validation_file": None}
     old.job(days=11, training_file="file-ended", **files)
-    old.job(days=9, training_file="file-used", **files)
+    old.job(days=9, training_file="file-used", validation_file="file-validated")
     old.job(days=11, training_file="file-used", **files)
     old.job(days=None, training_file="file-running", validation_file="file-valid")
     old.keep_house()
     left = {path.name for path in old.settings.files_dir.iterdir()}
-    assert left == {"file-used", "file-running", "file-valid", "file-young"}
+    assert left == {"file-used", "file-running", "file-valid", "file-validated", "file-young"}
     assert old.audit() == [("delete_file", name, None, "retention") for name in ("file-ended", "file-unused")]
     with database.read() as session:
         assert FileRepository(session).all_ids() == left

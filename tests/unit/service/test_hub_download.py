@@ -7,6 +7,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from tests.power_cut import PowerCut
 from windlass.service.hub_download import main
 
 
@@ -30,6 +31,19 @@ def test_the_folder_takes_its_name_when_it_is_complete(tmp_path: Path, monkeypat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert _run(tmp_path) == {"ok": True}
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["tiny"]
+
+
+def test_download_power_loss_afterwards_leaves_the_whole_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(model: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        (local_dir / "config.json").write_text("{}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    (tmp_path / "models").mkdir()
+    cut = PowerCut(tmp_path / "models", monkeypatch)
+    _run(tmp_path)
+    assert cut.left() == {"tiny/config.json": b"{}"}
 
 
 def test_a_failure_names_the_model_and_the_reason_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

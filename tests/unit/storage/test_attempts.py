@@ -119,11 +119,13 @@ class TestRefused:
             TensorStore.delete(volume, JOB)
         commit(owner, 0)
 
-    def test_commit_for_another_attempt(self, volume: Volume) -> None:
-        store = new_store(volume)
+    @pytest.mark.parametrize("other", [1, 3])
+    def test_commit_for_another_attempt(self, volume: Volume, other: int) -> None:
+        store = new_store(volume, make_geometry(attempt=Attempt(2)))
         fill(store, 0)
-        with pytest.raises(StaleAttempt, match="open for attempt 1; attempt 2 cannot commit"):
-            store.commit(Step(0), Attempt(2), "{}")
+        with pytest.raises(StaleAttempt, match=f"open for attempt 2; attempt {other} cannot commit"):
+            store.commit(Step(0), Attempt(other), "{}")
+        assert store.commits() == []
 
     def test_commit_just_before_the_fence_counts(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
         """The older attempt commits after the newer one has looked at the journal first, before it writes the fence."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.power_cut import PowerCut
 from tests.unit.storage.faulty_device import power_losses
 from tests.unit.storage.stores import JOB, OTHER, QuickDevice, flip, open_volume, used_nbytes, volume_file
 from windlass.storage import volume as volume_module
@@ -74,6 +75,11 @@ class TestOpen:
         again = Volume.open(tmp_path, direct=direct)
         assert again.allocations() == {JOB: allocation}
         again.close()
+
+    def test_power_loss_once_it_is_made_leaves_its_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cut = PowerCut(tmp_path, monkeypatch)
+        open_volume(tmp_path).close()
+        assert volume_file(tmp_path).name in cut.left()
 
     def test_place_that_does_not_exist(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{tmp_path}/none is neither a directory nor a block device"):
