@@ -6,6 +6,7 @@ from windlass.engine.dataset import PreparedDataset
 from windlass.engine.device_need import device_need
 from windlass.engine.partition import Partition
 from windlass.planner.device_need import DeviceNeed
+from windlass.planner.example_lengths import evaluation_shapes as shapes_of_evaluation
 from windlass.planner.plan import PlanError
 
 
@@ -59,6 +60,6 @@ def require_device_room(context: JobContext, partition: Partition, *, device: st
 def evaluation_shapes(spec: JobSpec) -> list[tuple[int, int]]:
     """(examples, tokens) of the micro-batches of an evaluation's first group, if all were as long as the longest."""
     dataset, size = PreparedDataset.open(spec.dataset_dir, "validation"), evaluation_batch_size(spec)
-    ((_, width),) = dataset.largest_shapes(1, 1)
-    num_full, num_rest = divmod(min(dataset.num_examples, size * spec.hyperparameters.num_microbatches), size)
-    return [(size, width)] * num_full + [(num_rest, width)] * (num_rest > 0)
+    return shapes_of_evaluation(
+        dataset.num_examples, dataset.longest_width, size, spec.hyperparameters.num_microbatches
+    )

@@ -18,10 +18,12 @@ from windlass.actors.planned_job import simulate_planned
 from windlass.actors.planning import Planned, PlanQuestion, Profiles, answer
 from windlass.actors.simulation import Stuck, TooLong
 from windlass.actors.spans_file import SIMULATED_FOLDER, keep_step
+from windlass.engine.dataset import DatasetError, example_lengths
 from windlass.engine.kept_memory import keep_freed_memory
 from windlass.engine.kept_times import KeptTimes
 from windlass.engine.partition import UnsupportedArchitectureError, load_config
 from windlass.planner import placement_json
+from windlass.planner.example_lengths import ExampleLengths
 from windlass.planner.hardware import Hardware
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
@@ -38,6 +40,16 @@ class RunningOrder(BaseModel):
     restart_s: float  # what another attempt costs
 
 
+class DatasetOrder(BaseModel):
+    """The prepared data that a job trains on, and in which order."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset_dir: Path
+    seed: int
+    total_steps: int
+
+
 class PlanOrder(BaseModel):
     """What is asked, as it lies in a file."""
 
@@ -48,6 +60,7 @@ class PlanOrder(BaseModel):
     batch_size: int
     num_microbatches: int | None
     sequence_length: int
+    dataset: DatasetOrder | None = None  # with a number of micro-batches; None: examples are as long as they may be
     precision: Precision
     state_precision: StatePrecision
     optimizer: Optimizer = Optimizer.ADAMW
@@ -74,6 +87,7 @@ def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
+        DatasetError: the job's data is not there.
         RuntimeError: ... by shapes alone, or the job has not measured enough.
     """
     question = question_of(order, load_config(order.model_dir))
@@ -99,8 +113,23 @@ def question_of(order: PlanOrder, config: Any) -> PlanQuestion:
         config=config,
         hardware=order.hardware,
         measures=measures and is_there,
+        lengths=_lengths_of(order),
         kept_times=kept_times,
         **order.model_dump(include=_ASKED),
+    )
+
+
+def _lengths_of(order: PlanOrder) -> ExampleLengths | None:
+    if order.dataset is None:
+        return None
+    if order.num_microbatches is None:
+        raise ValueError("how wide micro-batches are follows from their number: a question with data must name it")
+    return example_lengths(
+        order.dataset.dataset_dir,
+        batch_size=order.batch_size,
+        num_microbatches=order.num_microbatches,
+        seed=order.dataset.seed,
+        num_steps=order.dataset.total_steps,
     )
 
 
@@ -187,7 +216,7 @@ def main() -> None:
         result: dict[str, Any] = {"ok": True, **plan_job(order, options.result.parent)}
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
-    except (RuntimeError, MemoryError) as error:
+    except (DatasetError, RuntimeError, MemoryError) as error:
         # Such as operators whose shapes follow from the data: the job runs without a plan.
         result = {"ok": True, "warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
     except (OSError, ValueError) as error:

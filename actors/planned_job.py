@@ -81,6 +81,8 @@ def _simulated(
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     work = work_of(solution)
     context = _with_fewer_slots(make_context(spec, layout, ""), work)
+    # The slots are for the widest micro-batches; what goes through them is of the mean one.
+    work = _of_mean_size(work, solution.costs.job.model.size_share)
     rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
     return context, job_shape(context, lambda _: "{}"), rates, work
 
@@ -124,6 +126,12 @@ def work_of(solution: Solution) -> Work:
             swapped[block] = way.out_nbytes
     peaks = {block: profile.peak_nbytes for block, profile in enumerate(model.blocks)}
     return Work(compute_s=seconds, swapped_nbytes=swapped, held_nbytes=held, peak_nbytes=peaks)
+
+
+def _of_mean_size(work: Work, share: float) -> Work:
+    """The same work, with so much of the bytes that are swapped."""
+    swapped = {block: [max(1, int(share * nbytes)) for nbytes in out] for block, out in work.swapped_nbytes.items()}
+    return replace(work, swapped_nbytes=swapped)
 
 
 def _in_fewer_chunks(layout: ModelLayout) -> ModelLayout:

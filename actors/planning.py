@@ -12,6 +12,7 @@ import torch
 from windlass.actors.job_spec import Optimizer
 from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning_trials import numbers_of_microbatches, what_would_fit, with_part
+from windlass.engine.dataset import WIDTH_GRANULE
 from windlass.engine.device_need import device_need
 from windlass.engine.kept_times import KeptTimes
 from windlass.engine.layout import ModelLayout
@@ -21,9 +22,18 @@ from windlass.engine.rehearsal import Rehearsed
 from windlass.planner.activation_ways import Ways, ways_of_layer
 from windlass.planner.correction import Correction
 from windlass.planner.device_need import DeviceNeed
+from windlass.planner.example_lengths import ExampleLengths
 from windlass.planner.hardware import GIB, Hardware
-from windlass.planner.model_profile import ModelProfile
-from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, TIER_NAMES, PlanReport, report_of, with_limits
+from windlass.planner.model_profile import ModelProfile, for_lengths
+from windlass.planner.report import (
+    DRIVER_NBYTES,
+    PROCESSES_NBYTES,
+    TIER_NAMES,
+    ExampleTokens,
+    PlanReport,
+    report_of,
+    with_limits,
+)
 from windlass.planner.solver import DoesNotFitError, Solution, candidates, solve_job
 from windlass.planner.speeds import Speeds, speeds_of
 from windlass.planner.step_costs import Limits, PlannedJob, Tier
@@ -47,6 +57,7 @@ class PlanQuestion:
     hardware: Hardware
     batch_size: int
     sequence_length: int
+    lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
     num_microbatches: int | None = None
     precision: Precision = Precision.BF16
     state_precision: StatePrecision = StatePrecision.FP32
@@ -66,6 +77,15 @@ class PlanQuestion:
     def formats(self) -> Formats:
         """What the states are stored as."""
         return Formats(self.precision, self.state_precision)
+
+    @property
+    def widest(self) -> int:
+        """Tokens of the widest micro-batch that can occur.
+
+        The engine pads a micro-batch to its longest example, not to `sequence_length`: where no example is that long,
+        neither memory nor time is ever taken for it.
+        """
+        return self.sequence_length if self.lengths is None else min(self.lengths.longest, self.sequence_length)
 
     @property
     def limits(self) -> Limits:
@@ -117,10 +137,20 @@ def planned(
 ) -> Planned:
     """What a solution means. `step_s`: as it was simulated. `advises`: what would be faster, as well."""
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0, step_s=step_s)
-    report = with_limits(report, question.limits)
+    report = replace(with_limits(report, question.limits), example_tokens=_tokens_of(question))
     if advises:
         report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
     return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
+
+
+def _tokens_of(question: PlanQuestion) -> ExampleTokens:
+    lengths = question.lengths
+    return ExampleTokens(
+        limit=question.sequence_length,
+        widest=question.widest,
+        mean=question.sequence_length if lengths is None else lengths.cut(question.sequence_length).mean,
+        of_data=lengths is not None,
+    )
 
 
 def limits_of(hardware: Hardware) -> Limits:
@@ -158,7 +188,9 @@ class Profiles:
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
         self._profiler = Profiler(question.config, question.precision, for_gpu=question.hardware.gpus.count > 0)
+        self._untimed: dict[tuple[int, int], ModelProfile] = {}
         self._known: dict[tuple[int, int], ModelProfile] = {}
+        self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
         self._rehearsed = Rehearsed()
 
     def unmeasured(self) -> "Profiles":
@@ -170,7 +202,7 @@ class Profiles:
     def corrected(self, question: PlanQuestion) -> "Profiles":
         """The same, with the times that the question's `correction` has; nothing else is measured."""
         found = self.unmeasured()
-        found._question, found._known = question, {}
+        found._question, found._known, found._of_lengths = question, {}, {}
         return found
 
     @property
@@ -182,6 +214,7 @@ class Profiles:
         """Of a planned job, as its GPU worker allocates."""
         shape = (job.model.num_examples, job.model.num_tokens)
         is_summed = job.num_microbatches > 1
+        lengths = question.lengths
         return device_need(
             self._profiler.rehearsed,
             solution.plan,
@@ -190,13 +223,15 @@ class Profiles:
             grad_precision=Precision.FP32 if is_summed else question.precision,
             num_microbatches=job.num_microbatches,
             num_ahead=job.num_prefetched,
-            max_tokens=shape[0] * shape[1],
+            max_tokens=shape[0] * question.sequence_length,  # as the engine makes its buffers
+            # Examples of an evaluation may be longer than those of training.
+            evaluation_shapes=() if lengths is None else lengths.evaluation_shapes(shape[0], job.num_microbatches),
             rehearsed=self._rehearsed,
         )
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
         """For the solver."""
-        profile = self.of(-(-question.batch_size // num_microbatches), question.sequence_length)
+        profile = self._of_job(question, -(-question.batch_size // num_microbatches))
         if question.num_layers is not None:
             profile = profile.with_num_layers(question.num_layers)
         return planned_job(question, profile, num_microbatches)
@@ -209,11 +244,32 @@ class Profiles:
         """For micro-batches of this shape."""
         shape = (num_examples, num_tokens)
         if shape not in self._known:
-            question, profile = self._question, self._profiler.profile(*shape)
-            if (times := self._times(profile)) is not None:
-                profile = with_times(profile, times)
-            self._known[shape] = question.correction.of_model(profile)
+            self._known[shape] = self._question.correction.of_model(self._timed(*shape))
         return self._known[shape]
+
+    def _of_job(self, question: PlanQuestion, num_examples: int) -> ModelProfile:
+        """For a job's micro-batches of so many examples: memory for the widest, time for the mean one."""
+        if question.lengths is None:
+            return self.of(num_examples, question.sequence_length)
+        lengths = question.lengths.cut(question.sequence_length)
+        asked = (num_examples, lengths)
+        if asked not in self._of_lengths:
+            widest = self._by_shapes(num_examples, question.widest)
+            near_mean = self._timed(num_examples, min(_near(lengths.mean), question.widest))
+            self._of_lengths[asked] = self._question.correction.of_model(for_lengths(widest, near_mean, lengths))
+        return self._of_lengths[asked]
+
+    def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        shape = (num_examples, num_tokens)
+        if shape not in self._untimed:
+            self._untimed[shape] = self._profiler.profile(*shape)
+        return self._untimed[shape]
+
+    def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        """With what is measured of its blocks, if anything is."""
+        profile = self._by_shapes(num_examples, num_tokens)
+        times = self._times(profile)
+        return profile if times is None else with_times(profile, times)
 
     def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
         """What is measured, or was before; None: rates must do."""
@@ -236,6 +292,11 @@ class Profiles:
         with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
             return measure().times if kept is None else kept.of(question.config, asked, measure)
         return None
+
+
+def _near(mean: float) -> int:
+    """The width at which blocks are measured: one that the engine computes, so that what is kept serves other jobs."""
+    return max(1, round(mean / WIDTH_GRANULE)) * WIDTH_GRANULE
 
 
 def _solve(

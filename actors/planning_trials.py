@@ -108,7 +108,7 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
     def one(num_tokens: int) -> "PlanQuestion":
         return replace(question, batch_size=1, num_microbatches=1, sequence_length=num_tokens)
 
-    num_tokens = question.sequence_length
+    num_tokens = question.widest
     if num_tokens <= _FEW_TOKENS or not fits(one(_FEW_TOKENS), profiles):
         return None
     while not fits(one(num_tokens := max(_FEW_TOKENS, num_tokens * 3 // 4)), profiles):

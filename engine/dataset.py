@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from windlass.engine.data import FORMAT_VERSION, NO_TARGET
+from windlass.planner.example_lengths import ExampleLengths
 
 # Widths are multiples of this: few different shapes, and aligned matrix products.
 WIDTH_GRANULE = 8
+# Steps of a job whose batches are looked at for their mean widths; they are in random order, so that more tell no more.
+MAX_SAMPLED_STEPS = 1000
 
 
 class DatasetError(Exception):
@@ -60,12 +64,7 @@ class PreparedDataset:
     def open(cls, directory: str | Path, split: str) -> "PreparedDataset":
         """Maps a split ("train" or "validation") of a prepared folder. Raises `DatasetError`."""
         directory = Path(directory)
-        try:
-            meta = json.loads((directory / "meta.json").read_text())
-        except (OSError, ValueError) as error:
-            raise DatasetError(f"{directory} is not a prepared dataset: {error}") from error
-        if meta["version"] != FORMAT_VERSION:
-            raise DatasetError(f"{directory} has format {meta['version']}, expected {FORMAT_VERSION}; prepare it again")
+        meta = _meta_of(directory)
         if split not in meta["splits"]:
             raise DatasetError(f'{directory} has no split "{split}", only {sorted(meta["splits"])}')
         counts = meta["splits"][split]
@@ -91,6 +90,11 @@ class PreparedDataset:
         """Examples of the split."""
         return len(self._offsets) - 1
 
+    @property
+    def longest_width(self) -> int:
+        """Tokens of the widest micro-batch that can occur: one with the longest example."""
+        return self._width(int(np.diff(self._offsets).max()))
+
     def steps_per_epoch(self, batch_size: int) -> int:
         """Steps that see every example once; the last may be smaller."""
         if batch_size < 1:
@@ -101,23 +105,48 @@ class PreparedDataset:
         """The micro-batches of a step, from 0: at most `num_microbatches`, none empty, same for the same arguments."""
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, not {num_microbatches}")
-        epoch, place = divmod(step, self.steps_per_epoch(batch_size))
-        examples = self._epoch_order(seed, epoch)[place * batch_size : (place + 1) * batch_size]
-        parts = np.array_split(examples, num_microbatches)
-        return [self._microbatch(part) for part in parts if len(part)]
+        return [self._microbatch(part) for part in self._parts(step, batch_size, num_microbatches, seed)]
 
     def largest_shapes(self, batch_size: int, num_microbatches: int) -> list[tuple[int, int]]:
         """(B, T) of each micro-batch of a step, if all were as long as the longest example."""
         examples = np.arange(min(batch_size, self.num_examples))
         parts = np.array_split(examples, num_microbatches)
-        width = self._width(int(np.diff(self._offsets).max()))
+        width = self.longest_width
         return [(len(part), width) for part in parts if len(part)]
+
+    def mean_widths(
+        self, batch_size: int, num_microbatches: int, seed: int, *, num_steps: int, max_steps: int = MAX_SAMPLED_STEPS
+    ) -> tuple[float, float]:
+        """The mean of a row's tokens with its padding, and of their square, over a job's first steps.
+
+        These are the steps that `batch` makes; each is taken to have `num_microbatches` micro-batches of as many rows
+        as the fullest, of which those that are not there have no tokens. `num_steps`: of the job.
+        """
+        num_steps = min(num_steps, max_steps)
+        rows_of_step = num_microbatches * -(-batch_size // num_microbatches)
+        tokens = squares = 0
+        for step in range(num_steps):
+            for part in self._parts(step, batch_size, num_microbatches, seed):
+                width = self._width(self._longest(part))
+                tokens += len(part) * width
+                squares += len(part) * width**2
+        return tokens / (num_steps * rows_of_step), squares / (num_steps * rows_of_step)
 
     def evaluation_batches(self, batch_size: int) -> Iterator[MicroBatch]:
         """All examples in the file's order, `batch_size` at a time."""
         for place in range(self.steps_per_epoch(batch_size)):
             stop = min((place + 1) * batch_size, self.num_examples)
             yield self._microbatch(np.arange(place * batch_size, stop))
+
+    def _parts(self, step: int, batch_size: int, num_microbatches: int, seed: int) -> list[npt.NDArray[np.int64]]:
+        """The examples of each micro-batch of a step."""
+        epoch, place = divmod(step, self.steps_per_epoch(batch_size))
+        examples = self._epoch_order(seed, epoch)[place * batch_size : (place + 1) * batch_size]
+        return [part for part in np.array_split(examples, num_microbatches) if len(part)]
+
+    def _longest(self, examples: npt.NDArray[np.int64]) -> int:
+        """Tokens of the longest of some examples."""
+        return int((self._offsets[examples + 1] - self._offsets[examples]).max())
 
     def _epoch_order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
         if self._order is None or self._order[0] != (seed, epoch):
@@ -127,7 +156,7 @@ class PreparedDataset:
 
     def _microbatch(self, examples: npt.NDArray[np.int64]) -> MicroBatch:
         starts, stops = self._offsets[examples], self._offsets[examples + 1]
-        width = self._width(int((stops - starts).max()))
+        width = self._width(self._longest(examples))
         # Any id will do for padding; 0 is one in every vocabulary.
         input_ids = np.zeros((len(examples), width), dtype=np.int64)
         targets = np.full((len(examples), width), NO_TARGET, dtype=np.int64)
@@ -139,3 +168,33 @@ class PreparedDataset:
     def _width(self, longest: int) -> int:
         """Tokens of a micro-batch whose longest example is so long."""
         return min(-(-longest // WIDTH_GRANULE) * WIDTH_GRANULE, self.sequence_length)
+
+
+def _meta_of(directory: Path) -> dict[str, Any]:
+    try:
+        meta: dict[str, Any] = json.loads((directory / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{directory} is not a prepared dataset: {error}") from error
+    if meta["version"] != FORMAT_VERSION:
+        raise DatasetError(f"{directory} has format {meta['version']}, expected {FORMAT_VERSION}; prepare it again")
+    return meta
+
+
+def example_lengths(
+    directory: Path, *, batch_size: int, num_microbatches: int, seed: int, num_steps: int
+) -> ExampleLengths:
+    """The widths of a job's micro-batches. `directory`: a folder that `windlass.engine.prepare` wrote; see
+    `PreparedDataset.mean_widths` for the rest.
+
+    Raises:
+        DatasetError: there is no such folder, or it is incomplete.
+    """
+    train = PreparedDataset.open(directory, "train")
+    mean, mean_square = train.mean_widths(batch_size, num_microbatches, seed, num_steps=num_steps)
+    lengths = ExampleLengths(longest=train.longest_width, mean=mean, mean_square=mean_square)
+    if "validation" not in _meta_of(directory)["splits"]:
+        return lengths
+    validation = PreparedDataset.open(directory, "validation")
+    return replace(
+        lengths, longest_validation=validation.longest_width, num_validation_examples=validation.num_examples
+    )

@@ -3,10 +3,12 @@
 Bytes and FLOPs are exact and come from shapes alone; seconds are measured, where there is something to measure on.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
+
+from windlass.planner.example_lengths import ExampleLengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,14 @@ class ModelProfile:
     head: BlockProfile
     shared: tuple[tuple[int, ...], ...]  # per block: whose params its operations use, its own first
     chunk_numel: int
+    # Tokens of a row on average, with padding, where micro-batches differ: of what takes time. `num_tokens` is then the
+    # widest one's, as all sizes are.
+    mean_tokens: float | None = None
+
+    @property
+    def size_share(self) -> float:
+        """The mean micro-batch's share of the tokens, and so of the bytes, of the widest one."""
+        return 1.0 if self.mean_tokens is None else self.mean_tokens / self.num_tokens
 
     def sped_up(self, factor: float) -> "ModelProfile":
         """On a device that takes so many times less for what was measured."""
@@ -195,3 +205,55 @@ def shared_of(num_layers: int, *, is_tied: bool) -> tuple[tuple[int, ...], ...]:
     """Of a model whose layers share nothing; tied, its head reads the embedding's params."""
     head = num_layers + 1
     return (*((block,) for block in range(head)), (head, 0) if is_tied else (head,))
+
+
+def for_lengths(widest: ModelProfile, near_mean: ModelProfile, lengths: ExampleLengths) -> ModelProfile:
+    """A profile with the bytes of the widest micro-batch, and with what the mean one computes and takes.
+
+    `near_mean`: for rows about as wide as the mean, with times if any were measured. The operations and times of its
+    layers are scaled from its width to the mean; attention's part, which grows with the square, by the mean square.
+    """
+
+    def timed(found: BlockProfile, measured: BlockProfile, num_flops: int, factor: float) -> Any:
+        faster = measured.sped_up(1 / factor)
+        times: dict[str, Any] = {"forward_s": faster.forward_s, "backward_s": faster.backward_s}
+        if isinstance(faster, LayerProfile):
+            times["again"] = faster.again
+        return replace(found, num_flops=num_flops, **times)
+
+    def layer_of(found: LayerProfile, measured: LayerProfile) -> LayerProfile:
+        operators = _operators_of_mean(found.operators, measured.operators, widths, lengths)
+        num_flops = sum(operator.num_flops for operator in operators)
+        factor = num_flops / measured.num_flops if measured.num_flops else rows
+        layer: LayerProfile = replace(timed(found, measured, num_flops, factor), operators=operators)
+        return layer
+
+    widths, rows = (widest.num_tokens, near_mean.num_tokens), lengths.mean / near_mean.num_tokens
+    pairs = list(zip(widest.layers, near_mean.layers, strict=True))
+    merged = {pair: layer_of(*pair) for pair in dict.fromkeys(pairs)}
+    return replace(
+        widest,
+        embedding=timed(widest.embedding, near_mean.embedding, round(rows * near_mean.embedding.num_flops), rows),
+        layers=tuple(merged[pair] for pair in pairs),
+        head=timed(widest.head, near_mean.head, round(rows * near_mean.head.num_flops), rows),
+        mean_tokens=lengths.mean,
+    )
+
+
+def _operators_of_mean(
+    widest: Sequence[OperatorProfile],
+    near_mean: Sequence[OperatorProfile],
+    widths: tuple[int, int],
+    lengths: ExampleLengths,
+) -> tuple[OperatorProfile, ...]:
+    """The widest micro-batch's operators, with the FLOPs of the mean one. `widths`: of `widest` and `near_mean`."""
+    (wide, narrow), alike = widths, [each.name for each in widest] == [each.name for each in near_mean]
+    found = []
+    for operator, other in zip(widest, near_mean if alike else widest, strict=True):
+        per_token = operator.num_flops / wide
+        # FLOPs at a width are `linear * width + square * width**2`; two widths tell both numbers.
+        square = (per_token - other.num_flops / narrow) / (wide - narrow) if alike and wide > narrow else 0.0
+        linear = per_token - square * wide
+        num_flops = max(0, round(linear * lengths.mean + square * lengths.mean_square))
+        found.append(replace(operator, num_flops=num_flops))
+    return tuple(found)

@@ -23,6 +23,16 @@ TIER_NAMES = {Tier.DEVICE: "gpu", Tier.HOST: "host", Tier.SSD: "ssd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleTokens:
+    """The tokens of an example, padding included, that a plan was made for: memory for the widest, time for the mean."""
+
+    limit: int  # longer examples are cut
+    widest: int
+    mean: float
+    of_data: bool  # as the job's data has them; else every example is taken to be as long as it may be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """What a person learns before anything runs. Times in seconds, GiB of 2^30 bytes, GB of 10^9."""
 
@@ -40,6 +50,7 @@ class PlanReport:
     missing_bytes: dict[str, int] | None = None  # where nothing fits: of each kind of memory
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
+    example_tokens: ExampleTokens | None = None
 
 
 def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: float | None = None) -> PlanReport:
@@ -47,7 +58,7 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     bound_s = solution.step_s
     step_s = bound_s if step_s is None else step_s
     model = job.model
-    num_tokens = model.num_examples * model.num_tokens * job.num_microbatches
+    num_tokens = model.num_examples * model.num_tokens * model.size_share * job.num_microbatches
     num_flops = 3 * model.num_flops * job.num_microbatches
     nbytes = solution.nbytes
     peaks = {
@@ -85,7 +96,8 @@ def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:
         for index, block in enumerate(blocks)
     )
     grads = sum(blocks[index].numel * job.grad_itemsize for index in plan.spilled_blocks)
-    return states + grads + solution.placement.ssd_activation_nbytes * plan.num_groups
+    activations = solution.placement.ssd_activation_nbytes * plan.num_groups * job.model.size_share
+    return states + grads + activations
 
 
 def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class StepCosts:
 
     def _activation_way(self, layer: LayerProfile, way: ActivationWay) -> Way:
         job, speeds = self.job, self.speeds
-        swapped_nbytes = job.num_microbatches * way.swapped_nbytes
+        swapped_nbytes = job.num_microbatches * job.model.size_share * way.swapped_nbytes
         seconds = {
             Part.FORWARD: job.num_microbatches * self.compute_s(layer)[0],
             Part.BACKWARD: job.num_microbatches * self.backward_s(layer, way),
@@ -361,14 +361,13 @@ class StepCosts:
 
     def _roofline_s(self, work: Work) -> float:
         """Products, and everything's outputs written and read."""
-        return work.num_flops / self.speeds.device_flops + 2 * work.nbytes / self.speeds.device_memory_bytes
+        moved_nbytes = 2 * self.job.model.size_share * work.nbytes
+        return work.num_flops / self.speeds.device_flops + moved_nbytes / self.speeds.device_memory_bytes
 
     def _overflow_seconds(self) -> tuple[float, ...]:
+        share = self.num_groups * self.job.model.size_share
         return self._seconds(
-            {
-                Part.SSD_FORWARD: self.num_groups / self.speeds.write_bytes,
-                Part.SSD_BACKWARD: self.num_groups / self.speeds.read_bytes,
-            }
+            {Part.SSD_FORWARD: share / self.speeds.write_bytes, Part.SSD_BACKWARD: share / self.speeds.read_bytes}
         )
 
     @staticmethod

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.service.job_specs import job_dir
+from windlass.service.job_specs import dataset_dir, job_dir
 from windlass.service.model_ids import model_dir
 from windlass.service.plan_view import predicted_of
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
@@ -69,6 +69,9 @@ def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
         return None
     # The home may have been moved since.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    if question.get("dataset") is not None:  # a question of an earlier release has none
+        here = {"dataset_dir": str(dataset_dir(job_dir(settings, job.id)))}
+        question["dataset"] = question["dataset"] | here
     # ... and jobs may run now.
     return question | {"model_dir": str(folder), "is_alone": False} | made_for(found)
 

@@ -111,6 +111,11 @@ def job_dir(settings: Settings, job_id: str) -> Path:
     return settings.jobs_dir / job_id
 
 
+def dataset_dir(folder: Path) -> Path:
+    """The prepared data of the job that has this folder."""
+    return folder / "dataset"
+
+
 def journal_path(settings: Settings, job_id: str) -> Path:
     """The journal of a job's runners."""
     return job_dir(settings, job_id) / JOURNAL_FILE
@@ -132,7 +137,9 @@ def preparation_order(
 
     def question(results: Results) -> dict[str, Any]:
         assert hardware is not None, "nothing is asked without it"
-        resolved = resolve_job(job, results).hyperparameters
+        found = resolve_job(job, results)
+        resolved = found.hyperparameters
+        dataset = {"seed": resolved["seed"], "total_steps": found.total_steps, "dataset_dir": str(dataset_dir(folder))}
         numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
         folder_of_model = _model_dir(settings, job.model)
         alone = is_alone()
@@ -145,7 +152,7 @@ def preparation_order(
             has_gpus=alone,
             **numbers,
         )
-        return question | {"simulation_s": _SIMULATION_S, "is_alone": alone}
+        return question | {"dataset": dataset, "simulation_s": _SIMULATION_S, "is_alone": alone}
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
     return PreparationOrder(
@@ -158,7 +165,7 @@ def preparation_order(
         random_weights=asked.initialization is Initialization.RANDOM,
         layout_file=_layout_file(folder),
         kept_checks_dir=settings.home / _KEPT_CHECKS,
-        dataset_dir=folder / "dataset",
+        dataset_dir=dataset_dir(folder),
         work_dir=folder / "prepare",
         day=datetime.fromtimestamp(job.created_at, UTC).date(),
         plan_question=None if hardware is None else question,
@@ -249,7 +256,7 @@ def build_job_spec(
         model_dir=str(_model_dir(settings, job.model)),
         initialization=asked.initialization,
         layout_file=str(_layout_file(folder)),
-        dataset_dir=str(folder / "dataset"),
+        dataset_dir=str(dataset_dir(folder)),
         num_validation_examples=prepared["num_validation_examples"],
         job_dir=str(folder),
         output_dir=str(_model_dir(settings, fine_tuned_model_id(job.model, job.suffix, job.id))),

@@ -26,6 +26,7 @@ class PlanFields(BaseModel):
     missing_bytes: dict[str, float] | None = None
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
+    example_tokens: dict[str, Any] | None = None
 
 
 class PlanObject(PlanFields):

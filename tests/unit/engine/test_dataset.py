@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.engine.folders import make_tokenizer, make_tokenizer_folder
-from windlass.engine.dataset import DatasetError, MicroBatch, PreparedDataset
+from windlass.engine.dataset import DatasetError, MicroBatch, PreparedDataset, example_lengths
 from windlass.engine.prepare import prepare
 
 NUM_EXAMPLES = 11
@@ -62,6 +62,33 @@ def test_no_microbatch_is_larger_than_the_largest(folder: Path) -> None:
     assert train.largest_shapes(7, 3) == [(3, 10), (2, 10), (2, 10)]
     assert train.largest_shapes(50, 20) == [(1, 10)] * NUM_EXAMPLES
     assert train.largest_shapes(11, 1) == [tuple(train.batch(0, 11, 1, seed=3)[0].input_ids.shape)]
+
+
+@pytest.mark.parametrize(("batch_size", "num_microbatches", "num_steps"), [(4, 2, 7), (5, 3, 2), (11, 1, 1)])
+def test_mean_widths_are_those_of_the_steps_batches(
+    folder: Path, batch_size: int, num_microbatches: int, num_steps: int
+) -> None:
+    train = PreparedDataset.open(folder, "train")
+    steps = [train.batch(step, batch_size, num_microbatches, seed=3) for step in range(num_steps)]
+    shapes = [microbatch.input_ids.shape for step in steps for microbatch in step]
+    num_rows = num_steps * num_microbatches * -(-batch_size // num_microbatches)
+    mean, mean_square = train.mean_widths(batch_size, num_microbatches, 3, num_steps=num_steps)
+    assert mean == pytest.approx(sum(rows * width for rows, width in shapes) / num_rows)
+    assert mean_square == pytest.approx(sum(rows * width**2 for rows, width in shapes) / num_rows)
+
+
+def test_mean_widths_of_a_long_job_are_those_of_its_first_steps(folder: Path) -> None:
+    train = PreparedDataset.open(folder, "train")
+    sampled = train.mean_widths(1, 1, 3, num_steps=10_000, max_steps=5)
+    assert sampled == train.mean_widths(1, 1, 3, num_steps=5) != train.mean_widths(1, 1, 3, num_steps=6)
+
+
+def test_example_lengths_know_both_splits(folder: Path) -> None:
+    found = example_lengths(folder, batch_size=11, num_microbatches=1, seed=3, num_steps=2)
+    assert (found.longest, found.mean, found.mean_square) == (10, 10.0, 100.0)
+    assert (found.longest_validation, found.num_validation_examples) == (8, 5)
+    with pytest.raises(DatasetError, match="not a prepared dataset"):
+        example_lengths(folder / "none", batch_size=1, num_microbatches=1, seed=3, num_steps=1)
 
 
 def test_microbatches_are_contiguous_parts_and_never_empty(folder: Path) -> None:

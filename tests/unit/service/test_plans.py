@@ -335,7 +335,9 @@ def test_the_command_line_asks_what_a_job_would(
             clip=False,
             home=home,
         )
-    others = {"model_dir", "simulation_s", "is_alone"}
+    assert of_job.dataset is not None
+    assert (of_job.dataset.total_steps, of_job.dataset.dataset_dir.name) == (6, "dataset")
+    others = {"model_dir", "dataset", "simulation_s", "is_alone"}
     assert asked[0].model_dump(exclude=others) == of_job.model_dump(exclude=others)
 
 

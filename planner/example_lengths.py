@@ -1,0 +1,52 @@
+"""The lengths of a data set's examples, as far as plans need them. All are in tokens, padding included."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleLengths:
+    """The widths of a job's micro-batches: each is padded to its longest example.
+
+    A job's memory must suffice for the widest micro-batch that can occur, while its time follows the mean of those that
+    do. The means are taken over the rows of full micro-batches; a row that a smaller batch lacks counts as 0.
+    """
+
+    longest: int  # the width of the widest micro-batch that can occur
+    mean: float  # of a row: what most of a layer's operations grow with
+    mean_square: float  # ... squared: what attention grows with
+    longest_validation: int = 0  # the width of the widest micro-batch of an evaluation; 0 without validation data
+    num_validation_examples: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses means that no rows have, which would make operations of negative size."""
+        if not 0 < self.mean <= self.longest or self.mean_square < self.mean**2 * (1 - 1e-9):
+            raise ValueError(
+                f"no rows of at most {self.longest} tokens have the mean {self.mean} and the mean square "
+                f"{self.mean_square}"
+            )
+
+    def cut(self, sequence_length: int) -> "ExampleLengths":
+        """The same data where examples are cut at another length. The means are then upper bounds."""
+        mean = min(self.mean, sequence_length)
+        return replace(
+            self,
+            longest=min(self.longest, sequence_length),
+            mean=mean,
+            mean_square=max(mean**2, min(self.mean_square, sequence_length**2)),
+            longest_validation=min(self.longest_validation, sequence_length),
+        )
+
+    def evaluation_shapes(self, num_examples: int, num_microbatches: int) -> list[tuple[int, int]]:
+        """(examples, tokens) of an evaluation's first group, in micro-batches of `num_examples`."""
+        return evaluation_shapes(self.num_validation_examples, self.longest_validation, num_examples, num_microbatches)
+
+
+def evaluation_shapes(
+    num_validation_examples: int, width: int, num_examples: int, num_microbatches: int
+) -> list[tuple[int, int]]:
+    """(examples, tokens) of the micro-batches of an evaluation's first group, if all were `width` tokens wide.
+
+    `num_examples`: of a micro-batch; only the last one has fewer. `num_microbatches`: of a group.
+    """
+    num_full, num_rest = divmod(min(num_validation_examples, num_examples * num_microbatches), num_examples)
+    return [(num_examples, width)] * num_full + [(num_rest, width)] * (num_rest > 0)
