@@ -24,7 +24,7 @@ TIER_NAMES = {Tier.DEVICE: "gpu", Tier.HOST: "host", Tier.SSD: "ssd"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleTokens:
-    """The tokens of an example, padding included, that a plan was made for: memory for the widest, time for the mean."""
+    """Tokens of an example, padding included, that a plan was made for: memory for the widest, time for the mean."""
 
     limit: int  # longer examples are cut
     widest: int
