@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from windlass.actors.job_spec import JobSpec, UpdateOrder
+from windlass.actors.job_spec import JobSpec
 from windlass.engine.layout import ModelLayout
 from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, cut_layers
 from windlass.planner.plan import ModelSize, Plan, PlanError, make_plan
@@ -42,14 +42,8 @@ def ssd_name(index: int) -> ActorName:
 
 
 def grad_precision(spec: JobSpec) -> Precision:
-    """Of gradients on their way to the optimizer.
-
-    With one micro-batch the gradient of a model in half precision is in that to begin with. Sums over micro-batches are
-    fp32, unless the job wants less.
-    """
-    hyper = spec.hyperparameters
-    is_summed = hyper.num_microbatches > 1 and hyper.accumulation_precision is Precision.FP32
-    return Precision.FP32 if is_summed else hyper.precision
+    """The type of gradients on their way to the optimizer; see `GradientSettings.precision_in_transit`."""
+    return spec.hyperparameters.gradients.precision_in_transit(spec.hyperparameters.num_microbatches)
 
 
 def grad_itemsize(spec: JobSpec) -> int:
@@ -200,7 +194,7 @@ def make_context(
         num_optimizers=spec.num_cpu_optimizers,
         grad_itemsize=grad_itemsize(spec),
         keep_grads=spec.hyperparameters.keeps_grads,
-        is_naive=spec.hyperparameters.order_of_updates is UpdateOrder.NAIVE,
+        is_naive=spec.hyperparameters.order_of_updates.is_naive,
         host_memory_nbytes=spec.host_memory_nbytes,
         num_microbatches=spec.hyperparameters.num_microbatches,
         free_nbytes=free_nbytes,

@@ -6,6 +6,7 @@ from enum import StrEnum
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import Attempt, Formats, JobId, Kernel, ModelKernel, Precision, StatePrecision
 
 
@@ -24,20 +25,43 @@ class Optimizer(StrEnum):
     ADAM = "adam"  # weight decay as a part of the gradient
 
 
-class UpdateOrder(StrEnum):
-    """When blocks are updated. All give the same parameters, while gradients are finite."""
-
-    ACTIVE = "active"  # as gradients arrive, during the backward pass; not where all must be known first
-    KEPT = "kept"  # gradients are kept until all are known; in forward order, under the next step's forward pass
-    NAIVE = "naive"  # as ACTIVE, but a chunk is read only when the one before is written: for comparison
-    AFTER_BACKWARD = "after_backward"  # as KEPT, and the next step waits for all of them: for comparison
-
-
 class Initialization(StrEnum):
     """Where the first weights come from."""
 
     WEIGHTS = "weights"  # the model folder's safetensors
     RANDOM = "random"  # the architecture's own initialisation, per block, from the job's seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSettings:
+    """The settings of a job that decide when blocks are updated, where gradients wait until then, and in which type.
+
+    The runner and the planner both derive these decisions here, so that a job runs as it was planned.
+    """
+
+    precision: Precision  # of the model
+    clips: bool  # the norm of all gradients is limited
+    accumulation_precision: Precision  # of sums over micro-batches: fp32, or that of the model
+    update_order: UpdateOrder | None  # None: ACTIVE where that is exact, else KEPT
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether nothing may be updated before every gradient is known."""
+        return self.clips or self.precision is Precision.FP16
+
+    @property
+    def order_of_updates(self) -> UpdateOrder:
+        """The order that was asked for, or the fastest one that is exact."""
+        return self.update_order or (UpdateOrder.KEPT if self.needs_all_gradients else UpdateOrder.ACTIVE)
+
+    def precision_in_transit(self, num_microbatches: int) -> Precision:
+        """The type of gradients on their way to the optimizer.
+
+        With one micro-batch the gradient of a model in half precision is in that to begin with. Sums over micro-batches
+        are fp32, unless the job wants less.
+        """
+        is_summed = num_microbatches > 1 and self.accumulation_precision is Precision.FP32
+        return Precision.FP32 if is_summed else self.precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +96,24 @@ class Hyperparameters:
         return Formats(self.precision, self.state_precision)
 
     @property
-    def needs_all_gradients(self) -> bool:
-        """Whether nothing may be updated before every gradient is known."""
-        return self.clip_norm is not None or self.precision is Precision.FP16
+    def gradients(self) -> GradientSettings:
+        """The settings that decide what becomes of gradients."""
+        return GradientSettings(
+            precision=self.precision,
+            clips=self.clip_norm is not None,
+            accumulation_precision=self.accumulation_precision,
+            update_order=self.update_order,
+        )
 
     @property
     def order_of_updates(self) -> UpdateOrder:
-        """As asked for, or the best."""
-        return self.update_order or (UpdateOrder.KEPT if self.needs_all_gradients else UpdateOrder.ACTIVE)
+        """See `GradientSettings`."""
+        return self.gradients.order_of_updates
 
     @property
     def keeps_grads(self) -> bool:
         """Whether gradients wait until all are known."""
-        return self.order_of_updates in (UpdateOrder.KEPT, UpdateOrder.AFTER_BACKWARD)
+        return self.order_of_updates.keeps_grads
 
 
 class FinalModel(StrEnum):
@@ -160,9 +189,9 @@ class JobSpec:
     @property
     def effective_ordering(self) -> Ordering:
         """With updates after the backward pass nothing overlaps them, whatever else was asked for."""
-        if self.hyperparameters.order_of_updates is UpdateOrder.AFTER_BACKWARD:
-            return replace(self.ordering, overlaps_steps=False)
-        return self.ordering
+        if self.hyperparameters.order_of_updates.overlaps_steps:
+            return self.ordering
+        return replace(self.ordering, overlaps_steps=False)
 
 
 class System(StrEnum):

@@ -25,6 +25,7 @@ from windlass.engine.partition import UnsupportedArchitectureError, load_config
 from windlass.planner import placement_json
 from windlass.planner.example_lengths import ExampleLengths
 from windlass.planner.hardware import Hardware
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 
@@ -65,6 +66,10 @@ class PlanOrder(BaseModel):
     state_precision: StatePrecision
     optimizer: Optimizer = Optimizer.ADAMW
     clips: bool
+    # As in a job's hyperparameters. Orders of older versions name neither: they were planned as the defaults.
+    accumulation_precision: Precision = Precision.FP32
+    update_order: UpdateOrder | None = None
+    num_validation_examples: int = 0
     num_optimizers: int
     host_memory_nbytes: int | None  # of the arena
     device_memory_nbytes: int | None

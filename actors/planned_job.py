@@ -21,7 +21,7 @@ from windlass.planner.activation_ways import ways_of_layer
 from windlass.planner.plan import Placement
 from windlass.planner.solver import Solution
 from windlass.planner.speeds import Speeds
-from windlass.storage.ids import Formats, JobId
+from windlass.storage.ids import Formats, JobId, Precision
 
 # Steps that are simulated, and how many of the first are not steady yet.
 _NUM_STEPS = 4
@@ -194,10 +194,12 @@ def _spec_of(solution: Solution, formats: Formats) -> JobSpec:
             beta1=0.9,
             beta2=0.999,
             epsilon=1e-8,
-            clip_norm=1.0 if job.keeps_grads else None,
+            clip_norm=None,  # the update order says what follows from it
             precision=formats.precision,
             seed=0,
             state_precision=formats.states,
+            accumulation_precision=Precision.FP32 if job.grad_itemsize == 4 else formats.precision,
+            update_order=job.update_order,
         ),
         total_steps=_NUM_STEPS,
         num_cpu_optimizers=job.num_optimizers,

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from windlass.actors.job_spec import Optimizer
+from windlass.actors.job_spec import GradientSettings, Optimizer
 from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning_trials import numbers_of_microbatches, what_would_fit, with_part
 from windlass.engine.dataset import WIDTH_GRANULE
 from windlass.engine.device_need import device_need
+from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.kept_times import KeptTimes
 from windlass.engine.layout import ModelLayout
 from windlass.engine.measure_model import BlockTimes, MeasuredBlocks, measure_blocks, with_times
@@ -22,7 +23,7 @@ from windlass.engine.rehearsal import Rehearsed
 from windlass.planner.activation_ways import Ways, ways_of_layer
 from windlass.planner.correction import Correction
 from windlass.planner.device_need import DeviceNeed
-from windlass.planner.example_lengths import ExampleLengths
+from windlass.planner.example_lengths import ExampleLengths, evaluation_shapes
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile, for_lengths
 from windlass.planner.report import (
@@ -37,6 +38,7 @@ from windlass.planner.report import (
 from windlass.planner.solver import DoesNotFitError, Solution, candidates, solve_job
 from windlass.planner.speeds import Speeds, speeds_of
 from windlass.planner.step_costs import Limits, PlannedJob, Tier
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 # What is worth mentioning: a change that makes a step shorter by at least so much of it.
@@ -63,6 +65,9 @@ class PlanQuestion:
     state_precision: StatePrecision = StatePrecision.FP32
     optimizer: Optimizer = Optimizer.ADAMW  # both take the same bytes, and the same time
     clips: bool = True
+    accumulation_precision: Precision = Precision.FP32  # of gradients' sums over micro-batches
+    update_order: UpdateOrder | None = None  # None: the fastest one that is exact
+    num_validation_examples: int = 0  # an evaluation goes through as many micro-batches at once as a step has
     num_optimizers: int = 1
     num_layers: int | None = None  # as if the model had so many, all like its first; None: as it is
     host_memory_nbytes: int | None = None  # budget of the arena; None: what the machine has
@@ -86,6 +91,16 @@ class PlanQuestion:
         neither memory nor time is ever taken for it.
         """
         return self.sequence_length if self.lengths is None else min(self.lengths.longest, self.sequence_length)
+
+    @property
+    def gradients(self) -> GradientSettings:
+        """The settings that decide what becomes of gradients; the job's hyperparameters have the same."""
+        return GradientSettings(
+            precision=self.precision,
+            clips=self.clips,
+            accumulation_precision=self.accumulation_precision,
+            update_order=self.update_order,
+        )
 
     @property
     def limits(self) -> Limits:
@@ -168,15 +183,15 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
     """For the solver."""
     formats = question.formats
     itemsizes = formats.itemsizes
-    param_itemsize = itemsizes[formats.param_kind]
+    grad_precision = question.gradients.precision_in_transit(num_microbatches)
     return PlannedJob(
         model=profile,
         num_microbatches=num_microbatches,
-        keeps_grads=question.clips or question.precision is Precision.FP16,
-        param_itemsize=param_itemsize,
+        update_order=question.gradients.order_of_updates,
+        param_itemsize=itemsizes[formats.param_kind],
         state_itemsize=sum(itemsizes.values()),
         read_itemsize=formats.update_itemsize,
-        grad_itemsize=4 if num_microbatches > 1 else param_itemsize,
+        grad_itemsize=TORCH_DTYPE[grad_precision].itemsize,
         num_optimizers=question.num_optimizers,
         ways=question.ways,
     )
@@ -213,19 +228,22 @@ class Profiles:
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
         """Of a planned job, as its GPU worker allocates."""
         shape = (job.model.num_examples, job.model.num_tokens)
-        is_summed = job.num_microbatches > 1
         lengths = question.lengths
         return device_need(
             self._profiler.rehearsed,
             solution.plan,
             [shape] * solution.plan.group_size,
             formats=question.formats,
-            grad_precision=Precision.FP32 if is_summed else question.precision,
+            grad_precision=question.gradients.precision_in_transit(job.num_microbatches),
             num_microbatches=job.num_microbatches,
             num_ahead=job.num_prefetched,
             max_tokens=shape[0] * question.sequence_length,  # as the engine makes its buffers
             # Examples of an evaluation may be longer than those of training.
-            evaluation_shapes=() if lengths is None else lengths.evaluation_shapes(shape[0], job.num_microbatches),
+            evaluation_shapes=evaluation_shapes(
+                question.num_validation_examples, question.sequence_length, shape[0], job.num_microbatches
+            )
+            if lengths is None
+            else lengths.evaluation_shapes(shape[0], job.num_microbatches),
             rehearsed=self._rehearsed,
         )
 
@@ -275,16 +293,26 @@ class Profiles:
         """What is measured, or was before; None: rates must do."""
         question = self._question
         device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
-        sums_grads = profile.num_examples < question.batch_size
+        num_microbatches = -(-question.batch_size // profile.num_examples)
+        sums_grads = num_microbatches > 1
+        grad_precision = question.gradients.precision_in_transit(num_microbatches)
 
         def measure() -> MeasuredBlocks:
-            return measure_blocks(profile, question.config, question.precision, device, sums_grads=sums_grads)
+            return measure_blocks(
+                profile,
+                question.config,
+                question.precision,
+                device,
+                sums_grads=sums_grads,
+                grad_precision=grad_precision,
+            )
 
         kept = question.kept_times
         asked = {
             "shape": (profile.num_examples, profile.num_tokens),
             "precision": question.precision,
             "sums_grads": sums_grads,
+            "grad_precision": grad_precision,
             "device": device.type,
         }
         if not self._measures:

@@ -19,7 +19,7 @@ from benchmarks.machine import num_cores
 from benchmarks.report import Report, parse_options, ratio, spread
 from benchmarks.step import contenders, describe
 from benchmarks.workload import ModelShape, Workload
-from windlass.actors.job_spec import UpdateOrder
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import StatePrecision
 
 ORDERS = {

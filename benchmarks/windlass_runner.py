@@ -23,19 +23,13 @@ from benchmarks.peer import emit
 from benchmarks.pss import process_tree, thread_seconds
 from benchmarks.throttle import Throttle
 from benchmarks.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
-from windlass.actors.job_spec import (
-    Hyperparameters,
-    JobSpec,
-    Schedule,
-    System,
-    UpdateOrder,
-    behaving_as,
-)
+from windlass.actors.job_spec import Hyperparameters, JobSpec, Schedule, System, behaving_as
 from windlass.actors.journal import JOURNAL_FILE, METRICS, OUTCOME, JournalReader, JournalRecord
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.spans_file import FOLDER as SPANS_FOLDER
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
+from windlass.planner.update_order import UpdateOrder
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.ray_cluster import RayCluster
 from windlass.storage.arena import remove_leftovers

@@ -59,13 +59,22 @@ class MeasuredBlocks:
 
 
 def measure_blocks(
-    profile: ModelProfile, config: Any, precision: Precision, device: torch.device, *, sums_grads: bool = False
+    profile: ModelProfile,
+    config: Any,
+    precision: Precision,
+    device: torch.device,
+    *,
+    sums_grads: bool = False,
+    grad_precision: Precision | None = None,
 ) -> MeasuredBlocks:
     """What each block of a profile takes on this device. Holds the params of some blocks meanwhile.
 
-    `sums_grads`: gradients are added up over micro-batches, in fp32.
+    `sums_grads`: gradients are added up over micro-batches. `grad_precision`: the type of a block's gradient; None: the
+    model's.
     """
-    return _Bench(profile, config, precision, device, sums_grads=sums_grads).measure()
+    return _Bench(
+        profile, config, precision, device, sums_grads=sums_grads, grad_precision=grad_precision or precision
+    ).measure()
 
 
 def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:
@@ -85,7 +94,14 @@ def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelP
 
 class _Bench:
     def __init__(
-        self, profile: ModelProfile, config: Any, precision: Precision, device: torch.device, *, sums_grads: bool
+        self,
+        profile: ModelProfile,
+        config: Any,
+        precision: Precision,
+        device: torch.device,
+        *,
+        sums_grads: bool,
+        grad_precision: Precision,
     ) -> None:
         self._partition = Partition(build_meta_model(config, precision))
         self._kinds = kinds_of_layers(self._partition)
@@ -97,7 +113,7 @@ class _Bench:
         self._choices = [dict(zip(choices, choice, strict=True)) for choice in zip(*choices.values(), strict=True)]
         self._device, self._dtype = device, TORCH_DTYPE[precision]
         self._runner = BlockRunner(self._partition, device, seed=0)
-        self._grad_dtype = torch.float32 if sums_grads else self._dtype
+        self._grad_dtype = TORCH_DTYPE[grad_precision]
         self._sums_grads = sums_grads
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
         self._ids = torch.randint(vocab, (profile.num_examples, profile.num_tokens), device=device)

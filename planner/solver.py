@@ -88,7 +88,7 @@ _RESOURCES = {
     "compute": (Part.FORWARD, Part.BACKWARD),
     "h2d": (Part.H2D_FORWARD, Part.H2D_BACKWARD),
     "d2h": (Part.D2H_FORWARD, Part.D2H_BACKWARD),
-    "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE),
+    "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.SSD_FLUSH),
     "optimizer": (Part.OPTIMIZER,),
 }
 # What saves the device's memory and takes time of its own, which may be worth what else is done with the memory.
@@ -345,6 +345,7 @@ def _plan(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> 
         num_optimizers=job.num_optimizers,
         grad_itemsize=job.grad_itemsize,
         keep_grads=job.keeps_grads,
+        is_naive=job.update_order.is_naive,
         host_memory_nbytes=None if host_nbytes is None else int(host_nbytes),
         num_microbatches=job.num_microbatches,
         placement=placement,

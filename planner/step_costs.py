@@ -6,6 +6,7 @@ first, updates run beside the next step's forward pass only: there the bounds ar
 Sources: Ratel, equations 1 to 8 (a stage takes what its slowest resource takes); AutoHete, equations 1 to 6.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -17,6 +18,7 @@ from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProf
 from windlass.planner.plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
+    PARTIAL_GRAD_ITEMSIZE,
     TRANSIT_DEPTH,
     ModelSize,
     Placement,
@@ -24,6 +26,7 @@ from windlass.planner.plan import (
 )
 from windlass.planner.program import Alike, Bound, Buffer, Overflow, Program, Way
 from windlass.planner.speeds import Speeds
+from windlass.planner.update_order import UpdateOrder
 
 
 class Part(IntEnum):
@@ -37,9 +40,10 @@ class Part(IntEnum):
     D2H_BACKWARD = 5
     SSD_FORWARD = 6  # reading params, writing activations
     SSD_BACKWARD = 7  # reading params and activations, writing gradients that are kept
-    SSD_UPDATE = 8  # reading and writing states
+    SSD_UPDATE = 8  # reading and writing states, in an optimizer's slots
     OPTIMIZER = 9
     FIRST_UPDATE = 10  # from the last gradient to the first block's new params: nothing is computed meanwhile
+    SSD_FLUSH = 11  # writing states that rest in memory, for a commit
 
 
 class Tier(IntEnum):
@@ -65,7 +69,7 @@ class PlannedJob:
 
     model: ModelProfile  # for one micro-batch
     num_microbatches: int  # of a step
-    keeps_grads: bool  # no update before all gradients are known
+    update_order: UpdateOrder
     param_itemsize: int
     state_itemsize: int  # of all states of one parameter at rest
     read_itemsize: int  # ... and of those that an update reads, which are all that rests on a device
@@ -73,6 +77,11 @@ class PlannedJob:
     num_optimizers: int = 1
     num_prefetched: int = 2  # operations whose params are on the device
     ways: Ways = ways_of_layer  # of activations, among which to choose
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether no block is updated before all gradients are known."""
+        return self.update_order.keeps_grads
 
     @property
     def size(self) -> ModelSize:
@@ -186,7 +195,7 @@ class StepCosts:
         seconds: dict[Part, float] = {}
         device = host = 0.0
         if tier in (StateTier.DEVICE, StateTier.HOST):
-            seconds[Part.SSD_UPDATE] = numel * job.state_itemsize / COMMIT_EVERY / speeds.write_bytes
+            seconds[Part.SSD_FLUSH] = numel * job.state_itemsize / COMMIT_EVERY / speeds.write_bytes
         if tier is StateTier.DEVICE:
             uses_forward, uses_backward = self._uses(block)
             round_s = numel / speeds.device_rounded_params if job.read_itemsize < job.state_itemsize else 0.0
@@ -198,7 +207,10 @@ class StepCosts:
         uses_forward, uses_backward = self._uses(block)
         seconds[Part.H2D_FORWARD] = uses_forward * param_nbytes / speeds.h2d_bytes
         seconds[Part.H2D_BACKWARD] = uses_backward * param_nbytes / speeds.h2d_bytes
-        partial_nbytes = (self.num_groups - 1) * numel * 4
+        # Sums over tied uses are fp32, whatever gradients travel in.
+        is_tied = block in job.model.shared_blocks
+        partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
+        partial_nbytes = (self.num_groups - 1) * numel * partial_itemsize
         seconds[Part.H2D_BACKWARD] += partial_nbytes / speeds.h2d_bytes
         seconds[Part.D2H_BACKWARD] = (grad_nbytes + partial_nbytes) / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
@@ -213,7 +225,7 @@ class StepCosts:
             seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + grad_nbytes / speeds.write_bytes
             seconds[Part.SSD_UPDATE] += grad_nbytes / speeds.read_bytes
         if block == 0:
-            read_s = seconds[Part.SSD_UPDATE] / 2 if tier is not StateTier.HOST else 0.0
+            read_s = seconds.get(Part.SSD_UPDATE, 0.0) / 2
             seconds[Part.FIRST_UPDATE] = max(
                 grad_nbytes / speeds.d2h_bytes, seconds[Part.OPTIMIZER], param_nbytes / speeds.h2d_bytes, read_s
             )
@@ -226,7 +238,7 @@ class StepCosts:
             host += chunks * chunk_numel * job.grad_itemsize
         if self.num_groups > 1:
             num_uses = 1 + job.model.shared_blocks.count(block)
-            host += num_uses * chunks * chunk_numel * 4
+            host += num_uses * chunks * chunk_numel * PARTIAL_GRAD_ITEMSIZE
         return self._way(seconds, device=device, host=host)
 
     def _uses(self, block: int) -> tuple[int, int]:
@@ -299,6 +311,7 @@ class StepCosts:
             num_optimizers=job.num_optimizers,
             grad_itemsize=job.grad_itemsize,
             keep_grads=job.keeps_grads,
+            is_naive=job.update_order.is_naive,
             host_memory_nbytes=None,
             num_microbatches=job.num_microbatches,
             placement=Placement(
@@ -384,7 +397,7 @@ class StepCosts:
         for parts, constant_s in _bounding_parts(
             head_s,
             self._slots_of_updates(),
-            keeps_grads=self.job.keeps_grads,
+            order=self.job.update_order,
             ssd_cores=self._ssd_cores() if self.speeds.shares_cores else None,
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
         ):
@@ -396,7 +409,8 @@ class StepCosts:
 
     def _slots_of_updates(self) -> dict[Part, float]:
         """How long a slot for states is taken: all chunks' time at one SSD and at one optimizer, by the slots."""
-        num_slots = self.job.num_optimizers * self.depths.states
+        depth = 1 if self.job.update_order.is_naive else self.depths.states
+        num_slots = self.job.num_optimizers * depth
         return {
             Part.SSD_UPDATE: self.speeds.num_ssds / num_slots,
             Part.OPTIMIZER: self.job.num_optimizers / num_slots,
@@ -407,7 +421,7 @@ def _bounding_parts(
     head_s: float,
     slots_of_updates: dict[Part, float],
     *,
-    keeps_grads: bool,
+    order: UpdateOrder,
     ssd_cores: float | None,
     slowed_by_other_way: float,
 ) -> Iterator[tuple[dict[Part, float], float]]:
@@ -416,7 +430,7 @@ def _bounding_parts(
     `slowed_by_other_way`: seconds by which one way of the link takes longer for each in which the other one is busy.
     """
     p = Part
-    compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE)
+    compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE, p.SSD_FLUSH)
     h2d, d2h = (p.H2D_FORWARD, p.H2D_BACKWARD), (p.D2H_FORWARD, p.D2H_BACKWARD)
     for busy in (ssd, (p.OPTIMIZER,)):
         yield _once(*busy), 0.0
@@ -431,20 +445,26 @@ def _bounding_parts(
     of_backward = [p.BACKWARD, p.H2D_BACKWARD]
     # The last update is of what the head needs, as what is needed first goes first.
     updates = [_once(p.OPTIMIZER), slots_of_updates]
-    if keeps_grads:
+    if order.keeps_grads:
         of_forward.append(p.H2D_FORWARD)
         of_backward += [p.D2H_BACKWARD, p.SSD_BACKWARD]
-        updates.append(_once(p.SSD_FORWARD, p.SSD_UPDATE))
+        updates.append(_once(p.SSD_FORWARD, p.SSD_UPDATE, p.SSD_FLUSH))
     else:
-        updates.append(_once(p.SSD_UPDATE))
+        updates.append(_once(p.SSD_UPDATE, p.SSD_FLUSH))
         for update in updates:
             yield update, head_s
     for backward in of_backward:
         for forward in of_forward:
             yield _once(forward, backward), 0.0
-        if keeps_grads:
+        if order.keeps_grads:
             for update in updates:
                 yield update | _once(backward), head_s
+    if not order.overlaps_steps:
+        # The next forward pass waits for all updates, and they for all gradients: each of the three is alone.
+        passes = itertools.product((*of_forward, p.SSD_FORWARD), of_backward)
+        alone = (_once(p.OPTIMIZER), _once(p.SSD_UPDATE), slots_of_updates)
+        for (forward, backward), update in itertools.product(passes, alone):
+            yield update | _once(forward, backward), 0.0
 
 
 def _once(*parts: Part) -> dict[Part, float]:

@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from windlass.actors.job_spec import Optimizer, UpdateOrder
+from windlass.actors.job_spec import Optimizer
 from windlass.engine.model_folder import copy_model_folder, folder_nbytes
+from windlass.planner.update_order import UpdateOrder
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import follow_job, format_event
 from windlass.service.cli_service import Home

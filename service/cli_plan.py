@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 
 from windlass.actors.job_spec import Optimizer
@@ -13,6 +14,7 @@ from windlass.planner.hardware import GIB, Hardware, example_machines, unusual
 from windlass.planner.plan import told_nbytes
 from windlass.planner.reach import DEFAULT_SLACK, Goal
 from windlass.planner.shapes import ModelShape
+from windlass.planner.update_order import UpdateOrder
 from windlass.planner.yaml_files import load
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_table import print_columns
@@ -21,7 +23,7 @@ from windlass.service.hyperparameters import DEFAULT_CLIP_NORM, WindlassSettings
 from windlass.service.machine import num_cores
 from windlass.service.model_ids import model_dir
 from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
-from windlass.storage.ids import Formats, Precision, StatePrecision
+from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
     from windlass.actors.planning import Planned, PlanQuestion
@@ -49,6 +51,15 @@ def plan(
         Optimizer, typer.Option(help="What makes updates of gradients; a step takes the same with both.")
     ] = Optimizer.ADAMW,
     clip: Annotated[bool, typer.Option(help="Clip the gradient's norm.")] = True,
+    gradient_updates: Annotated[
+        UpdateOrder | None, typer.Option(help="When blocks are updated (default: the fastest order that is exact).")
+    ] = None,
+    accumulation_precision: Annotated[
+        Precision, typer.Option(help="Of gradients' sums over micro-batches: fp32, or the model's.")
+    ] = Precision.FP32,
+    num_validation_examples: Annotated[
+        int, typer.Option(min=0, help="Examples of a validation file: evaluations take device memory, too.")
+    ] = 0,
     find: Annotated[Goal | None, typer.Option(help="Look for the extreme number for which the job fits.")] = None,
     slack: Annotated[
         float, typer.Option(min=0, max=1, help="With --find of SSDs and RAM: how much longer a step may take.")
@@ -67,15 +78,18 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
-    try:
-        Formats(precision, state_precision)
-    except ValueError as error:
-        raise CommandError(f"--state-precision: {error}") from None
-    asked = WindlassSettings(
+    if clip and gradient_updates is not None and not gradient_updates.keeps_grads:
+        raise CommandError(
+            f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
+            "--no-clip, or choose kept"
+        )
+    asked = _settings(
         precision=precision,
         state_precision=state_precision,
         optimizer=optimizer,
         clip_norm=DEFAULT_CLIP_NORM if clip else None,
+        accumulation_precision=accumulation_precision,
+        gradient_updates=gradient_updates or "auto",
     )
     # Only a terminal shows it.
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
@@ -88,6 +102,7 @@ def plan(
             batch_size=batch_size,
             num_microbatches=num_microbatches,
             sequence_length=seq_len,
+            num_validation_examples=num_validation_examples,
         )
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
@@ -119,6 +134,20 @@ def plan(
         raise typer.Exit(2)
 
 
+def _settings(**asked: Any) -> WindlassSettings:
+    """What a request's object `windlass` would say, checked as there.
+
+    Raises:
+        CommandError: an option is wrong; the text names it and says why.
+    """
+    try:
+        return WindlassSettings(**asked)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        option = str(first["loc"][0]).replace("_", "-")
+        raise CommandError(f"--{option}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
 def _hardware(settings: Settings, name: str) -> Hardware:
     if name == _MEASURED:
         path = settings.home / HARDWARE_FILE
@@ -144,6 +173,7 @@ def _question(
     batch_size: int,
     num_microbatches: int | None,
     sequence_length: int,
+    num_validation_examples: int,
 ) -> "PlanQuestion":
     """What a job's preparation asks, so that this answers for such a job."""
     from windlass.actors.plan_job import PlanOrder, measure_as_worker, question_of
@@ -160,6 +190,7 @@ def _question(
         batch_size=batch_size,
         num_microbatches=num_microbatches,
         sequence_length=sequence_length,
+        num_validation_examples=num_validation_examples,
         has_gpus=is_here and machine.gpus.count > 0 and is_box_free(settings),
     )
     order = PlanOrder.model_validate(question)
@@ -222,6 +253,8 @@ def _job_settings(question: "PlanQuestion", found: "PlanReport") -> dict[str, An
         "state_precision": question.state_precision,
         "optimizer": question.optimizer,
         "clip_norm": DEFAULT_CLIP_NORM if question.clips else None,
+        "accumulation_precision": question.accumulation_precision,
+        "gradient_updates": question.update_order or "auto",
     }
 
 

@@ -20,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from windlass.actors.job_spec import FinalModel, Hyperparameters, Initialization, Optimizer, Schedule, UpdateOrder
+from windlass.actors.job_spec import FinalModel, Hyperparameters, Initialization, Optimizer, Schedule
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 DEFAULT_EPOCHS = 3
@@ -170,7 +171,7 @@ class WindlassSettings(_Strict):
     @field_validator("gradient_updates")
     @classmethod
     def _order_is_exact(cls, order: UpdateOrder | str, info: ValidationInfo) -> UpdateOrder | str:
-        if order != UpdateOrder.ACTIVE:
+        if order == "auto" or UpdateOrder(order).keeps_grads:
             return order
         why = "every gradient must be known before the first update"
         if info.data.get("precision") is Precision.FP16:
@@ -191,6 +192,11 @@ class WindlassSettings(_Strict):
         if number is not None and asked == [None, None]:
             raise ValueError("without checkpoint_every or checkpoint_minutes there are none to keep")
         return number
+
+    @property
+    def update_order(self) -> UpdateOrder | None:
+        """The order of updates that was asked for; None: the fastest one that is exact."""
+        return None if self.gradient_updates == "auto" else self.gradient_updates
 
     @property
     def needs_validation(self) -> str | None:
@@ -263,7 +269,6 @@ def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
     epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
     num_microbatches = extras.num_microbatches or default_microbatches(batch_size)
     total_steps = num_steps(epochs, batch_size, num_examples)
-    asked_order = None if extras.gradient_updates == "auto" else extras.gradient_updates
     hyper = Hyperparameters(
         epochs=epochs,
         batch_size=batch_size,
@@ -282,7 +287,7 @@ def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
         optimizer=extras.optimizer,
         state_precision=extras.state_precision,
         accumulation_precision=extras.accumulation_precision,
-        update_order=asked_order,
+        update_order=extras.update_order,
         max_bad_steps=extras.max_bad_steps,
         model_kernels=None if extras.model_kernels == "auto" else (),
     )

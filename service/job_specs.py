@@ -9,19 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.cores import cores_of, numa_nodes
-from windlass.actors.job_spec import (
-    EarlyStopping,
-    Hyperparameters,
-    Initialization,
-    JobSpec,
-    Optimizer,
-    Schedule,
-    UpdateOrder,
-)
+from windlass.actors.job_spec import EarlyStopping, Hyperparameters, Initialization, JobSpec, Optimizer, Schedule
 from windlass.actors.journal import JOURNAL_FILE
 from windlass.planner import placement_json
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.plan import Placement
+from windlass.planner.update_order import UpdateOrder
 from windlass.service.hyperparameters import JobSettings, WindlassSettings, num_steps, resolve
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.model_ids import fine_tuned_model_id, model_dir
@@ -141,6 +134,7 @@ def preparation_order(
         resolved = found.hyperparameters
         dataset = {"seed": resolved["seed"], "total_steps": found.total_steps, "dataset_dir": str(dataset_dir(folder))}
         numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
+        numbers["num_validation_examples"] = results[PREPARE_DATA]["num_validation_examples"]
         folder_of_model = _model_dir(settings, job.model)
         alone = is_alone()
         question = plan_question(
@@ -182,6 +176,7 @@ def plan_question(
     batch_size: int,
     num_microbatches: int | None,
     sequence_length: int,
+    num_validation_examples: int = 0,
     has_gpus: bool = False,
 ) -> dict[str, Any]:
     """What the planner is asked, as JSON has it (`actors.plan_job.PlanOrder`).
@@ -196,10 +191,13 @@ def plan_question(
         "batch_size": batch_size,
         "num_microbatches": num_microbatches,
         "sequence_length": sequence_length,
+        "num_validation_examples": num_validation_examples,
         "precision": asked.precision,
         "state_precision": asked.state_precision,
         "optimizer": asked.optimizer,
         "clips": asked.clip_norm is not None,
+        "accumulation_precision": asked.accumulation_precision,
+        "update_order": asked.update_order,
         "compute_threads": None if machinery is None else threads_of(settings, machinery)[0],
         "may_measure": has_gpus or hardware.gpus.count == 0,
         "kept_times_dir": str(settings.home / _KEPT_TIMES),

@@ -47,6 +47,7 @@ class CreatePlan(BaseModel):
     model: str
     batch_size: Annotated[int, Field(ge=1, le=65536)]
     hardware: Hardware | None = None
+    num_validation_examples: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     windlass: WindlassSettings = WindlassSettings()
 
 
@@ -80,6 +81,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
         batch_size=body.batch_size,
         num_microbatches=asked.num_microbatches or default_microbatches(body.batch_size),
         sequence_length=sequence_length,
+        num_validation_examples=body.num_validation_examples,
     )
     plan, warnings = _run(settings, question)
     about = {

@@ -16,8 +16,8 @@ from windlass.actors.context import (
     optimizer_name,
     ssd_name,
 )
-from windlass.actors.job_spec import UpdateOrder
 from windlass.planner.plan import Placement, PlanError
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import ALL_FORMATS, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision, StateKind
 from windlass.storage.transfers import DEFAULT_IO
 

@@ -30,7 +30,7 @@ from windlass.actors.stop_request import StopRequest
 from windlass.engine.partition import Partition, build_meta_model, load_config
 from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.placement_json import from_json
-from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
+from windlass.storage.ids import ActorName, Attempt
 
 NUM_STEPS, NUM_MEASURED = 12, 6
 # Declared, a second, so that it does not matter what else this machine does: the profile is right about what is
@@ -39,9 +39,10 @@ SSD_BYTES, FLOP = 3e7, 5e10
 BUDGET_NBYTES = 40 << 20
 
 
-def job(root: Path) -> JobSpec:
+def job(root: Path, **changes: Any) -> JobSpec:
     """Of a model that is large enough for its bytes to count."""
-    spec = make_spec(root, total_steps=NUM_STEPS, num_microbatches=2, num_ssds=1, evaluate_every=4)
+    changes = {"total_steps": NUM_STEPS, "num_microbatches": 2, "num_ssds": 1, "evaluate_every": 4, **changes}
+    spec = make_spec(root, **changes)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -66,7 +67,7 @@ def partition_of(spec: JobSpec) -> Partition:
     return Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision))
 
 
-def order(spec: JobSpec, running: RunningOrder | None = None) -> PlanOrder:
+def order(spec: JobSpec, running: RunningOrder | None = None, *, host_memory_nbytes: int = BUDGET_NBYTES) -> PlanOrder:
     ssd_gb_per_s = 100 * SSD_BYTES / 1e9
     hyper = spec.hyperparameters
     return PlanOrder(
@@ -80,11 +81,14 @@ def order(spec: JobSpec, running: RunningOrder | None = None) -> PlanOrder:
         batch_size=hyper.batch_size,
         num_microbatches=hyper.num_microbatches,
         sequence_length=hyper.sequence_length,
-        precision=Precision.FP32,
-        state_precision=StatePrecision.FP32,
-        clips=False,
+        num_validation_examples=spec.num_validation_examples,
+        precision=hyper.precision,
+        state_precision=hyper.state_precision,
+        clips=hyper.clip_norm is not None,
+        accumulation_precision=hyper.accumulation_precision,
+        update_order=hyper.update_order,
         num_optimizers=1,
-        host_memory_nbytes=BUDGET_NBYTES,
+        host_memory_nbytes=host_memory_nbytes,
         device_memory_nbytes=None,
         running=running,
     )

@@ -27,12 +27,13 @@ from tests.training import (
     metrics_of,
     train_plainly,
 )
-from windlass.actors.job_spec import JobSpec, Optimizer, UpdateOrder
+from windlass.actors.job_spec import JobSpec, Optimizer
 from windlass.actors.local import run_local
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.planner.activations import ActivationChoice, BlockActivations
 from windlass.planner.plan import Placement
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import Precision, StatePrecision
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots", "unchecked_activations")

@@ -141,6 +141,26 @@ def test_clipping_keeps_gradients() -> None:
     assert planned_job(question(), profile, 4).grad_itemsize == 4
 
 
+def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> None:
+    """A step goes through its micro-batches one by one, an evaluation through as many together."""
+    config = config_of_shape(ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100), num_tokens=512)
+    asked = question(config=config, batch_size=64, num_microbatches=64)
+    profiles = planning.Profiles(asked)
+    solution = profiles.solve(asked, 64)
+    plan = replace(solution.plan, group_size=1, num_groups=64)
+    one_by_one, job = replace(solution, plan=plan), profiles.job(asked, 64)
+    hidden_nbytes = 512 * 256 * 2
+
+    def needed_nbytes(num_validation_examples: int) -> int:
+        validated = replace(asked, num_validation_examples=num_validation_examples)
+        return profiles.device_need(validated, job, one_by_one).nbytes
+
+    assert needed_nbytes(1) == needed_nbytes(0)
+    more_nbytes = needed_nbytes(64) - needed_nbytes(32)
+    assert more_nbytes >= 32 * hidden_nbytes
+    assert needed_nbytes(1000) == needed_nbytes(64)
+
+
 @pytest.mark.long
 def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
     """Each of the changes is tried: with it the job fits, with one GiB less it does not."""

@@ -12,7 +12,7 @@ import pytest
 from tests.training import journal_of, losses_of, metrics_of
 from tests.unit.actors.scheduler_stage import FP16, NUM_TARGETS, TIERED, Stage, failure, warnings_of
 from windlass.actors import progress, scheduler
-from windlass.actors.job_spec import System, UpdateOrder
+from windlass.actors.job_spec import System
 from windlass.actors.messages import (
     ActorFailed,
     CommitStore,
@@ -32,6 +32,7 @@ from windlass.actors.messages import (
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.actors.scheduler import INTERRUPTED, PAUSED, ROOM, ActorLostError, JobFailedError
 from windlass.planner.plan import Placement
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import ActorName, Attempt, Kernel, Step
 from windlass.storage.room import DiskFull, require_disk_room
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.training import has_direct_io, make_partition, make_spec
-from windlass.actors.job_spec import UpdateOrder
 from windlass.actors.local import run_local
 from windlass.actors.messages import Message, ReadChunks, WriteChunks
 from windlass.planner.plan import Placement
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import ActorName, Precision, StateKind, StatePrecision
 
 NUM_STEPS = 5

@@ -5,6 +5,7 @@ from typing import Any
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.speeds import Speeds
 from windlass.planner.step_costs import PlannedJob
+from windlass.planner.update_order import UpdateOrder
 
 
 def operator(
@@ -45,7 +46,7 @@ def make_job(num_layers: int = 6, *, num_microbatches: int = 1, keeps_grads: boo
     return PlannedJob(
         model=make_profile(num_layers, **kwargs),
         num_microbatches=num_microbatches,
-        keeps_grads=keeps_grads,
+        update_order=UpdateOrder.KEPT if keeps_grads else UpdateOrder.ACTIVE,
         param_itemsize=2,
         state_itemsize=14,
         read_itemsize=12,

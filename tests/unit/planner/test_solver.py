@@ -207,7 +207,7 @@ def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
     assert beside.step_s >= on_cores_s + cores * ssds_s - 1e-9
 
 
-_NOT_ON_CORES = (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.FIRST_UPDATE)
+_NOT_ON_CORES = (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.SSD_FLUSH, Part.FIRST_UPDATE)
 
 JOBS = st.builds(
     lambda layers, microbatches, keeps, tied: make_job(
@@ -288,7 +288,7 @@ def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
 def test_states_in_memory_are_written_at_commits_only() -> None:
     solution = solve_job(make_job(), make_speeds(), PLENTY)
     assert solution.plan.commit_every == COMMIT_EVERY
-    assert solution.seconds[Part.SSD_UPDATE] == pytest.approx(56 * MIB * 14 / COMMIT_EVERY / 1e9)
+    assert solution.seconds[Part.SSD_FLUSH] == pytest.approx(56 * MIB * 14 / COMMIT_EVERY / 1e9)
 
 
 def test_a_large_model_is_solved_in_one_program() -> None:

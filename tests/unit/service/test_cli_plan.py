@@ -17,6 +17,8 @@ from windlass.service.settings import HARDWARE_FILE, SETTINGS_FILE
 SHAPE = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n"
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 32}
 SPLIT = ("--state-precision", "split")
+BF16_SUMS = ("--accumulation-precision", "bf16")
+AFTER_BACKWARD = ("--gradient-updates", "after_backward")
 JOB = ("--batch-size", "4", "--seq-len", "64")
 
 
@@ -91,6 +93,13 @@ def test_a_job_can_be_submitted_as_planned(shape: Path, home: Path) -> None:
     assert with_adam == found, "both take the same"
 
 
+def test_plan_with_settings_of_gradients_is_of_a_job_with_the_same(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--num-microbatches", "2")
+    found = json.loads(run(*job, *AFTER_BACKWARD, *BF16_SUMS, "--json").output)
+    asked = WindlassSettings.model_validate(found["job_settings"])
+    assert (asked.gradient_updates, asked.accumulation_precision) == ("after_backward", "bf16")
+
+
 def test_another_number_of_microbatches_than_a_jobs_own_is_told(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "64")
     result = run(*job)
@@ -148,6 +157,11 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
         (("--model", "{shape}", "--hardware", "{shape}/.."), "shape.yaml/.."),
         (("--model", "{folder}", "--hardware", "rtx4090-server"), "config of folder cannot be used"),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--precision", "fp32", *SPLIT), "--state-precision: "),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--precision", "fp16", *BF16_SUMS),
+            "--accumulation-precision: must be fp32 or the model's own precision",
+        ),
+        (("--model", "{shape}", "--hardware", "rtx4090-server", "--gradient-updates", "naive"), "add --no-clip"),
         (("--model", "{short}", "--hardware", "rtx4090-server"), "--seq-len: 64: the model in"),
     ],
 )

@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.cores import numa_nodes
-from windlass.actors.job_spec import Optimizer, UpdateOrder
+from windlass.actors.job_spec import Optimizer
+from windlass.planner.update_order import UpdateOrder
 from windlass.service import leftovers
 from windlass.service.job_specs import Machinery, build_job_spec
 from windlass.service.preparation import PreparationError

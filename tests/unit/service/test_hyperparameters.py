@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from windlass.actors.job_spec import Hyperparameters, Initialization, Optimizer, Schedule, UpdateOrder
+from windlass.actors.job_spec import Hyperparameters, Initialization, Optimizer, Schedule
+from windlass.planner.update_order import UpdateOrder
 from windlass.service.hyperparameters import (
     JobSettings,
     SupervisedHyperparameters,

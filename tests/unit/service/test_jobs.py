@@ -124,6 +124,12 @@ def test_a_job_has_all_fields_of_the_contract(client: TestClient, file_id: str) 
             "clip_norm to null, or choose auto or kept, got 'active'",
         ),
         (
+            {"windlass": {"gradient_updates": "naive"}},
+            "windlass.gradient_updates",
+            "with clip_norm 1.0 every gradient must be known before the first update, as the norm is that of all; set "
+            "clip_norm to null, or choose auto or kept, got 'naive'",
+        ),
+        (
             {"windlass": {"gradient_updates": "active", "clip_norm": None, "precision": "fp16"}},
             "windlass.gradient_updates",
             "with precision fp16 every gradient must be known before the first update, as one overflow skips the step; "

@@ -9,7 +9,7 @@ import pytest
 
 from tests.training import has_direct_io, leftovers_of, losses_of, make_partition, make_spec
 from windlass.actors.context import optimizer_name
-from windlass.actors.job_spec import JobSpec, System, UpdateOrder, behaving_as
+from windlass.actors.job_spec import JobSpec, System, behaving_as
 from windlass.actors.local import run_local
 from windlass.actors.messages import (
     BlockUpdated,
@@ -22,6 +22,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.planner.plan import Placement
+from windlass.planner.update_order import UpdateOrder
 from windlass.storage.ids import ActorName, Precision
 
 NUM_STEPS = 4
