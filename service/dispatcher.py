@@ -6,6 +6,7 @@ on from the tables, the jobs' journals and the runners that are still there.
 
 import functools
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -125,7 +126,7 @@ class Dispatcher:
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
         self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
         self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
-        self._full_at: float | None = None  # when the home's disk was seen full last
+        self._full = (-math.inf, -math.inf)  # since when the home's disk was full, and when it was so last
         self._was_cut_short = False  # the last pass: what it began with may not have been done for all jobs
 
     def tick(self) -> None:
@@ -134,7 +135,8 @@ class Dispatcher:
         Raises what SQLAlchemy does where the database cannot be used: then the next pass does what this one did not.
         """
         if is_out_of_room(self._settings.home):  # noted first: the database may be on the same disk
-            self._full_at = self._clock()
+            since = self._full[0] if self._was_full_lately else self._clock()
+            self._full = (since, self._clock())
         was_cut_short, self._was_cut_short = self._was_cut_short, True
         if self._lease.renew():
             self._forget()
@@ -230,17 +232,31 @@ class Dispatcher:
         if is_over:
             self._await_end(job.id, job.attempt, 0.0 if hangs else _KILL_AFTER_S)
             self._note_room_needed(job, records)
+            self._tell_full(job)
         else:
             self._explain_room(job, why_it_waits_for_room(self._settings, job))
             # Not kept if anything above failed: what was not imported must be read again.
             self._readers[job.id] = reader
 
     def _why_lost(self) -> str:
-        if self._full_at is not None and self._clock() - self._full_at <= _FULL_LATELY_S:
+        if self._was_full_lately:
             return (
                 f"the disk of {self._settings.home} was full, so that its runner could not go on, or tell how it ended"
             )
         return _LOST
+
+    @property
+    def _was_full_lately(self) -> bool:
+        return self._clock() - self._full[1] <= _FULL_LATELY_S
+
+    def _tell_full(self, job: Job) -> None:
+        """Tell of a disk that was full, once there is room: meanwhile the database could not take an event."""
+        since, until = self._full
+        if not self._was_full_lately or job.waiting_reason is not None or is_out_of_room(self._settings.home):
+            return
+        message = f"The disk of {self._settings.home} was full for {until - since:.0f} s; there is room again"
+        with self._database.write() as session:
+            EventRepository(session).add(job.id, attempt=job.attempt, message=message, level="warn")
 
     def _note_room_needed(self, job: Job, records: Sequence[JournalRecord]) -> None:
         """An attempt that found too little room on a disk tells how much the next one needs."""

@@ -96,8 +96,8 @@ def room_reason(home: Path) -> str | None:
 
 
 def needs_room(path: Path, needed_nbytes: int, free_nbytes: int) -> str:
-    """Why a job waits, in the words that the API, the CLI and the page show."""
-    return f"needs {in_units(needed_nbytes)} of room on the disk of {path}; {in_units(free_nbytes)} are free"
+    """The room that a job waits for, in the words that the API, the CLI and the page show."""
+    return f"room on the disk of {path}: {in_units(needed_nbytes)} needed, {in_units(free_nbytes)} free"
 
 
 class DispatcherLock:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from sqlalchemy.exc import OperationalError
 
 from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
@@ -39,7 +41,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def _reason(stage: Stage) -> str:
-    return f"needs 64.0 MiB of room on the disk of {stage.settings.home}; 3.0 MiB are free"
+    return f"room on the disk of {stage.settings.home}: 64.0 MiB needed, 3.0 MiB free"
 
 
 def _stop_pulse(stage: Stage, job_id: str) -> None:
@@ -94,6 +96,34 @@ def test_an_attempt_that_ends_without_room_for_an_outcome_is_told_to_have_died_o
     assert stage.messages(job_id)[-1] == "Attempt 2 started"
 
 
+def test_a_job_whose_database_was_on_the_full_disk_is_told_for_how_long_it_was_full(
+    stage: Stage, full: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its attempt ends while nothing can be written; each pass breaks off."""
+    full[0] = False
+    job_id, _ = stage.run()
+    full[0] = True
+    no_room = sqlite3.OperationalError("database or disk is full")
+    no_room.sqlite_errorcode = sqlite3.SQLITE_FULL
+    refused = OperationalError("UPDATE", None, no_room)
+
+    def refuse() -> bool:
+        raise refused
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage.dispatcher._lease, "renew", refuse)
+        for _ in range(3):
+            with pytest.raises(OperationalError):
+                stage.tick()
+            stage.now += 5
+    stage.end_runner(job_id)
+    full[0] = False
+    stage.tick()
+    lost, told = [message for message in stage.messages(job_id) if "full" in message]
+    assert lost.startswith(f"Attempt 1 was lost: the disk of {stage.settings.home} was full, so that its runner")
+    assert told == f"The disk of {stage.settings.home} was full for 10 s; there is room again"
+
+
 def test_an_attempt_that_is_lost_long_after_the_disk_was_full_did_not_die_of_that(
     stage: Stage, full: list[bool]
 ) -> None:
@@ -129,7 +159,7 @@ def test_the_api_and_the_cli_tell_that_a_job_waits_for_room_where_its_database_c
         cli_jobs.jobs(tmp_path)
         assert "waiting for" not in capsys.readouterr().out
         full[0] = True
-        reason = f"needs 64.0 MiB of room on the disk of {tmp_path}; 3.0 MiB are free"
+        reason = f"room on the disk of {tmp_path}: 64.0 MiB needed, 3.0 MiB free"
         job = service.job(made["id"])
         assert (job["status"], job["windlass"]["waiting_reason"]) == ("running", reason)
         cli_jobs.jobs(tmp_path)
@@ -154,7 +184,7 @@ def test_a_job_whose_model_found_no_room_waits_for_as_much_as_it_needs(stage: St
     job = stage.job(job_id)
     assert (job.status, job.attempt) == (JobStatus.QUEUED, 1)
     assert job.waiting_reason is not None
-    assert job.waiting_reason.startswith(f"needs 5120 PiB of room on the disk of {tmp_path}; ")
+    assert job.waiting_reason.startswith(f"room on the disk of {tmp_path}: 5120 PiB needed, ")
     stage.dispatcher._queue.wait_for_room(job_id, tmp_path, 1)
     stage.tick()
     assert (stage.status(job_id), stage.job(job_id).waiting_reason) == (JobStatus.RUNNING, None)
