@@ -160,7 +160,8 @@ def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], 
                 time.sleep(_POLL_S)
         except StepFailedError as error:
             kept = _keep_output(settings, error)
-            raise ApiError(f"{error.what}. Its output is in {kept}", status=500, code=error.code) from None
+            message = f"{error.cause}. {error.advice}. Its output is in {kept}"
+            raise ApiError(message, status=500, code=error.code) from None
         except PreparationError as error:
             raise ApiError(error.message, param=error.param, code=error.code) from None
         finally:

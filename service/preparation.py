@@ -77,10 +77,10 @@ class PreparationError(Exception):
 class StepFailedError(PreparationError):
     """A step's process failed by itself, so that nothing is known of the model or the data."""
 
-    def __init__(self, code: str, what: str, log_path: Path) -> None:
-        """`what`: how it failed, and what to do. `log_path`: the output of the process."""
-        super().__init__(code, f"{what}. Its output is in {log_path}")
-        self.what, self.log_path = what, log_path
+    def __init__(self, code: str, cause: str, advice: str, log_path: Path) -> None:
+        """`cause`: how it failed, and why. `advice`: what to do. `log_path`: the output of the process."""
+        super().__init__(code, f"{cause}. {advice}. Its output is in {log_path}")
+        self.cause, self.advice, self.log_path = cause, advice, log_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,8 @@ class Preparation:
         except StepFailedError as error:
             if step.instead is None:
                 raise
-            self._warn(f"{error}. {step.instead_in_words or 'It is done in another way'}")
+            goes_on = step.instead_in_words or "It is done in another way"
+            self._warn(f"{error.cause}. {goes_on}. Its output is in {error.log_path}")
             self._steps[0] = step.instead
             return self.poll()
         if step.kept is not None:
@@ -200,9 +201,9 @@ class Preparation:
     def _check_in_time(self, step: PreparationStep) -> None:
         if time.monotonic() - self._began_s > step.timeout_s:
             self.stop()
-            what = f"{step.title} did not end within {step.timeout_s} s, and was killed"
+            cause = f"{step.title} did not end within {step.timeout_s} s, and was killed"
             advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
-            raise StepFailedError(f"{step.name}_timeout", f"{what}. {advice}", self._log_path)
+            raise StepFailedError(f"{step.name}_timeout", cause, advice, self._log_path)
 
     def _go_on(self) -> Results | None:
         self._steps.popleft()
@@ -254,29 +255,33 @@ class Preparation:
                 error = result["error"]
                 told = PreparationError(error["code"], error["message"], error.get("param"))
         except (OSError, ValueError, TypeError, KeyError) as cause:
-            raise StepFailedError(f"{step.name}_failed", self._describe(step, exit_code), self._log_path) from cause
+            raise self._failure(step, exit_code) from cause
         if not result["ok"]:
             raise told
         if exit_code != 0:
-            raise StepFailedError(f"{step.name}_failed", self._describe(step, exit_code), self._log_path)
+            raise self._failure(step, exit_code)
         found: dict[str, Any] = result
         return found
 
-    def _describe(self, step: PreparationStep, exit_code: int) -> str:
-        """How a process ended that has no result, why, and what to do."""
+    def _failure(self, step: PreparationStep, exit_code: int) -> StepFailedError:
+        cause, advice = self._describe(step, exit_code)
+        return StepFailedError(f"{step.name}_failed", cause, advice, self._log_path)
+
+    def _describe(self, step: PreparationStep, exit_code: int) -> tuple[str, str]:
+        """How a process ended that has no result, and what to do."""
         if exit_code == -signal.SIGXCPU:
             advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
-            return f"{step.title} used more than {step.cpu_s} s of CPU time, and was killed. {advice}"
+            return f"{step.title} used more than {step.cpu_s} s of CPU time, and was killed", advice
         limit_nbytes = None if step.sees_gpus else _address_space_nbytes(step)
         after_s = time.monotonic() - self._began_s
         how = f"{step.title} {describe_process_end(exit_code, after_s=after_s, limit_nbytes=limit_nbytes)}"
         line = self._last_line()
         if tells_of_no_memory(line):
             limit = "" if limit_nbytes is None else f" of at most {limit_nbytes / _GIB:.1f} GiB"
-            return f"{how}, and left no result: it got no more memory{limit} ({line}). {_MEMORY_ADVICE}"
+            return f"{how}, and left no result: it got no more memory{limit} ({line})", _MEMORY_ADVICE
         said = f"; it said last: {line}" if line else ""
         advice = _MEMORY_ADVICE if exit_code == -signal.SIGKILL else _OTHER_ADVICE
-        return f"{how}, and left no result{said}. {advice}"
+        return f"{how}, and left no result{said}", advice
 
     def _last_line(self) -> str:
         with contextlib.suppress(OSError), self._log_path.open("rb") as log:

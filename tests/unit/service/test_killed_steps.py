@@ -96,7 +96,9 @@ def test_a_job_whose_measuring_planner_is_killed_is_told_and_planned_without_mea
     _tick_until(stage, lambda: stage.status(job_id) is JobStatus.RUNNING)
     warnings = [event for event in _events(stage, job_id) if event.level == "warn"]
     killed, *others = [event.message for event in warnings]
-    assert re.match(rf"Planning {_BY_SIGNAL}.* It begins anew without measuring the model's blocks$", killed)
+    assert re.match(
+        rf"Planning {_BY_SIGNAL}.*, and left no result\. It begins anew without measuring the model's blocks\. ", killed
+    )
     assert "no plan was made: shapes" in others
     # It is told when it happens, and not with the plan: that may take as long again.
     assert warnings[0].ordinal < min(event.ordinal for event in _events(stage, job_id) if "validated" in event.message)

@@ -182,7 +182,7 @@ def test_what_may_fail_is_done_in_another_way(tmp_path: Path, code: str) -> None
     assert list(_finish(made)) == ["first", "second"]
     (warning,) = made.warnings
     assert re.match(r"First (ended with exit code 3|did not end within 1 s|crashed with signal 6 \(SIGABRT\))", warning)
-    assert warning.endswith("prepare.log. It is done in another way")
+    assert warning.endswith(f". It is done in another way. Its output is in {tmp_path}/prepare.log")
 
 
 def test_what_a_step_found_is_not_asked_for_in_another_way(tmp_path: Path) -> None:
