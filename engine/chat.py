@@ -129,8 +129,9 @@ class ChatRenderer:
         notes = self._checks.check(conversation, frozenset(turn.index for turn in turns), text)
         for missing in {turn.missing_prompt: None for turn in turns if turn.missing_prompt}:
             notes += (
-                f"the chat template's generation prompt ends with {missing!r}, but renders assistant messages without "
-                "it: they are learned from that place on, and do not fit the prompt that the model is used with",
+                f"the chat template's generation prompt ends with {missing!r}, but the template renders assistant "
+                "messages without it: they are learned from that place on, and do not fit the prompt that the model is "
+                "used with",
             )
         targets = tuple((turn.start, end) for turn, end in zip(turns, ends, strict=True))
         return RenderedText(text=text, targets=targets, notes=notes)

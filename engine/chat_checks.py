@@ -152,6 +152,10 @@ class ConversationChecks:
             if whole and self._template.try_render(cut.put(conversation, cut.mark)) is None:
                 continue  # the template takes the text as it is and fails on the marked one
             is_lost = is_marked and not is_context and part.is_said and part.mark not in marked_text
+            if part.message is not None and conversation.messages[part.message]["role"] == "developer":
+                raise ChatTemplateError(
+                    "the chat template drops messages of role developer; write role system", part.field
+                )
             if is_lost or part.message is None or part.text is None or not _is_assistant(conversation, part):
                 raise _dropped(cut.field, cut.text)
             # A text without marks holds each message to learn as the template renders it when it is the last.

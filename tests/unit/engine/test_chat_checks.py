@@ -187,7 +187,7 @@ def test_a_template_finds_the_reasoning_under_both_names(name: str) -> None:
         ("mistral", says(None, tool_calls=[call("f", {}, "call_1")]), "messages[1]", "with length 9"),
         ("gemma3", user("again"), "messages[1]", "roles must alternate"),
         ("gpt-oss", SEVEN, "messages[1]", "without a call before it"),
-        ("qwen2.5", {"role": "developer", "content": "d"}, "messages[1].content", "drops it"),
+        ("qwen2.5", {"role": "developer", "content": "d"}, "messages[1].content", "write role system"),
         (
             "gpt-oss",
             says("so", tool_calls=[call("f", {})], reasoning_content="r"),
