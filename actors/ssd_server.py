@@ -402,7 +402,7 @@ class SsdServer:
                 if command is None and self._stopping and (is_idle or self._is_broken):
                     return
                 now_s = time.monotonic()
-                late = [job for job in self._open if job.late_at_s < now_s and not job.failed]
+                late = [job for job in self._open if job.late_at_s < now_s]
             for job in late:
                 self._fail(job, TimeoutError(self._lateness(job)))
             if command is not None:

@@ -365,8 +365,6 @@ class TensorStore:
             done += moved
 
     def _map_to_read(self, chunk: int, step: Step) -> StepMap | None:
-        if not self._begun:
-            return None
         # A commit may meanwhile take a step out of the one, and leave it in the other.
         if (working := self._working).label(chunk) == step:
             return working

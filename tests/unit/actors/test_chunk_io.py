@@ -99,3 +99,36 @@ def test_what_was_answered_is_not_expected_again(bench: Bench) -> None:
     bench.answer(request, bench.items[0].key)
     with pytest.raises(KeyError):
         bench.answer(request, bench.items[0].key)
+
+
+def test_an_answer_that_comes_before_the_request_is_sent_off_counts(bench: Bench) -> None:
+    """The SSD server's thread may be faster than the asker's."""
+
+    def answer_at_once(to: ActorName, message: Message) -> None:
+        assert isinstance(message, ReadChunks)
+        for item in message.items:
+            bench.answer(message, item.key)
+
+    bench.client = ChunkIoClient(ActorName("optimizer-0"), bench.context, answer_at_once)
+    bench.client.read(bench.items, Step(4), (5, 1), bench.done.append)
+    assert sorted(bench.done) == [item.key for item in bench.items]
+    assert bench.client.owed_in_words() == ""
+
+
+def test_watch_leaves_an_ssd_server_the_time_to_tell_of_itself(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows more of a chunk that is late, and looks for such once a second."""
+    now_s = 0.0
+    bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=10.0))
+    client = ChunkIoClient(ActorName("optimizer-0"), bench.context, bench._send)
+    monkeypatch.setattr(chunk_io.time, "monotonic", lambda: now_s)
+
+    def wait(timeout: float) -> bool:
+        nonlocal now_s
+        now_s += timeout
+        return False
+
+    monkeypatch.setattr(client._stopping, "wait", wait)
+    client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
+    with pytest.raises(TimeoutError, match="nothing came from ssd-0 within 10 s"):
+        client.watch()
+    assert now_s == 13.0  # more than the deadline and two looks

@@ -130,9 +130,11 @@ def test_reading_a_journal_that_does_not_exist_yet(path: Path) -> None:
 
 
 def test_a_diverged_loss_is_null(path: Path, journal: Journal) -> None:
-    journal.append("metrics", "step 1", train_loss=float("nan"), nested={"x": [float("inf"), 1.0]})
+    journal.append(
+        "metrics", "step 1", train_loss=float("nan"), nested={"x": [float("inf"), 1.0], "y": (float("-inf"), 2.0)}
+    )
     (record,) = read_journal(path)
-    assert record.data == {"train_loss": None, "nested": {"x": [None, 1.0]}}
+    assert record.data == {"train_loss": None, "nested": {"x": [None, 1.0], "y": [None, 2.0]}}
 
 
 def test_close_may_come_twice(path: Path) -> None:

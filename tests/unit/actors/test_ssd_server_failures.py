@@ -13,8 +13,10 @@ from tests.unit.actors.ssd_bench import CHUNK_NUMEL, JOB, KEYS, WAIT_S, WORKER, 
 from windlass.actors import ssd_server
 from windlass.actors.messages import ChunkIo, ChunkIoDone, ChunkPart, Message, ReadChunks, StoreCommitted
 from windlass.storage.arena import Arena
-from windlass.storage.ids import ActorName, CorrelationId, Span, StateKind, Step
+from windlass.storage.ids import ActorName, CorrelationId, JobId, Span, StateKind, Step
+from windlass.storage.store_errors import StoreError, StoreIoError
 from windlass.storage.transfers import TransferEngine, open_engine
+from windlass.storage.volume import Volume
 
 
 def num_open_files(directory: Path) -> int:
@@ -126,6 +128,34 @@ def test_commit_that_waits_for_the_last_write_is_done_although_the_server_is_ask
     stopping.join(WAIT_S)
     assert isinstance(bench.next()[1], ChunkIoDone)
     assert isinstance(bench.next()[1], StoreCommitted)
+
+
+def test_commit_where_the_space_cannot_be_told_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_to_tell(volume: Volume, job: JobId) -> int:
+        raise StoreIoError("the SSD fails")
+
+    monkeypatch.setattr(Volume, "held_nbytes", fail_to_tell)
+    with running(Bench(tmp_path)) as bench:
+        bench.write_all()
+        for step in (0, 1):
+            bench.commit(step, states_step=0)
+            assert isinstance(bench.next()[1], StoreCommitted)
+    assert bench.space == []
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(RuntimeError("a defect"), "RuntimeError: a defect"), (StoreError("too old"), "too old")]
+)
+def test_failure_that_nobody_foresaw_is_told_with_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    def cut(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ssd_server, "cut", cut)
+    with running(Bench(tmp_path)) as bench:
+        bench.write(KEYS[:1])
+        assert failure_of(bench.next()).error == f"{text} (at the write of block 0, chunk 0, step 0)"
 
 
 def test_setup_without_an_arena_closes_the_ssd(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -208,6 +209,23 @@ def test_a_disk_too_small_is_refused_with_the_numbers(tmp_path: Path, monkeypatc
     monkeypatch.setattr("windlass.engine.export._MARGIN_NBYTES", 2**62)
     with pytest.raises(NotEnoughRoom, match=r"for the exported model: .* \(\d+ bytes\) needed, .* \(\d+ bytes\) free"):
         make_exporter(tmp_path, "llama")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(("code", "raised"), [(errno.ENOSPC, OSError), (errno.EIO, ExportError)])
+def test_export_to_a_disk_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, raised: type[Exception]
+) -> None:
+    """Only that it is full may pass, so only then the error stays what it is."""
+
+    def fail(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    make_model_folder(tmp_path / "model", "llama")
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(Exception, match=os.strerror(code)) as caught:
+        make_exporter(tmp_path, "llama")
+    assert type(caught.value) is raised
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -1,5 +1,6 @@
 """Which attempt may do what, and where a new one goes on."""
 
+import fcntl
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from windlass.storage import volume as volume_module
 from windlass.storage.ids import Attempt, SsdIndex, Step
 from windlass.storage.store_errors import StaleAttempt, StepNotAllowed, StoreCorrupt
 from windlass.storage.store_format import CommitRecord, last_common_commit
-from windlass.storage.tensor_store import TensorStore
+from windlass.storage.tensor_store import TensorStore, last_attempt
 from windlass.storage.volume import Volume
 
 
@@ -70,6 +71,7 @@ class TestRefused:
         commit(lost, 0)
         fill(lost, 1)
         newer = TensorStore.open(volume, JOB, Attempt(3))
+        assert last_attempt(volume, JOB) == 3
         _everything_is_refused(lost, 1, "attempt 3 has taken over; attempt 1 may not change it")
         with pytest.raises(StaleAttempt, match="attempt 3 has taken over; attempt 2"):
             TensorStore.open(volume, JOB, Attempt(2))
@@ -141,8 +143,39 @@ class TestRefused:
         newer = TensorStore.open(volume, JOB, Attempt(2))
         assert [each.step for each in newer.commits()] == [0, 1]
 
+    def test_two_attempts_that_open_at_once_wait_for_each_other(
+        self, volume: Volume, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else the older one could look before, and write its fence after the newer one has written its own."""
+        commit(new_store(volume), 0)
+        write_fences, is_free = TensorStore._write_fences, []
+
+        def look_who_waits(store: TensorStore, attempt: Attempt) -> None:
+            with volume.device.path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_free.append(True)
+                except BlockingIOError:
+                    is_free.append(False)
+            write_fences(store, attempt)
+
+        monkeypatch.setattr(TensorStore, "_write_fences", look_who_waits)
+        TensorStore.open(volume, JOB, Attempt(2))
+        assert is_free == [False]
+
 
 class TestFence:
+    @pytest.mark.parametrize("copy", [0, 1])
+    def test_one_closed_copy_tells_that_the_job_was_deleted(self, volume: Volume, copy: int) -> None:
+        """The machine went off while the job was deleted, between the two writes."""
+        lost = new_store(volume)
+        commit(lost, 0)
+        allocation = volume.allocation(JOB)
+        closed = layout.pack_fence(layout.CLOSED, allocation.nonce)
+        volume.device.write_records(allocation.head_offset + layout.FENCE_OFFSETS[copy], closed)
+        assert last_attempt(volume, JOB) == 1
+        _everything_is_refused(lost, 1, "the job was deleted")
+
     @pytest.mark.parametrize("copy", [0, 1])
     @pytest.mark.parametrize("at", [0, 10, 17, 4095])
     def test_one_copy_suffices_and_the_next_attempt_mends_it(self, volume: Volume, copy: int, at: int) -> None:
@@ -160,6 +193,17 @@ class TestFence:
         TensorStore.open(volume, JOB, Attempt(4))
         flip(file, head + layout.FENCE_OFFSETS[copy] + at)
         check(resume(volume, attempt=4), 0)
+
+    @pytest.mark.parametrize("copy", [0, 1])
+    def test_newer_of_two_copies_counts(self, volume: Volume, copy: int) -> None:
+        """The machine went off while attempt 3 took over, between the two writes."""
+        lost = new_store(volume)
+        commit(lost, 0)
+        allocation = volume.allocation(JOB)
+        fence = layout.pack_fence(Attempt(3), allocation.nonce)
+        volume.device.write_records(allocation.head_offset + layout.FENCE_OFFSETS[copy], fence)
+        assert last_attempt(volume, JOB) == 3
+        _everything_is_refused(lost, 1, "attempt 3 has taken over")
 
     def test_journal_knows_better_than_a_fence_that_the_ssd_forgot(self, volume: Volume) -> None:
         commit(new_store(volume), 0)

@@ -281,6 +281,25 @@ class TestCommits:
         check(store, 0)
         check(resume(disk, attempt=2), 0)
 
+    def test_commit_whose_record_could_not_be_synced_is_not_told(
+        self, disk: Volume, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = new_store(disk)
+        commit(store, 0)
+        fill(store, 1)
+        syncs = iter([None])  # that of the manifest
+
+        def sync_once() -> None:
+            if next(syncs, OSError) is OSError:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(disk.device, "sync", sync_once)
+        with pytest.raises(StoreIoError, match="could not sync the commit of step 1"):
+            store.commit(Step(1), Attempt(1), "{}")
+        last = store.last_commit()
+        assert last is not None
+        assert (last.step, [record.step for record in store.commits()]) == (0, [0])
+
     @pytest.mark.parametrize("method", ["read_records", "write_records", "sync"])
     def test_failing_disk_is_named_when_a_store_is_opened(self, disk: Volume, method: str) -> None:
         commit(new_store(disk), 0)

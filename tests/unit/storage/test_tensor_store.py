@@ -227,6 +227,24 @@ class TestCommit:
         assert calls == [manifest, "sync", *entries, "sync"]
         volume.close()
 
+    def test_states_are_found_at_every_moment_of_their_commit(
+        self, volume: Volume, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are read without a lock, and go from the working map into the committed one meanwhile."""
+        store = new_store(volume)
+        fill(store, 0)
+        moments: list[str] = []
+
+        def set_and_read(changed: TensorStore, name: str, value: object) -> None:
+            object.__setattr__(changed, name, value)
+            moments.append(name)
+            check(changed, 0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorStore, "__setattr__", set_and_read)
+            store.commit(Step(0), store.attempt, "{}")
+        assert {"_committed", "_working"} <= set(moments)
+
     def test_trainer_state_that_is_too_long_changes_nothing(self, volume: Volume) -> None:
         store = new_store(volume)
         commit(store, 0)
@@ -271,6 +289,8 @@ class TestPins:
         for step in range(1, 5):
             commit(store, step)
         check(store, 0)
+        store.pin(Step(4))
+        assert [(pin.step, pin.attempt) for pin in store.commits()[-1].pins] == [(0, 1), (4, 2)]
 
     def test_given_up_its_space_serves_the_next(self, volume: Volume, tmp_path: Path) -> None:
         store = new_store(volume, LARGE)
