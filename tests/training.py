@@ -276,7 +276,7 @@ def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
             for name, param in model.named_parameters():
                 param.copy_(masters[name])
         if step == spec.total_steps or step % (spec.evaluate_every or spec.total_steps) == 0:
-            validation_losses[step] = _evaluate(model, list(validation.evaluation_batches(1)))
+            validation_losses[step] = evaluate(model, list(validation.evaluation_batches(1)))
     params = {name: param.detach().cpu() for name, param in masters.items()}
     return PlainRun(
         losses=losses,
@@ -317,7 +317,8 @@ def _accumulate(
     return total / num_targets
 
 
-def _evaluate(model: Any, batches: Sequence[MicroBatch]) -> float:
+def evaluate(model: Any, batches: Sequence[MicroBatch]) -> float:
+    """The loss a target token; the model is in training mode afterwards."""
     model.eval()
     with torch.no_grad():
         total = sum(float(_loss_sum(model, batch)) for batch in batches)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.training import (
+    evaluate,
     exported_params,
     has_direct_io,
     journal_of,
@@ -93,6 +95,23 @@ def assert_params_agree(
             # Attention does not change when a constant is added to all keys: that bias has no gradient but rounding
             # errors, which AdamW turns into steps as large as the others'.
             torch.testing.assert_close(param, masters[name].bfloat16(), rtol=2**-7, atol=2e-3)
+
+
+def test_evaluation_of_model_with_dropout_equals_plain_pytorch_and_leaves_no_trace(tmp_path: Path) -> None:
+    """Dropout is off in evaluations, and on again in the steps that follow."""
+    options: dict[str, Any] = {"dropout": 0.5, "total_steps": 2, "num_microbatches": 2, "num_ssds": 1}
+    spec = make_spec(tmp_path / "evaluated", evaluate_every=1, checkpoint_every=1, **options)
+    other = make_spec(tmp_path / "not", evaluate_every=None, num_validation_examples=0, **options)
+    for each in (spec, other):
+        outcome = run_local(each, partition=make_partition(each), direct=has_direct_io(tmp_path))
+        assert outcome["status"] == "succeeded", outcome
+    batches = list(PreparedDataset.open(spec.dataset_dir, "validation").evaluation_batches(1))
+    for step, folder in ((1, f"{spec.output_dir}-step-1"), (2, spec.output_dir)):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert metrics_of(spec, "valid_loss")[step] == pytest.approx(evaluate(model, batches), rel=1e-5)
+    assert losses_of(spec) == losses_of(other)
+    params = exported_params(other)
+    assert [name for name, param in exported_params(spec).items() if not torch.equal(param, params[name])] == []
 
 
 def test_micro_batches_differ_in_their_targets(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.late_streams import LateStreams
+from windlass.engine import device as device_module
 from windlass.engine.device import Device, PinError
+from windlass.engine.streams import StartThreads
 from windlass.storage.arena import Arena
 from windlass.storage.ids import Span
 
@@ -98,6 +102,95 @@ def test_threads_never_share_a_buffer() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
+
+
+@pytest.fixture
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Its streams run behind, in the order of `request.param`."""
+
+    def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
+        return LateStreams(start_threads, order=request.param)
+
+    monkeypatch.setattr(device_module, "open_streams", open_streams)
+    device = Device(torch.device("cpu"), poison_released=True, deadline_s=20.0)
+    yield device
+    device.close()
+
+
+LATE_ORDERS = pytest.mark.parametrize(
+    "late", [("h2d", "d2h", "compute"), ("d2h", "h2d", "compute"), ("compute", "h2d", "d2h")], indirect=True
+)
+
+
+@LATE_ORDERS
+def test_take_of_new_buffer_has_copies_in_wait_for_the_work_before(late: Device) -> None:
+    """The allocator may give it the memory of a tensor that queued work still reads."""
+    done: list[str] = []
+    late.compute.run(lambda: done.append("compute"))
+    buffer = late.take(8, torch.float32)
+    late.copy_in(buffer, torch.ones(8))
+    assert done == ["compute"]
+    assert torch.equal(buffer, torch.ones(8))
+
+
+@LATE_ORDERS
+def test_give_returns_when_the_buffer_is_poisoned(late: Device) -> None:
+    """Else the poison would fall on what the next holder copies in."""
+    buffer = late.take(8, torch.float32)
+    late.give(buffer)
+    assert late.take(8, torch.float32) is buffer
+    late.copy_in(buffer, torch.ones(8))
+    late.synchronize()
+    assert torch.equal(buffer, torch.ones(8))
+
+
+@LATE_ORDERS
+def test_copies_on_late_streams_are_done_when_they_return(late: Device) -> None:
+    buffer, host, back = torch.empty(8), torch.ones(8), torch.empty(8)
+    late.copy_in(buffer, host)
+    host.fill_(torch.nan)
+    late.copy_out(back, buffer)
+    buffer.fill_(torch.nan)
+    assert torch.equal(back, torch.ones(8))
+
+
+@LATE_ORDERS
+def test_waits_for_the_compute_stream_return_when_its_work_is_done(late: Device) -> None:
+    done: list[int] = []
+    late.compute.run(lambda: done.append(1))
+    late.synchronize()
+    assert done == [1]
+    late.compute.run(lambda: done.append(2))
+    wait = late.after_now()
+    wait()
+    assert done == [1, 2]
+
+
+@LATE_ORDERS
+def test_poison_falls_after_what_the_stream_was_given_before(late: Device) -> None:
+    buffer, seen = torch.ones(8), torch.empty(8)
+    late.compute.run(lambda: seen.copy_(buffer))
+    late.poison(buffer, late.compute)
+    late.synchronize()
+    assert torch.equal(seen, torch.ones(8))
+    assert buffer.isnan().all()
+
+
+def test_copies_are_given_to_the_stream_of_their_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the compute stream they would be right, and hold the compute up."""
+    device, given = Device(torch.device("cpu")), []
+    for name in ("compute", "h2d", "d2h"):
+        stream = getattr(device, name)
+
+        def run(work: Callable[[], object], name: str = name, run: Callable[..., None] = stream.run) -> None:
+            given.append(name)
+            run(work)
+
+        monkeypatch.setattr(stream, "run", run)
+    device.copy_in(torch.empty(8), torch.ones(8))
+    assert given == ["h2d"]
+    device.copy_out(torch.empty(8), torch.ones(8))
+    assert given == ["h2d", "d2h"]
 
 
 class FakeRuntime:

@@ -1,6 +1,7 @@
 """The formulas, run as plain PyTorch, in every format."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,15 +46,18 @@ def scalars(settings: AdamSettings, learning_rate: float, step: int, grad_scale:
     )
 
 
+# An epsilon as large as the moments shows where it is added.
+@pytest.mark.parametrize("epsilon", [1e-8, 0.2])
+@pytest.mark.parametrize("step", [1, 4])
 @pytest.mark.parametrize("kernel", FORMATS, ids=str)
-def test_one_step_is_that_of_the_papers(kernel: Format) -> None:
-    settings = ADAMW if kernel.decoupled else ADAM
+def test_one_step_is_that_of_the_papers(kernel: Format, step: int, epsilon: float) -> None:
+    settings = replace(ADAMW if kernel.decoupled else ADAM, epsilon=epsilon)
     states = random_states(NUMEL, kernel.states, kernel.grad, kernel.param, seed=3)
     weights = states.master if states.master is not None else states.param
     if states.residual is not None:
         weights = join_master(states.param, states.residual, states.exp_avg_sq)
     reference = Adam64(settings, weights.double(), states.exp_avg.double(), states.exp_avg_sq.abs().double())
-    reference.step(states.grad.double() * 0.3, 1e-2, 4, NUMEL)
+    reference.step(states.grad.double() * 0.3, 1e-2, step, NUMEL)
     named = {"grad": states.grad, "exp_avg": states.exp_avg, "exp_avg_sq": states.exp_avg_sq}
     orders = {
         StatePrecision.FP32: ["grad", "master", "exp_avg", "exp_avg_sq", *(["param"] if kernel.param else [])],
@@ -64,9 +68,9 @@ def test_one_step_is_that_of_the_papers(kernel: Format) -> None:
     tensors = [named[name] for name in orders[kernel.states]]
     assert [tensor.dtype for tensor in tensors] == kernel.operand_dtypes()
     arguments = pair_words(tensors) if kernel.in_pairs else tensors
-    constants = [scalars(settings, 1e-2, 4, 0.3)]
+    constants = [scalars(settings, 1e-2, step, 0.3)]
     if kernel.num_integers:
-        constants.append(torch.tensor([*rounding_keys(1, 4, 0), 0], dtype=torch.int32))
+        constants.append(torch.tensor([*rounding_keys(1, step, 0), 0], dtype=torch.int32))
     formula(kernel)(*arguments, *constants)
     check(kernel, states, reference)
 

@@ -68,16 +68,26 @@ def master_of(states: ChunkStates) -> torch.Tensor:
     seed=st.integers(0, 1000),
     grad_scale=st.sampled_from([1.0, 0.37]),
     states=st.sampled_from([StatePrecision.FP32, StatePrecision.SPLIT]),
+    first_step=st.sampled_from([1, 3]),
+    epsilon=st.sampled_from([1e-8, 0.2]),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_steps_are_those_of_the_papers(
-    make_kernel: MakeKernel, numel: int, share: float, seed: int, grad_scale: float, states: StatePrecision
+    make_kernel: MakeKernel,
+    numel: int,
+    share: float,
+    seed: int,
+    grad_scale: float,
+    states: StatePrecision,
+    first_step: int,
+    epsilon: float,
 ) -> None:
+    adam = dataclasses.replace(ADAMW, epsilon=epsilon)
     decay_numel = round(share * numel)
     chunk = random_states(numel, states, BF16, BF16, seed)
-    reference = Adam64(ADAMW, master_of(chunk).double(), chunk.exp_avg.double(), chunk.exp_avg_sq.abs().double())
-    kernel = make_kernel(states)
-    for step in range(3, 6):
+    reference = Adam64(adam, master_of(chunk).double(), chunk.exp_avg.double(), chunk.exp_avg_sq.abs().double())
+    kernel = make_kernel(states, adam)
+    for step in range(first_step, first_step + 3):
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(step)).to(BF16)
         chunk.grad = grad.clone()
         kernel.update(chunk, learning_rate=1e-2 / step, step=step, grad_scale=grad_scale, decay_numel=decay_numel)
@@ -104,15 +114,18 @@ def test_it_follows_torchs_adamw(make_kernel: MakeKernel) -> None:
     torch.testing.assert_close(chunk.master, weights.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("epsilon", [1e-8, 0.2])
 @pytest.mark.parametrize("states", [StatePrecision.FP32, StatePrecision.SPLIT, StatePrecision.BF16])
-def test_the_fused_kernel_does_adam_too(states: StatePrecision) -> None:
+def test_the_fused_kernel_does_adam_too(states: StatePrecision, epsilon: float, step: int) -> None:
+    adam = dataclasses.replace(ADAM, epsilon=epsilon)
     chunk = random_states(1000, states, torch.float16, BF16, 1)
-    reference = Adam64(ADAM, master_of(chunk).double(), chunk.exp_avg.double(), chunk.exp_avg_sq.abs().double())
+    reference = Adam64(adam, master_of(chunk).double(), chunk.exp_avg.double(), chunk.exp_avg_sq.abs().double())
     kernel = OptimizerKernel(
-        ADAM, grad_dtype=torch.float16, param_dtype=BF16, state_precision=states, kernel=Kernel.FUSED
+        adam, grad_dtype=torch.float16, param_dtype=BF16, state_precision=states, kernel=Kernel.FUSED
     )
-    kernel.update(chunk, learning_rate=1e-2, step=4, grad_scale=0.3, decay_numel=501)
-    reference.step(chunk.grad.double() * 0.3, 1e-2, 4, 501)
+    kernel.update(chunk, learning_rate=1e-2, step=step, grad_scale=0.3, decay_numel=501)
+    reference.step(chunk.grad.double() * 0.3, 1e-2, step, 501)
     tolerance = 2**-7 if states is StatePrecision.BF16 else 3e-6
     torch.testing.assert_close(master_of(chunk).double(), reference.weights, rtol=tolerance, atol=1e-6)
 

@@ -1,0 +1,117 @@
+"""A chunk's update is that of its place in the model: the cut into chunks changes no bit, and no place comes twice."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.actors.specs import make_layout, make_spec
+from windlass.actors.chunk_update import ChunkUpdater
+from windlass.actors.context import make_context
+from windlass.actors.job_spec import Optimizer
+from windlass.actors.messages import UpdateBlock
+from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.engine.optimizer_formulas import AdamSettings
+from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
+from windlass.storage.ids import BlockIndex, JobId, Kernel, Precision, StateKind, StatePrecision, Step
+
+# Weight decay ends inside the second chunk of each block; the last chunk is short.
+CHUNK_NUMEL, NUMEL, DECAY_NUMEL = 2048, 5000, 3001
+NUM_BLOCKS = 3
+HYPER: dict[str, Any] = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.97, "epsilon": 0.2, "seed": 11}
+
+
+def layout() -> ModelLayout:
+    plain = make_layout(*[NUMEL] * NUM_BLOCKS, chunk_numel=CHUNK_NUMEL)
+    params = (
+        ParamSlice(name="weight", shape=(DECAY_NUMEL,), offset=0, numel=DECAY_NUMEL, decay=True),
+        ParamSlice(
+            name="bias", shape=(NUMEL - DECAY_NUMEL,), offset=DECAY_NUMEL, numel=NUMEL - DECAY_NUMEL, decay=False
+        ),
+    )
+    blocks = tuple(BlockLayout(index=each.index, name=each.name, params=params) for each in plain.blocks)
+    return ModelLayout(blocks=blocks, tied={}, chunk_numel=CHUNK_NUMEL, shared=plain.shared)
+
+
+def states() -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
+    """A gradient and the bf16 states of a block in the midst of training: the same for all blocks."""
+    generator = torch.Generator().manual_seed(0)
+    grad, param, exp_avg = torch.randn(3, NUMEL, generator=generator)
+    exp_avg_sq = 0.1 * torch.rand(NUMEL, generator=generator)
+    kinds = {StateKind.PARAM: param, StateKind.EXP_AVG: 0.1 * exp_avg, StateKind.EXP_AVG_SQ: exp_avg_sq}
+    return grad, {kind: state.bfloat16() for kind, state in kinds.items()}
+
+
+def command(block: int) -> UpdateBlock:
+    """Step 7, the fifth that was not skipped."""
+    return UpdateBlock(
+        job=JobId("ftjob-1"),
+        step=Step(7),
+        block=BlockIndex(block),
+        from_step=Step(6),
+        chunks=(),
+        optimizer_step=5,
+        learning_rate=0.01,
+        grad_scale=0.5,
+    )
+
+
+def updated_in_chunks(block: int, **hyper: Any) -> dict[StateKind, torch.Tensor]:
+    options = {"precision": Precision.BF16, "state_precision": StatePrecision.BF16, **HYPER, **hyper}
+    context = make_context(make_spec(hyperparameters=options), layout(), "/dev/shm/none")
+    updater = ChunkUpdater(context)
+    grad, held = states()
+    for key in context.layout.chunk_keys(BlockIndex(block)):
+        start, stop = context.layout.chunk_range(key)
+        parts = {kind: state[start:stop].clone() for kind, state in held.items()}
+        updater.update(command(block), start, grad[start:stop].clone(), parts)
+        for kind, part in parts.items():
+            held[kind][start:stop] = part
+    return held
+
+
+@pytest.mark.parametrize("optimizer", list(Optimizer))
+@pytest.mark.parametrize("block", [0, 2])
+def test_chunk_updater_on_chunks_gives_the_bits_of_whole_block(block: int, optimizer: Optimizer) -> None:
+    grad, held = states()
+    adam = AdamSettings(beta1=0.8, beta2=0.97, epsilon=0.2, weight_decay=0.3, decoupled=optimizer is Optimizer.ADAMW)
+    kernel = OptimizerKernel(
+        adam,
+        grad_dtype=torch.float32,
+        param_dtype=torch.bfloat16,
+        state_precision=StatePrecision.BF16,
+        kernel=Kernel.FUSED,
+    )
+    kernel.update(
+        ChunkStates(
+            grad=grad,
+            param=held[StateKind.PARAM],
+            exp_avg=held[StateKind.EXP_AVG],
+            exp_avg_sq=held[StateKind.EXP_AVG_SQ],
+        ),
+        learning_rate=0.01,
+        step=5,
+        grad_scale=0.5,
+        decay_numel=DECAY_NUMEL,
+        seed=11,
+        position=block * 2**40,
+    )
+    for kind, state in updated_in_chunks(block, optimizer=optimizer).items():
+        assert torch.equal(state, held[kind]), kind
+
+
+def test_chunk_updater_rounds_every_chunk_of_model_with_bits_of_its_own() -> None:
+    """Also where chunks hold the same numbers."""
+    constant = {kind: state[:1].expand(NUMEL) for kind, state in states()[1].items()}
+    context = make_context(
+        make_spec(hyperparameters={"precision": Precision.BF16, "state_precision": StatePrecision.BF16, **HYPER}),
+        layout(),
+        "/dev/shm/none",
+    )
+    updater, seen = ChunkUpdater(context), set()
+    places = [(block, start) for block in range(NUM_BLOCKS) for start in (0, CHUNK_NUMEL)]
+    for block, start in places:
+        parts = {kind: state[:512].clone() for kind, state in constant.items()}
+        updater.update(command(block), start, torch.ones(512), parts)
+        seen.add(tuple(parts[StateKind.EXP_AVG].tolist()))
+    assert len(seen) == len(places)

@@ -1,0 +1,66 @@
+"""States in bf16 are rounded at random by each element's place in the model, whatever the cut into chunks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.actors.offload_models import Gpt, gpt_loss, offloaded, seeded
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several would wait for each other where tests run beside others."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def weights_after_steps(directory: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Three steps of a model in bf16 with states in bf16."""
+    directory.mkdir()
+    model = seeded(Gpt, torch.bfloat16)
+    with offloaded(model, directory, num_ssds=1, state_precision="bf16", **options) as (model, optimizer):
+        for step in range(3):
+            gpt_loss(model, step).backward()
+            optimizer.step()
+        return dict(model.state_dict())
+
+
+def test_offload_of_bf16_states_in_chunks_of_any_size_gives_the_same_bits(tmp_path: Path) -> None:
+    found = [weights_after_steps(tmp_path / str(numel), chunk_numel=numel) for numel in (2048, 8192, 65536)]
+    for other in found[1:]:
+        assert [name for name, weight in found[0].items() if not torch.equal(weight, other[name])] == []
+
+
+class Twins(nn.Module):
+    """Layers and a part outside of them, with equal weights and, by the sum of their outputs, equal gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.outside = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("first", "second")})
+        for each in (*self.layers, *self.outside.values()):
+            each.load_state_dict(self.layers[0].state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = [each(x) for each in (*self.layers, *self.outside.values())]
+        return torch.stack(outputs).sum()
+
+
+def test_offload_rounds_every_part_of_model_with_bits_of_its_own(tmp_path: Path) -> None:
+    make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)  # noqa: E731
+    options: dict[str, Any] = {"state_precision": "bf16", "make_optimizer": make_optimizer, "num_ssds": 1}
+    with offloaded(seeded(Twins, torch.bfloat16), tmp_path, **options) as (model, optimizer):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        model(x).backward()
+        optimizer.step()
+        weights = [weight for name, weight in model.state_dict().items() if name.endswith("weight")]
+    assert len(weights) == 5
+    for i, weight in enumerate(weights):
+        assert not any(torch.equal(weight, other) for other in weights[:i])
+        torch.testing.assert_close(weight, weights[0], rtol=2**-6, atol=1e-4)  # they differ in the rounding alone
