@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from windlass.actors.pace import Pace
 from windlass.actors.policy.ordering import Ordering, QueueOrder
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.plan import Placement
@@ -167,6 +168,8 @@ class JobSpec:
     host_memory_nbytes: int | None = None  # budget for the arena; None: what the machine has free
     device_memory_nbytes: int | None = None  # budget on the device; None: all that is there
     planned_device_nbytes: int | None = None  # what the plan's peak there is; None: it is counted when the job starts
+    # What a step is to take, by the job's plan or its earlier attempts: until this one knows better.
+    expected_pace: Pace | None = None
     deadline_s: float  # longest wait for any one thing within a step
     placement: Placement = field(default_factory=Placement)  # where things rest, as far as somebody has decided
     ordering: Ordering = field(default_factory=Ordering)  # `effective_ordering` is what holds

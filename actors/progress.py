@@ -25,6 +25,7 @@ from windlass.actors.messages import (
     SpansTold,
     StoreCommitted,
 )
+from windlass.actors.pace import Pace, pace_of_attempt
 from windlass.actors.policy.folding import fold
 from windlass.actors.policy.pipeline import StepEnd
 from windlass.actors.policy.shape import JobShape
@@ -98,12 +99,14 @@ class Progress:
         initial_step: int | None,
         scales_loss: bool,
         on_evaluation: Callable[[int, float | None], None],
+        expected_pace: Pace | None = None,
     ) -> None:
-        """`initial_step`: the commit that the attempt goes on from.
+        """`initial_step`: the commit that the attempt goes on from. `expected_pace`: what is known of its steps.
 
         `on_evaluation` gets a step and its validation loss, None where that is not finite, as soon as it is told.
         """
         self._on_evaluation = on_evaluation
+        self._expected_pace = expected_pace
         self._shape = shape
         self._journal = journal
         self._num_params = num_params
@@ -354,7 +357,7 @@ class Progress:
         self._swapped = {each: moved for each, moved in self._swapped.items() if each > step}
         data |= {name: swapped.get(kind, 0) for kind, name in _ACTIVATION_BYTES.items()}
         data["elapsed_s"] = elapsed_s
-        data["remaining_s"] = self._seconds_a_step(step) * (self._shape.total_steps - step)
+        data |= self._time_left(step)
         data |= self._ssd_metrics() | self._where_time_went(step)
         data["measured"] = self._measured.data
         self._last_metrics = data
@@ -366,12 +369,23 @@ class Progress:
             self._journal.append("message", text, level="warn")
         self._journal.append("metrics", self._step_message(data), **data)
 
-    def _seconds_a_step(self, step: int) -> float:
-        """Of those to come: as the last ones took, evaluations and all. Loading and the first steps are left out."""
+    def _time_left(self, step: int) -> dict[str, Any]:
+        """The time that the steps to come take: as long as the last ones each, evaluations and all.
+
+        Loading is left out, and so are the first steps as soon as there are others. `remaining_s` is null where no
+        number can be relied on; `remaining_is_estimate`: it does not follow from enough measured steps.
+        """
         now_s, (paced_from, began_s) = time.monotonic(), self._paced_from
         if step == self._first_step + NUM_FIRST_STEPS - 1:
             self._paced_from = (step, now_s)
-        return (now_s - began_s) / (step - paced_from)
+        mean_s = (now_s - began_s) / (step - paced_from)
+        pace = pace_of_attempt(step - self._first_step + 1, mean_s, self._expected_pace)
+        num_left = self._shape.total_steps - step
+        if not num_left:
+            return {"remaining_s": 0.0, "remaining_is_estimate": False}
+        if pace is None:
+            return {"remaining_s": None, "remaining_is_estimate": True}
+        return {"remaining_s": pace.step_s * num_left, "remaining_is_estimate": not pace.is_measured}
 
     def _ssd_metrics(self) -> dict[str, Any]:
         """Bytes as of the last commit. The totals count all attempts, and so the steps that were trained again.

@@ -158,6 +158,7 @@ class Scheduler:
             initial_step=initial_step,
             scales_loss=trainer.scales_loss,
             on_evaluation=self._on_evaluation,
+            expected_pace=self.spec.expected_pace,
         )
         self._checkpoints = Checkpoints(self.spec, (self._resumed or {}).get("checkpoints"))
         self._remarks: list[str] = []  # on the job's model

@@ -69,4 +69,5 @@ def _time_left(job: dict[str, Any]) -> str:
         return ""
     minutes, seconds = divmod(max(0, int(job["estimated_finish"] - time.time())), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02} left"
+    mark = "estimated: " if job["windlass"]["finish_is_estimate"] else ""
+    return f"{mark}{hours}:{minutes:02}:{seconds:02} left"

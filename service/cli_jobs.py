@@ -114,7 +114,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "SSD wear": extra["ssd_wear"] and extra["ssd_wear"]["summary"],
         "occupies": _occupied(storage),
         "created": _time(found["created_at"]),
-        "will finish": found["estimated_finish"] and _time(found["estimated_finish"]),
+        "will finish": _finish(found),
         "finished": found["finished_at"] and _time(found["finished_at"]),
         "training file": found["training_file"],
         "validation file": found["validation_file"],
@@ -122,6 +122,13 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "hyperparameters": json.dumps(extra["hyperparameters"] or found["hyperparameters"]),
     }
     print_columns([(name, value) for name, value in rows.items() if value not in (None, "")])
+
+
+def _finish(job: dict[str, Any]) -> str | None:
+    if job["estimated_finish"] is None:
+        return None
+    mark = ", an estimate until enough steps are measured" if job["windlass"]["finish_is_estimate"] else ""
+    return f"{_time(job['estimated_finish'])}{mark}"
 
 
 def _occupied(storage: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import DEFAULT_CLIP_NORM, WindlassSettings, default_microbatches
 from windlass.service.machine import num_cores
 from windlass.service.model_ids import model_dir
+from windlass.service.plan_view import tokens_in_words
 from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
 from windlass.storage.ids import Precision, StatePrecision
 
@@ -346,6 +347,7 @@ def _print(found: "PlanReport") -> None:
     print()
     for reason in found.reasons:
         print(reason)
+    print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
 
 
 def _shown(value: object) -> str:

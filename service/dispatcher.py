@@ -22,7 +22,7 @@ from windlass.service.doctor import measured_hardware
 from windlass.service.full_disk import why_it_waits_for_room
 from windlass.service.home import is_out_of_room, room_reason
 from windlass.service.housekeeping import Housekeeping
-from windlass.service.job_plans import load_plan, planned_seconds
+from windlass.service.job_plans import expected_pace, load_plan, seconds_left
 from windlass.service.job_queue import JobQueue, Verdict
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
 from windlass.service.lease import Lease
@@ -424,8 +424,9 @@ class Dispatcher:
     def _launch(self, job: Job) -> None:
         attempt = Attempt(job.attempt + 1)
         planned = load_plan(self._settings, job)
-        planned_s = planned_seconds(planned, job)
         with self._database.write() as session:
+            pace = expected_pace(planned, EventRepository(session).last_step(job.id))
+            left_s = seconds_left(pace, job)
             claimed = JobRepository(session).transition(
                 job.id,
                 JobStatus.QUEUED,
@@ -433,11 +434,12 @@ class Dispatcher:
                 message="Fine-tuning job started" if attempt == 1 else f"Attempt {attempt} started",
                 seen=job,
                 attempt=attempt,
-                estimated_finish=None if planned_s is None else time.time() + planned_s,
+                estimated_finish=None if left_s is None else time.time() + left_s,
+                finish_is_measured=pace is not None and pace.is_measured,
             )
         self._over.pop(job.id, None)
         try:
-            self._runners.start(build_job_spec(self._settings, self._machinery, claimed, planned))
+            self._runners.start(build_job_spec(self._settings, self._machinery, claimed, planned, pace))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
             _LOG.exception("could not be started", extra=about(job.id, attempt))
             # Whatever did start must be gone before the next job gets the device.

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.actors.pace import Pace, pace_of_metrics
 from windlass.service.job_specs import dataset_dir, job_dir
 from windlass.service.model_ids import model_dir
 from windlass.service.plan_view import predicted_of
 from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
 from windlass.service.settings import Settings
 from windlass.storage.durable import sync_path, write_durably
-from windlass.storage.sql.models import Job
+from windlass.storage.sql.models import Job, JobMetrics
 
 
 def load_plan(settings: Settings, job: Job) -> dict[str, Any] | None:
@@ -82,12 +83,24 @@ def made_for(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in names if name in found}
 
 
-def planned_seconds(found: dict[str, Any] | None, job: Job) -> float | None:
-    """What the rest of a job takes by its plan; None without one. Measured steps tell better, once there are any."""
+def expected_pace(found: dict[str, Any] | None, last_step: JobMetrics | None) -> Pace | None:
+    """What a step of a job's next attempt takes: as its last step told, else as its plan says; None where neither is
+    known, and where the steps contradict the plan.
+
+    What was measured before the plan that holds says nothing of how long steps take by it.
+    """
+    from_attempt = (found or {}).get("from_attempt") or 0
+    if last_step is not None and last_step.attempt >= from_attempt and "remaining_s" in last_step.data:
+        return pace_of_metrics(last_step.data)
     predicted = predicted_of(found)
-    if predicted is None or job.total_steps is None:
+    return None if predicted is None else Pace(step_s=float(predicted["step_s"]), is_measured=False)
+
+
+def seconds_left(pace: Pace | None, job: Job) -> float | None:
+    """What the rest of a job takes at this pace; None where that is not known."""
+    if pace is None or job.total_steps is None:
         return None
-    return float(predicted["step_s"]) * (job.total_steps - (job.step or 0))
+    return pace.step_s * (job.total_steps - (job.step or 0))
 
 
 def _path(settings: Settings, job: Job, number: int) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from windlass.actors.cores import cores_of, numa_nodes
 from windlass.actors.job_spec import EarlyStopping, Hyperparameters, Initialization, JobSpec, Optimizer, Schedule
 from windlass.actors.journal import JOURNAL_FILE
+from windlass.actors.pace import Pace
 from windlass.planner import placement_json
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.plan import Placement
@@ -236,7 +237,11 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
 
 
 def build_job_spec(
-    settings: Settings, machinery: Machinery, job: Job, planned: dict[str, Any] | None = None
+    settings: Settings,
+    machinery: Machinery,
+    job: Job,
+    planned: dict[str, Any] | None = None,
+    expected_pace: Pace | None = None,
 ) -> JobSpec:
     """What a queued job's runner is told, for the attempt that its row names. `planned`: the plan that holds for it."""
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
@@ -277,6 +282,7 @@ def build_job_spec(
         host_memory_nbytes=bounds["host_memory_nbytes"] if planned is None else planned["arena_nbytes"],
         device_memory_nbytes=bounds["device_memory_nbytes"],
         planned_device_nbytes=None if planned is None else _planned_device_nbytes(planned["plan"]),
+        expected_pace=expected_pace,
         deadline_s=_DEADLINE_S,
         placement=Placement() if planned is None else placement_json.from_json(planned["placement"]),
     )

@@ -55,4 +55,6 @@ class JobPlanObject(CorrectedPlan):
     predicted: dict[str, Any] | None
     measured: dict[str, Any] | None
     error: dict[str, Any] | None
+    is_estimate: bool | None  # too few steps were measured to tell how good `predicted` is; null without a promise
+    min_measured_steps: int  # so many are enough
     before: list[CorrectedPlan]

@@ -1,8 +1,10 @@
 """A job's plan as people see it: what was predicted, what was measured since, and how far apart the two are."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from windlass.actors.pace import MIN_MEASURED_STEPS
 from windlass.planner.hardware import GIB
 from windlass.planner.report import TIER_NAMES, PlanReport
 
@@ -21,6 +23,8 @@ def view_of(found: dict[str, Any] | None, measured: dict[str, Any] | None) -> di
         "predicted": predicted,
         "measured": told,
         "error": _error_of(predicted, told),
+        "is_estimate": _is_estimate(predicted, told),
+        "min_measured_steps": MIN_MEASURED_STEPS,
     }
 
 
@@ -45,6 +49,13 @@ def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
+def _is_estimate(predicted: dict[str, Any] | None, measured: dict[str, Any] | None) -> bool | None:
+    """Whether too few steps were measured to tell how good a promise is; None where nothing is promised."""
+    if predicted is None:
+        return None
+    return measured is None or measured["num_steps"] < MIN_MEASURED_STEPS
+
+
 def _error_of(predicted: dict[str, Any] | None, measured: dict[str, Any] | None) -> dict[str, Any] | None:
     """Measured over predicted, less one."""
     if predicted is None or measured is None:
@@ -61,10 +72,21 @@ def in_words(view: dict[str, Any]) -> dict[str, str]:
     """For people: each number that was predicted or measured, and how far apart the two are."""
     predicted, measured, error = (view[name] or {} for name in ("predicted", "measured", "error"))
     found = {"step time": _line(predicted.get("step_s"), measured.get("step_s"), error.get("step_s"), "s")}
+    if found["step time"] and view["is_estimate"]:
+        found["step time"] += f"; an estimate until {MIN_MEASURED_STEPS} steps are measured"
+    if (tokens := view.get("example_tokens")) is not None:
+        found["planned for"] = tokens_in_words(tokens)
     for tier, name in _NAMES.items():
         promised, came, apart = ((each.get("peak_gib") or {}).get(tier) for each in (predicted, measured, error))
         found[name] = _line(promised, came, apart, "GiB")
     return {name: line for name, line in found.items() if line}
+
+
+def tokens_in_words(tokens: Mapping[str, Any]) -> str:
+    """The lengths of examples that a plan was made for (`planner.report.ExampleTokens`)."""
+    if not tokens["of_data"]:
+        return f"examples of {tokens['limit']} tokens; shorter ones take less"
+    return f"examples of {tokens['mean']:.0f} tokens on average and {tokens['widest']} at most, with padding"
 
 
 def _line(predicted: float | None, measured: float | None, error: float | None, unit: str) -> str:

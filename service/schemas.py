@@ -176,6 +176,7 @@ class JobExtras(BaseModel):
     waiting_reason: str | None
     cancel_requested: bool
     has_plan: bool
+    finish_is_estimate: bool | None  # of `estimated_finish`; null where that is
     last_metrics: dict[str, Any] | None
     ssd_wear: dict[str, Any] | None
 
@@ -257,6 +258,7 @@ class JobObject(BaseModel):
                 waiting_reason=room_reason or job.waiting_reason,
                 cancel_requested=job.cancel_requested,
                 has_plan=has_plan,
+                finish_is_estimate=None if job.estimated_finish is None else not job.finish_is_measured,
                 last_metrics=last_metrics,
                 ssd_wear=None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
             ),

@@ -119,6 +119,14 @@ class EventRepository:
         """The metrics of the last step of each of these jobs that has any."""
         return {row.job_id: row.data for row in self._session.execute(_last_metrics(), {"job_ids": list(job_ids)})}
 
+    def last_step(self, job_id: str) -> JobMetrics | None:
+        """The last step of a job that was trained and told of; None before the first."""
+        query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step.desc())
+        # The last steps may have been evaluated only, so far.
+        return next(
+            (row for row in self._session.scalars(query.limit(_NUM_TO_SEARCH)) if "train_loss" in row.data), None
+        )
+
     def last_measured(self, job_id: str) -> dict[str, Any] | None:
         """What a job's runner told last of what the job takes; None if it never did."""
         query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step.desc())

@@ -52,6 +52,7 @@ class JobFields(TypedDict, total=False):
     total_steps: int
     trained_tokens: int
     estimated_finish: float | None
+    finish_is_measured: bool
     plan_number: int
     num_lost: int
     error: dict[str, Any]

@@ -131,9 +131,11 @@ def _put_metrics(session: Session, job: Job, record: Record) -> None:
     job.step = step
     job.total_steps = record.data.get("total_steps", job.total_steps)
     job.trained_tokens = record.data.get("trained_tokens", job.trained_tokens)
-    remaining_s = record.data.get("remaining_s")
-    if remaining_s is not None:
-        job.estimated_finish = record.created_at + remaining_s
+    if "remaining_s" in record.data:  # null: nothing is known that can be relied on
+        remaining_s = record.data["remaining_s"]
+        job.estimated_finish = None if remaining_s is None else record.created_at + remaining_s
+        # Of a runner of an earlier release it is not known.
+        job.finish_is_measured = not record.data.get("remaining_is_estimate", True)
     session.flush()
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, String, Text, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, String, Text, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
@@ -83,6 +83,8 @@ class Job(Base):
     started_at: Mapped[float | None]  # of the first attempt
     finished_at: Mapped[float | None]
     estimated_finish: Mapped[float | None]
+    # It follows from steps that were measured; else from a plan, or from too few steps.
+    finish_is_measured: Mapped[bool] = mapped_column(default=False, server_default=false())
 
     # What was asked for, and by which user; NULL: while no key was needed.
     owner: Mapped[str | None] = mapped_column(String(64))

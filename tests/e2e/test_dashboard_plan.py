@@ -94,6 +94,7 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
     )
     expect(page.locator("#plan-busy .busiest")).to_have_text("the CPU updates92 %")
     expect(page.locator("#plan-reasons li")).to_have_text(PLAN["reasons"])
+    expect(page.locator("#plan-note")).to_have_text("The predicted step is an estimate until 3 steps are measured.")
     # What was simulated is there before anything was measured.
     expect(page.locator("#timeline-title")).to_have_text("Busy in a step, as planned")
     expect(page.locator("#timeline-bars .busiest")).to_have_text("optimizer-095 %")

@@ -340,11 +340,12 @@ export class Detail {
 }
 
 /** How long a job has run, and how long it will, as far as that is known. */
-export function timesOf({ job, finishAt }) {
+export function timesOf({ job, finish }) {
   const startedAt = job.windlass.started_at;
   if (job.finished_at !== null && startedAt !== null) return `took ${format.duration(job.finished_at - startedAt)}`;
-  if (job.status !== "running" || finishAt == null) return "";
-  return `${format.duration(finishAt - Date.now() / 1000)} left`;
+  if (job.status !== "running" || finish.at === null) return "";
+  const left = `${format.duration(finish.at - Date.now() / 1000)} left`;
+  return finish.isEstimate ? `estimated: ${left}` : left;
 }
 
 /** Whether a request says something on a setting; a group may say nothing on all of its parts. */

@@ -28,11 +28,13 @@ export class Jobs {
     const known = this.#jobs.get(job.id);
     // The stream brings metrics in order; an answer may overtake it or fall behind.
     const metrics = known ? known.metrics : job.windlass.last_metrics;
-    const finishAt = TERMINAL.has(job.status) ? null : (known?.finishAt ?? job.estimated_finish);
+    // Until an attempt's first step is told of, what is left is as the service has it.
+    const told = known?.job.windlass.attempt === job.windlass.attempt ? known.finish : null;
+    const finish = told ?? { at: job.estimated_finish, isEstimate: job.windlass.finish_is_estimate };
     // What an evaluation alone does not tell of.
     const timeline = known?.timeline ?? metrics?.timeline ?? null;
     const measured = known?.measured ?? metrics?.measured ?? null;
-    this.#jobs.set(job.id, { job, metrics, timeline, measured, finishAt, message: known?.message ?? null });
+    this.#jobs.set(job.id, { job, metrics, timeline, measured, finish, message: known?.message ?? null });
   }
 
   remove(id) {
@@ -72,7 +74,10 @@ export class Jobs {
     known.metrics = sameStep ? { ...known.metrics, ...data } : data;
     known.timeline = data.timeline ?? known.timeline;
     known.measured = data.measured ?? known.measured;
-    if (data.remaining_s != null) known.finishAt = event.created_at + data.remaining_s;
+    if (data.remaining_s !== undefined) {
+      const at = data.remaining_s === null ? null : event.created_at + data.remaining_s;
+      known.finish = { at, isEstimate: data.remaining_is_estimate ?? true };
+    }
     if (data.ssd_bytes_written_step_by_ssd == null) return false;
     // The forecast of wear comes with the job. It settles: read at steps 1, 2, 4, 8, … it is never far off.
     return known.job.windlass.ssd_wear === null || Number.isInteger(Math.log2(data.step));

@@ -53,8 +53,13 @@ function renderNumbers(plan, measured) {
     row.append(head, ...cells.map((text) => make("td", text)));
     return row;
   });
-  const steps = measured?.num_steps;
-  setOptional(byId("plan-note"), steps ? `The measured step is the mean of ${format.whole(steps)} steps.` : null);
+  const steps = measured?.num_steps ?? 0;
+  const notes = [
+    predicted && steps < plan.min_measured_steps &&
+      `The predicted step is an estimate until ${plan.min_measured_steps} steps are measured.`,
+    steps > 0 && `The measured step is the mean of ${format.whole(steps)} steps.`,
+  ];
+  setOptional(byId("plan-note"), notes.filter(Boolean).join(" ") || null);
 }
 
 function renderDetails(plan) {
@@ -74,8 +79,14 @@ function renderDetails(plan) {
   renderBusy(plan);
   const { num_microbatches: parts, group_size: together } = plan.choices ?? {};
   const groups = parts > 1 ? ` ${parts} micro-batches a step, ${together} of which go through the blocks together.` : "";
-  setOptional(byId("plan-summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${groups}`);
+  const lengths = plan.example_tokens ? lengthsOf(plan.example_tokens) : "";
+  setOptional(byId("plan-summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${lengths}${groups}`);
   setItems(byId("plan-reasons"), plan.reasons);
+}
+
+function lengthsOf({ limit, widest, mean, of_data: isOfData }) {
+  if (!isOfData) return ` Every example is taken to have ${format.whole(limit)} tokens.`;
+  return ` Examples have ${format.whole(mean)} tokens on average, ${format.whole(widest)} at most, with padding.`;
 }
 
 function renderBusy({ busy_s: busy, step_s: step, bottleneck }) {

@@ -570,6 +570,8 @@ def test_time_left_is_that_of_the_last_steps(tmp_path: Path, monkeypatch: pytest
     stage.before = look
     stage.run()
     left = metrics_of(stage.spec, "remaining_s")
+    is_estimate = metrics_of(stage.spec, "remaining_is_estimate")
+    assert [step for step, estimate in is_estimate.items() if estimate] == [1, 2, 3, 4]
     assert left[1] <= 5 * 100.0  # a step may be told of when the next has begun
     assert left[6] == 0.0
     assert left[5] == pytest.approx(10.0, rel=0.01)

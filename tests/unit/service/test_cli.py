@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from windlass.service.cli_data import delete, storage
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import _loss, _time_left, format_event
-from windlass.service.cli_jobs import _parse_settings, pause, resume, submit
+from windlass.service.cli_jobs import _finish, _parse_settings, pause, resume, submit
 from windlass.service.cli_service import _describe_drive, doctor
 from windlass.service.cli_table import print_columns
 from windlass.service.client import RequestRefusedError, ServiceClient
@@ -99,9 +99,19 @@ def test_the_bar_keeps_the_loss_beside_a_validation() -> None:
 
 def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1000.0)
-    assert _time_left({"estimated_finish": 1000 + 3600 + 61}) == "1:01:01 left"
-    assert _time_left({"estimated_finish": 990}) == "0:00:00 left"
-    assert _time_left({"estimated_finish": None}) == ""
+    measured, estimate = {"finish_is_estimate": False}, {"finish_is_estimate": True}
+    assert _time_left({"estimated_finish": 1000 + 3600 + 61, "windlass": measured}) == "1:01:01 left"
+    assert _time_left({"estimated_finish": 1000 + 3600 + 61, "windlass": estimate}) == "estimated: 1:01:01 left"
+    assert _time_left({"estimated_finish": 990, "windlass": measured}) == "0:00:00 left"
+    assert _time_left({"estimated_finish": None, "windlass": {"finish_is_estimate": None}}) == ""
+
+
+def test_finish_is_marked_until_it_is_measured() -> None:
+    finishes = [
+        _finish({"estimated_finish": 1e9, "windlass": {"finish_is_estimate": estimate}}) for estimate in (True, False)
+    ]
+    assert finishes[0] == f"{finishes[1]}, an estimate until enough steps are measured"
+    assert _finish({"estimated_finish": None, "windlass": {"finish_is_estimate": None}}) is None
 
 
 def test_columns_line_up_and_end_without_spaces(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.journal import Journal
+from windlass.actors.pace import Pace
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.planner.placement_json import to_json
 from windlass.planner.plan import Placement
@@ -128,7 +129,13 @@ def test_the_job_goes_on_with_another_plan_after_a_commit(stage: Stage) -> None:
     first, second = stage.runners.started
     assert (first.placement, first.host_memory_nbytes) == (OLD, 1 << 20)
     assert (second.placement, second.host_memory_nbytes) == (NEW, 2 << 20)
-    same = {"attempt": first.attempt, "placement": OLD, "host_memory_nbytes": first.host_memory_nbytes}
+    assert second.expected_pace == Pace(step_s=20.0, is_measured=False), "earlier steps were made by another plan"
+    same = {
+        "expected_pace": first.expected_pace,
+        "attempt": first.attempt,
+        "placement": OLD,
+        "host_memory_nbytes": first.host_memory_nbytes,
+    }
     assert dataclasses.replace(second, **same) == first
 
 

@@ -17,6 +17,7 @@ from windlass.actors.job_spec import Optimizer
 from windlass.actors.journal import METRICS, JournalRecord
 from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.pace import Pace
 from windlass.actors.spans_file import SIMULATED_FOLDER, StepSpans, keep_step
 from windlass.planner.activations import BlockActivations
 from windlass.planner.hardware import GIB, example_machines
@@ -25,13 +26,16 @@ from windlass.planner.plan import Placement
 from windlass.service import cli_jobs, cli_plan, job_plans
 from windlass.service.cli_errors import CommandError
 from windlass.service.client import ServiceClient
+from windlass.service.job_plans import expected_pace
 from windlass.service.job_specs import Machinery, job_dir
+from windlass.service.plan_view import in_words, view_of
 from windlass.service.preparation import Results
 from windlass.service.settings import HARDWARE_FILE, SETTINGS_FILE, Settings
 from windlass.storage.ids import Precision
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.journal import import_journal
+from windlass.storage.sql.models import JobMetrics
 from windlass.storage.sql.statuses import JobStatus
 
 MACHINE = yaml.safe_load(example_machines()["rtx4090-server"].read_text())
@@ -243,7 +247,7 @@ def test_the_command_line_shows_both(
 
     assert "step time" not in shown()
     keep_plan(context_of(client).settings, job_id)
-    assert "step time predicted 3 s device memory" in shown()
+    assert "step time predicted 3 s; an estimate until 3 steps are measured device memory" in shown()
     tell_measured(client, job_id, (1, measured_as(3.3, gpu=GIB, host=4 * GIB)))
     lines = (
         "step time predicted 3 s, measured 3.3 s (+10.0%)",
@@ -391,10 +395,53 @@ def test_the_plan_tells_when_a_job_will_finish(stage: Stage, monkeypatch: pytest
     assert job.status is JobStatus.RUNNING
     assert job.total_steps == 4
     assert job.estimated_finish == 1e9 + 4 * 3.0
+    assert not job.finish_is_measured
+    assert stage.runners.started[-1].expected_pace == Pace(step_s=3.0, is_measured=False)
     with contextlib.closing(stage.journal(job_id, 1)) as journal:
-        journal.append("metrics", "Step 1", step=1, total_steps=4, train_loss=2.0, remaining_s=50.0)
-    stage.tick()
-    assert stage.job(job_id).estimated_finish == 1e9 + 50.0  # by the step that was measured
+        told = {"total_steps": 4, "train_loss": 2.0}
+        journal.append("metrics", "Step 1", step=1, remaining_s=None, remaining_is_estimate=True, **told)
+        stage.tick()
+        assert stage.job(job_id).estimated_finish is None, "the first step contradicts the plan"
+        journal.append("metrics", "Step 2", step=2, remaining_s=50.0, remaining_is_estimate=False, **told)
+        stage.tick()
+    job = stage.job(job_id)
+    assert (job.estimated_finish, job.finish_is_measured) == (1e9 + 50.0, True), "by the steps that were measured"
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "is_estimate", "found"),
+    [
+        (20.0, False, Pace(step_s=10.0, is_measured=True)),
+        (20.0, True, Pace(step_s=10.0, is_measured=False)),
+        (None, True, None),
+    ],
+)
+def test_a_later_attempt_goes_on_with_the_pace_of_the_earlier_one(
+    remaining_s: float | None, is_estimate: bool, found: Pace | None
+) -> None:
+    data = {"step": 2, "total_steps": 4, "remaining_s": remaining_s, "remaining_is_estimate": is_estimate}
+    last = JobMetrics(job_id="job", step=2, attempt=1, data=data)
+    by_plan = Pace(step_s=3.0, is_measured=False)
+    assert expected_pace({"plan": PLAN}, last) == expected_pace(None, last) == found
+    assert expected_pace({"plan": PLAN, "from_attempt": 1}, last) == found
+    assert expected_pace({"plan": PLAN, "from_attempt": 2}, last) == by_plan, "steps before a plan say nothing of it"
+    assert expected_pace({"plan": PLAN}, None) == by_plan
+    assert expected_pace(None, None) is None
+
+
+def test_a_prediction_is_an_estimate_until_enough_steps_are_measured() -> None:
+    found = {"plan": PLAN | {"example_tokens": {"limit": 2048, "widest": 16, "mean": 14.2, "of_data": True}}}
+
+    def view(num_steps: int | None) -> dict[str, Any]:
+        measured = None if num_steps is None else {"step_s": 1.9, "num_steps": num_steps, "peak_bytes": {}}
+        return view_of(found, measured)
+
+    assert [view(number)["is_estimate"] for number in (None, 0, 2, 3)] == [True, True, True, False]
+    assert view_of(None, {"step_s": 1.9, "num_steps": 1, "peak_bytes": {}})["is_estimate"] is None
+    words = in_words(view(None))
+    assert words["step time"] == "predicted 3 s; an estimate until 3 steps are measured"
+    assert words["planned for"] == "examples of 14 tokens on average and 16 at most, with padding"
+    assert in_words(view(3))["step time"] == "predicted 3 s, measured 1.9 s (-36.7%)"
 
 
 def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010")
 
 DONE, RUNNING = "ftjob-0123456789abcdef01234567", "ftjob-fedcba987654321001234567"
 MODEL = "ft:tiny:mine:0123456789ab"
@@ -127,6 +127,7 @@ _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "0006": {"checkpoints": {"reasons": ["interval"], "nbytes": 12345}},
     "0007": {"jobs": {"yields_to": "ftjob-more-urgent"}},
     "0009": {"files": {"node": "node-1"}},
+    "0010": {"jobs": {"finish_is_measured": True}},
 }
 
 

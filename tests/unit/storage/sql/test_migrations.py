@@ -121,6 +121,7 @@ def read_all(database: Database, revision: str) -> None:
         assert (done.seed, done.trained_tokens, done.created_at, done.finished_at) == (2**63 - 1, 2**40, 100.5, 130.0)
         assert done.plan_number == (3 if revision >= "0002" else 0)
         assert (done.node, done.num_lost) == (("node-1", 2) if revision >= "0004" else (None, 0))
+        assert done.finish_is_measured is (revision >= "0010")
         assert done.yields_to == ("ftjob-more-urgent" if revision >= "0007" else None)
         assert jobs.by_idempotency_key(owner, ["once"]) is done
         assert [job.id for job in jobs.with_status(JobStatus.RUNNING)] == [RUNNING]
