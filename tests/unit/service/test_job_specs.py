@@ -50,6 +50,7 @@ PLANNED: dict[str, Any] = {
     "accumulation_precision": "bf16",
     "gradient_updates": "after_backward",
     "budgets": {"host_memory_gib": 3.0},
+    "epochs": 5,  # which batches there are, and so how wide their mean is
 }
 _MORE_STEPS = "how many steps there are does not change what one takes"
 _A_NUMBER = "a number that an update computes with: as many bytes and operations with any value"
@@ -57,7 +58,6 @@ _EXPORT = "an export reads the committed states between two steps, in the buffer
 _EVALUATION_TIME = "an evaluation lies between two steps, and what a step takes is planned; its memory is the same"
 # The others, each with such a value and why the memory and the time of a step are the same with any value.
 NOT_PLANNED: dict[str, tuple[Any, str]] = {
-    "epochs": (5, _MORE_STEPS),
     "learning_rate": (1e-3, _A_NUMBER),
     "warmup_steps": (3, _A_NUMBER),
     "warmup": (0.5, _A_NUMBER),
@@ -102,6 +102,7 @@ HYPERPARAMETERS = {
 NOT_PLANNED_HYPERPARAMETERS = {
     **{name: why for name, (_, why) in NOT_PLANNED.items()},
     "kernel": "no setting of a job; the machine's profile has what updates take",
+    "epochs": "the planner is told the number of steps",
 }
 _NOT_THE_JOBS = "where files lie, or what the attempt is called"
 JOB_SPEC = {
@@ -112,6 +113,8 @@ JOB_SPEC = {
     "host_memory_nbytes": "host_memory_nbytes",
     "device_memory_nbytes": "device_memory_nbytes",
     "ssd_dirs": "hardware",
+    "dataset_dir": "dataset",
+    "total_steps": "dataset",
 }
 NOT_PLANNED_JOB_SPEC = {
     **dict.fromkeys(
@@ -120,7 +123,6 @@ NOT_PLANNED_JOB_SPEC = {
             "attempt",
             "model_dir",
             "layout_file",
-            "dataset_dir",
             "job_dir",
             "output_dir",
             "arena_dir",
@@ -129,10 +131,10 @@ NOT_PLANNED_JOB_SPEC = {
         _NOT_THE_JOBS,
     ),
     **{name: NOT_PLANNED[name][1] for name in NOT_PLANNED if name in {field.name for field in fields(JobSpec)}},
-    "total_steps": _MORE_STEPS,
     "optimizer_threads": "the machine's profile has what updates take with the threads of its settings",
     "planned_device_nbytes": "the plan's answer",
     "placement": "the plan's answer",
+    "expected_pace": "the plan's answer",
     "deadline_s": "a limit of waits that no healthy job comes near",
     "ordering": "no setting of a job; the planner counts with its defaults",
 }
@@ -162,6 +164,7 @@ def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:
         seed=1,
         method={"type": "supervised", "supervised": {"hyperparameters": {}}},
         windlass=asked.model_dump(mode="json"),
+        created_at=0,
     )
     order = preparation_order(Settings(home=home), Machinery(num_cores=4, num_gpus=1), job, MACHINE)
     assert order.plan_question is not None
@@ -208,7 +211,8 @@ def test_plan_question_of_a_job_spec_leaves_no_field_out() -> None:
 
 def test_plan_order_with_a_field_that_the_planner_does_not_know_is_a_defect() -> None:
     known = {field.name for field in fields(PlanQuestion)}
-    assert PlanOrder.model_fields.keys() - known == ABOUT_PLANNING
+    assert "lengths" in known  # of the order's data set
+    assert PlanOrder.model_fields.keys() - known == ABOUT_PLANNING | {"dataset"}
 
 
 _LONG = pytest.mark.long
@@ -252,7 +256,8 @@ def test_best_plan_with_any_gradient_settings_has_the_arena_that_the_runner_make
         num_microbatches=num_microbatches,
         budgets={"host_memory_gib": host_memory_gib},
     )
-    question = replace(question_of(order_of(tmp_path, asked), CONFIG), measures=False, kept_times=None)
+    order = order_of(tmp_path, asked).model_copy(update={"dataset": None})
+    question = replace(question_of(order, CONFIG), measures=False, kept_times=None)
     profiles = Profiles(question)
     job, solution = best_plan(question, profiles)
     spec = replace(
