@@ -4,6 +4,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+# For OpenMP, which reads it when torch is imported. Threads that wait must not spin: the optimizer, the copies, the I/O
+# and other jobs run on the same cores. What measures a model's blocks has the same setting as the workers that compute
+# them: where cores are busy, threads that spin take several times as long.
+WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 _NODES_DIR = Path("/sys/devices/system/node")
 
 

@@ -30,7 +30,7 @@ from windlass.actors.context import (
     optimizer_name,
     ssd_name,
 )
-from windlass.actors.cores import bind_optimizer
+from windlass.actors.cores import WAIT_POLICY, bind_optimizer
 from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JOURNAL_FILE, Journal
@@ -82,8 +82,7 @@ class ActorShell:
             _hide_gpus()
         # Read by OpenMP and MKL when torch is imported, which comes next; Ray's default is one thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
-        # Threads that wait must not spin: the optimizer, the copies and the I/O run on the same cores.
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.update(WAIT_POLICY)
         # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
         # Seconds of computing, meanwhile SSD servers open their files. This thread yields no cores: none computes yet.

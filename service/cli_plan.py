@@ -1,6 +1,7 @@
 """The command `plan`: what a job would take on a machine, before anything runs."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from windlass.actors.cores import WAIT_POLICY
 from windlass.actors.job_spec import Optimizer
 from windlass.planner.hardware import GIB, Hardware, example_machines, unusual
 from windlass.planner.plan import told_nbytes
@@ -177,6 +179,7 @@ def _question(
     num_validation_examples: int,
 ) -> "PlanQuestion":
     """What a job's preparation asks, so that this answers for such a job."""
+    os.environ.update(WAIT_POLICY)  # before torch is imported
     from windlass.actors.plan_job import PlanOrder, measure_as_worker, question_of
     from windlass.service.job_specs import Machinery, plan_question
     from windlass.service.lifecycle import is_box_free

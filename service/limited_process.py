@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from windlass.actors.cores import WAIT_POLICY
 from windlass.service.step_server import StepOrder
 from windlass.storage.process_end import describe_process_end
 
@@ -91,6 +92,7 @@ def _start(
             "HF_HUB_OFFLINE": "1",
             **{name: os.environ[name] for name in passed_on if name in os.environ},
             "HOME": str(home),
+            **WAIT_POLICY,
             **gpus,
             **(more or {}),
         },

@@ -136,6 +136,7 @@ def test_a_forked_process_is_as_limited_as_one_of_its_own(
     assert forked["environment"].pop("OPENBLAS_NUM_THREADS") == "1"
     assert (forked.pop("sockets"), own.pop("sockets")) == (1, 0), "its link, and no other's"
     assert forked == own
+    assert forked["environment"]["OMP_WAIT_POLICY"] == "PASSIVE", "as of the workers, whose blocks are measured there"
     assert forked["limits"] == [[7, 12], [4 << 30, 4 << 30], [0, 0]]
 
 
