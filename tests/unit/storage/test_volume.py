@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -85,12 +86,13 @@ class TestOpen:
         with pytest.raises(ValueError, match=f"{tmp_path}/none is neither a directory nor a block device"):
             open_volume(tmp_path / "none")
 
-    def test_other_version_is_refused(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("version", [layout.VERSION - 1, layout.VERSION + 1])
+    def test_other_version_is_refused(self, tmp_path: Path, version: int) -> None:
         open_volume(tmp_path).close()
         for offset in layout.SUPERBLOCK_OFFSETS:
-            raw = layout.pack_json(layout.SUPERBLOCK_MAGIC, {"version": layout.VERSION + 1})
+            raw = layout.pack_json(layout.SUPERBLOCK_MAGIC, {"version": version})
             _overwrite(volume_file(tmp_path), offset, raw)
-        with pytest.raises(StoreCorrupt, match=f"{tmp_path} has format version {layout.VERSION + 1}; this windlass"):
+        with pytest.raises(StoreCorrupt, match=f"{tmp_path} has format version {version}; this windlass"):
             open_volume(tmp_path)
 
     def test_something_else_is_left_alone(self, tmp_path: Path) -> None:
@@ -105,6 +107,47 @@ class TestOpen:
         with pytest.raises(StoreCorrupt, match=r"both of its superblocks .*remove its file windlass\.volume"):
             open_volume(tmp_path)
 
+    def test_blank_first_superblock_keeps_what_was_measured(self, volume: Volume, tmp_path: Path) -> None:
+        """The second one tells that it is no new volume."""
+        volume.keep_calibration({"read_bytes_per_s": 3.5e9})
+        _overwrite(volume_file(tmp_path), layout.SUPERBLOCK_OFFSETS[0], bytes(RECORD_NBYTES))
+        again = open_volume(tmp_path)
+        assert again.calibration() == {"read_bytes_per_s": 3.5e9}
+        again.close()
+
+    def test_two_processes_that_make_it_at_once_wait_for_each_other(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        formats, is_free = Volume._format, []
+
+        def look_who_waits(volume: Volume) -> None:
+            with volume.device.path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_free.append(True)
+                except BlockingIOError:
+                    is_free.append(False)
+            formats(volume)
+
+        monkeypatch.setattr(Volume, "_format", look_who_waits)
+        open_volume(tmp_path).close()
+        assert is_free == [False]
+
+    def test_device_that_was_a_volume_before_has_no_calibration(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may have been another disk's image; its superblocks and tables were cleared."""
+        open_volume(tmp_path).close()
+        disk = tmp_path / "disk"
+        disk.write_bytes(bytes(EMPTY_NBYTES))
+        _overwrite(disk, layout.CALIBRATION_OFFSET, layout.pack_json(layout.CALIBRATION_MAGIC, {"old": 1}))
+        monkeypatch.setattr(volume_module, "is_block_device", lambda path: True)
+        for name in ("require_not_in_use", "require_usable"):
+            monkeypatch.setattr(volume_module, name, lambda path: None)
+        volume = open_volume(disk)
+        assert volume.calibration() is None
+        volume.close()
+
     def test_failures_leave_no_descriptor(self, tmp_path: Path) -> None:
         volume_file(tmp_path).write_bytes(b"x")
         before = len(list(Path("/proc/self/fd").iterdir()))
@@ -112,14 +155,23 @@ class TestOpen:
             open_volume(tmp_path)
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
-    def test_full_disk(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+    def test_full_disk(self, tmp_path: Path, code: int) -> None:
         class Full(QuickDevice):
             def allocate(self, offset: int, nbytes: int) -> None:
-                raise OSError(errno.ENOSPC, "No space left on device")
+                raise OSError(code, os.strerror(code))
 
         with pytest.raises(NotEnoughRoom, match=f"{tmp_path} for a new volume"):
             open_volume(tmp_path, make_device=Full)
         open_volume(tmp_path).close()
+
+    def test_power_loss_while_what_was_measured_is_kept(self, tmp_path: Path) -> None:
+        open_volume(tmp_path).close()
+        image = volume_file(tmp_path).read_bytes()
+        for is_done in power_losses(tmp_path, lambda volume: volume.keep_calibration({"new": 1}), image=image):
+            volume = open_volume(tmp_path)
+            assert volume.calibration() in ([{"new": 1}] if is_done else [None, {"new": 1}])
+            volume.close()
 
     def test_power_loss_while_it_is_made(self, tmp_path: Path) -> None:
         """What is left is finished or made anew."""
@@ -204,6 +256,32 @@ class TestAllocations:
                 volume.free(job)
             assert file.stat().st_size == EMPTY_NBYTES
             volume.close()
+
+    @pytest.mark.parametrize("copy", [0, 1])
+    def test_newer_of_two_tables_counts(self, volume: Volume, tmp_path: Path, copy: int) -> None:
+        """The machine went off between the two writes."""
+        offset = layout.TABLE_OFFSETS[copy]
+        older = volume.device.read_records(offset, layout.TABLE_NBYTES)
+        allocation = volume.reserve(JOB, DEMAND)
+        _overwrite(volume_file(tmp_path), offset, older)
+        assert volume.allocations() == {JOB: allocation}
+
+    def test_space_whose_old_owner_could_not_be_told_stays_its_own(
+        self, volume: Volume, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An attempt that still lives would write to what is another's by then."""
+        volume.reserve(JOB, DEMAND)
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(volume, "_write_head", fail)
+            with pytest.raises(StoreIoError, match=f"could not free the space of job {JOB}"):
+                volume.free(JOB, records=[(0, bytes(RECORD_NBYTES))])
+        assert not volume.allocation(JOB).is_ready
+        volume.free(JOB)
+        assert volume.allocations() == {}
 
     def test_second_reservation_and_missing_job(self, volume: Volume, tmp_path: Path) -> None:
         volume.reserve(JOB, DEMAND)
