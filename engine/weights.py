@@ -79,7 +79,7 @@ class CheckpointReader:
             files = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self._folder}: {INDEX_NAME} cannot be read: {error}") from error
-        outside = [name for name in files if not isinstance(name, str) or Path(name).name != name or name == ".."]
+        outside = [name for name in files if not isinstance(name, str) or Path(name).name != name]
         if outside:
             raise CheckpointError(
                 f"{self._folder}: {INDEX_NAME} names what is no file of the folder: {_some([*map(str, outside)])}"

@@ -112,6 +112,8 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(MARKED_TEMPLATE)
     tokenizer.save_pretrained(source)
     (source / "tokenizer.py").write_text("raise SystemExit\n")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     (source / "README.md").write_text("of the base model\n")
     model = make_model_folder(source, "llama")
     model.generation_config.max_new_tokens = 77
@@ -120,7 +122,7 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path) -> None:
     folder = tmp_path / "out" / "final"
     assert loaded.generation_config.max_new_tokens == 77
     exported = AutoTokenizer.from_pretrained(folder)
-    assert exported.chat_template == MARKED_TEMPLATE
+    assert exported.chat_template == {"default": MARKED_TEMPLATE, "tools": "{{ messages }}"}
     assert exported("the user asks")["input_ids"] == tokenizer("the user asks")["input_ids"]
     assert not (folder / "tokenizer.py").exists()
     assert not (folder / "README.md").exists()
@@ -210,6 +212,25 @@ def test_a_disk_too_small_is_refused_with_the_numbers(tmp_path: Path, monkeypatc
     with pytest.raises(NotEnoughRoom, match=r"for the exported model: .* \(\d+ bytes\) needed, .* \(\d+ bytes\) free"):
         make_exporter(tmp_path, "llama")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:999], offset))
+    model, loaded = export(tmp_path, "llama")
+    assert_same(model, loaded)
+
+
+def test_finish_where_another_folder_has_come_to_be_is_an_error(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "model", "llama")
+    exporter = make_exporter(tmp_path, "llama")
+    for key, chunk in chunks(make_layout("llama"), model):
+        exporter.write_chunk(key, chunk)
+    (tmp_path / "out" / "final").mkdir()
+    (tmp_path / "out" / "final" / "config.json").write_text("another's")
+    with pytest.raises(ExportError, match=r"cannot put the finished model at .*final: Directory not empty"):
+        exporter.finish()
+    assert (tmp_path / "out" / "final" / "config.json").read_text() == "another's"
 
 
 @pytest.mark.parametrize(("code", "raised"), [(errno.ENOSPC, OSError), (errno.EIO, ExportError)])

@@ -1,13 +1,16 @@
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tests.unit.engine.folders import make_config, make_model_folder
+from windlass.engine import weights
 from windlass.engine.layout import ModelLayout
 from windlass.engine.partition import Partition, build_meta_model
 from windlass.engine.safetensors_file import StoredTensor, TensorReader, encode_header, list_tensors
@@ -128,6 +131,62 @@ def test_a_tied_parameter_may_lie_under_either_name_or_both(tmp_path: Path) -> N
         open_reader(tmp_path, "qwen2-tied")
 
 
+def test_tied_parameters_that_differ_in_the_last_element_only_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_COMPARE_NUMEL", 100)  # they are compared piece by piece
+    make_model_folder(tmp_path, "qwen2-tied")
+
+    def change_last(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[-1, -1] += 1
+        return tensors | {"lm_head.weight": head}
+
+    rewrite(tmp_path, change_last)
+    with pytest.raises(CheckpointError, match="two different tensors"):
+        open_reader(tmp_path, "qwen2-tied")
+
+
+def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model_folder(tmp_path, "llama")
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:999]], offset))
+    assert_reads(tmp_path, "llama", model)
+
+
+def test_file_that_is_cut_short_meanwhile_is_an_error(tmp_path: Path) -> None:
+    make_model_folder(tmp_path, "llama")
+    reader = open_reader(tmp_path, "llama")
+    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 2)
+    last = max(reader._stored.values(), key=lambda tensor: tensor.offset)
+    with pytest.raises(SafetensorError, match=f"ends within tensor {last.name}: was it changed meanwhile"):
+        TensorReader().read(last, 0, last.nbytes // 4)
+    reader.close()
+
+
+def test_reader_of_many_files_has_one_open_at_a_time(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path, "llama")
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    (tmp_path / "model.safetensors").unlink()
+    layout, skeleton = meta(make_config("llama"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    reader = CheckpointReader(tmp_path, layout, skeleton)
+    for block in layout.blocks:
+        for key in layout.chunk_keys(block.index):
+            reader.fill_chunk(key, torch.empty(CHUNK_NUMEL))
+            assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+    reader.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("num_chars", range(8))
+def test_header_ends_at_a_multiple_of_eight(num_chars: int) -> None:
+    """Others map the file and read the numbers in place."""
+    header, starts = encode_header({"x" * (num_chars + 1): (3,)}, torch.float32)
+    assert len(header) % 8 == 0
+    assert list(starts.values()) == [len(header)]
+
+
 def drop(name: str) -> Any:
     return lambda tensors: {key: value for key, value in tensors.items() if key != name}
 
@@ -210,6 +269,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     ("weight_map", "words"),
     [
         ({"a": "../secret.safetensors"}, r"no file of the folder: \.\./secret"),
+        ({"a": ".."}, r"missing files: \.\."),
         ({"a": "gone.safetensors"}, r"missing files: gone\.safetensors"),
         ({"a": "there.safetensors"}, "not in their files: a"),
         ({"a": 1}, "no file of the folder: 1"),
