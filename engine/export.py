@@ -170,13 +170,10 @@ class ModelExporter:
             self._descriptors.append(descriptor)
             data_nbytes = sum(param.numel for param in params) * self._dtype.itemsize
             os.posix_fallocate(descriptor, 0, len(header) + data_nbytes)
-            os.pwrite(descriptor, header, 0)
+            _write_all(descriptor, memoryview(header), 0)
 
     def _write(self, shard: int, offset: int, part: torch.Tensor) -> None:
-        view = part.view(torch.uint8).numpy().data
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self._descriptors[shard], view[done:], offset + done)
+        _write_all(self._descriptors[shard], part.view(torch.uint8).numpy().data, offset)
 
     def _write_index(self) -> None:
         if len(self._file_names) == 1:
@@ -211,3 +208,10 @@ def _file_names(num_shards: int) -> list[str]:
     if num_shards == 1:
         return ["model.safetensors"]
     return [f"model-{i:05d}-of-{num_shards:05d}.safetensors" for i in range(1, num_shards + 1)]
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    """One call may write less than it was given."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
