@@ -100,18 +100,15 @@ def test_chunk_updater_on_chunks_gives_the_bits_of_whole_block(block: int, optim
         assert torch.equal(state, held[kind]), kind
 
 
-def test_chunk_updater_rounds_every_chunk_of_model_with_bits_of_its_own() -> None:
-    """Also where chunks hold the same numbers."""
-    constant = {kind: state[:1].expand(NUMEL) for kind, state in states()[1].items()}
-    context = make_context(
-        make_spec(hyperparameters={"precision": Precision.BF16, "state_precision": StatePrecision.BF16, **HYPER}),
-        layout(),
-        "/dev/shm/none",
-    )
-    updater, seen = ChunkUpdater(context), set()
-    places = [(block, start) for block in range(NUM_BLOCKS) for start in (0, CHUNK_NUMEL)]
-    for block, start in places:
-        parts = {kind: state[:512].clone() for kind, state in constant.items()}
-        updater.update(command(block), start, torch.ones(512), parts)
-        seen.add(tuple(parts[StateKind.EXP_AVG].tolist()))
-    assert len(seen) == len(places)
+def test_chunk_updater_rounds_every_element_of_model_with_bits_of_its_own() -> None:
+    """Also where all elements are equal."""
+    hyper = {"precision": Precision.BF16, "state_precision": StatePrecision.BF16, **HYPER}
+    updater = ChunkUpdater(make_context(make_spec(hyperparameters=hyper), layout(), "/dev/shm/none"))
+    windows = []
+    for block in range(NUM_BLOCKS):
+        for start in (0, CHUNK_NUMEL):
+            parts = {kind: state[:1].repeat(600) for kind, state in states()[1].items()}
+            updater.update(command(block), start, torch.ones(600), parts)
+            elements = list(zip(*(part.tolist() for part in parts.values()), strict=True))
+            windows += [tuple(elements[i : i + 100]) for i in range(500)]
+    assert len(set(windows)) == len(windows) == 2 * NUM_BLOCKS * 500

@@ -140,6 +140,8 @@ def test_evaluation_reads_no_gradient_and_keeps_nothing(bench: Bench) -> None:
         assert loss.loss_sum == pytest.approx(total, rel=1e-6)
         assert (loss.num_targets, loss.num_correct) == (num_targets, num_correct)
     assert bench.ssds.of(BlockBackwardDone) == []
+    runner = bench.worker.runner
+    assert (runner.inputs, runner.grads, runner._units) == ([], [], {})
 
 
 def test_no_validation_data_no_groups(bench: Bench) -> None:

@@ -93,11 +93,15 @@ def test_same_as_plain_pytorch(name: str, dtype: torch.dtype, tmp_path: Path) ->
         assert_same_weights(model, plain)
 
 
-def test_same_as_torchs_own_fused_adamw(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize(
+    "options", [{}, {"betas": (0.7, 0.8), "eps": 0.1, "weight_decay": 0.3}], ids=["default", "set"]
+)
+def test_offload_is_same_as_torchs_own_fused_adam(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
     plain = seeded(Gpt)
-    fused = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    fused = make(plain.parameters(), lr=1e-3, fused=True, **options)
     expected = train(plain, fused, gpt_loss)
-    make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)  # noqa: E731
+    make_optimizer = lambda model: make(model.parameters(), lr=1e-3, **options)  # noqa: E731
     with offloaded(seeded(Gpt), tmp_path, make_optimizer=make_optimizer) as (model, optimizer):
         assert train(model, optimizer, gpt_loss) == expected
         assert_same_weights(model, plain)

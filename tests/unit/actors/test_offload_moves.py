@@ -7,6 +7,8 @@ import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +135,58 @@ def test_save_pretrained(tmp_path: Path) -> None:
         expected = gpt_loss(model, 3)
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", use_cache=False)
         assert torch.equal(gpt_loss(saved, 3), expected)
+
+
+class LateEvent:
+    """A point of a GPU's stream that comes once the host waits for it, and no sooner."""
+
+    is_over = False
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient is complete before it is copied out, and a buffer is read no more when params are copied in."""
+    with offloaded(seeded(Gpt), tmp_path, num_ssds=1, clip_norm=1.0) as (model, optimizer):
+        engine = optimizer._engine
+        device, feed, updates = engine._device, engine._feed, engine._updates
+        monkeypatch.setattr(device, "is_cuda", True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=LateEvent))
+        monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+        buffers = {buffer.flat.data_ptr(): buffer for buffer in feed._free}
+        computed: dict[int, LateEvent] = {}  # of each gradient on its way
+        outward: list[bool] = []
+        inward: list[bool] = []
+        put, copy_out, copy_in = updates._to_offload.put, updates._copy_out, device.copy_in
+
+        def noted_put(grad: Any) -> None:
+            if grad is not None:
+                computed[grad.flat.data_ptr()] = grad.computed
+            put(grad)
+
+        def noted_copy_out(block: Any, flat: torch.Tensor) -> None:
+            outward.append(computed[flat.data_ptr()].is_over)
+            copy_out(block, flat)
+
+        def noted_copy_in(target: torch.Tensor, source: torch.Tensor) -> None:
+            used = buffers[target.untyped_storage().data_ptr()].used
+            inward.append(used is None or used.is_over)
+            copy_in(target, source)
+
+        monkeypatch.setattr(updates._to_offload, "put", noted_put)
+        monkeypatch.setattr(updates, "_copy_out", noted_copy_out)
+        monkeypatch.setattr(device, "copy_in", noted_copy_in)
+        for step in range(2):
+            one_step(model, optimizer, step)
+        model.state_dict()
+        monkeypatch.undo()
+    assert len(outward) == 2 * NUM_LAYERS
+    assert len(inward) > 2 * NUM_LAYERS
+    assert all(outward)
+    assert all(inward)
 
 
 def left_behind(directory: Path) -> list[str]:

@@ -37,30 +37,28 @@ def test_offload_of_bf16_states_in_chunks_of_any_size_gives_the_same_bits(tmp_pa
         assert [name for name, weight in found[0].items() if not torch.equal(weight, other[name])] == []
 
 
-class Twins(nn.Module):
-    """Layers and a part outside of them, with equal weights and, by the sum of their outputs, equal gradients."""
+class Equal(nn.Module):
+    """Layers, and parts outside of them: all weights are equal, and so are all gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-        self.outside = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("first", "second")})
-        for each in (*self.layers, *self.outside.values()):
-            each.load_state_dict(self.layers[0].state_dict())
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.outside = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ("first", "second")})
+        for param in self.parameters():
+            nn.init.constant_(param, 1.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = [each(x) for each in (*self.layers, *self.outside.values())]
-        return torch.stack(outputs).sum()
+        return torch.stack([each(x) for each in (*self.layers, *self.outside.values())]).sum()
 
 
-def test_offload_rounds_every_part_of_model_with_bits_of_its_own(tmp_path: Path) -> None:
-    make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)  # noqa: E731
+def test_offload_rounds_every_element_of_model_with_bits_of_its_own(tmp_path: Path) -> None:
+    # The first step of Adam is the learning rate: half way to the next number of bf16.
+    make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=2**-8, weight_decay=0.0)  # noqa: E731
     options: dict[str, Any] = {"state_precision": "bf16", "make_optimizer": make_optimizer, "num_ssds": 1}
-    with offloaded(seeded(Twins, torch.bfloat16), tmp_path, **options) as (model, optimizer):
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        model(x).backward()
+    with offloaded(seeded(Equal, torch.bfloat16), tmp_path, **options) as (model, optimizer):
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).backward()
         optimizer.step()
-        weights = [weight for name, weight in model.state_dict().items() if name.endswith("weight")]
-    assert len(weights) == 5
-    for i, weight in enumerate(weights):
-        assert not any(torch.equal(weight, other) for other in weights[:i])
-        torch.testing.assert_close(weight, weights[0], rtol=2**-6, atol=1e-4)  # they differ in the rounding alone
+        weights = [weight.flatten().tolist() for weight in model.state_dict().values()]
+    assert {number for weight in weights for number in weight} == {1.5, 1.5 - 2**-7}
+    windows = [tuple(weight[i : i + 100]) for weight in weights for i in range(len(weight) - 100)]
+    assert len(set(windows)) == len(windows) == 5 * (64 * 64 - 100)

@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,16 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     device.close()
 
 
+@contextmanager
+def held_up(late: Device) -> Iterator[None]:
+    """No stream does anything meanwhile."""
+    streams = late._streams
+    assert isinstance(streams, LateStreams)
+    streams.is_held_up = True
+    yield
+    streams.is_held_up = False
+
+
 LATE_ORDERS = pytest.mark.parametrize(
     "late", [("h2d", "d2h", "compute"), ("d2h", "h2d", "compute"), ("compute", "h2d", "d2h")], indirect=True
 )
@@ -126,11 +137,13 @@ LATE_ORDERS = pytest.mark.parametrize(
 def test_take_of_new_buffer_has_copies_in_wait_for_the_work_before(late: Device) -> None:
     """The allocator may give it the memory of a tensor that queued work still reads."""
     done: list[str] = []
-    late.compute.run(lambda: done.append("compute"))
-    buffer = late.take(8, torch.float32)
-    late.copy_in(buffer, torch.ones(8))
-    assert done == ["compute"]
-    assert torch.equal(buffer, torch.ones(8))
+    with held_up(late):
+        late.compute.run(lambda: done.append("compute"))
+        late.take(8, torch.float32)
+        late.h2d.run(lambda: done.append("h2d"))
+        copied = late.h2d.record()
+    copied.wait(20.0)
+    assert done == ["compute", "h2d"]
 
 
 @LATE_ORDERS
@@ -169,8 +182,10 @@ def test_waits_for_the_compute_stream_return_when_its_work_is_done(late: Device)
 @LATE_ORDERS
 def test_poison_falls_after_what_the_stream_was_given_before(late: Device) -> None:
     buffer, seen = torch.ones(8), torch.empty(8)
-    late.compute.run(lambda: seen.copy_(buffer))
-    late.poison(buffer, late.compute)
+    with held_up(late):
+        late.compute.run(lambda: seen.copy_(buffer))
+        late.poison(buffer, late.compute)
+        assert torch.equal(buffer, torch.ones(8))
     late.synchronize()
     assert torch.equal(seen, torch.ones(8))
     assert buffer.isnan().all()
