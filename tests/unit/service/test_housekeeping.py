@@ -1,5 +1,6 @@
 """What retention settings delete, and when: what is old, finished and in no use."""
 
+import errno
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import pytest
 
 from tests.unit.service.dispatcher_stage import AtOnce, Stage
+from windlass.service import deletion
 from windlass.service.deletion import delete_job
 from windlass.service.housekeeping import Housekeeping
+from windlass.service.settings import Settings
 from windlass.storage.sql.audit import AuditRepository
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.models import Checkpoint
+from windlass.storage.sql.models import Checkpoint, DeletedJob
 from windlass.storage.sql.statuses import JobStatus
 
 DAY_S = 86400.0
@@ -125,27 +128,58 @@ def test_a_clock_that_is_set_ahead_deletes_nothing_for_a_day(tmp_path: Path, dat
     assert old.jobs() == set()
 
 
+def test_what_cannot_be_removed_is_tried_again_half_a_minute_later(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Old(tmp_path, database)
+    job_id, other = old.job(days=1), old.job(days=2)
+    with database.write() as session:
+        for each in (job_id, other):
+            delete_job(session, old.settings, JobRepository(session).get(each))
+    remove, tries = deletion.remove_deleted_job, list[str]()
+
+    def fail_for_one(database: Database, settings: Settings, job: DeletedJob) -> bool:
+        tries.append(job.id)
+        if job.id == job_id and len(tries) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return remove(database, settings, job)
+
+    monkeypatch.setattr(deletion, "remove_deleted_job", fail_for_one)
+    old.keep_house()
+    assert sorted(tries) == sorted([job_id, other])
+    assert f"job {job_id} is deleted but could not be removed; it will be tried again" in caplog.text
+    old.keep_house(28)
+    assert len(tries) == 2
+    old.keep_house(2)
+    assert tries[2:] == [job_id]
+    assert list(old.settings.jobs_dir.iterdir()) == []
+
+
 def test_checkpoints_go_and_models_stay(tmp_path: Path, database: Database) -> None:
     old = Old(tmp_path, database, keep_checkpoints_days=7)
     job, young = old.job(days=8, fine_tuned_model="ft:tiny::a"), old.job(days=6)
     running, used = old.job(days=None), old.job(days=8)
-    elsewhere = old.job(days=8, node="node-elsewhere")
+    elsewhere, failed = old.job(days=8, node="node-elsewhere"), old.job(days=9)
     for owner, model in ((job, "ft:tiny::a"), (job, "ft:tiny::a-step-1"), (young, "ft:tiny::b-step-1")):
         old.checkpoint(owner, model)
     old.checkpoint(running, "ft:tiny::c-step-1")
     old.checkpoint(used, "ft:tiny::d-step-1")
     old.checkpoint(elsewhere, "ft:tiny::e-step-1")
+    old.checkpoint(failed, "ft:tiny::f-step-1")  # of a job without a model
     old.job(days=None, model="ft:tiny::d-step-1")
     old.keep_house()
     left = {path.name for path in old.settings.fine_tuned_dir.iterdir()}
     assert left == {"ft:tiny::a", *(f"ft:tiny::{name}-step-1" for name in "bcde")}
-    assert old.audit() == [("delete_checkpoint", "ft:tiny::a-step-1", None, "retention")]
-    assert len(old.jobs()) == 6
+    # Those of the job that ended first go first.
+    gone = [("delete_checkpoint", f"ft:tiny::{name}-step-1", None, "retention") for name in "fa"]
+    assert old.audit() == gone
+    assert len(old.jobs()) == 7
 
 
 def test_files_go_so_many_days_after_the_last_job_that_used_them(tmp_path: Path, database: Database) -> None:
     old = Old(tmp_path, database, keep_files_days=10)
-    for name in ("file-unused", "file-ended", "file-used", "file-running", "file-valid", "file-validated"):
+    old.file("file-unused", days=30)
+    for name in ("file-ended", "file-used", "file-running", "file-valid", "file-validated"):
         old.file(name, days=20)
     old.file("file-young", days=9)
     files = {"validation_file": None}
@@ -156,7 +190,7 @@ def test_files_go_so_many_days_after_the_last_job_that_used_them(tmp_path: Path,
     old.keep_house()
     left = {path.name for path in old.settings.files_dir.iterdir()}
     assert left == {"file-used", "file-running", "file-valid", "file-validated", "file-young"}
-    assert old.audit() == [("delete_file", name, None, "retention") for name in ("file-ended", "file-unused")]
+    assert old.audit() == [("delete_file", name, None, "retention") for name in ("file-unused", "file-ended")]
     with database.read() as session:
         assert FileRepository(session).all_ids() == left
 
