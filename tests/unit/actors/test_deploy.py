@@ -31,7 +31,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("a unit test called ray.init")
 
     monkeypatch.setattr(ray, "init", refuse)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "1")
     yield
     assert not ray.is_initialized()
@@ -70,7 +70,7 @@ def shell(tmp_path: Path, scheduler: Peer) -> ActorShell:
     spec = make_spec(ssd_dirs=(str(tmp_path / "ssd"),))
     context = make_context(spec, make_layout(2048, 5000), str(tmp_path / "arena"))
     Arena.create(context.arena_path, context.plan.arena_nbytes).close()
-    shell = ActorShell(ActorName("ssd-0"), context, 3, niceness=0)
+    shell = ActorShell(ActorName("ssd-0"), context, 3, niceness=0, uses_gpu=False)
     shell.connect({SCHEDULER: scheduler.mailbox.address})
     return shell
 
