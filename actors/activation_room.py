@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from windlass.actors.context import JobContext
+from windlass.amounts import told_nbytes
 from windlass.engine.activations_host import ActivationMemoryError
 from windlass.engine.activations_need import activation_need
 from windlass.engine.block_runner import BlockRunner
@@ -30,10 +31,11 @@ def require_activation_room(context: JobContext, runner: BlockRunner, shapes: Se
     num_slots = plan.num_host_activations + plan.num_ssd_activations
     if need.num_slots > num_slots:
         raise ActivationMemoryError(
-            f"a step may swap {need.nbytes} bytes of activations at once, which take {need.num_slots} slots of "
-            f"{slot_nbytes} bytes, and the plan has {num_slots}; give host_activation_nbytes (now "
-            f"{placement.host_activation_nbytes}) and ssd_activation_nbytes (now {placement.ssd_activation_nbytes}) of "
-            f"the placement together at least {need.num_slots * slot_nbytes} bytes, or let fewer layers swap"
+            f"a step may swap {told_nbytes(need.nbytes)} of activations at once, which take {need.num_slots} slots of "
+            f"{told_nbytes(slot_nbytes)}, and the plan has {num_slots}; give host_activation_nbytes (now "
+            f"{placement.host_activation_nbytes}) and ssd_activation_nbytes (now "
+            f"{placement.ssd_activation_nbytes}) of the placement together at least "
+            f"{need.num_slots * slot_nbytes}, or let fewer layers swap"
         )
 
 

@@ -31,6 +31,7 @@ from windlass.actors.context import (
     ssd_name,
 )
 from windlass.actors.cores import WAIT_POLICY, bind_optimizer
+from windlass.actors.device_budget import require_planned_device_room
 from windlass.actors.guarded_threads import NICENESS_BESIDE_COMPUTE
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import JOURNAL_FILE, Journal
@@ -233,11 +234,12 @@ class Runner:
             was_lost |= may_find_room_later(cause, self.spec.attempt)
             is_for_people = isinstance(cause, ActorLostError | TimeoutError | NotEnoughRoom | StoreError | ValueError)
             message = str(cause) if is_for_people else f"{type(cause).__name__}: {cause}"
-            self._tell_end(INTERRUPTED if was_lost else "failed", message)
+            code, param = getattr(cause, "code", "start_failed"), getattr(cause, "param", None)
+            self._tell_end(INTERRUPTED if was_lost else "failed", message, code=code, param=param)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 
-    def _tell_end(self, status: str, message: str) -> None:
+    def _tell_end(self, status: str, message: str, *, code: str = "start_failed", param: str | None = None) -> None:
         """Write the attempt's last record. Where there is no room for it in time, the attempt is lost without.
 
         The runner gives no sign of life while it waits: that is how the service knows, which the disk cannot tell.
@@ -247,7 +249,7 @@ class Runner:
             try:
                 with self._lock, contextlib.closing(self._open_journal()) as journal:
                     self._is_over = True
-                    error = {"code": "start_failed", "message": message, "param": None}
+                    error = {"code": code, "message": message, "param": param}
                     journal.append_outcome(status, message, error, model_dir=None)
                 return
             except OSError as error:
@@ -262,6 +264,7 @@ class Runner:
         path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
         remove_leftovers(Path(spec.arena_dir))
         context = make_context(spec, layout, str(path), survey_ssds(spec), free_nbytes=arena_free_nbytes(spec))
+        require_planned_device_room(spec)
         require_room(context)
         arena = Arena.create(path, context.plan.arena_nbytes)
         mailbox = Mailbox(self._post)

@@ -1,13 +1,13 @@
 """How much device memory a job takes, as its GPU worker allocates it, and whether it may."""
 
 from windlass.actors.context import JobContext, evaluation_batch_size, grad_precision
+from windlass.actors.device_budget import require_planned_device_room, too_little_device_memory
 from windlass.actors.job_spec import JobSpec
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.device_need import device_need
 from windlass.engine.partition import Partition
 from windlass.planner.device_need import DeviceNeed
 from windlass.planner.example_lengths import evaluation_shapes as shapes_of_evaluation
-from windlass.planner.plan import PlanError
 
 
 def device_need_of_job(context: JobContext, partition: Partition, *, device: str = "cpu") -> DeviceNeed:
@@ -42,19 +42,15 @@ def require_device_room(context: JobContext, partition: Partition, *, device: st
         PlanError: the budget is too small.
         DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
     """
-    limit_nbytes, needed_nbytes = context.spec.device_memory_nbytes, context.spec.planned_device_nbytes
-    if limit_nbytes is None:
+    require_planned_device_room(context.spec)
+    limit_nbytes = context.spec.device_memory_nbytes
+    if limit_nbytes is None or context.spec.planned_device_nbytes is not None:
         return
-    if needed_nbytes is None:
-        need = device_need_of_job(context, partition, device=device)
-        # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
-        needed_nbytes = need.settled_nbytes if device == "cpu" else need.nbytes
+    need = device_need_of_job(context, partition, device=device)
+    # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
+    needed_nbytes = need.settled_nbytes if device == "cpu" else need.nbytes
     if needed_nbytes > limit_nbytes:
-        raise PlanError(
-            f"the job needs {needed_nbytes} bytes of device memory, and its budget is {limit_nbytes} bytes, "
-            f"{needed_nbytes - limit_nbytes} too few; raise gpu_memory_gib of the settings or of the job's budgets, or "
-            "compute the batch in more micro-batches"
-        )
+        raise too_little_device_memory(context.spec, limit_nbytes, needed_nbytes, need.in_words())
 
 
 def evaluation_shapes(spec: JobSpec) -> list[tuple[int, int]]:

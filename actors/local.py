@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from windlass.actors.admission import arena_free_nbytes, require_room, survey_ssds
 from windlass.actors.context import GPU_WORKER, SCHEDULER, JobContext, SsdFacts, make_context, optimizer_name, ssd_name
 from windlass.actors.cpu_optimizer import CpuOptimizer
+from windlass.actors.device_budget import require_planned_device_room
 from windlass.actors.gpu_worker import GpuWorker
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.kept_kernel import keeping_kernel
@@ -49,6 +50,7 @@ def run_local(
     remove_leftovers(Path(spec.arena_dir))
     ssds = ssds or survey_ssds(spec, direct=direct)
     context = make_context(spec, partition.layout, str(path), ssds, free_nbytes=arena_free_nbytes(spec))
+    require_planned_device_room(spec)
     require_room(context, direct=direct)
     actors: dict[ActorName, _Actor] = {}
     is_over = False

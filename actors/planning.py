@@ -11,7 +11,7 @@ import torch
 
 from windlass.actors.job_spec import GradientSettings, Optimizer
 from windlass.actors.planned_job import simulated_step_s
-from windlass.actors.planning_trials import numbers_of_microbatches, what_would_fit, with_part
+from windlass.actors.planning_trials import numbers_of_microbatches, what_takes_memory, what_would_fit, with_part
 from windlass.engine.dataset import WIDTH_GRANULE
 from windlass.engine.device_need import device_need
 from windlass.engine.formats import TORCH_DTYPE
@@ -26,6 +26,7 @@ from windlass.planner.device_need import DeviceNeed
 from windlass.planner.example_lengths import ExampleLengths, evaluation_shapes
 from windlass.planner.hardware import GIB, Hardware
 from windlass.planner.model_profile import ModelProfile, for_lengths
+from windlass.planner.plan import Plan
 from windlass.planner.report import (
     DRIVER_NBYTES,
     PROCESSES_NBYTES,
@@ -134,7 +135,8 @@ def answer(question: PlanQuestion) -> Planned:
         job, solution, step_s = fastest_plan(question, profiles)
     except DoesNotFitError as error:
         # Where it does not fit, what takes how long does not matter.
-        reasons = (str(error), *what_would_fit(question, profiles.unmeasured()))
+        profiles = profiles.unmeasured()
+        reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
         missing = {name: error.missing[tier] for tier, name in TIER_NAMES.items()}
         report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
         return Planned(report=with_limits(report, question.limits))
@@ -227,12 +229,16 @@ class Profiles:
 
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
         """Of a planned job, as its GPU worker allocates."""
+        return self.device_need_of_plan(question, job, solution.plan)
+
+    def device_need_of_plan(self, question: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
+        """See `device_need`."""
         shape = (job.model.num_examples, job.model.num_tokens)
         lengths = question.lengths
         return device_need(
             self._profiler.rehearsed,
-            solution.plan,
-            [shape] * solution.plan.group_size,
+            plan,
+            [shape] * plan.group_size,
             formats=question.formats,
             grad_precision=question.gradients.precision_in_transit(job.num_microbatches),
             num_microbatches=job.num_microbatches,
@@ -375,7 +381,8 @@ def _solve(
             taken_off = min(taken_off, (too_little + too_much) / 2)
     if best is not None:
         return best
-    short = Tier.HOST if speeds.shares_cores else Tier.DEVICE
+    # Where the device is the CPU, its memory is the host's, unless a budget says that it is less.
+    short = Tier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else Tier.DEVICE
     raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(least_excess)})
 
 

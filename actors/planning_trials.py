@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
+from windlass.planner.depths import Depths
 from windlass.planner.hardware import GIB
+from windlass.planner.plan import Placement
 from windlass.planner.reach import largest, smallest
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES
-from windlass.planner.solver import DoesNotFitError, least_nbytes, may_fit
-from windlass.planner.step_costs import Tier
+from windlass.planner.solver import DoesNotFitError, least_nbytes, may_fit, plan_of
+from windlass.planner.step_costs import StepCosts, Tier
 
 if TYPE_CHECKING:
     from windlass.actors.planning import PlanQuestion, Profiles
 
 _Part = TypeVar("_Part", bound=BaseModel)
+# A budget of less than so many GiB is looked for in steps of so many.
+_SMALL_BUDGET_GIB, _BUDGET_UNIT_GIB = 4.0, 1 / 64
 _FEW_TOKENS = 64  # of an example; shorter ones are worth no search
 
 
@@ -56,6 +60,31 @@ def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
     found += [_with_more(question, profiles, memory) for memory in _MEMORIES]
     told = [f"it fits with {words}" for words in found if words is not None]
     return told or ["it fits with more of every kind of memory only"]
+
+
+def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError) -> list[str]:
+    """What needs most of the device's memory in a job that saves it where it can, if that memory is short."""
+    if not error.missing[Tier.DEVICE] or question.num_layers is not None:
+        return []
+    job = profiles.job(question, max(numbers_of_microbatches(question)))
+    costs = StepCosts(
+        job=job,
+        speeds=question.speeds,
+        limits=question.limits,
+        group_size=1,
+        streams=True,
+        num_grad_buffers=1,
+        depths=Depths(leaving_nbytes=0),
+    )
+    placement = Placement(
+        group_size=1,
+        streamed_blocks=costs.streamed_blocks,
+        num_grad_buffers=1,
+        num_cached_params=0,
+        depths=costs.depths,
+    )
+    need = profiles.device_need_of_plan(question, job, plan_of(costs, placement, None))
+    return [f"with one micro-batch at a time and layers in pieces the device's memory goes to: {need.in_words()}"]
 
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
@@ -125,6 +154,7 @@ class _Memory:
     key: str
     tier: Tier
     budget: str | None  # a field of the question
+    setting: str | None  # which is this one of jobs and of the installation
     others_nbytes: int  # what is taken besides by what is not the job's
 
 
@@ -135,6 +165,7 @@ _MEMORIES = (
         key="memory_gib",
         tier=Tier.HOST,
         budget="host_memory_nbytes",
+        setting="host_memory_gib",
         others_nbytes=PROCESSES_NBYTES,
     ),
     _Memory(
@@ -143,48 +174,65 @@ _MEMORIES = (
         key="memory_gib",
         tier=Tier.DEVICE,
         budget="device_memory_nbytes",
+        setting="gpu_memory_gib",
         others_nbytes=DRIVER_NBYTES,
     ),
-    _Memory(words="each SSD", part="ssds", key="capacity_gib", tier=Tier.SSD, budget=None, others_nbytes=0),
+    _Memory(
+        words="each SSD",
+        part="ssds",
+        key="capacity_gib",
+        tier=Tier.SSD,
+        budget=None,
+        setting=None,
+        others_nbytes=0,
+    ),
 )
 
 
 def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) -> str | None:
     """The smallest size of one kind of memory with which the job fits; of its budget, where that is what is short."""
     is_cpu = question.hardware.gpus.count == 0
-    if is_cpu and memory.tier is Tier.DEVICE:
+    is_budget = memory.budget is not None and getattr(question, memory.budget) is not None
+    if is_cpu and memory.tier is Tier.DEVICE and not is_budget:
         return None  # it is the host's
     speeds, limits = question.speeds, question.limits
     jobs = (profiles.job(question, number) for number in numbers_of_microbatches(question))
     least = [nbytes for job in jobs if (nbytes := least_nbytes(job, speeds, limits, memory.tier)) is not None]
     given = limits.by_tier[memory.tier]
-    if not least or (min(least) <= given and memory.tier is not (Tier.HOST if is_cpu else Tier.DEVICE)):
+    exactly_counted = (Tier.HOST, Tier.DEVICE) if is_cpu else (Tier.DEVICE,)
+    if not least or (min(least) <= given and memory.tier not in exactly_counted):
         return None  # it does not help; or the program lacks nothing, and only the device's memory is counted otherwise
     part = getattr(question.hardware, memory.part)
-    is_budget = memory.budget is not None and getattr(question, memory.budget) is not None
     # GiB of a budget are the job's alone.
     others_nbytes = 0 if is_budget else memory.others_nbytes
     num_parts = part.count if memory.tier is Tier.SSD else 1
-    least_gib = max(1, math.ceil((min(least) + others_nbytes) / num_parts / GIB))
+    least_gib = (min(least) + others_nbytes) / num_parts / GIB
+    # Machines have whole GiB, budgets any number of them.
+    unit_gib = _BUDGET_UNIT_GIB if is_budget and least_gib < _SMALL_BUDGET_GIB else 1.0
+    least_units = max(1, math.ceil(least_gib / unit_gib))
 
-    def with_gib(gib: int) -> "PlanQuestion":
-        enough, budgets = float(gib), dict[str, Any]()
+    def with_units(number: int) -> "PlanQuestion":
+        gib, budgets = number * unit_gib, dict[str, Any]()
+        enough = gib
         if is_budget:
-            enough = max(getattr(part, memory.key), gib + memory.others_nbytes / GIB)
-            budgets[str(memory.budget)] = gib * GIB
+            is_the_hosts = is_cpu and memory.tier is Tier.DEVICE
+            there = getattr(part, memory.key)
+            enough = there if is_the_hosts else max(there, gib + memory.others_nbytes / GIB)
+            budgets[str(memory.budget)] = int(gib * GIB)
         changed = with_part(part, **{memory.key: enough})
         return replace(question, hardware=with_part(question.hardware, **{memory.part: changed}), **budgets)
 
     # Not everything that the program fits in fits exactly; but if so much more does not help, this memory is not short.
-    most = least_gib
-    if not fits(with_gib(least_gib + most), profiles):
+    most = least_units
+    if not fits(with_units(least_units + most), profiles):
         return None
-    more = smallest(lambda number: fits(with_gib(least_gib - 1 + number), profiles), most=most)
-    gib = least_gib - 1 + more if more is not None else least_gib + most
+    more = smallest(lambda number: fits(with_units(least_units - 1 + number), profiles), most=most)
+    units = least_units - 1 + more if more is not None else least_units + most
+    gib = f"{units * unit_gib:.10g} GiB"
     if memory.tier is Tier.SSD:
-        return f"{gib} GiB on {memory.words}"
+        return f"{gib} on {memory.words}"
     if not is_budget:
-        return f"{gib} GiB of {memory.words}"
-    needs = getattr(with_gib(gib).hardware, memory.part)
+        return f"{gib} of {memory.words}"
+    needs = getattr(with_units(units).hardware, memory.part)
     beside = "" if needs == part else f", on a machine with {getattr(needs, memory.key):.1f} GiB"
-    return f"a budget of {gib} GiB of {memory.words}{beside}"
+    return f"a budget of {gib} of {memory.words} ({memory.setting}, of the job or of the settings){beside}"

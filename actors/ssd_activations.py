@@ -18,6 +18,7 @@ from windlass.actors.guarded_threads import GuardedThreads
 from windlass.actors.messages import ActivationIoDone, Message, ReadActivations, SsdRequest, WriteActivations
 from windlass.actors.scratch_slots import ScratchSlots
 from windlass.actors.swap_parts import At, Moment, Part, SsdSwap, Turns, cut, slots_of_part
+from windlass.amounts import told_nbytes
 from windlass.engine.activations import SwapCounter, SwapCounts, SwapWatch
 from windlass.engine.activations_host import ActivationMemoryError, ActivationTimeoutError
 from windlass.engine.device import Device
@@ -206,7 +207,7 @@ class SsdActivations:
         self._wait_until(
             lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= self._max_leaving_nbytes,
             lambda: (
-                f"{self._leaving_nbytes} bytes of activations did not leave the device for the SSDs within "
+                f"{told_nbytes(self._leaving_nbytes)} of activations did not leave the device for the SSDs within "
                 f"{self._spec.deadline_s:g} s; the copies or the SSDs are stuck"
             ),
         )
@@ -222,17 +223,18 @@ class SsdActivations:
         )
         if self._slots.num_free < count:
             raise ActivationMemoryError(
-                f"no room for {nbytes} bytes of activations: {count} slots of {self._slot_nbytes} bytes are needed on "
-                f"the SSDs, as host memory is full, and {self._num_slots - self._slots.num_free} of {self._num_slots} "
-                "are in use; raise ssd_activation_nbytes of the placement, or let fewer layers swap"
+                f"no room for {told_nbytes(nbytes)} of activations: {count} slots of {told_nbytes(self._slot_nbytes)} "
+                f"are needed on the SSDs, as host memory is full, and {self._num_slots - self._slots.num_free} "
+                f"of {self._num_slots} are in use; raise ssd_activation_nbytes of the placement, or let "
+                "fewer layers swap"
             )
 
     def _lateness(self, swap: SsdSwap) -> str:
         missing = [part for part in swap.parts if part.at is not At.GONE]
         ssds = ", ".join(sorted({ssd_name(part.ssd) for part in missing}))
         return (
-            f"{sum(part.nbytes for part in missing)} of {swap.nbytes} bytes of activations of block "
-            f"{swap.left_in.block}, step {swap.left_in.step} did not come back from {ssds} within "
+            f"{told_nbytes(sum(part.nbytes for part in missing))} of {told_nbytes(swap.nbytes)} of activations of "
+            f"block {swap.left_in.block}, step {swap.left_in.step} did not come back from {ssds} within "
             f"{self._spec.deadline_s:g} s; see the logs of the SSD servers, and check the disks"
         )
 

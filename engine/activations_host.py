@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from windlass.amounts import told_nbytes
 from windlass.engine.activations import SwapCounter, SwapCounts, SwapHandle, SwapWatch, Unwatched
 from windlass.engine.device import Device, copy
 from windlass.engine.streams import Event
@@ -146,8 +147,8 @@ class HostActivations:
             compute.wait(copied)
         except TimeoutError as error:
             raise ActivationTimeoutError(
-                f"{handle.nbytes} bytes of activations did not come back from host memory within {self._deadline_s:g} "
-                "s; the copy is stuck, or the deadline is too short for this machine"
+                f"{told_nbytes(handle.nbytes)} of activations did not come back from host memory within "
+                f"{self._deadline_s:g} s; the copy is stuck, or the deadline is too short for this machine"
             ) from error
         compute.then(functools.partial(self._waited, self._watch.owner(), asked, compute.record()))
         return target
@@ -193,9 +194,11 @@ class HostActivations:
         spans = self._slots.try_acquire(num_slots)
         if len(spans) < num_slots:
             raise ActivationMemoryError(
-                f"no room for {nbytes} bytes of activations: {num_slots} slots of {self._slots.slot_nbytes} bytes are "
-                f"needed, and {self._slots.statistics.in_use_nbytes} of {self._slots.statistics.held_nbytes} bytes are "
-                "in use; raise host_activation_nbytes of the placement, or let fewer layers swap"
+                f"no room for {told_nbytes(nbytes)} of activations: {num_slots} slots of "
+                f"{told_nbytes(self._slots.slot_nbytes)} are needed, and "
+                f"{told_nbytes(self._slots.statistics.in_use_nbytes)} of "
+                f"{told_nbytes(self._slots.statistics.held_nbytes)} are in use; raise "
+                "host_activation_nbytes of the placement, or let fewer layers swap"
             )
         return sorted(spans, key=lambda span: span.offset)
 
@@ -207,8 +210,8 @@ class HostActivations:
         self._watch.waited(self._watch.owner(), start_s, time.monotonic())
         if not is_over:
             raise ActivationTimeoutError(
-                f"{self._leaving_nbytes} bytes of activations did not reach host memory within {self._deadline_s:g} s; "
-                "the copy is stuck, or the deadline is too short for this machine"
+                f"{told_nbytes(self._leaving_nbytes)} of activations did not reach host memory within "
+                f"{self._deadline_s:g} s; the copy is stuck, or the deadline is too short for this machine"
             )
         if self._stopping:
             raise InterruptedError("the store of activations was closed")

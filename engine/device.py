@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from windlass.amounts import told_nbytes
 from windlass.engine.streams import StartThreads, Stream, open_streams
 
 
@@ -158,7 +159,7 @@ class Device:
             result = runtime.cudaHostRegister(address, memory.nbytes, 0)
             if int(result) != 0:
                 raise PinError(
-                    f"CUDA did not register {memory.nbytes} bytes of host memory: error {int(result)}, "
+                    f"CUDA did not register {told_nbytes(memory.nbytes)} of host memory: error {int(result)}, "
                     f"{runtime.cudaGetErrorString(result)}; lower the job's host memory budget"
                 )
         self._pinned[address] = memory

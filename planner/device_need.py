@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from windlass.amounts import largest_in_words
+
 
 class Pass(StrEnum):
     """What is done with a block at a moment."""
@@ -75,6 +77,27 @@ class DeviceNeed:
     def lasting_nbytes(self) -> int:
         """What is there at all times."""
         return self.params_nbytes + self.grads_nbytes + self.states_nbytes + self.constants_nbytes
+
+    def in_words(self) -> str:
+        """The parts that take most, and what each takes."""
+        activations, moment = self.activations, self.moment
+        passes = {
+            Pass.FORWARD: f"the forward pass of block {moment.block}",
+            Pass.HEAD: "the logits of the head and their gradients",
+            Pass.BACKWARD: f"the backward pass of block {moment.block}",
+            Pass.EVALUATE: f"the evaluation of block {moment.block}",
+        }
+        parts = {
+            "params in flight": self.params_nbytes,
+            "gradients": self.grads_nbytes,
+            "states that rest there": self.states_nbytes,
+            "the model's constants and the batch": self.constants_nbytes,
+            "activations that wait for the backward pass": activations.held_nbytes,
+            "hidden states between blocks": activations.hidden_nbytes,
+            "swapped activations on their way": activations.returning_nbytes + activations.leaving_nbytes,
+            passes[moment.direction]: activations.operation_nbytes,
+        }
+        return largest_in_words(parts)
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ Arithmetic only. Sizes follow from the model's blocks and the machine's budget; 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from windlass.amounts import largest_in_words, least_gib, told_nbytes
 from windlass.planner.activations import BlockActivations
 from windlass.planner.depths import MIN_STATE_DEPTH, Depths
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
@@ -29,7 +30,16 @@ COMMIT_EVERY = 10
 
 
 class PlanError(ValueError):
-    """No plan fits; the text gives the shortfall in bytes and what to change."""
+    """No plan fits, or a placement is impossible; the text says what is missing and what to change.
+
+    `param`: the field of a request that says how much there may be, where that is too little.
+    """
+
+    code = "does_not_fit"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,21 +186,33 @@ def make_plan(
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
             choice = replace(choice, num_cached=min(choice.num_cached + num_free, model.total_chunks))
             return _lay_out(model, placement, num_optimizers, grad_itemsize, num_microbatches, choice)
-    limit, advice = f"its budget is {limit_nbytes} bytes", "raise the budget"
-    if host_memory_nbytes is None:
-        limit, advice = f"the machine has {limit_nbytes} bytes to spare", "close other programs, or stop other jobs"
-    raise PlanError(
-        f"the job needs {plan.arena_nbytes} bytes ({told_nbytes(plan.arena_nbytes)}) of host memory for its "
-        f"buffers, and {limit}; {advice}"
+    assert limit_nbytes is not None, "without a limit the first choice fits"
+    raise _too_little_host_memory(plan, limit_nbytes, is_budget=host_memory_nbytes is not None)
+
+
+def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool) -> PlanError:
+    """`plan`: the smallest one."""
+    parts = {
+        "params": plan.params.nbytes,
+        "gradients": plan.grads.nbytes + plan.partial_grads.nbytes,
+        "states at the optimizers": sum(pool.nbytes for pool in plan.states),
+        "states that rest in it": plan.host_states.nbytes,
+        "states on their way to or from the device": plan.transit.nbytes,
+        "activations": plan.activations.nbytes,
+    }
+    takes = (
+        f"the job needs {told_nbytes(plan.arena_nbytes)} of host memory for its buffers "
+        f"({largest_in_words(parts)}), {told_nbytes(plan.arena_nbytes - limit_nbytes)} more than "
     )
-
-
-def told_nbytes(nbytes: int) -> str:
-    """For people: in the largest unit of which there is a hundredth at least, so that something is never told as 0."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= size / 100:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} bytes"
+    if is_budget:
+        least = least_gib(plan.arena_nbytes)
+        return PlanError(
+            f"{takes}its budget of {told_nbytes(limit_nbytes)}; set host_memory_gib, in the job's budgets and in the "
+            f"settings, to at least {least}",
+            param="windlass.budgets.host_memory_gib",
+        )
+    there = told_nbytes(max(0, limit_nbytes))
+    return PlanError(f"{takes}the {there} that the machine has to spare; close other programs, or stop other jobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from windlass.amounts import told_nbytes
 from windlass.planner.activation_ways import ActivationWay
 from windlass.planner.activations import BlockActivations
 from windlass.planner.depths import LEAVING_ACTIVATION_NBYTES, MIN_STATE_DEPTH, Depths, depths_of
@@ -20,7 +21,6 @@ from windlass.planner.plan import (
     Placement,
     Plan,
     make_plan,
-    told_nbytes,
 )
 from windlass.planner.program import Assignment, Outcome, Program, outcome_of, shortfall, shortfall_of, solve
 from windlass.planner.speeds import Speeds
@@ -39,6 +39,9 @@ _RESORT_SHARE = 0.01
 _MAX_CORRECTIONS = 5
 
 
+_MEMORY = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.SSD: "space on the SSDs"}
+
+
 class DoesNotFitError(ValueError):
     """No plan fits."""
 
@@ -53,9 +56,7 @@ class DoesNotFitError(ValueError):
         return self._find_missing()
 
     def __str__(self) -> str:
-        parts = [
-            f"{told_nbytes(nbytes)} of {tier.name.lower()} memory" for tier, nbytes in self.missing.items() if nbytes
-        ]
+        parts = [f"{told_nbytes(nbytes)} of {_MEMORY[tier]}" for tier, nbytes in self.missing.items() if nbytes]
         return f"no plan fits; it lacks {' and '.join(parts) or 'memory'}"
 
 
@@ -287,17 +288,18 @@ def _solve(costs: StepCosts) -> Solution:
         # As the program counts it; within a budget that is too small for that buffers would shrink and gradients go to
         # the SSDs, which may take several times as long.
         counted = replace(placement, num_cached_params=placement.num_cached_params or 0)
-        excess = _plan(costs, counted, None).arena_nbytes + on_device - limits.host_nbytes
+        excess = plan_of(costs, counted, None).arena_nbytes + on_device - limits.host_nbytes
         if excess > 0:
             costs = replace(costs, limits=replace(costs.limits, host_nbytes=costs.limits.host_nbytes - excess))
             continue
-        return _solution(costs, placement, _plan(costs, placement, limits.host_nbytes - on_device), outcome)
+        return _solution(costs, placement, plan_of(costs, placement, limits.host_nbytes - on_device), outcome)
     raise DoesNotFitError(lambda: {Tier.DEVICE: 0, Tier.HOST: int(excess), Tier.SSD: 0})
 
 
 def _shortfall(program: Program, speeds: Speeds) -> dict[Tier, int]:
     lacking = {tier: int(nbytes) for tier, nbytes in zip(Tier, shortfall(program), strict=True)}
-    if speeds.shares_cores:  # the device's memory is the host's, and was counted there
+    is_same = program.limits[Tier.DEVICE] >= program.limits[Tier.HOST]
+    if speeds.shares_cores and is_same:  # the device's memory is the host's, and was counted there
         lacking[Tier.DEVICE] = 0
     return lacking
 
@@ -306,7 +308,7 @@ def _keeping_grads(costs: StepCosts, placement: Placement, host_nbytes: float) -
     """Gradients of as many blocks in host memory as have room beside buffers of their full depth; of none at least."""
     numbers = range(len(costs.job.model.blocks), 0, -1)
     tried = (replace(placement, num_host_grad_blocks=number) for number in numbers)
-    fitting = (each for each in tried if _plan(costs, each, None).arena_nbytes <= host_nbytes)
+    fitting = (each for each in tried if plan_of(costs, each, None).arena_nbytes <= host_nbytes)
     return next(fitting, replace(placement, num_host_grad_blocks=0))
 
 
@@ -317,7 +319,7 @@ def solution_of(costs: StepCosts, placement: Placement, arena_nbytes: int) -> So
     """
     kinds = costs.kinds()
     outcome = outcome_of(costs.program(kinds), _assignment(costs, kinds, placement))
-    plan = _plan(costs, placement, arena_nbytes)
+    plan = plan_of(costs, placement, arena_nbytes)
     return _solution(costs, placement, plan, outcome)
 
 
@@ -338,7 +340,8 @@ def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outco
     )
 
 
-def _plan(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> Plan:
+def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> Plan:
+    """The arena of a job with a placement; `host_nbytes`: of the budget, which buffers fill where it is more."""
     job = costs.job
     return make_plan(
         job.size,

@@ -10,6 +10,7 @@ Source: Ratel (arXiv 2403.06504), section IV-D and table II.
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from windlass.amounts import told_nbytes
 from windlass.planner.hardware import GB, GIB, Hardware
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.swap_amount import SwapAmount, best_swap, candidates_of, recomputed_flops
@@ -174,7 +175,8 @@ def stage_times(
     if swapped_nbytes is not None:
         if swapped_nbytes < least:
             raise ValueError(
-                f"swapped_nbytes is {swapped_nbytes}; the {least} bytes between layers are always swapped: give more"
+                f"swapped_nbytes is {told_nbytes(swapped_nbytes)}; the {told_nbytes(least)} between layers are always "
+                "swapped: give more"
             )
         return work.times(swapped_nbytes, recomputed_flops(candidates, swapped_nbytes - least))
     if policy.swapped is Swapped.INTERBLOCK:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from windlass.actors.cores import WAIT_POLICY
 from windlass.actors.job_spec import Optimizer
+from windlass.amounts import told_nbytes
 from windlass.planner.hardware import GIB, Hardware, example_machines, unusual
-from windlass.planner.plan import told_nbytes
 from windlass.planner.reach import DEFAULT_SLACK, Goal
 from windlass.planner.shapes import ModelShape
 from windlass.planner.update_order import UpdateOrder

@@ -450,7 +450,8 @@ class Dispatcher:
                     resume(self._settings, session, claimed, str(error))
                 else:
                     code, message = getattr(error, "code", "start_failed"), str(error) or repr(error)
-                    fail_attempt(self._settings, session, claimed, code, message)
+                    param = getattr(error, "param", None)
+                    fail_attempt(self._settings, session, claimed, code, message, param)
         else:
             device = "the CPU" if self._machinery.num_gpus == 0 else f"one of {self._machinery.num_gpus} GPUs"
             _LOG.info("launched on %s", device, extra=about(job.id, attempt))

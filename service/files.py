@@ -9,6 +9,7 @@ from fastapi import APIRouter, File, Form, Query, UploadFile
 from fastapi.responses import FileResponse
 from sqlalchemy.orm import Session
 
+from windlass.amounts import told_nbytes
 from windlass.service import deletion
 from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import ContextDep
@@ -132,7 +133,8 @@ def _check_room(session: Session, caller: Caller, settings: Settings, *, nbytes:
     if num_files >= settings.max_files_per_user:
         problem = f"you have {num_files} files; at most {settings.max_files_per_user} are kept for a user"
     elif stored_nbytes + nbytes > settings.max_file_nbytes_per_user:
-        problem = f"your files would take {stored_nbytes + nbytes} bytes; at most {settings.max_file_nbytes_per_user}"
+        most = told_nbytes(settings.max_file_nbytes_per_user)
+        problem = f"with this one your files would take more than the {most} that are kept for a user"
     else:
         return
     raise ApiError(f"file: {problem}; delete some first", status=403, param="file", code="file_quota_exceeded")
@@ -162,7 +164,7 @@ def _store(source: BinaryIO, path: Path, filename: str, settings: Settings) -> i
             raise ApiError(f"file: {filename!r} is empty", param="file", code="invalid_file")
         if nbytes > settings.max_file_nbytes:
             raise ApiError(
-                f"file: {filename!r} has {nbytes} bytes; at most {settings.max_file_nbytes} are taken "
+                f"file: {filename!r} is larger than the {told_nbytes(settings.max_file_nbytes)} that are taken "
                 f"(WINDLASS_MAX_FILE_MIB is {settings.max_file_mib})",
                 status=413,
                 param="file",

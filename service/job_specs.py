@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from windlass.actors.cores import cores_of, numa_nodes
 from windlass.actors.job_spec import EarlyStopping, Hyperparameters, Initialization, JobSpec, Optimizer, Schedule
@@ -149,6 +151,14 @@ def preparation_order(
         )
         return question | {"dataset": dataset, "simulation_s": _SIMULATION_S, "is_alone": alone}
 
+    def unplanned_spec(results: Results) -> dict[str, Any]:
+        resolved = resolve_job(job, results)
+        num_validation_examples = results[PREPARE_DATA]["num_validation_examples"]
+        hyper = _hyperparameters(resolved.hyperparameters)
+        spec = _job_spec(settings, machinery, job, hyper, resolved.total_steps, num_validation_examples, None)
+        found: dict[str, Any] = TypeAdapter(JobSpec).dump_python(spec, mode="json")
+        return found
+
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
     return PreparationOrder(
         model=job.model,
@@ -164,6 +174,7 @@ def preparation_order(
         work_dir=folder / "prepare",
         day=datetime.fromtimestamp(job.created_at, UTC).date(),
         plan_question=None if hardware is None else question,
+        unplanned_spec=unplanned_spec if _has_budget(_bounds(settings, asked.windlass)) else None,
     )
 
 
@@ -219,7 +230,8 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
     """
     plan = results.get(PLAN_JOB, {}).get("plan")
     if plan is not None and not plan["feasible"]:
-        raise PreparationError("does_not_fit", "; ".join(plan["reasons"]))
+        param = _budget_that_lacks(_settings_of(job).windlass, plan.get("missing_bytes") or {})
+        raise PreparationError("does_not_fit", "; ".join(plan["reasons"]), param)
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
     hyper = resolve(_settings_of(job), num_examples)
@@ -246,11 +258,24 @@ def build_job_spec(
     """What a queued job's runner is told, for the attempt that its row names. `planned`: the plan that holds for it."""
     assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
     assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
+    prepared = json.loads((job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json").read_text())
+    hyper, num_validation_examples = _hyperparameters(job.hyperparameters), prepared["num_validation_examples"]
+    spec = _job_spec(settings, machinery, job, hyper, job.total_steps, num_validation_examples, planned)
+    return replace(spec, expected_pace=expected_pace)
+
+
+def _job_spec(
+    settings: Settings,
+    machinery: Machinery,
+    job: Job,
+    hyper: Hyperparameters,
+    total_steps: int,
+    num_validation_examples: int,
+    planned: dict[str, Any] | None,
+) -> JobSpec:
     asked = _settings_of(job)
     stopping = asked.windlass.early_stopping
     folder = job_dir(settings, job.id)
-    prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
-    hyper = _hyperparameters(job.hyperparameters)
     compute_threads, optimizer_threads = threads_of(settings, machinery)
     bounds = _bounds(settings, asked.windlass)
     return JobSpec(
@@ -260,20 +285,20 @@ def build_job_spec(
         initialization=asked.initialization,
         layout_file=str(_layout_file(folder)),
         dataset_dir=str(dataset_dir(folder)),
-        num_validation_examples=prepared["num_validation_examples"],
+        num_validation_examples=num_validation_examples,
         job_dir=str(folder),
         output_dir=str(_model_dir(settings, fine_tuned_model_id(job.model, job.suffix, job.id))),
         ssd_dirs=tuple(str(path) for path in settings.ssd_dirs),
         arena_dir=str(ARENA_DIR),
         hyperparameters=hyper,
-        total_steps=job.total_steps,
+        total_steps=total_steps,
         checkpoint_every=asked.windlass.checkpoint_every,
         checkpoint_minutes=asked.windlass.checkpoint_minutes,
         keep_checkpoints=asked.windlass.keep_checkpoints,
         keep_best=asked.windlass.keep_best,
         early_stopping=None if stopping is None else EarlyStopping(**stopping.model_dump()),
         final_model=asked.windlass.final_model,
-        evaluate_every=asked.windlass.evaluate_every or job.total_steps // hyper.epochs,
+        evaluate_every=asked.windlass.evaluate_every or total_steps // hyper.epochs,
         num_cpu_optimizers=settings.num_cpu_optimizers,
         compute_threads=compute_threads,
         optimizer_threads=optimizer_threads,
@@ -282,10 +307,20 @@ def build_job_spec(
         host_memory_nbytes=bounds["host_memory_nbytes"] if planned is None else planned["arena_nbytes"],
         device_memory_nbytes=bounds["device_memory_nbytes"],
         planned_device_nbytes=None if planned is None else _planned_device_nbytes(planned["plan"]),
-        expected_pace=expected_pace,
         deadline_s=_DEADLINE_S,
         placement=Placement() if planned is None else placement_json.from_json(planned["placement"]),
     )
+
+
+def _has_budget(bounds: dict[str, int | None]) -> bool:
+    return bounds["host_memory_nbytes"] is not None or bounds["device_memory_nbytes"] is not None
+
+
+def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: dict[str, int]) -> str | None:
+    """The request's field whose value is too small, if it is one of its budgets."""
+    budgets = {"gpu": "gpu_memory_gib", "host": "host_memory_gib"}
+    lacking = (budgets[tier] for tier, nbytes in missing_nbytes.items() if nbytes and tier in budgets)
+    return next((f"windlass.budgets.{name}" for name in lacking if getattr(asked.budgets, name) is not None), None)
 
 
 def _planned_device_nbytes(plan: dict[str, Any]) -> int | None:

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from windlass.actors.job_spec import FinalModel
+from windlass.amounts import told_nbytes
 from windlass.service.hyperparameters import JobSettings, WindlassSettings
 from windlass.service.preparation import PreparationError
 from windlass.service.settings import Settings
 from windlass.storage.ids import Formats, Precision
 from windlass.storage.room import directory_free_nbytes
 from windlass.storage.sql.models import Job
-
-_GIB = 1024**3
 
 
 def check_model_room(settings: Settings, job: Job, *, num_params: int, total_steps: int) -> str | None:
@@ -27,19 +26,19 @@ def check_model_room(settings: Settings, job: Job, *, num_params: int, total_ste
     model_nbytes = num_params * (4 if asked.precision is Precision.FP32 else 2)
     states_nbytes = int(2 * num_params * _itemsize(asked) * _share_beside(folder, settings.ssd_dirs))
     free_nbytes = directory_free_nbytes(folder)
-    beside = f", beside {_gib(states_nbytes)} of states on the same disk" if states_nbytes else ""
+    beside = f", beside {told_nbytes(states_nbytes)} of states on the same disk" if states_nbytes else ""
     if model_nbytes + states_nbytes > free_nbytes:
         raise PreparationError(
             "does_not_fit",
-            f"the model that the job makes takes {_gib(model_nbytes)}{beside}; {_gib(free_nbytes)} are free where it "
-            f"would lie, in {folder}. Delete jobs, models and files, or move the home to a larger disk",
+            f"the model that the job makes takes {told_nbytes(model_nbytes)}{beside}; {told_nbytes(free_nbytes)} are "
+            f"free where it would lie, in {folder}. Delete jobs, models and files, or move the home to a larger disk",
         )
     num_kept = _num_checkpoints(asked, total_steps)
     if num_kept and (1 + num_kept) * model_nbytes + states_nbytes > free_nbytes:
         return (
-            f"the model and up to {num_kept} checkpoints take {_gib((1 + num_kept) * model_nbytes)}{beside}; "
-            f"{_gib(free_nbytes)} are free where they would lie, in {folder}. The job waits where there is no room: "
-            "delete jobs, models and checkpoints in time, or submit it again with keep_checkpoints"
+            f"the model and up to {num_kept} checkpoints take {told_nbytes((1 + num_kept) * model_nbytes)}{beside}; "
+            f"{told_nbytes(free_nbytes)} are free where they would lie, in {folder}. The job waits where there is no "
+            "room: delete jobs, models and checkpoints in time, or submit it again with keep_checkpoints"
         )
     return None
 
@@ -61,7 +60,3 @@ def _share_beside(folder: Path, ssd_dirs: Sequence[Path]) -> float:
     disk = folder.stat().st_dev
     beside = [path for path in ssd_dirs if path.is_dir() and path.stat().st_dev == disk]
     return len(beside) / len(ssd_dirs) if ssd_dirs else 0.0
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.1f} GiB"

@@ -53,10 +53,12 @@ def fail_job(session: Session, job: Job, code: str, message: str, param: str | N
     _change(session, job, JobStatus.FAILED, f"The job failed: {message}", level="error", error=error)
 
 
-def fail_attempt(settings: Settings, session: Session, job: Job, code: str, message: str) -> None:
+def fail_attempt(
+    settings: Settings, session: Session, job: Job, code: str, message: str, param: str | None = None
+) -> None:
     """End a job as failed, unless it may be another plan that made this attempt fail; StatusConflict as `fail_job`."""
     if not _fall_back(settings, session, job, message, job.num_lost):
-        fail_job(session, job, code, message)
+        fail_job(session, job, code, message, param)
 
 
 def cancel_job(session: Session, job: Job) -> None:
@@ -189,7 +191,8 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
     elif status == JobStatus.FAILED:
         error = outcome.data.get("error") or {}
         message = error.get("message") or outcome.message
-        fail_attempt(settings, session, job, error.get("code") or "runner_failed", message)
+        code = error.get("code") or "runner_failed"
+        fail_attempt(settings, session, job, code, message, error.get("param"))
     else:
         fail_job(session, job, "runner_failed", f"the runner ended with the unknown status {status!r}")
 

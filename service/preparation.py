@@ -39,6 +39,7 @@ DOWNLOAD_MODEL = "download_model"
 CHECK_MODEL = "check_model"
 PREPARE_DATA = "prepare_data"
 PLAN_JOB = "plan_job"
+CHECK_BUDGETS = "check_budgets"
 QUESTION_FILE = "question.json"  # that the planner was asked
 
 # What messages call the steps.
@@ -47,13 +48,15 @@ _TITLES = {
     CHECK_MODEL: "the check of the model",
     PREPARE_DATA: "the preparation of the data",
     PLAN_JOB: "planning",
+    CHECK_BUDGETS: "the check of the budgets",
 }
 _MEMORY_ADVICE = "Wait until other jobs and programs have ended, or add memory, and submit the job again"
 _TIME_ADVICE = {PREPARE_DATA: "Try a smaller file", CHECK_MODEL: "Try a smaller model"}
 _OTHER_ADVICE = "Look at its output, and submit the job again"
 _MOST_LOG_NBYTES = 4096  # of a step's output that are looked at for its last line
-_TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600}
+_TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600, CHECK_BUDGETS: 600}
 _CHECKER, _PREPARER, _PLANNER = "windlass.engine.check_model", "windlass.engine.prepare", "windlass.actors.plan_job"
+_BUDGETS = "windlass.actors.check_budgets"
 # Transformers loads it with the first model that is built, to plan with or to check.
 _MODELS = "transformers.modeling_utils"
 # Importing torch alone maps several GiB of addresses.
@@ -101,6 +104,8 @@ class PreparationOrder:
     kept_checks_dir: Path | None = None  # of models that were checked before; None: each is checked anew
     # What to ask the planner, once the results of the steps before are there; None: nothing.
     plan_question: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
+    # The job's spec as JSON, to check its budgets where no plan was made; None: it has none.
+    unplanned_spec: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,19 +136,19 @@ class PreparationStep:
 
 
 Results = dict[str, dict[str, Any]]  # of steps, by name
-LaterStep = Callable[[Results], PreparationStep]
+LaterStep = Callable[[Results], PreparationStep | None]  # None: there is nothing to do
 
 
 class Preparation:
     """Runs steps one after the other without blocking; ends with the result of each by name.
 
-    A step may be made from the results of those before it. `warnings` tells of processes that died and were replaced,
-    for the job's owner; whoever has passed them on clears the list.
+    A step may be made from the results of those before it, or left out by them. `warnings` tells of processes that died
+    and were replaced, for the job's owner; whoever has passed them on clears the list.
     """
 
     def __init__(
         self,
-        steps: Iterable[PreparationStep | Callable[[Results], PreparationStep]],
+        steps: Iterable[PreparationStep | LaterStep],
         *,
         work_dir: Path,
         start: Start = start_limited,
@@ -165,8 +170,8 @@ class Preparation:
             return self._results  # it was told before, to who could do nothing with it then
         if self._process is None and self._is_known():
             return self._go_on()
-        if self._process is None:
-            self._begin()
+        if self._process is None and not self._begin():
+            return self._go_on()
         step = self._step
         assert step is not None
         try:
@@ -217,11 +222,15 @@ class Preparation:
         self._results[step.name] = found
         return True
 
-    def _begin(self) -> None:
-        step = self._steps[0]
-        self._step = step = step if isinstance(step, PreparationStep) else step(self._results)
+    def _begin(self) -> bool:
+        """Start the next step; False: there is nothing to do."""
         self._work_dir.mkdir(parents=True, exist_ok=True)
-        self._launch(step, self._start)
+        step = self._steps[0]
+        self._step = step if isinstance(step, PreparationStep) else step(self._results)
+        if self._step is None:
+            return False
+        self._launch(self._step, self._start)
+        return True
 
     def _launch(self, step: PreparationStep, start: Start) -> None:
         step.result_path.unlink(missing_ok=True)
@@ -293,7 +302,7 @@ class Preparation:
 
 def step_server(log_path: Path) -> StepServer:
     """Of the steps that import the same; the one that talks to the hub knows secrets, and is started anew always."""
-    return StepServer((_CHECKER, _PREPARER, _PLANNER), log_path, also=(_MODELS,))
+    return StepServer((_CHECKER, _PREPARER, _PLANNER, _BUDGETS), log_path, also=(_MODELS,))
 
 
 def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Preparation:
@@ -324,6 +333,12 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
     later: list[LaterStep] = []
     if (question := order.plan_question) is not None:
         later.append(lambda results: plan_step(order.work_dir, question(results)))
+    if (spec := order.unplanned_spec) is not None:
+        later.append(
+            lambda results: (
+                None if "plan" in results.get(PLAN_JOB, {}) else _budgets_step(order.work_dir, spec(results))
+            )
+        )
     return Preparation([*steps, *later], work_dir=order.work_dir, start=start)
 
 
@@ -344,6 +359,12 @@ def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
     instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured))
     words = "It begins anew without measuring the model's blocks, so the plan's times may be less exact"
     return replace(step, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words)
+
+
+def _budgets_step(work_dir: Path, spec: dict[str, Any]) -> PreparationStep:
+    path = work_dir / "spec.json"
+    path.write_text(json.dumps(spec))
+    return _step(work_dir, CHECK_BUDGETS, (_BUDGETS, "--spec", path))
 
 
 def _step(

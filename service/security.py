@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from windlass.amounts import told_nbytes
 from windlass.service.error_answers import error_response
 from windlass.service.errors import ApiError
 from windlass.service.loopback import address_of, is_loopback, is_unspecified, same_address
@@ -139,7 +140,9 @@ class BodyLimitMiddleware:
             if too_long or num_received > limit:
                 if message["type"] == "http.request" and message.get("more_body", False):
                     await drain(receive)
-                raise HTTPException(413, f"the request is longer than the {limit} bytes that {scope['path']} takes")
+                raise HTTPException(
+                    413, f"the request is longer than the {told_nbytes(limit)} that {scope['path']} takes"
+                )
             return message
 
         await self._app(scope, receive_limited, send)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from windlass.amounts import told_nbytes
 from windlass.storage.huge_pages import use_huge_pages
 from windlass.storage.ids import Attempt, JobId, Span
 from windlass.storage.room import NotEnoughRoom, directory_free_nbytes, require_arena_room
@@ -199,7 +200,7 @@ class SlotPool:
                     raise SlotPoolClosed(f"pool {self.name} is closed")
                 if not served:
                     raise SlotTimeout(
-                        f"pool {self.name}: {n} slots of {self.slot_nbytes} bytes did not come free within "
+                        f"pool {self.name}: {n} slots of {told_nbytes(self.slot_nbytes)} did not come free within "
                         f"{deadline_s} s; {len(self._in_use)} of {self.num_slots} are in use. Whoever holds them is "
                         "stuck, or the deadline is too short for this machine"
                     )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import psutil
 
-_GIB = 1 << 30
+from windlass.amounts import told_nbytes
+
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
@@ -25,8 +26,9 @@ class NotEnoughRoom(RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"not enough room in {self.path} for {self.what}: {_amount(self.needed_nbytes)} needed, "
-            f"{_amount(self.free_nbytes)} free; {self.advice}"
+            f"not enough room in {self.path} for {self.what}: {told_nbytes(self.needed_nbytes)} needed, "
+            f"{told_nbytes(self.needed_nbytes - self.free_nbytes)} more than the {told_nbytes(self.free_nbytes)} free; "
+            f"{self.advice}"
         )
 
 
@@ -152,7 +154,3 @@ def _stat_value(stat: Path, name: str) -> int:
         if key == name:
             return int(value)
     return 0
-
-
-def _amount(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.2f} GiB ({nbytes} bytes)"

@@ -19,6 +19,7 @@ from windlass.actors.simulation.job import SimulatedJob
 from windlass.actors.simulation.resources import Rates, Stuck, TooLong, Work
 from windlass.actors.spans_file import StepSpans
 from windlass.actors.timeline import Timeline
+from windlass.amounts import told_nbytes
 
 __all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate", "steady_step_s"]
 
@@ -112,7 +113,7 @@ def _check_swapped(context: JobContext, work: Work) -> None:
     there = plan.num_host_activations + plan.num_ssd_activations
     if needed > there:
         raise ValueError(
-            f"a group of {plan.group_size} micro-batches swaps activations that take {needed} slots of {slot_nbytes} "
-            f"bytes at once, and the plan has {there}; give host_activation_nbytes and ssd_activation_nbytes of the "
-            f"placement together at least {needed * slot_nbytes} bytes"
+            f"a group of {plan.group_size} micro-batches swaps activations that take {needed} slots of "
+            f"{told_nbytes(slot_nbytes)} at once, and the plan has {there}; give host_activation_nbytes "
+            f"and ssd_activation_nbytes of the placement together at least {needed * slot_nbytes}"
         )

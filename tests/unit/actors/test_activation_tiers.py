@@ -74,7 +74,7 @@ class TestBytes:
 
     def test_full_space_is_an_error_that_names_the_setting(self, bench: SwapBench) -> None:
         first = bench.store.put(some_bytes(20 * SLOT_NBYTES))
-        text = r"15 slots of 4096 bytes .* 18 of 32 are in use; raise ssd_activation_nbytes of the placement"
+        text = r"15 slots of 4.00 KiB .* 18 of 32 are in use; raise ssd_activation_nbytes of the placement"
         with pytest.raises(ActivationMemoryError, match=text):
             bench.store.put(some_bytes(15 * SLOT_NBYTES))
         second = bench.store.put(some_bytes(14 * SLOT_NBYTES))  # to the last slot
@@ -193,7 +193,7 @@ class TestFailures:
         at = volume.allocation(bench.context.spec.job).scratch[0].start * (1 << 20) + SLOT_NBYTES + 5
         volume.device.write_records(at, bytes([volume.device.read_records(at, 1)[0] ^ 1]))
         volume.close()
-        with pytest.raises(ActivationTimeoutError, match=r"of 12288 bytes .* did not come back from ssd-0 within 1 s"):
+        with pytest.raises(ActivationTimeoutError, match=r"of 12.00 KiB .* did not come back from ssd-0 within 1 s"):
             bench.store.get(handle)
         told = bench.failure()
         for fact in (f"SSD {directory}, job ftjob-1, scratch slot 1 (swapped activations)", "checksum is wrong"):

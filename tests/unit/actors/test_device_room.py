@@ -18,6 +18,7 @@ from windlass.actors.device_states import DeviceStates
 from windlass.actors.gpu_worker import evaluation_groups
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.local import run_local
+from windlass.amounts import told_nbytes
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.device_buffers import DeviceBuffers
 from windlass.engine.living_storages import LivingStorages
@@ -138,7 +139,7 @@ def test_a_job_may_take_what_it_needs_and_not_a_byte_less(tmp_path: Path) -> Non
     partition = make_partition(spec)
     nbytes = device_need_of_job(make_context(spec, partition.layout, ""), partition).settled_nbytes
     too_small = replace(spec, device_memory_nbytes=nbytes - 1)
-    refusal = f"needs {nbytes} bytes of device memory, and its budget is {nbytes - 1} bytes, 1 too few"
+    refusal = f"needs {told_nbytes(nbytes)} of device memory \\(.*\\), 1 bytes more than its budget of"
     with pytest.raises(PlanError, match=refusal):
         run_local(too_small, partition=make_partition(spec), direct=has_direct_io(tmp_path))
     enough = replace(spec, device_memory_nbytes=nbytes)
@@ -153,7 +154,7 @@ def test_what_the_plan_says_is_not_counted_again(tmp_path: Path, monkeypatch: py
     context = make_context(spec, partition.layout, "")
     require_device_room(context, partition)
     more = replace(context, spec=replace(spec, planned_device_nbytes=3 << 20))
-    with pytest.raises(PlanError, match=f"{2 << 20} too few; raise gpu_memory_gib"):
+    with pytest.raises(PlanError, match=r"by its plan.*, 2.00 MiB more than its budget of .*; set gpu_memory_gib"):
         require_device_room(more, partition)
 
 

@@ -161,6 +161,22 @@ def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> No
     assert needed_nbytes(1000) == needed_nbytes(64)
 
 
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_set(num_gpus: int) -> None:
+    config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
+    hardware = with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=num_gpus))
+    asked = question(hardware, config=config, batch_size=1, sequence_length=64, device_memory_nbytes=1 << 20)
+    report = answer(asked)
+    assert not report.feasible
+    assert "MiB of device memory" in report.reasons[0]
+    assert "the device's memory goes to: gradients " in report.reasons[1]
+    (words,) = (reason for reason in report.reasons if "(gpu_memory_gib, " in reason)
+    gib = float(words.split("a budget of ")[1].split()[0])
+    assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
+    assert report.missing_bytes is not None
+    assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
+
+
 @pytest.mark.long
 def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
     """Each of the changes is tried: with it the job fits, with one GiB less it does not."""

@@ -148,5 +148,5 @@ def test_what_the_plan_does_not_say_is_refused() -> None:
         run(placement=placed())
     with pytest.raises(ValueError, match=r"what blocks \[1, 2, 3, 4\] swap, and the plan has blocks \[\]"):
         run(swapped_nbytes=SWAPPED)
-    with pytest.raises(ValueError, match=f"take 40 slots of 4096 bytes at once, and the plan has 39; .* {40 * SLOT} b"):
+    with pytest.raises(ValueError, match=f"take 40 slots of 4.00 KiB at once, and the plan has 39; .* {40 * SLOT}$"):
         run(swapped_nbytes=SWAPPED, placement=placed(num_host=30, num_ssd=9))

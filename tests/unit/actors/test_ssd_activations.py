@@ -363,7 +363,7 @@ class TestBounds:
     def test_full_space(self, make: Callable[..., Stage]) -> None:
         stage = make()
         stage.rest(1, 6 * SLOT_NBYTES)
-        with pytest.raises(ActivationMemoryError, match=r"3 slots of 4096 bytes .* 6 of 8 are in use; raise ssd_activ"):
+        with pytest.raises(ActivationMemoryError, match=r"3 slots of 4.00 KiB .* 6 of 8 are in use; raise ssd_activ"):
             stage.put(2, 3 * SLOT_NBYTES)
         stage.put(2, 2 * SLOT_NBYTES)
 
@@ -393,7 +393,7 @@ class TestFailures:
         stage.prefetch(swap)
         stage.answer()
         text = (
-            r"8192 of 12288 bytes of activations of block 4, step 3 did not come back from ssd-0, ssd-1 within 0.05 s"
+            r"8.00 KiB of 12.00 KiB of activations of block 4, step 3 did not come back from ssd-0, ssd-1 within 0.05 s"
         )
         with pytest.raises(ActivationTimeoutError, match=text):
             stage.store.wait_for(swap)
@@ -423,7 +423,7 @@ class TestFailures:
     def test_what_does_not_leave_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, max_leaving_nbytes=0)
         stage.put(1, 2 * SLOT_NBYTES)
-        with pytest.raises(ActivationTimeoutError, match="4096 bytes of activations did not leave the device"):
+        with pytest.raises(ActivationTimeoutError, match=r"4.00 KiB of activations did not leave the device"):
             stage.put(2)
 
     def test_what_is_not_let_go_is_named(self, make: Callable[..., Stage]) -> None:

@@ -175,7 +175,7 @@ def test_what_is_dropped_frees_its_slots_after_its_copy(stage: Stage) -> None:
 
 def test_full_memory_is_an_error_that_says_so(stage: Stage) -> None:
     stage.store.put(some_bytes(6 * SLOT_NBYTES))
-    with pytest.raises(ActivationMemoryError, match=r"12288 bytes.*3 slots of 4096.*24576 of 32768 bytes are in use"):
+    with pytest.raises(ActivationMemoryError, match=r"3 slots of 4.00 KiB.*24.00 KiB of 32.00 KiB are in use"):
         stage.store.put(some_bytes(3 * SLOT_NBYTES))
     assert stage.store.counts.held_nbytes == 6 * SLOT_NBYTES
 

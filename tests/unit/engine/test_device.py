@@ -308,7 +308,7 @@ class TestPinning:
         runtime.result = 2
         arena = Arena.create(runtime.arena_path, 4096)
         memory = memory_of(arena)
-        with pytest.raises(PinError, match=r"4096 bytes .* error 2, out of memory; lower the job's host memory budget"):
+        with pytest.raises(PinError, match=r"4.00 KiB .* error 2, out of memory; lower the job's host memory budget"):
             gpu.pin(memory)
         with pytest.raises(PinError, match="not registered"):
             gpu.unpin(memory)

@@ -209,7 +209,7 @@ def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
 def test_a_disk_too_small_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model_folder(tmp_path / "model", "llama")
     monkeypatch.setattr("windlass.engine.export._MARGIN_NBYTES", 2**62)
-    with pytest.raises(NotEnoughRoom, match=r"for the exported model: .* \(\d+ bytes\) needed, .* \(\d+ bytes\) free"):
+    with pytest.raises(NotEnoughRoom, match=r"for the exported model: .* needed, .* more than the .* free"):
         make_exporter(tmp_path, "llama")
     assert list((tmp_path / "out").iterdir()) == []
 

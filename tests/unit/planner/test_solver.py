@@ -159,14 +159,14 @@ def test_groups_of_microbatches_are_as_large_as_pays() -> None:
 
 
 def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
-    with pytest.raises(DoesNotFitError, match="GiB of device memory") as caught:
+    with pytest.raises(DoesNotFitError, match=r"44\.00 MiB of device memory") as caught:
         solve_job(make_job(), make_speeds(), limits(20, 1000))
     missing = caught.value.missing
     assert missing[Tier.DEVICE] > 0
     assert missing[Tier.HOST] == missing[Tier.SSD] == 0
     enough = limits(20 + missing[Tier.DEVICE] / MIB + 1, 1000)
     assert solve_job(make_job(), make_speeds(), enough).step_s > 0
-    with pytest.raises(DoesNotFitError, match="GiB of ssd memory") as caught:
+    with pytest.raises(DoesNotFitError, match="GiB of space on the SSDs") as caught:
         solve_job(make_job(), make_speeds(), limits(1000, 1000, 100))
     assert caught.value.missing[Tier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
 

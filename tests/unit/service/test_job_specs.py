@@ -1,10 +1,12 @@
 """A job's settings reach its runner and its planner alike."""
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from tests.unit.actors import specs
 from windlass.actors.context import grad_precision, make_context
@@ -15,8 +17,8 @@ from windlass.engine.model_profile import config_of_shape
 from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.shapes import ModelShape
 from windlass.service.hyperparameters import JobSettings, SupervisedHyperparameters, WindlassSettings, resolve
-from windlass.service.job_specs import Machinery, preparation_order
-from windlass.service.preparation import CHECK_MODEL, PREPARE_DATA
+from windlass.service.job_specs import Machinery, preparation_order, resolve_job
+from windlass.service.preparation import CHECK_MODEL, PLAN_JOB, PREPARE_DATA, PreparationError, PreparationOrder
 from windlass.service.settings import Settings
 from windlass.storage.sql.models import Job
 
@@ -154,19 +156,28 @@ def windlass_settings(**asked: Any) -> WindlassSettings:
     return WindlassSettings.model_validate({**JOB, **asked})
 
 
-def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:
-    """What the planner is asked when a job with these settings is prepared."""
-    job = Job(
+def job_of(asked: WindlassSettings) -> Job:
+    return Job(
         id="ftjob-1",
+        attempt=0,
         model="base",
         training_file="file-1",
         validation_file=None,
+        suffix=None,
         seed=1,
         method={"type": "supervised", "supervised": {"hyperparameters": {}}},
         windlass=asked.model_dump(mode="json"),
         created_at=0,
     )
-    order = preparation_order(Settings(home=home), Machinery(num_cores=4, num_gpus=1), job, MACHINE)
+
+
+def preparation_of_job(home: Path, asked: WindlassSettings, hardware: Hardware | None) -> PreparationOrder:
+    return preparation_order(Settings(home=home), Machinery(num_cores=4, num_gpus=1), job_of(asked), hardware)
+
+
+def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:
+    """What the planner is asked when a job with these settings is prepared."""
+    order = preparation_of_job(home, asked, MACHINE)
     assert order.plan_question is not None
     return PlanOrder.model_validate(order.plan_question(RESULTS))
 
@@ -213,6 +224,27 @@ def test_plan_order_with_a_field_that_the_planner_does_not_know_is_a_defect() ->
     known = {field.name for field in fields(PlanQuestion)}
     assert "lengths" in known  # of the order's data set
     assert PlanOrder.model_fields.keys() - known == ABOUT_PLANNING | {"dataset"}
+
+
+@pytest.mark.parametrize(("budgets", "is_checked"), [({}, False), ({"gpu_memory_gib": 1.0}, True)])
+def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
+    tmp_path: Path, budgets: dict[str, float], is_checked: bool
+) -> None:
+    asked = windlass_settings(budgets=budgets)
+    make = preparation_of_job(tmp_path, asked, None).unplanned_spec
+    assert (make is not None) == is_checked
+    if make is not None:
+        spec = TypeAdapter(JobSpec).validate_json(json.dumps(make(RESULTS)))
+        assert spec.hyperparameters == hyperparameters_of(asked)
+        assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
+
+
+def test_resolve_job_whose_plan_does_not_fit_its_budget_names_the_budget(tmp_path: Path) -> None:
+    job = job_of(windlass_settings(budgets={"gpu_memory_gib": 1.0}))
+    plan = {"feasible": False, "reasons": ["too little"], "missing_bytes": {"gpu": 1, "host": 0, "ssd": 0}}
+    with pytest.raises(PreparationError) as caught:
+        resolve_job(job, {**RESULTS, PLAN_JOB: {"plan": plan}})
+    assert (caught.value.code, caught.value.param) == ("does_not_fit", "windlass.budgets.gpu_memory_gib")
 
 
 _LONG = pytest.mark.long

@@ -45,7 +45,7 @@ def test_a_job_whose_model_does_not_fit_is_refused(
     assert job.status is JobStatus.FAILED
     assert job.error is not None
     assert job.error["code"] == "does_not_fit"
-    told = f"the model that the job makes takes {nbytes}.0 GiB; {nbytes - 0.5} GiB are free"
+    told = f"the model that the job makes takes {nbytes}.00 GiB; {nbytes - 0.5:.2f} GiB are free"
     assert job.error["message"].startswith(told)
     free[0] = nbytes
     assert stage.status(prepare(stage, precision=precision)) is not JobStatus.FAILED
@@ -55,7 +55,7 @@ def test_states_on_the_same_disk_count_as_well(stage: Stage, free: list[float]) 
     free[0] = 29.0
     job = stage.job(prepare(stage))
     assert job.error is not None
-    assert "takes 2.0 GiB, beside 28.0 GiB of states on the same disk; 29.0 GiB are free" in job.error["message"]
+    assert "takes 2.00 GiB, beside 28.00 GiB of states on the same disk; 29.00 GiB are free" in job.error["message"]
     free[0] = 30.0
     assert stage.status(prepare(stage)) is not JobStatus.FAILED
 
@@ -87,4 +87,4 @@ def test_checkpoints_that_do_not_fit_are_a_warning(
     assert JobStatus.FAILED not in (stage.status(fits), stage.status(does_not))
     assert told[0] == []
     assert len(told[1]) == bool(num_kept)
-    assert all(each.startswith(f"the model and up to {num_kept} checkpoints take {room:.1f} GiB; ") for each in told[1])
+    assert all(each.startswith(f"the model and up to {num_kept} checkpoints take {room:.2f} GiB; ") for each in told[1])

@@ -333,6 +333,7 @@ def test_the_command_line_asks_what_a_job_would(
             str(shape),
             batch_size=4,
             seq_len=of_job.sequence_length,
+            num_validation_examples=of_job.num_validation_examples,
             num_microbatches=2,
             precision=Precision.FP16,
             optimizer=Optimizer.ADAM,

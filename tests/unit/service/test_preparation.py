@@ -22,6 +22,7 @@ from windlass.service.preparation import (
     PreparationError,
     PreparationOrder,
     PreparationStep,
+    Results,
     StepFailedError,
     plan_step,
     preparation_of,
@@ -52,6 +53,14 @@ def test_steps_run_one_after_the_other(tmp_path: Path) -> None:
     results = _finish(Preparation(steps, work_dir=tmp_path / "work"))
     assert list(results) == ["first", "second"]
     assert float(str(results["first"]["time"])) < float(str(results["second"]["time"]))
+
+
+def test_preparation_with_a_step_that_the_results_leave_out_goes_on_without_it(tmp_path: Path) -> None:
+    def unless_first(results: Results) -> PreparationStep | None:
+        return None if "first" in results else _step(tmp_path, _OK, name="left out")
+
+    steps = [_step(tmp_path, _OK, name="first"), unless_first, _step(tmp_path, _OK, name="second"), unless_first]
+    assert list(_finish(Preparation(steps, work_dir=tmp_path / "work"))) == ["first", "second"]
 
 
 def test_an_error_of_the_first_step_ends_it_with_that_error(tmp_path: Path) -> None:

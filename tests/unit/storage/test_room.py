@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from windlass.amounts import told_nbytes
 from windlass.storage import room
 from windlass.storage.room import NotEnoughRoom
 from windlass.storage.store_errors import StoreError
@@ -75,14 +76,14 @@ class TestRequire:
         assert error.path == str(tmp_path)
         assert error.needed_nbytes == 1 << 60
         assert 0 < error.free_nbytes < 1 << 60
-        assert "1073741824.00 GiB (1152921504606846976 bytes) needed" in str(error)
-        assert f"({error.free_nbytes} bytes) free; delete files there" in str(error)
+        assert "1073741824.00 GiB needed, " in str(error)
+        assert f"more than the {told_nbytes(error.free_nbytes)} free; delete files there" in str(error)
         again = pickle.loads(pickle.dumps(error))
         assert (str(again), again.free_nbytes) == (str(error), error.free_nbytes)
 
     def test_memory_is_checked_besides_the_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(room, "memory_available_nbytes", lambda: 4095)
-        with pytest.raises(NotEnoughRoom, match=r"in memory for .*4096 bytes\) needed.*4095 bytes\) free"):
+        with pytest.raises(NotEnoughRoom, match=r"in memory for .*4.00 KiB needed, 1 bytes more than the"):
             room.require_arena_room(tmp_path, 4096)
 
     def test_small_shared_memory_says_how_to_enlarge_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

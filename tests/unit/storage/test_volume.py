@@ -313,7 +313,7 @@ class TestAllocations:
     ) -> None:
         monkeypatch.setattr(volume_module, "directory_free_nbytes", lambda path: DEMAND.nbytes - 1)
         for refused in (lambda: volume.reserve(JOB, DEMAND), lambda: volume.require_room("all", DEMAND.nbytes)):
-            with pytest.raises(NotEnoughRoom, match=r"0.00 GiB \(4194304 bytes\) needed, 0.00 GiB \(4194303 bytes\)"):
+            with pytest.raises(NotEnoughRoom, match=r"4.00 MiB needed, 1 bytes more than the 4.00 MiB free"):
                 refused()
         assert volume.allocations() == {}
         assert volume_file(tmp_path).stat().st_size == EMPTY_NBYTES
@@ -442,7 +442,7 @@ class TestRawDevice:
         allocation = volume.reserve(JOB, replace(DEMAND, num_extents=6))
         assert [(each.start, each.count) for each in allocation.ranges] == [(12, 4), (6, 3)]
         assert volume.free_nbytes() == 0
-        with pytest.raises(NotEnoughRoom, match=r"\(4194304 bytes\) needed, .*\(0 bytes\) free.* use this device"):
+        with pytest.raises(NotEnoughRoom, match=r"4.00 MiB more than the 0 bytes free.* use this device"):
             volume.reserve(OTHER, DEMAND)
         assert volume.path.stat().st_size == 16 * UNIT_NBYTES
         volume.close()

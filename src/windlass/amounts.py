@@ -1,0 +1,34 @@
+"""Amounts of memory in words, the same in every error, event and table that people read."""
+
+import math
+from collections.abc import Mapping
+
+GIB = 2**30
+# Units, and the least amount that is told in each.
+_UNITS = (("GiB", GIB, GIB / 10), ("MiB", 2**20, 2**20 / 10), ("KiB", 2**10, 2**10))
+
+
+def told_nbytes(nbytes: float) -> str:
+    """An amount with two decimals, in the largest unit of which there is a tenth at least: "1.50 GiB".
+
+    Less than a KiB is told in bytes.
+    """
+    for unit, size, least_nbytes in _UNITS:
+        if abs(nbytes) >= least_nbytes:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def largest_in_words(parts: Mapping[str, float], *, most: int = 4) -> str:
+    """The largest parts of an amount by name, the largest first, without those that are 0."""
+    named = sorted(((nbytes, name) for name, nbytes in parts.items() if nbytes), reverse=True)
+    return ", ".join(f"{name} {told_nbytes(nbytes)}" for nbytes, name in named[:most])
+
+
+def least_gib(nbytes: float) -> str:
+    """The least number of GiB, of four digits, that is not below `nbytes` (more than 0): what to set a budget to."""
+    gib = nbytes / GIB
+    num_decimals = max(0, 4 - math.ceil(math.log10(gib)))
+    scale = 10**num_decimals
+    told = f"{math.ceil(gib * scale) / scale:.{num_decimals}f}"
+    return told.rstrip("0").rstrip(".") if num_decimals else told

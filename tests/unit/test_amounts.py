@@ -1,0 +1,84 @@
+"""Amounts of memory in words, and that errors have no other."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.amounts import GIB, largest_in_words, least_gib, told_nbytes
+
+ROOT = Path(__file__).parents[2]
+FLOORS = ("actors", "engine", "planner", "service", "storage")
+# Errors whose exact number of bytes is what one looks for: they tell of files, records or slots that are damaged, or of
+# a defect of the caller's, and not of how much memory there is.
+EXACT = {
+    "actors/journal.py",
+    "engine/dataset.py",
+    "engine/optimizer_kernel.py",
+    "storage/arena.py",
+    "storage/calibration.py",
+    "storage/raw_device.py",
+    "storage/records.py",
+    "storage/scratch.py",
+    "storage/store_format.py",
+    "storage/tensor_store.py",
+    "storage/transfers.py",
+}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [
+        (0, "0 bytes"),
+        (100, "100 bytes"),
+        (4096, "4.00 KiB"),
+        (76743436, "73.19 MiB"),
+        (GIB // 4, "0.25 GiB"),
+        (24 * GIB + 10 * 2**20, "24.01 GiB"),
+        (3 * 2**40, "3072.00 GiB"),
+    ],
+)
+def test_told_nbytes_takes_the_unit_that_people_read(nbytes: int, words: str) -> None:
+    assert told_nbytes(nbytes) == words
+
+
+@given(st.integers(1, 2**50))
+def test_least_gib_as_a_budget_is_enough_and_hardly_more(nbytes: int) -> None:
+    budget = float(least_gib(nbytes)) * GIB
+    assert nbytes * (1 - 1e-12) <= budget <= 1.002 * nbytes
+
+
+def test_largest_in_words_names_the_largest_first_and_nothing_that_is_0() -> None:
+    assert largest_in_words({"a": 2**20, "b": 0, "c": 2**30}) == "c 1.00 GiB, a 1.00 MiB"
+
+
+def raw_counts(path: Path) -> list[str]:
+    """Numbers of bytes that a module's messages tell as they are; constants in capitals are small."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        for value, text in zip(node.values, node.values[1:], strict=False):
+            if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant):
+                told = ast.unparse(value.value)
+                if str(text.value).startswith((" bytes", " B ")) and not told.isupper():
+                    found.append(f"{path.name}:{node.lineno}: {told}")
+    return found
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_messages_tell_no_raw_number_of_bytes(floor: str) -> None:
+    paths = [path for path in (ROOT / floor).rglob("*.py") if str(path.relative_to(ROOT)) not in EXACT]
+    assert [each for path in paths for each in raw_counts(path)] == []
+
+
+def test_modules_with_exact_numbers_still_have_some() -> None:
+    assert [name for name in sorted(EXACT) if not raw_counts(ROOT / name)] == []
+
+
+def test_a_raw_number_of_bytes_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "told.py"
+    path.write_text('f"the job needs {needed_nbytes} bytes"')
+    assert raw_counts(path) == ["told.py:1: needed_nbytes"]
