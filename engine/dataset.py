@@ -76,7 +76,10 @@ class PreparedDataset:
             expected = size * np.dtype(types[kind]).itemsize
             if not path.is_file() or path.stat().st_size != expected:
                 raise DatasetError(f"{path} is missing or not {expected} bytes long; prepare the dataset again")
-            maps[kind] = np.memmap(path, dtype=types[kind], mode="r")
+            try:
+                maps[kind] = np.memmap(path, dtype=types[kind], mode="r")
+            except OSError as error:  # the planner's process may map only so much
+                raise DatasetError(f"{path} cannot be mapped into memory: {error}") from error
         return cls(
             tokens=maps["tokens"],
             targets=maps["targets"],

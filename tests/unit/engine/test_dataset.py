@@ -1,3 +1,4 @@
+import errno
 import json
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.engine.folders import make_tokenizer, make_tokenizer_folder
+from windlass.engine.data import FORMAT_VERSION
 from windlass.engine.dataset import DatasetError, MicroBatch, PreparedDataset, example_lengths
 from windlass.engine.prepare import prepare
 
@@ -140,4 +142,22 @@ def test_a_folder_that_is_no_dataset_is_refused(folder: Path, tmp_path: Path) ->
         PreparedDataset.open(tmp_path, "train")
     (tmp_path / "meta.json").write_text(json.dumps(meta | {"version": 0}))
     with pytest.raises(DatasetError, match="format 0"):
+        PreparedDataset.open(tmp_path, "train")
+
+
+def test_open_of_a_data_set_that_the_process_may_not_map_is_an_error_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner runs with little address space; without the data it makes no plan, and the job goes on."""
+    for kind, numel, itemsize in (("tokens", 1, 4), ("targets", 1, 4), ("offsets", 2, 8)):
+        (tmp_path / f"train.{kind}").write_bytes(bytes(numel * itemsize))
+    counts = {"num_examples": 1, "num_tokens": 1, "num_targets": 1}
+    meta = {"version": FORMAT_VERSION, "sequence_length": 8, "splits": {"train": counts}}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("windlass.engine.dataset.np.memmap", refuse)
+    with pytest.raises(DatasetError, match="cannot be mapped into memory"):
         PreparedDataset.open(tmp_path, "train")
