@@ -335,7 +335,6 @@ def test_the_command_line_asks_what_a_job_would(
             seq_len=of_job.sequence_length,
             num_validation_examples=of_job.num_validation_examples,
             num_microbatches=2,
-            num_validation_examples=of_job.num_validation_examples,
             precision=Precision.FP16,
             optimizer=Optimizer.ADAM,
             clip=False,
