@@ -314,7 +314,7 @@ def test_a_budget_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, host_memory_nbytes=100_000)
     driver.start(spec)
     error = driver.await_end(spec)["error"]
-    assert "its budget is 100000 bytes" in error["message"]
+    assert "its budget of 97.66 KiB" in error["message"]
     assert leftovers_of(spec) == []
 
 
