@@ -183,5 +183,5 @@ def test_each_use_of_a_chunk_has_a_slot_for_its_sums() -> None:
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
     changes: dict[str, Any] = {"host_memory_nbytes": 10_000}
-    with pytest.raises(PlanError, match="its budget of 9.77 KiB"):
+    with pytest.raises(PlanError, match=r"its budget of 9\.77 KiB"):
         make_context(make_spec(**changes), LAYOUT, "/arena")
