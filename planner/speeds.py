@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windlass.planner.units import GB
+from windlass.amounts import GB
 
 if TYPE_CHECKING:  # `windlass.planner.hardware` needs pydantic, which the GPU check does without
     from windlass.planner.hardware import Hardware

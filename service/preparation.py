@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from windlass.amounts import GIB
 from windlass.service.checked_models import KeptCheck
 from windlass.service.limited_process import (
     PASSED_ON,
@@ -61,7 +62,6 @@ _BUDGETS = "windlass.actors.check_budgets"
 _MODELS = "transformers.modeling_utils"
 # Importing torch alone maps several GiB of addresses.
 _LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
-_GIB = 1 << 30
 # What the one step that talks to the hub gets besides. Without a folder of the model's no file of a stranger is read.
 _HUB_PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 
@@ -286,7 +286,7 @@ class Preparation:
         how = f"{step.title} {describe_process_end(exit_code, after_s=after_s, limit_nbytes=limit_nbytes)}"
         line = self._last_line()
         if tells_of_no_memory(line):
-            limit = "" if limit_nbytes is None else f" of at most {limit_nbytes / _GIB:.1f} GiB"
+            limit = "" if limit_nbytes is None else f" of at most {limit_nbytes / GIB:.1f} GiB"
             return f"{how}, and left no result: it got no more memory{limit} ({line})", _MEMORY_ADVICE
         said = f"; it said last: {line}" if line else ""
         advice = _MEMORY_ADVICE if exit_code == -signal.SIGKILL else _OTHER_ADVICE

@@ -3,9 +3,9 @@
 import re
 import signal
 
+from windlass.amounts import GIB
 from windlass.storage.room import memory_available_nbytes
 
-_GIB = 1 << 30
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
 )
@@ -25,11 +25,11 @@ def describe_process_end(exit_code: int, *, after_s: float | None = None, limit_
         return f"ended with exit code {exit_code}{after}"
     name = _name(-exit_code)
     if -exit_code == signal.SIGKILL:
-        limit = "" if limit_nbytes is None else f"; its limit was {limit_nbytes / _GIB:.1f} GiB"
-        free = f"{memory_available_nbytes() / _GIB:.1f} GiB are free without it{limit}"
+        limit = "" if limit_nbytes is None else f"; its limit was {limit_nbytes / GIB:.1f} GiB"
+        free = f"{memory_available_nbytes() / GIB:.1f} GiB are free without it{limit}"
         return f"was killed by {name}{after}, most likely because the machine ran out of memory ({free})"
     if -exit_code in _CRASHES:
-        limit = "" if limit_nbytes is None else f" (its limit was {limit_nbytes / _GIB:.1f} GiB)"
+        limit = "" if limit_nbytes is None else f" (its limit was {limit_nbytes / GIB:.1f} GiB)"
         return f"crashed with {name}{after}: a defect of a library, or too little memory{limit}"
     return f"was ended by {name}{after}"
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 GIB = 2**30
+GB = 10**9
 # Units, and the least amount that is told in each.
 _UNITS = (("GiB", GIB, GIB / 10), ("MiB", 2**20, 2**20 / 10), ("KiB", 2**10, 2**10))
 
