@@ -35,8 +35,14 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[LiveService]:
-    service = LiveService(tmp_path)
+def service_home(tmp_path: Path) -> Path:
+    """The home of `service`; a module of tests may have another."""
+    return tmp_path
+
+
+@pytest.fixture
+def service(service_home: Path) -> Iterator[LiveService]:
+    service = LiveService(service_home)
     service.start()
     yield service
     service.close()

@@ -48,11 +48,8 @@ def _fill(path: Path) -> Path:
 
 
 @pytest.fixture
-def service(small_disk: Path) -> Iterator[LiveService]:
-    service = LiveService(small_disk)
-    service.start()
-    yield service
-    service.close()
+def service_home(small_disk: Path) -> Path:
+    return small_disk
 
 
 @pytest.mark.long
