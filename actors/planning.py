@@ -12,6 +12,7 @@ import torch
 from windlass.actors.job_spec import GradientSettings, Optimizer
 from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning_trials import numbers_of_microbatches, what_takes_memory, what_would_fit, with_part
+from windlass.amounts import GIB
 from windlass.engine.dataset import WIDTH_GRANULE
 from windlass.engine.device_need import device_need
 from windlass.engine.formats import TORCH_DTYPE
@@ -24,7 +25,7 @@ from windlass.planner.activation_ways import Ways, ways_of_layer
 from windlass.planner.correction import Correction
 from windlass.planner.device_need import DeviceNeed
 from windlass.planner.example_lengths import ExampleLengths, evaluation_shapes
-from windlass.planner.hardware import GIB, Hardware
+from windlass.planner.hardware import Hardware
 from windlass.planner.model_profile import ModelProfile, for_lengths
 from windlass.planner.plan import Plan
 from windlass.planner.report import (

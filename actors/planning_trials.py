@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
+from windlass.amounts import GIB
 from windlass.planner.depths import Depths
-from windlass.planner.hardware import GIB
 from windlass.planner.plan import Placement
 from windlass.planner.reach import largest, smallest
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES

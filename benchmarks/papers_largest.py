@@ -2,11 +2,12 @@
 
 from benchmarks.page import Page, compared
 from benchmarks.papers_memory import NUM_OPTIMIZERS
+from windlass.amounts import GB, GIB
 from windlass.engine.block_runner import MAX_LOGITS_NUMEL
 from windlass.engine.partition import choose_chunk_numel
 from windlass.planner.decoder_sizes import block_numels, gpt_profile
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS
-from windlass.planner.hardware import GB, GIB, Hardware, example_machines
+from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.largest_model import (
     BareModel,
     autohete_resident_layers,

@@ -1,9 +1,9 @@
 """Tables of `benchmarks.papers`: MemAscend's host memory, and windlass's beside it."""
 
 from benchmarks.page import Page, compared
+from windlass.amounts import GIB
 from windlass.engine.partition import choose_chunk_numel
 from windlass.planner.decoder_sizes import block_numels, model_size
-from windlass.planner.hardware import GIB
 from windlass.planner.largest_model import least_arena_nbytes
 from windlass.planner.plan import make_plan
 from windlass.planner.published_memory import (

@@ -2,8 +2,9 @@
 
 from benchmarks.page import Page, compared
 from windlass.actors.simulation.compared import simulate_policy
+from windlass.amounts import GIB
 from windlass.engine.model_profile import config_of_shape, profile_config
-from windlass.planner.hardware import GIB, Hardware, example_machines
+from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.published_models import RATEL_SHAPES
 from windlass.planner.published_stages import (
     FIGURE_9B_BATCHES,

@@ -11,8 +11,9 @@ from benchmarks.workload import ModelShape, Workload, model_config
 from windlass.actors.planned_job import simulated_step_s
 from windlass.actors.planning import PlanQuestion, Profiles, fastest_plan, limits_of
 from windlass.actors.planning_trials import with_part
+from windlass.amounts import GIB
 from windlass.planner import placement_json
-from windlass.planner.hardware import GIB, Hardware
+from windlass.planner.hardware import Hardware
 from windlass.planner.plan import ACTIVATION_SLOT_NBYTES
 from windlass.planner.report import choices_of
 from windlass.planner.step_costs import Tier

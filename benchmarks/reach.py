@@ -10,8 +10,9 @@ from functools import cache
 from benchmarks.page import Page, write_page
 from windlass.actors.planning import PlanQuestion, Profiles, fastest_plan, planned
 from windlass.actors.planning_trials import fits, with_part
+from windlass.amounts import GIB
 from windlass.engine.model_profile import config_of_shape
-from windlass.planner.hardware import GIB, Hardware, example_machines
+from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.published_models import RATEL_SHAPES
 from windlass.planner.report import PlanReport
 from windlass.planner.yaml_files import load

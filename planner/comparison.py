@@ -6,7 +6,8 @@ cannot do without. So the figures are kinder to them than their programs would b
 
 from dataclasses import dataclass
 
-from windlass.planner.hardware import GIB, Hardware
+from windlass.amounts import GIB
+from windlass.planner.hardware import Hardware
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.stage_times import (
     POLICIES,

@@ -1,6 +1,8 @@
 """The lengths of a data set's examples, as far as plans need them. All are in tokens, padding included."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +52,10 @@ def evaluation_shapes(
     """
     num_full, num_rest = divmod(min(num_validation_examples, num_examples * num_microbatches), num_examples)
     return [(num_examples, width)] * num_full + [(num_rest, width)] * (num_rest > 0)
+
+
+def tokens_in_words(tokens: Mapping[str, Any]) -> str:
+    """The lengths of examples that a plan was made for (`planner.report.ExampleTokens`)."""
+    if not tokens["of_data"]:
+        return f"examples of {tokens['limit']} tokens; shorter ones take less"
+    return f"examples of {tokens['mean']:.0f} tokens on average and {tokens['widest']} at most, with padding"

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, Field
 
-from windlass.amounts import GB as GB
-from windlass.amounts import GIB as GIB
 from windlass.planner.yaml_files import Part
 
 # Beyond any unit that could have been meant; the solver's arithmetic has an end too.

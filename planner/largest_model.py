@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from windlass.amounts import GIB
 from windlass.planner.activations import ActivationChoice
 from windlass.planner.decoder_sizes import layer_matrices, model_size
 from windlass.planner.depths import LEAVING_ACTIVATION_NBYTES
 from windlass.planner.device_buffers import MAX_GRAD_BUFFERS, grad_buffers, param_buffers
-from windlass.planner.hardware import GIB
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.param_pieces import NUM_PIECE_BUFFERS, cut_layers, largest_piece
 from windlass.planner.plan import ModelSize, Placement, Plan, PlanError, make_plan

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from windlass.amounts import GIB
 from windlass.planner.decoder_sizes import block_numels, kv_size, layer_matrices, mlp_size
-from windlass.planner.hardware import GIB
 from windlass.planner.shapes import ModelShape
 
 _FP16_NBYTES = 2

@@ -5,8 +5,9 @@ Source: Ratel (arXiv 2403.06504): sections I, III and IV, figure 1, tables III a
 
 from dataclasses import dataclass, replace
 
+from windlass.amounts import GB, GIB
 from windlass.planner.decoder_sizes import gpt_profile
-from windlass.planner.hardware import GB, GIB, Hardware, example_machines
+from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.published_models import RATEL_SHAPES
 from windlass.planner.stage_times import POLICIES, Policy, Rest, StageTimes, stage_times

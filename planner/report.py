@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
+from windlass.amounts import GB, GIB
 from windlass.planner.activation_ways import ways_of_layer
 from windlass.planner.activations import EVERY_OPERATOR, BlockActivations
-from windlass.planner.hardware import GB, GIB
 from windlass.planner.model_profile import LayerProfile
 from windlass.planner.solver import Solution
 from windlass.planner.step_costs import Limits, PlannedJob, Tier

@@ -10,8 +10,8 @@ Source: Ratel (arXiv 2403.06504), section IV-D and table II.
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from windlass.amounts import told_nbytes
-from windlass.planner.hardware import GB, GIB, Hardware
+from windlass.amounts import GB, GIB, told_nbytes
+from windlass.planner.hardware import Hardware
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.swap_amount import SwapAmount, best_swap, candidates_of, recomputed_flops
 

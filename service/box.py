@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.admission import disk_of
-from windlass.planner.hardware import GIB
+from windlass.amounts import GIB
 from windlass.service.doctor import measured_hardware
 from windlass.service.job_specs import ARENA_DIR, Machinery
 from windlass.service.leftovers import has_volume

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from windlass.actors.cores import WAIT_POLICY
 from windlass.actors.job_spec import Optimizer
-from windlass.amounts import told_nbytes
-from windlass.planner.hardware import GIB, Hardware, example_machines, unusual
+from windlass.amounts import GIB, told_nbytes
+from windlass.planner.example_lengths import tokens_in_words
+from windlass.planner.hardware import Hardware, example_machines, unusual
 from windlass.planner.reach import DEFAULT_SLACK, Goal
 from windlass.planner.shapes import ModelShape
 from windlass.planner.update_order import UpdateOrder
@@ -24,7 +25,6 @@ from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import DEFAULT_CLIP_NORM, WindlassSettings, default_microbatches
 from windlass.service.machine import num_cores
 from windlass.service.model_ids import model_dir
-from windlass.service.plan_view import tokens_in_words
 from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
 from windlass.storage.ids import Precision, StatePrecision
 

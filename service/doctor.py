@@ -15,7 +15,8 @@ from typing import Any
 
 from windlass.actors.admission import calibrated, disk_of
 from windlass.actors.ssds_together import bytes_per_s_together
-from windlass.planner.hardware import GB, GIB, Gpus, Hardware, Host, Pcie, Ssds
+from windlass.amounts import GB, GIB
+from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.yaml_files import YamlFileError, load
 from windlass.service.job_specs import Machinery, threads_of
 from windlass.service.machine import Machine

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.planner.hardware import GIB
+from windlass.amounts import GIB
 from windlass.service.box import BUFFERS, DEVICES, HOST_MEMORY, Box, Demand, demand_of
 from windlass.service.home import needs_room
 from windlass.service.job_plans import load_plan

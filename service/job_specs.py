@@ -14,8 +14,9 @@ from windlass.actors.cores import cores_of, numa_nodes
 from windlass.actors.job_spec import EarlyStopping, Hyperparameters, Initialization, JobSpec, Optimizer, Schedule
 from windlass.actors.journal import JOURNAL_FILE
 from windlass.actors.pace import Pace
+from windlass.amounts import GIB
 from windlass.planner import placement_json
-from windlass.planner.hardware import GIB, Hardware
+from windlass.planner.hardware import Hardware
 from windlass.planner.plan import Placement
 from windlass.planner.update_order import UpdateOrder
 from windlass.service.hyperparameters import JobSettings, WindlassSettings, num_steps, resolve

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from windlass.planner.hardware import GIB, Hardware, save_hardware, unusual
+from windlass.amounts import GIB
+from windlass.planner.hardware import Hardware, save_hardware, unusual
 from windlass.planner.yaml_files import YamlFileError, load
 from windlass.service.doctor import DoctorError, measure_hardware
 from windlass.service.lifecycle import is_box_free

@@ -1,11 +1,11 @@
 """A job's plan as people see it: what was predicted, what was measured since, and how far apart the two are."""
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from windlass.actors.pace import MIN_MEASURED_STEPS
-from windlass.planner.hardware import GIB
+from windlass.amounts import GIB
+from windlass.planner.example_lengths import tokens_in_words
 from windlass.planner.report import TIER_NAMES, PlanReport
 
 _TIERS = tuple(TIER_NAMES.values())
@@ -80,13 +80,6 @@ def in_words(view: dict[str, Any]) -> dict[str, str]:
         promised, came, apart = ((each.get("peak_gib") or {}).get(tier) for each in (predicted, measured, error))
         found[name] = _line(promised, came, apart, "GiB")
     return {name: line for name, line in found.items() if line}
-
-
-def tokens_in_words(tokens: Mapping[str, Any]) -> str:
-    """The lengths of examples that a plan was made for (`planner.report.ExampleTokens`)."""
-    if not tokens["of_data"]:
-        return f"examples of {tokens['limit']} tokens; shorter ones take less"
-    return f"examples of {tokens['mean']:.0f} tokens on average and {tokens['widest']} at most, with padding"
 
 
 def _line(predicted: float | None, measured: float | None, error: float | None, unit: str) -> str:

@@ -278,7 +278,7 @@ def test_a_file_over_the_limit_gets_its_answer(client: Any) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         client.files.create(file=("big.jsonl", b"x" * 30 * 1024**2), purpose="fine-tune")
     assert caught.value.status_code == 413
-    assert "1114112 bytes" in caught.value.message
+    assert "1.06 MiB" in caught.value.message
     assert list(client.files.list()) == []
 
 

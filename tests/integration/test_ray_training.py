@@ -24,6 +24,7 @@ from tests.training import (
     train_plainly,
 )
 from windlass.actors.job_spec import JobSpec
+from windlass.amounts import GIB
 from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
 from windlass.planner.activations import ActivationChoice, BlockActivations
 from windlass.planner.plan import Placement
@@ -326,7 +327,9 @@ def test_a_disk_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
     message = driver.await_end(spec)["error"]["message"]
     assert message.startswith("not enough room in ")
     # Two generations of master, exp_avg and exp_avg_sq, and records that are less than a hundredth of that.
-    needed = int(re.search(r"\((\d+) bytes\) needed", message)[1])  # type: ignore[index]
+    told = re.search(r" ([\d.]+) GiB needed", message)
+    assert told is not None
+    needed = float(told[1]) * GIB
     assert 2 * 12 * layout.numel < needed < 1.01 * 2 * 12 * layout.numel
     assert " free" in message
     assert leftovers_of(spec) == []

@@ -18,14 +18,13 @@ from windlass.actors.device_states import DeviceStates
 from windlass.actors.gpu_worker import evaluation_groups
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.local import run_local
-from windlass.amounts import told_nbytes
+from windlass.amounts import GIB, told_nbytes
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.device_buffers import DeviceBuffers
 from windlass.engine.living_storages import LivingStorages
 from windlass.engine.param_pieces import PieceBuffers
 from windlass.engine.rehearsal import DeviceNeedUnknownError
 from windlass.planner.activations import ActivationChoice
-from windlass.planner.hardware import GIB
 from windlass.planner.plan import Placement, PlanError
 from windlass.storage.ids import Precision, StatePrecision
 

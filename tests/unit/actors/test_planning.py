@@ -8,8 +8,9 @@ import pytest
 from windlass.actors import planning
 from windlass.actors.planning import PlanQuestion, limits_of, planned_job
 from windlass.actors.planning_trials import with_part
+from windlass.amounts import GIB
 from windlass.engine.model_profile import Profiler, config_of_shape
-from windlass.planner.hardware import GIB, Gpus, Hardware, Host, Pcie, Ssds, example_machines
+from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
 from windlass.planner.published_models import RATEL_SHAPES
 from windlass.planner.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
 from windlass.planner.shapes import ModelShape

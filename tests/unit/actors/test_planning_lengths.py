@@ -18,6 +18,7 @@ from windlass.actors.local import run_local
 from windlass.actors.plan_job import DatasetOrder, PlanOrder, plan_job, question_of
 from windlass.actors.planning import PlanQuestion, Profiles
 from windlass.actors.planning_trials import _smaller, with_part
+from windlass.amounts import GIB
 from windlass.engine.dataset import PreparedDataset
 from windlass.engine.device_need import device_need
 from windlass.engine.model_profile import config_of_shape
@@ -25,7 +26,7 @@ from windlass.engine.partition import Partition, build_meta_model, load_config
 from windlass.engine.rehearsal import Rehearsed
 from windlass.planner.device_need import Pass
 from windlass.planner.example_lengths import ExampleLengths
-from windlass.planner.hardware import GIB, Gpus, Hardware, Host, Pcie, Ssds
+from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.model_profile import ModelProfile
 from windlass.planner.placement_json import from_json
 from windlass.planner.report import ExampleTokens, PlanReport

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.unit.planner.test_stage_times import HARDWARE, PROFILE
+from windlass.amounts import GIB
 from windlass.planner.comparison import ComparedSystem, compare, least_nbytes
-from windlass.planner.hardware import GIB
 from windlass.planner.stage_times import POLICIES
 
 GB = 10**9

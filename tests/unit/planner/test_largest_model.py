@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from windlass.amounts import GIB
 from windlass.planner.decoder_sizes import gpt_profile
 from windlass.planner.depths import LEAVING_ACTIVATION_NBYTES
-from windlass.planner.hardware import GIB
 from windlass.planner.largest_model import (
     BareModel,
     autohete_resident_layers,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from windlass.planner.hardware import GIB
+from windlass.amounts import GIB
 from windlass.planner.published_memory import (
     PUBLISHED_GROWTHS,
     PUBLISHED_PEAKS,

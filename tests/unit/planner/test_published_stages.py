@@ -2,7 +2,8 @@
 
 import pytest
 
-from windlass.planner.hardware import GIB, unusual
+from windlass.amounts import GIB
+from windlass.planner.hardware import unusual
 from windlass.planner.published_stages import (
     FIGURE_9B_BATCHES,
     PUBLISHED_STAGES,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.planner.hardware import GIB, Hardware
+from windlass.amounts import GIB
+from windlass.planner.hardware import Hardware
 from windlass.planner.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.stage_times import POLICIES, Rest, Stage, SwapTo, best_amount, resting_nbytes, stage_times
 from windlass.planner.yaml_files import parse

@@ -16,8 +16,8 @@ from sqlalchemy import update
 from windlass.actors.attempt_lock import begin_attempt
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal
+from windlass.amounts import GIB
 from windlass.planner import placement_json
-from windlass.planner.hardware import GIB
 from windlass.planner.plan import Placement
 from windlass.service.box import Box
 from windlass.service.dispatcher import Dispatcher

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.planner.hardware import GIB
+from windlass.amounts import GIB
 from windlass.service import box
 from windlass.service.box import BUFFERS, DEVICES, HOST_MEMORY, Box, Demand, SsdSpace, demand_of, look_at_box
 from windlass.service.job_specs import Machinery

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.service.dispatcher_stage import PREPARED, Stage, planned
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
-from windlass.planner.hardware import GIB
+from windlass.amounts import GIB
 from windlass.service.box import Box, SsdSpace
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.statuses import JobStatus

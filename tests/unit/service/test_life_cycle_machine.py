@@ -31,7 +31,7 @@ from windlass.actors.attempt_lock import tell_alive
 from windlass.actors.job_spec import JobSpec
 from windlass.actors.journal import Journal, JournalRecord, read_journal
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
-from windlass.planner.hardware import GIB
+from windlass.amounts import GIB
 from windlass.service.box import Box
 from windlass.service.dispatcher import Dispatcher
 from windlass.service.lease import BEAT_S, LEASE_S

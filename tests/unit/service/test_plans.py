@@ -19,8 +19,9 @@ from windlass.actors.levels import Level, Tier
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.pace import Pace
 from windlass.actors.spans_file import SIMULATED_FOLDER, StepSpans, keep_step
+from windlass.amounts import GIB
 from windlass.planner.activations import BlockActivations
-from windlass.planner.hardware import GIB, example_machines
+from windlass.planner.hardware import example_machines
 from windlass.planner.placement_json import from_json, to_json
 from windlass.planner.plan import Placement
 from windlass.service import cli_jobs, cli_plan, job_plans
