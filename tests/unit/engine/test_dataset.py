@@ -93,6 +93,13 @@ def test_example_lengths_know_both_splits(folder: Path) -> None:
         example_lengths(folder / "none", batch_size=1, num_microbatches=1, seed=3, num_steps=1)
 
 
+def test_example_lengths_are_found_without_the_tokens(folder: Path) -> None:
+    found = example_lengths(folder, batch_size=11, num_microbatches=1, seed=3, num_steps=2)
+    for path in (*folder.glob("*.tokens"), *folder.glob("*.targets")):
+        path.unlink()
+    assert example_lengths(folder, batch_size=11, num_microbatches=1, seed=3, num_steps=2) == found
+
+
 def test_microbatches_are_contiguous_parts_and_never_empty(folder: Path) -> None:
     train = PreparedDataset.open(folder, "train")
     whole = lengths(train.batch(0, 5, 1, 3))
