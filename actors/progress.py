@@ -72,13 +72,21 @@ class _History:
 
 def _history(journal: Path, num_ssds: int) -> _History:
     history = _History(set(), [0] * num_ssds)
+    attempt = num_read_before = 0
     for record in read_journal(journal):
+        if record.attempt != attempt:
+            attempt, num_read_before = record.attempt, history.ssd_bytes_read
         if "train_loss" in record.data:
             history.steps.add(record.data["step"])
         history.measured = record.data.get("measured", history.measured)
-        history.ssd_bytes_read = record.data.get("ssd_bytes_read", history.ssd_bytes_read)
-        history.ssd_bytes_written = record.data.get("ssd_bytes_written", history.ssd_bytes_written)
+        if "ssd_bytes_read" not in record.data:
+            continue
         written = record.data.get("ssd_bytes_written_by_ssd", ())
+        num_read, num_written = record.data["ssd_bytes_read"], record.data["ssd_bytes_written"]
+        # Earlier releases told what the attempt had read and written, and only by SSD what the job had written.
+        of_attempt = num_written < sum(written)
+        history.ssd_bytes_read = num_read + num_read_before if of_attempt else num_read
+        history.ssd_bytes_written = max(num_written, sum(written))
         if len(written) == num_ssds:  # else of other SSDs
             history.ssd_bytes_written_by_ssd = written
     return history

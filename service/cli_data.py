@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from windlass.amounts import told_nbytes
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_service import Home
-from windlass.service.cli_table import in_units, print_columns
+from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.local_key import open_client
 from windlass.service.settings import Settings, load_settings
@@ -26,7 +27,7 @@ def storage(
         found = client.storage()
     rows, totals = found["data"], found["windlass"]
     if limit and rows:
-        shown = [(in_units(row["bytes"]), row["kind"].replace("_", " "), row["id"]) for row in rows[:limit]]
+        shown = [(told_nbytes(row["bytes"]), row["kind"].replace("_", " "), row["id"]) for row in rows[:limit]]
         print_columns([("size", "kind", "what"), *shown])
         if len(rows) > limit:
             print(f"… and {len(rows) - limit} more; --limit shows them")
@@ -34,9 +35,9 @@ def storage(
     by_kind = sorted(totals["bytes_by_kind"].items(), key=lambda item: -item[1])
     print_columns(
         [
-            *((f"all {kind.replace('_', ' ')}", in_units(nbytes)) for kind, nbytes in by_kind),
-            ("together", in_units(totals["bytes"])),
-            ("free on the home's disk", in_units(totals["free_bytes"])),
+            *((f"all {kind.replace('_', ' ')}", told_nbytes(nbytes)) for kind, nbytes in by_kind),
+            ("together", told_nbytes(totals["bytes"])),
+            ("free on the home's disk", told_nbytes(totals["free_bytes"])),
         ]
     )
 
@@ -82,7 +83,7 @@ def _free_states(settings: Settings, ids: list[str]) -> None:
     for each in ids:
         if not each.startswith(_JOB):
             raise CommandError(f"{each!r} is no id of a job ({_JOB}…), whose states could be freed")
-        print(f"{each}: {in_units(free_unknown_states(settings, JobId(each)))} are free again")
+        print(f"{each}: {told_nbytes(free_unknown_states(settings, JobId(each)))} are free again")
 
 
 def _delete(client: ServiceClient, what: str, *, with_model: bool) -> None:
@@ -103,7 +104,7 @@ def backup(
     from windlass.service.backup import make_backup  # brings the database
 
     made = make_backup(load_settings(home), destination, with_base_models=models)
-    print(f"{destination}: {in_units(made.nbytes)}")
+    print(f"{destination}: {told_nbytes(made.nbytes)}")
     for remark in made.remarks:
         print(f"! {remark}")
 
@@ -116,6 +117,6 @@ def restore(
     from windlass.service.backup import restore_backup
 
     restored = restore_backup(source, home)
-    print(f"{restored.home}: {in_units(restored.nbytes)}")
+    print(f"{restored.home}: {told_nbytes(restored.nbytes)}")
     for remark in restored.remarks:
         print(f"! {remark}")

@@ -65,9 +65,9 @@ def _loss(data: dict[str, Any], known: str) -> str:
 
 
 def _time_left(job: dict[str, Any]) -> str:
-    if job["estimated_finish"] is None:
+    if job["estimated_finish"] is None or (left_s := int(job["estimated_finish"] - time.time())) <= 0:
         return ""
-    minutes, seconds = divmod(max(0, int(job["estimated_finish"] - time.time())), 60)
+    minutes, seconds = divmod(left_s, 60)
     hours, minutes = divmod(minutes, 60)
     mark = "estimated: " if job["windlass"]["finish_is_estimate"] else ""
     return f"{mark}{hours}:{minutes:02}:{seconds:02} left"

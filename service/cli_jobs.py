@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from windlass.actors.job_spec import Optimizer
+from windlass.amounts import told_nbytes
 from windlass.engine.model_folder import copy_model_folder, folder_nbytes
 from windlass.planner.update_order import UpdateOrder
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import follow_job, format_event
 from windlass.service.cli_service import Home
-from windlass.service.cli_table import in_units, print_columns
+from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.errors import ApiError
 from windlass.service.local_key import open_client
@@ -133,8 +134,8 @@ def _finish(job: dict[str, Any]) -> str | None:
 
 def _occupied(storage: dict[str, Any]) -> str:
     parts = sorted(storage["parts"].items(), key=lambda part: -part[1])
-    named = ", ".join(f"{name.replace('_', ' ')} {in_units(nbytes)}" for name, nbytes in parts if nbytes)
-    return f"{in_units(storage['bytes'])}: {named}" if named else "nothing"
+    named = ", ".join(f"{name.replace('_', ' ')} {told_nbytes(nbytes)}" for name, nbytes in parts if nbytes)
+    return f"{told_nbytes(storage['bytes'])}: {named}" if named else "nothing"
 
 
 def _compared(view: dict[str, Any]) -> dict[str, str]:

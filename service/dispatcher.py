@@ -73,6 +73,7 @@ _LOST = (
 # For how long after the home's disk was full a runner that is gone is taken to have died of that.
 _FULL_LATELY_S = 30.0
 _ROOM_AGAIN = "There is room on the disk again"
+_GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -270,8 +271,9 @@ class Dispatcher:
         if reason is not None and job.waiting_reason is None:
             self._queue.explain(job, reason)
         elif reason is None and job.waiting_reason is not None:
+            message = _GOES_ON_WITHOUT_ROOM if is_out_of_room(self._settings.home) else _ROOM_AGAIN
             with self._database.write() as session:
-                JobRepository(session).clear_waiting_reason(job.id, _ROOM_AGAIN, seen=job)
+                JobRepository(session).clear_waiting_reason(job.id, message, seen=job)
 
     def _end_unless_begun(self, job: Job) -> None:
         """A runner that was made, but whose dispatcher was killed before it told it to begin, would wait for ever."""
@@ -425,7 +427,7 @@ class Dispatcher:
         attempt = Attempt(job.attempt + 1)
         planned = load_plan(self._settings, job)
         with self._database.write() as session:
-            pace = expected_pace(planned, EventRepository(session).last_step(job.id))
+            pace = expected_pace(planned, EventRepository(session).last_paced_step(job.id))
             left_s = seconds_left(pace, job)
             claimed = JobRepository(session).transition(
                 job.id,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.service.cli_table import in_units
+from windlass.amounts import told_nbytes
 
 _DAY_S = 86400
 _COUNT_UNITS = ("", "k", "M", "G", "T")
@@ -71,13 +71,13 @@ def ssd_wear(
     total_nbytes = max(metrics.get("ssd_bytes_written", 0), sum(written_nbytes))
     whole_nbytes = total_nbytes + steps_left * sum(step_nbytes)
     # In the units of the page's other amounts, so that its reader can compare them.
-    of_job = f"{in_units(whole_nbytes)} by {'this' if is_over else 'the whole'} job"
+    of_job = f"{told_nbytes(whole_nbytes)} by {'this' if is_over else 'the whole'} job"
     return SsdWear(
         bytes_per_step=sum(step_nbytes),
         bytes_written=total_nbytes,
         bytes_of_whole_job=whole_nbytes,
         forecast=forecast,
-        summary=f"{in_units(sum(step_nbytes))} a step, {of_job}{_describe(forecast)}",
+        summary=f"{told_nbytes(sum(step_nbytes))} a step, {of_job}{_describe(forecast)}",
     )
 
 

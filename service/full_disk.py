@@ -32,5 +32,6 @@ def why_it_waits_for_room(settings: Settings, job: Job) -> str | None:
 
 
 def _is_silent(settings: Settings, job: Job) -> bool:
+    """Whether its attempt has begun and has given no sign of life since; an attempt that begins is not silent."""
     sign_ns = last_sign_of_life(job_dir(settings, job.id), Attempt(job.attempt))
-    return sign_ns is None or time.time() - sign_ns / 1e9 > _SILENT_S
+    return sign_ns is not None and time.time() - sign_ns / 1e9 > _SILENT_S

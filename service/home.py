@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from windlass.service.cli_table import in_units
+from windlass.amounts import told_nbytes
 from windlass.service.processes import ProcessId, find_process
 from windlass.service.reported_error import ReportedError
 from windlass.storage.durable import sync_path
@@ -90,14 +90,20 @@ def is_out_of_room(home: Path) -> bool:
 
 
 def room_reason(home: Path) -> str | None:
-    """Why the jobs of a home wait where its disk is full, or as good as that; None where it has room."""
-    free_nbytes = shutil.disk_usage(home).free
+    """Why the jobs of a home wait where its disk is full, or as good as that; None where it has room.
+
+    None also where the disk does not answer: what uses the home next tells why.
+    """
+    try:
+        free_nbytes = shutil.disk_usage(home).free
+    except OSError:
+        return None
     return None if free_nbytes >= LEAST_FREE_NBYTES else needs_room(home, LEAST_FREE_NBYTES, free_nbytes)
 
 
 def needs_room(path: Path, needed_nbytes: int, free_nbytes: int) -> str:
     """The room that a job waits for, in the words that the API, the CLI and the page show."""
-    return f"room on the disk of {path}: {in_units(needed_nbytes)} needed, {in_units(free_nbytes)} free"
+    return f"room on the disk of {path}: {told_nbytes(needed_nbytes)} needed, {told_nbytes(free_nbytes)} free"
 
 
 class DispatcherLock:

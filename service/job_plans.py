@@ -84,13 +84,13 @@ def made_for(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected_pace(found: dict[str, Any] | None, last_step: JobMetrics | None) -> Pace | None:
-    """What a step of a job's next attempt takes: as its last step told, else as its plan says; None where neither is
-    known, and where the steps contradict the plan.
+    """What a step of a job's next attempt takes: as the last one told (`EventRepository.last_paced_step`), else as its
+    plan says; None where neither is known, and where the steps contradict the plan.
 
     What was measured before the plan that holds says nothing of how long steps take by it.
     """
     from_attempt = (found or {}).get("from_attempt") or 0
-    if last_step is not None and last_step.attempt >= from_attempt and "remaining_s" in last_step.data:
+    if last_step is not None and last_step.attempt >= from_attempt:
         return pace_of_metrics(last_step.data)
     predicted = predicted_of(found)
     return None if predicted is None else Pace(step_s=float(predicted["step_s"]), is_measured=False)

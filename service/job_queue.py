@@ -18,7 +18,7 @@ from windlass.service.outcomes import in_words_to, last_fruitful_attempt
 from windlass.service.queue_policy import Decision, Holder, Queued, decide
 from windlass.service.settings import Settings
 from windlass.storage.ids import Attempt
-from windlass.storage.room import directory_free_nbytes
+from windlass.storage.room import directory_free_nbytes, directory_nbytes
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
@@ -255,15 +255,19 @@ class JobQueue:
         return None if self._clock() >= retry.at else retry.pause_s
 
     def _lacks_room(self, job_id: str) -> str | None:
-        """Why a job waits for room on the disk where its last attempt found too little; None once it is there."""
+        """Why a job waits for room on the disk where its last attempt found too little; None once it is there.
+
+        None also where the whole disk is smaller: to wait would be for ever, while attempts that are lost for want of
+        room come to an end.
+        """
         if job_id not in self._rooms:
             return None
         path, nbytes = self._rooms[job_id]
         try:
-            free_nbytes = directory_free_nbytes(path)
+            free_nbytes, disk_nbytes = directory_free_nbytes(path), directory_nbytes(path)
         except OSError:  # the folder is not there any more: the next attempt tells
             return None
-        return needs_room(path, nbytes, free_nbytes) if free_nbytes < nbytes else None
+        return needs_room(path, nbytes, free_nbytes) if free_nbytes < nbytes <= disk_nbytes else None
 
     def _forget_all_but(self, queued: Collection[str]) -> None:
         for remembered in (self._retries, self._said_at, self._rooms):

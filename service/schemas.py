@@ -1,6 +1,7 @@
 """The JSON that goes in and out: OpenAI's fine-tuning API, with what windlass adds under `windlass`."""
 
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -228,11 +229,13 @@ class JobObject(BaseModel):
                 batch_size=job.hyperparameters["batch_size"],
                 learning_rate_multiplier=round(job.hyperparameters["learning_rate"] / DEFAULT_LEARNING_RATE, 9),
             )
+        # One that has passed was wrong: an attempt takes longer to begin than its plan says, or steps have become slow.
+        finish = None if job.estimated_finish is None or job.estimated_finish <= time.time() else job.estimated_finish
         return cls(
             id=job.id,
             created_at=int(job.created_at),
             finished_at=_seconds(job.finished_at),
-            estimated_finish=_seconds(job.estimated_finish),
+            estimated_finish=_seconds(finish),
             model=job.model,
             fine_tuned_model=job.fine_tuned_model,
             status=job.status.value,
@@ -258,7 +261,7 @@ class JobObject(BaseModel):
                 waiting_reason=room_reason or job.waiting_reason,
                 cancel_requested=job.cancel_requested,
                 has_plan=has_plan,
-                finish_is_estimate=None if job.estimated_finish is None else not job.finish_is_measured,
+                finish_is_estimate=None if finish is None else not job.finish_is_measured,
                 last_metrics=last_metrics,
                 ssd_wear=None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
             ),

@@ -65,6 +65,12 @@ def directory_free_nbytes(directory: Path) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
+def directory_nbytes(directory: Path) -> int:
+    """Bytes of the file system that holds `directory`, used ones included."""
+    facts = os.statvfs(directory)
+    return facts.f_blocks * facts.f_frsize
+
+
 def memory_available_nbytes() -> int:
     """Bytes of memory this process may still take: what the machine has, or its control groups allow, if less."""
     machine = int(psutil.virtual_memory().available)

@@ -6,13 +6,19 @@ from collections.abc import Mapping
 GIB = 2**30
 GB = 10**9
 # Units, and the least amount that is told in each.
-_UNITS = (("GiB", GIB, GIB / 10), ("MiB", 2**20, 2**20 / 10), ("KiB", 2**10, 2**10))
+_UNITS = (
+    ("PiB", 2**50, 2**50),
+    ("TiB", 2**40, 2**40),
+    ("GiB", GIB, GIB / 10),
+    ("MiB", 2**20, 2**20 / 10),
+    ("KiB", 2**10, 2**10),
+)
 
 
 def told_nbytes(nbytes: float) -> str:
-    """An amount with two decimals, in the largest unit of which there is a tenth at least: "1.50 GiB".
+    """An amount with two decimals: "1.50 GiB".
 
-    Less than a KiB is told in bytes.
+    GiB and MiB are told from a tenth of one on, all other units from a whole one.
     """
     for unit, size, least_nbytes in _UNITS:
         if abs(nbytes) >= least_nbytes:

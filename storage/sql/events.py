@@ -119,12 +119,14 @@ class EventRepository:
         """The metrics of the last step of each of these jobs that has any."""
         return {row.job_id: row.data for row in self._session.execute(_last_metrics(), {"job_ids": list(job_ids)})}
 
-    def last_step(self, job_id: str) -> JobMetrics | None:
-        """The last step of a job that was trained and told of; None before the first."""
+    def last_paced_step(self, job_id: str) -> JobMetrics | None:
+        """The last step of a job that told the time left, if only that none is known; None where none did.
+
+        Those that were only evaluated so far do not, nor those that a later attempt told of.
+        """
         query = select(JobMetrics).where(JobMetrics.job_id == job_id).order_by(JobMetrics.step.desc())
-        # The last steps may have been evaluated only, so far.
         return next(
-            (row for row in self._session.scalars(query.limit(_NUM_TO_SEARCH)) if "train_loss" in row.data), None
+            (row for row in self._session.scalars(query.limit(_NUM_TO_SEARCH)) if "remaining_s" in row.data), None
         )
 
     def last_measured(self, job_id: str) -> dict[str, Any] | None:

@@ -94,14 +94,16 @@ def test_what_a_job_wears_off_ssds_comes_with_its_first_step_and_settles(
     # The first step takes longer than those that follow.
     service.train(job_id, 1, 2.0, total_steps=20, step_s=60.0)
     figures = (
-        "SSD wear: 19.2 GiB a step, 385 GiB by the whole job (0.034 % of the rating); the rating lasts 58 k steps or"
+        "SSD wear: 19.23 GiB a step, 384.64 GiB by the whole job (0.034 % of the rating); "
+        "the rating lasts 58 k steps or"
     )
     expect(page.locator("#detail-wear")).to_have_text(f"{figures} 40 days of training")
     for step in range(2, 9):
         service.train(job_id, step, 2.0, total_steps=20, step_s=120.0 / step)
     expect(page.locator("#detail-wear")).to_have_text(f"{figures} 10 days of training")
     service.move(job_id, JobStatus.RUNNING, JobStatus.CANCELLED, "Fine-tuning job cancelled")
-    expect(page.locator("#detail-wear")).to_contain_text("19.2 GiB a step, 154 GiB by this job (0.014 % of the rating)")
+    written = "19.23 GiB a step, 153.85 GiB by this job (0.014 % of the rating)"
+    expect(page.locator("#detail-wear")).to_contain_text(written)
     expect(page.locator("#figures")).to_contain_text("Written to SSD154 GiB")
 
 

@@ -62,7 +62,7 @@ def test_the_page_tells_that_a_running_job_waits_for_room_without_an_event(
     expect(page.locator("#detail-steps")).to_have_text("step 1 of 10")
     expect(page.locator("#detail-reason")).to_be_hidden()
     filler = _fill(small_disk)
-    waits = f"Waiting: room on the disk of {small_disk}: 64.0 MiB needed, 0 B free"
+    waits = f"Waiting: room on the disk of {small_disk}: 64.00 MiB needed, 0 bytes free"
     expect(page.locator("#detail-reason")).to_have_text(waits)
     expect(page.locator("#detail-status")).to_have_text("running")
     filler.unlink()
@@ -88,7 +88,7 @@ def test_a_running_job_on_a_full_disk_says_so_and_goes_on_with_room(
 
     filler = _fill(small_disk)
     job = installation.await_job(job_id, lambda job: job["windlass"]["waiting_reason"], "waiting", timeout_s=120)
-    reason = f"room on the disk of {installation.home}: 64.0 MiB needed, 0 B free"
+    reason = f"room on the disk of {installation.home}: 64.00 MiB needed, 0 bytes free"
     assert job["windlass"]["waiting_reason"] == reason
     shown = " ".join(installation.ok("show", job_id).split())
     assert f"status {job['status']} waiting for {reason}" in shown

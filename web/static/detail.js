@@ -343,8 +343,9 @@ export class Detail {
 export function timesOf({ job, finish }) {
   const startedAt = job.windlass.started_at;
   if (job.finished_at !== null && startedAt !== null) return `took ${format.duration(job.finished_at - startedAt)}`;
-  if (job.status !== "running" || finish.at === null) return "";
-  const left = `${format.duration(finish.at - Date.now() / 1000)} left`;
+  const leftS = finish.at === null ? 0 : finish.at - Date.now() / 1000;
+  if (job.status !== "running" || leftS <= 0) return ""; // a finish that has passed was wrong
+  const left = `${format.duration(leftS)} left`;
   return finish.isEstimate ? `estimated: ${left}` : left;
 }
 

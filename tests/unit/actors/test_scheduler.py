@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import math
 import queue
 from pathlib import Path
@@ -504,6 +505,23 @@ def test_bytes_read_of_a_step_that_the_next_attempt_tells_of_are_those_of_earlie
     told = {record.data["step"]: record.data for record in journal_of(stage.spec) if record.kind == "metrics"}
     assert {step: data["ssd_bytes_read"] for step, data in told.items()} == {1: 200, 2: 200, 3: 200, 4: 400}
     assert {step: data["ssd_bytes_written"] for step, data in told.items()} == {1: 160, 2: 240, 3: 240, 4: 320}
+
+
+def test_bytes_that_an_earlier_release_counted_from_the_start_of_its_attempts_are_added_up(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path)
+    second = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    second.run()
+    journal = Path(first.spec.job_dir) / "journal.jsonl"
+    records = [json.loads(line) for line in journal.read_text().splitlines()]
+    for record in records:
+        if record["kind"] == "metrics" and record["attempt"] == 3:
+            record["data"]["ssd_bytes_read"] -= 200
+            record["data"]["ssd_bytes_written"] -= 80 * 5
+    journal.write_text("".join(json.dumps(record) + "\n" for record in records))
+    Path(second.spec.output_dir).rmdir()
+    Stage(tmp_path, resume_from=second.commit(3), attempt=Attempt(4)).run()
+    last = [record.data for record in journal_of(second.spec) if record.kind == "metrics"][-1]
+    assert (last["ssd_bytes_read"], last["ssd_bytes_written"]) == (600, 80 * 8)
 
 
 def test_bytes_of_a_job_whose_number_of_ssds_changed_are_those_of_all_its_ssds(tmp_path: Path) -> None:

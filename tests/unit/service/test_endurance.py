@@ -52,7 +52,7 @@ def test_the_whole_job_is_what_is_written_and_the_steps_to_come() -> None:
     assert wear.forecast is not None
     assert wear.forecast.share_of_rating == pytest.approx((9 + 96) / 150_000)
     assert wear.summary == (
-        "2.8 GiB a step, 293 GiB by the whole job (0.07 % of the rating); "
+        "2.79 GiB a step, 293.37 GiB by the whole job (0.07 % of the rating); "
         "the rating lasts 150 k steps or 4.7 days of training"
     )
 
@@ -60,7 +60,7 @@ def test_the_whole_job_is_what_is_written_and_the_steps_to_come() -> None:
 def test_a_job_that_is_over_has_no_steps_to_come() -> None:
     wear = wear_of(is_over=True)
     assert wear.bytes_of_whole_job == wear.bytes_written == 27 * GB
-    assert wear.summary.startswith("2.8 GiB a step, 25.1 GiB by this job (less than 0.01 % of the rating);")
+    assert wear.summary.startswith("2.79 GiB a step, 25.15 GiB by this job (less than 0.01 % of the rating);")
 
 
 def test_a_job_that_had_another_number_of_ssds_counts_what_it_wrote_on_all_of_them() -> None:
@@ -73,7 +73,7 @@ def test_a_job_that_had_another_number_of_ssds_counts_what_it_wrote_on_all_of_th
 def test_without_the_rating_of_each_there_is_no_forecast(rated_nbytes: tuple[float, ...]) -> None:
     wear = wear_of(rated_nbytes=rated_nbytes)
     assert wear.forecast is None
-    assert wear.summary == "2.8 GiB a step, 293 GiB by the whole job"
+    assert wear.summary == "2.79 GiB a step, 293.37 GiB by the whole job"
 
 
 def test_metrics_without_bytes_tell_nothing() -> None:
@@ -84,14 +84,18 @@ def test_metrics_without_bytes_tell_nothing() -> None:
 @pytest.mark.parametrize(
     ("step_nbytes", "rated_nbytes", "expected"),
     [
-        (0, 1e15, "0 B a step, 4.7 GiB by this job (less than 0.01 % of the rating)"),
-        (999, 1e13, "999 B a step, 4.7 GiB by this job (0.05 % of the rating); the rating lasts 10 G steps or"),
-        (9_949_999, 1e10, "9.5 MiB a step, 4.7 GiB by this job (50 % of the rating); the rating lasts 1.0 k steps or"),
-        (999_500, 1e9, "976 KiB a step, 4.7 GiB by this job (500 % of the rating); the rating lasts 1.0 k steps or"),
+        (0, 1e15, "0 bytes a step, 4.66 GiB by this job (less than 0.01 % of the rating)"),
+        (999, 1e13, "999 bytes a step, 4.66 GiB by this job (0.05 % of the rating); the rating lasts 10 G steps or"),
+        (
+            9_949_999,
+            1e10,
+            "9.49 MiB a step, 4.66 GiB by this job (50 % of the rating); the rating lasts 1.0 k steps or",
+        ),
+        (999_500, 1e9, "0.95 MiB a step, 4.66 GiB by this job (500 % of the rating); the rating lasts 1.0 k steps or"),
         (
             5 * 10**12,
             6e14,
-            "4.5 TiB a step, 4.7 GiB by this job (less than 0.01 % of the rating); the rating lasts 120",
+            "4.55 TiB a step, 4.66 GiB by this job (less than 0.01 % of the rating); the rating lasts 120",
         ),
     ],
 )

@@ -16,7 +16,9 @@ from sqlalchemy.exc import OperationalError
 
 from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.dispatcher_stage import PREPARED, Stage
+from windlass.actors.attempt_lock import begin_attempt, tell_alive
 from windlass.actors.scheduler import INTERRUPTED
+from windlass.amounts import told_nbytes
 from windlass.service import cli_jobs
 from windlass.service import home as home_module
 from windlass.service.cli_errors import reported
@@ -26,6 +28,8 @@ from windlass.service.preparation import PreparationError
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import Settings
 from windlass.service.supervisor import Child
+from windlass.storage.ids import Attempt
+from windlass.storage.room import directory_nbytes
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.statuses import JobStatus
@@ -41,7 +45,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def _reason(stage: Stage) -> str:
-    return f"room on the disk of {stage.settings.home}: 64.0 MiB needed, 3.0 MiB free"
+    return f"room on the disk of {stage.settings.home}: 64.00 MiB needed, 3.00 MiB free"
 
 
 def _stop_pulse(stage: Stage, job_id: str) -> None:
@@ -60,13 +64,29 @@ def test_a_running_job_whose_attempt_waits_for_room_says_so_until_there_is_some(
     job = stage.job(job_id)
     assert (job.status, job.waiting_reason) == (JobStatus.RUNNING, _reason(stage))
     assert stage.messages(job_id)[-1] == f"Waiting: {_reason(stage)}"
+    assert tell_alive(stage.settings.jobs_dir / job_id, Attempt(1))
+    stage.tick()
+    assert stage.job(job_id).waiting_reason is None
+    assert stage.messages(job_id)[-1] == "The job goes on, though the disk is still nearly full"
+    _stop_pulse(stage, job_id)
+    stage.tick()
     full[0] = False
     stage.tick(2)
     assert (stage.status(job_id), stage.job(job_id).waiting_reason) == (JobStatus.RUNNING, None)
     assert [message for message in stage.messages(job_id) if "oom on the disk" in message] == [
         f"Waiting: {_reason(stage)}",
+        f"Waiting: {_reason(stage)}",
         "There is room on the disk again",
     ]
+
+
+def test_a_running_job_whose_attempt_has_not_begun_yet_does_not_wait_for_room(stage: Stage, full: list[bool]) -> None:
+    full[0] = False
+    job_id, _ = stage.run()
+    full[0] = True
+    (stage.settings.jobs_dir / job_id / "attempt-1.lock").unlink()
+    stage.tick()
+    assert stage.job(job_id).waiting_reason is None
 
 
 def test_an_attempt_that_ends_without_room_for_an_outcome_is_told_to_have_died_of_the_full_disk(
@@ -92,7 +112,8 @@ def test_an_attempt_that_ends_without_room_for_an_outcome_is_told_to_have_died_o
     full[0] = False
     stage.tick()
     job = stage.job(job_id)
-    assert (job.status, job.attempt, job.waiting_reason) == (JobStatus.RUNNING, 2, None)
+    assert (job.status, job.waiting_reason) == (JobStatus.RUNNING, None)
+    assert job.attempt > 1
     assert stage.messages(job_id)[-1] == "Attempt 2 started"
 
 
@@ -158,8 +179,11 @@ def test_the_api_and_the_cli_tell_that_a_job_waits_for_room_where_its_database_c
         assert service.job(made["id"])["windlass"]["waiting_reason"] is None
         cli_jobs.jobs(tmp_path)
         assert "waiting for" not in capsys.readouterr().out
+        (settings.jobs_dir / made["id"]).mkdir()
+        os.close(begin_attempt(settings.jobs_dir / made["id"], Attempt(1)))
+        os.utime(settings.jobs_dir / made["id"] / "attempt-1.lock", (0, 0))
         full[0] = True
-        reason = f"room on the disk of {tmp_path}: 64.0 MiB needed, 3.0 MiB free"
+        reason = f"room on the disk of {tmp_path}: 64.00 MiB needed, 3.00 MiB free"
         job = service.job(made["id"])
         assert (job["status"], job["windlass"]["waiting_reason"]) == ("running", reason)
         cli_jobs.jobs(tmp_path)
@@ -171,20 +195,46 @@ def test_the_api_and_the_cli_tell_that_a_job_waits_for_room_where_its_database_c
         assert service.job(made["id"])["windlass"]["waiting_reason"] is None
 
 
-def test_a_job_whose_model_found_no_room_waits_for_as_much_as_it_needs(stage: Stage, tmp_path: Path) -> None:
+def _lose_attempt_for_room(stage: Stage, path: Path, nbytes: int) -> str:
+    """A job whose first attempt found less than `nbytes` free, long enough ago for the next one to begin."""
     job_id, journal = stage.run()
     journal.append("metrics", "Step 1", step=1, total_steps=4, train_loss=1.0)
     error = {"code": "process_lost", "message": "gpu-0: DiskFull: not enough room", "param": None}
-    journal.append_outcome(INTERRUPTED, "not enough room", error, room=[str(tmp_path), 5 << 60])
+    journal.append_outcome(INTERRUPTED, "not enough room", error, room=[str(path), nbytes])
     journal.close()
     stage.end_runner(job_id)
     stage.tick(2)
     stage.now += 1000
+    stage.tick()  # what was left of the attempt has gone
+    stage.sit_out_the_pause()
+    return job_id
+
+
+def test_a_job_does_not_wait_for_more_room_than_the_whole_disk_has(stage: Stage, tmp_path: Path) -> None:
+    job_id = _lose_attempt_for_room(stage, tmp_path, 5 << 60)
+    job = stage.job(job_id)
+    assert (job.status, job.waiting_reason) == (JobStatus.RUNNING, None)
+    assert job.attempt > 1
+
+
+def test_a_home_whose_disk_does_not_answer_does_not_end_the_dispatcher(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    job_id, _ = stage.run()
+    monkeypatch.setattr(home_module.shutil, "disk_usage", fail)
     stage.tick()
+    assert stage.status(job_id) is JobStatus.RUNNING
+
+
+def test_a_job_whose_model_found_no_room_waits_for_as_much_as_it_needs(stage: Stage, tmp_path: Path) -> None:
+    job_id = _lose_attempt_for_room(stage, tmp_path, needed := directory_nbytes(tmp_path))
     job = stage.job(job_id)
     assert (job.status, job.attempt) == (JobStatus.QUEUED, 1)
     assert job.waiting_reason is not None
-    assert job.waiting_reason.startswith(f"room on the disk of {tmp_path}: 5120 PiB needed, ")
+    assert job.waiting_reason.startswith(f"room on the disk of {tmp_path}: {told_nbytes(needed)} needed, ")
     stage.dispatcher._queue.wait_for_room(job_id, tmp_path, 1)
     stage.tick()
     assert (stage.status(job_id), stage.job(job_id).waiting_reason) == (JobStatus.RUNNING, None)

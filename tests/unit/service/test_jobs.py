@@ -1,5 +1,6 @@
 """Jobs over HTTP: what is accepted, what is refused, and in which words."""
 
+import time
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def test_a_job_has_all_fields_of_the_contract(client: TestClient, file_id: str) 
     }
     assert job["windlass"]["settings"]["sequence_length"] == 512  # the model takes no more
     assert client.get(f"{JOBS}/{job['id']}").json() == job
+
+
+def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, file_id: str) -> None:
+    job_id = create(client, file_id).json()["id"]
+    for seconds_left in (100.0, -1.0):
+        with context_of(client).database.write() as session:
+            finish = time.time() + seconds_left
+            JobRepository(session).set_fields(job_id, estimated_finish=finish, finish_is_measured=True)
+        job = client.get(f"{JOBS}/{job_id}").json()
+        found = (job["estimated_finish"], job["windlass"]["finish_is_estimate"])
+        assert found == ((int(finish), False) if seconds_left > 0 else (None, None))
 
 
 @pytest.mark.parametrize(

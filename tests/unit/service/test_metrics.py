@@ -69,7 +69,7 @@ def test_jobs_carry_what_they_wear_off_ssds(
         (listed,) = client.get(JOBS).json()["data"]
         assert client.get(f"{JOBS}/{job_id}").json() == listed
         summary = (
-            "2.8 GiB a step, 30.7 GiB by the whole job (4.4 % of the rating); "
+            "2.79 GiB a step, 30.73 GiB by the whole job (4.4 % of the rating); "
             "the rating lasts 250 steps or 0.0 days of training"
         )
         assert listed["windlass"]["ssd_wear"] == {
@@ -106,7 +106,7 @@ def test_without_ratings_jobs_carry_bytes_only(client: TestClient, file_id: str)
     assert fresh["windlass"]["ssd_wear"] is None
     tell(client, fresh["id"], 1, TOLD)
     wear = client.get(f"{JOBS}/{fresh['id']}").json()["windlass"]["ssd_wear"]
-    assert (wear["forecast"], wear["summary"]) == (None, "2.8 GiB a step, 30.7 GiB by the whole job")
+    assert (wear["forecast"], wear["summary"]) == (None, "2.79 GiB a step, 30.73 GiB by the whole job")
 
 
 def test_a_curve_has_each_step_that_counts_once(client: TestClient, job_id: str) -> None:

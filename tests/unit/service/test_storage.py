@@ -9,8 +9,8 @@ from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import context_of, make_model
 from tests.unit.service.keyed import USERS, keyed_world
+from windlass.amounts import told_nbytes
 from windlass.service import cli_jobs
-from windlass.service.cli_table import in_units
 from windlass.service.occupied import Tally
 from windlass.service.settings import Settings
 from windlass.storage.ids import JobId
@@ -91,7 +91,7 @@ def test_what_a_job_occupies_is_told_by_part(client: TestClient, settings: Setti
         "result_files": 1,
     }
     assert found["bytes"] == sum(found["parts"].values())
-    assert cli_jobs._occupied(found).startswith("22.0 MiB: ")
+    assert cli_jobs._occupied(found).startswith("22.03 MiB: ")
     assert client.get(f"/v1/models/{model}").json()["windlass"]["bytes"] == found["parts"]["model"]
 
 
@@ -150,13 +150,13 @@ def test_the_data_of_another_homes_job_is_not_said_to_be_nothing(client: TestCli
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (300 * MIB, "300 MiB"),
-        (5 * 1024**5, "5.0 PiB"),
-        (5000 * 1024**5, "5000 PiB"),
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB"),
+        (300 * MIB, "0.29 GiB"),
+        (5 * 1024**5, "5.00 PiB"),
+        (5000 * 1024**5, "5000.00 PiB"),
     ],
 )
 def test_bytes_in_words(nbytes: int, text: str) -> None:
-    assert in_units(nbytes) == text
+    assert told_nbytes(nbytes) == text

@@ -50,6 +50,26 @@ def test_a_batch_given_twice_counts_once(database: Database, make_job: Callable[
     assert [event.type for event in newest] == ["metrics", "metrics", "message", "message"]
 
 
+def test_the_last_step_that_told_the_time_left_is_found_behind_those_that_did_not(
+    database: Database, make_job: Callable[..., Job]
+) -> None:
+    job = make_job()
+
+    def last() -> int | None:
+        with database.read() as session:
+            found = EventRepository(session).last_paced_step(job.id)
+            return None if found is None else found.step
+
+    take(database, job, 1, record(1), metrics(2, 1, 3.0))
+    assert last() is None
+    take(database, job, 1, metrics(3, 2, 2.5, remaining_s=50.0), metrics(4, 3, 2.4, remaining_s=None))
+    assert last() == 3, "that the time left is not known is told, too"
+    take(database, job, 1, metrics(5, 4, 2.3, remaining_s=20.0))
+    # The next attempt tells of a step of the one before, which took its time along.
+    take(database, job, 2, metrics(1, 5, 2.2, attempt=2))
+    assert last() == 4
+
+
 def test_an_import_that_is_undone_is_done_again(database: Database, make_job: Callable[..., Job]) -> None:
     job = make_job()
 
