@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
@@ -19,6 +20,10 @@ from tests.postgresql import PostgresServer, find_programs, postgres_server
 from windlass.engine.kernel_cache import load_kernel
 from windlass.engine.optimizer_formulas import Format
 from windlass.storage.ids import StatePrecision
+
+# How long an example takes says more of the machine's other load than of the code.
+hypothesis.settings.register_profile("windlass", deadline=None)
+hypothesis.settings.load_profile("windlass")
 
 _TESTS = Path(__file__).parent
 # What tests of these folders start (Ray, the service, a browser) takes more than one core, and they look at what the

@@ -43,12 +43,13 @@ def test_digests_fit_64_unsigned_bits() -> None:
 
 def test_the_gil_is_kept_unless_somebody_has_waited_for_it() -> None:
     """Else each granule would wait for a busy thread to hand it back: 5 ms, a hundred times the checksum."""
-    go = threading.Event()
+    go = threading.Lock()  # a plain one: to release it lets no other thread run
+    go.acquire()
     ran = threading.Event()
 
     def run() -> None:
-        go.wait()
-        ran.set()
+        with go:
+            ran.set()
 
     other = threading.Thread(target=run)
     other.start()
@@ -56,7 +57,7 @@ def test_the_gil_is_kept_unless_somebody_has_waited_for_it() -> None:
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(3600.0)  # nobody is made to hand it over
     try:
-        go.set()
+        go.release()
         granule_digests(content)
         ran_meanwhile = ran.is_set()
     finally:
