@@ -213,11 +213,24 @@ class ConversationChecks:
         for i, message in enumerate(conversation.messages):
             for number, call in enumerate(message.get("tool_calls", ())):
                 for value in _containers(call["function"]["arguments"]):
-                    if "'" in str(value) and str(value) in text and json.dumps(value, ensure_ascii=False) not in text:
+                    if (
+                        "'" in str(value)
+                        and str(value) in text
+                        and json.dumps(value, ensure_ascii=False) not in text
+                        and self._prints_of_call(conversation, i, number, str(value), text)
+                    ):
                         raise ChatTemplateError(
                             f"the chat template prints {str(value)[:60]} in Python's spelling, not as JSON",
                             f"messages[{i}].tool_calls[{number}].function.arguments",
                         )
+
+    def _prints_of_call(self, conversation: Conversation, index: int, number: int, words: str, text: str) -> bool:
+        """Whether words in the text come from a call's arguments; else another part of the conversation has them."""
+        call = conversation.messages[index]["tool_calls"][number]
+        without = self._template.try_render(
+            _with_call(conversation, index, number, with_arguments(call, {}, as_text=False))
+        )
+        return without is None or without.count(words) < text.count(words)
 
     def check_form(self, conversation: Conversation, text: str) -> None:
         """Raises `ChatTemplateError` where the template does not take tool calls and missing contents as written here.
@@ -237,7 +250,8 @@ class ConversationChecks:
         for part in calls:
             if marked_text is None or part.mark not in marked_text:
                 if not self._shows(conversation, part):
-                    raise _dropped(part.field)
+                    shows_any = any(each.mark in (marked_text or "") for each in calls if each.message == part.message)
+                    raise _dropped(part.field if shows_any else f"messages[{part.message}].tool_calls")
                 continue
             if f"'{part.mark}': '{part.mark}'" in marked_text:
                 raise ChatTemplateError("the chat template prints it in Python's spelling, not as JSON", part.field)

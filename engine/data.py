@@ -194,7 +194,9 @@ class _Line:
     def _decode(self, raw: bytes) -> Any:
         try:
             # A byte order mark is allowed where editors put it: at the file's start.
-            return json.loads(raw.decode("utf-8-sig" if self.number == 1 else "utf-8"))
+            text = raw.decode("utf-8-sig" if self.number == 1 else "utf-8")
+            # Without its end: columns are counted from the last one.
+            return json.loads(text.rstrip("\r\n"))
         except UnicodeDecodeError as error:
             message = f"not UTF-8 text: byte {error.start + 1} of the line is 0x{raw[error.start]:02x}"
         except json.JSONDecodeError as error:

@@ -32,7 +32,7 @@ def calling(how: str) -> str:
 
 def test_tool_calls_that_the_template_ignores_are_refused() -> None:
     error = refusal(PLAIN_TEMPLATE, example(user("q"), CALLS, SEVEN, says("seven")))
-    assert (error.field, "drops it" in str(error)) == ("messages[1].tool_calls[0].function.name", True)
+    assert (error.field, "drops it" in str(error)) == ("messages[1].tool_calls", True)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,12 @@ def test_arguments_are_written_as_the_template_takes_them(how: str, expected: li
     given = example(user("q"), says(None, tool_calls=[call("f", arguments)]), SEVEN, says("seven"))
     as_written = expected[0] if isinstance(arguments, str) else expected[-1]
     assert learned(calling(how), given) == [as_written + "<|im_end|>", "seven<|im_end|>"]
+
+
+def test_a_question_that_quotes_arguments_in_pythons_spelling_is_learned() -> None:
+    how = "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}"
+    given = example(user("Call f with {'x': 'z'}."), says(None, tool_calls=[call("f", {"x": "z"})]), SEVEN, says("7"))
+    assert learned(calling(how), given) == ["f<x>z<|im_end|>", "7<|im_end|>"]
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,9 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "weight 0 first": [["e$\n</s>"]],
             "system, several": [["b c$", "e$\n</s>"]],
             "think in content": [["<think>\nr1\n</think>\n\nb c$", "e$\n</s>"]],
-            "call": ("messages[1].tool_calls[0].function.name", "drops it"),
-            "tools": ("messages[1].tool_calls[0].function.name", "drops it"),
-            "reasoning and call": ("messages[3].tool_calls[0].function.name", "drops it"),
+            "call": ("messages[1].tool_calls", "drops it"),
+            "tools": ("messages[1].tool_calls", "drops it"),
+            "reasoning and call": ("messages[3].tool_calls", "drops it"),
         },
     ),
     "gpt-oss": (

@@ -182,6 +182,11 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, code: str, field: str, w
     assert words in error.message
 
 
+def test_a_line_that_is_cut_off_is_told_with_the_column_of_its_end(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 2: not valid JSON: .* at column 13$"):
+        examples(write(tmp_path, {"text": "a"}, b'{"text": "b"', {"text": "c"}))
+
+
 def test_an_error_comes_when_its_line_is_reached(tmp_path: Path) -> None:
     stream = write(tmp_path, {"text": "a"}, b"{").examples()
     assert next(stream)[2] == TextExample(text="a")

@@ -232,7 +232,7 @@ def test_a_bad_chat_is_named_with_line_field_and_reason(tmp_path: Path) -> None:
     calls = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
     with pytest.raises(DataError) as caught:
         run(tmp_path, make_tokenizer(), CHAT, calls)
-    place = "train.jsonl, line 2, field messages[1].tool_calls[0].function.name: the chat template drops it"
+    place = "train.jsonl, line 2, field messages[1].tool_calls: the chat template drops it"
     assert caught.value.message.startswith(place)
 
 
