@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -28,6 +29,8 @@ import torch
 
 from windlass.engine.optimizer_formulas import Format, encoded
 from windlass.storage.process_end import describe_process_end
+
+_LOG = logging.getLogger(__name__)
 
 _COMPILE_DEADLINE_S = 600.0
 _ANNOUNCEMENT = "Compiling the update kernel for this job's number formats: 10 to 20 s, once for each format"
@@ -187,7 +190,14 @@ def _run_compiler(kernel: Format, library: Path) -> None:
             if os.strerror(code) in text:
                 raise OSError(code, os.strerror(code), str(library.parent.parent))
         how = describe_process_end(process.returncode)
-        raise KernelUnavailable(f"the compiler of the optimizer kernel {how}: {text.strip()[-2000:]}")
+        _LOG.warning("what the compiler of the optimizer kernel said:\n%s", text)
+        raise KernelUnavailable(f"the compiler of the optimizer kernel {how}: {_first_error(text)}")
+
+
+def _first_error(text: str) -> str:
+    """The line of a compiler's output that tells what is wrong; the whole output is too long for an event."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), lines[-1] if lines else "it said nothing")[:300]
 
 
 def make_private(directory: Path) -> None:

@@ -1,6 +1,5 @@
 """Plans over HTTP: of a job before there is one, and of one that was accepted."""
 
-import contextlib
 import shutil
 import tempfile
 import time
@@ -159,9 +158,8 @@ def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], 
             while (results := preparation.poll()) is None:
                 time.sleep(_POLL_S)
         except StepFailedError as error:
-            kept = _keep_output(settings, error)
-            message = f"{error.cause}. {error.advice}. Its output is in {kept}"
-            raise ApiError(message, status=500, code=error.code) from None
+            place = "" if (kept := _keep_output(settings, error)) is None else f". Its output is in {kept}"
+            raise ApiError(f"{error.cause}. {error.advice}{place}", status=500, code=error.code) from None
         except PreparationError as error:
             raise ApiError(error.message, param=error.param, code=error.code) from None
         finally:
@@ -173,10 +171,15 @@ def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], 
     return plan, preparation.warnings
 
 
-def _keep_output(settings: Settings, error: StepFailedError) -> Path:
-    """The output of a failed planner, copied out of its folder, which is removed with the request."""
+def _keep_output(settings: Settings, error: StepFailedError) -> Path | None:
+    """The output of a failed planner, copied out of its folder, which is removed with the request.
+
+    None where it cannot be copied: the disk may be full.
+    """
     kept = settings.home / "logs" / _FAILED_LOG
-    with contextlib.suppress(OSError):  # the disk may be full
+    try:
         kept.parent.mkdir(mode=0o700, exist_ok=True)
         shutil.copyfile(error.log_path, kept)
+    except OSError:
+        return None
     return kept

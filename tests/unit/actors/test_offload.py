@@ -3,7 +3,7 @@
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,10 @@ from tests.unit.actors.offload_models import (
     seeded,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_STEPS = 4
 Loss = Callable[[nn.Module, int], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other where tests run beside others."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def qwen2(directory: Path) -> nn.Module:

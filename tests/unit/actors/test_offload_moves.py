@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +28,7 @@ from windlass.storage.ids import JobId
 from windlass.storage.tensor_store import TensorStore
 from windlass.storage.volume import Volume
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other where tests run beside others."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:

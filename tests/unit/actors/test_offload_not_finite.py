@@ -1,7 +1,7 @@
 """Gradients that are not finite leave the parameters that the plain loop leaves, NaN for NaN."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from tests.unit.actors.offload_models import PlainAdam, adamw, offloaded, seeded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HIDDEN, CHUNK_NUMEL = 48, 2048
 # Above the norm of all finite gradients: the scale of their steps is 1, and so without a difference in the last bits.
@@ -67,15 +69,6 @@ STEPS: list[dict[tuple[int, int], float]] = [
     {(2, 3): math.nan},
 ]
 INF_AND_NAN = [{}, {(0, 1): math.nan, (2, 3): math.inf}]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other where tests run beside others."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def weights_of_steps(

@@ -158,6 +158,16 @@ def test_a_compilation_that_fails_is_quoted(tmp_path: Path, compiler_script: Pat
     assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".lock"]
 
 
+def test_a_compilation_that_fails_is_told_by_its_first_error_and_logged_whole(
+    tmp_path: Path, compiler_script: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler_script.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such type\n  1 | foo\ndone' >&2\nexit 1\n")
+    with pytest.raises(KernelUnavailable) as caught:
+        load_kernel(FORMAT, tmp_path / "kernels")
+    assert str(caught.value).endswith(": x.cpp:1: error: no such type")
+    assert "1 | foo" in caplog.text
+
+
 def test_a_full_disk_is_no_lack_of_a_compiler(tmp_path: Path, compiler_script: Path) -> None:
     """A job waits for room then, and does not train with another kernel."""
     told = "as: cannot write main.o: No space left on device"
