@@ -7,8 +7,8 @@ GIB = 2**30
 GB = 10**9
 # Units, and the least amount that is told in each.
 _UNITS = (
-    ("PiB", 2**50, 2**50),
-    ("TiB", 2**40, 2**40),
+    ("PiB", 2**50, 10 * 2**50),
+    ("TiB", 2**40, 10 * 2**40),
     ("GiB", GIB, GIB / 10),
     ("MiB", 2**20, 2**20 / 10),
     ("KiB", 2**10, 2**10),
@@ -18,7 +18,7 @@ _UNITS = (
 def told_nbytes(nbytes: float) -> str:
     """An amount with two decimals: "1.50 GiB".
 
-    GiB and MiB are told from a tenth of one on, all other units from a whole one.
+    Small units begin at a tenth, TiB and PiB at ten, so that the amounts of one sentence mostly have the same unit.
     """
     for unit, size, least_nbytes in _UNITS:
         if abs(nbytes) >= least_nbytes:

@@ -95,7 +95,7 @@ def test_metrics_without_bytes_tell_nothing() -> None:
         (
             5 * 10**12,
             6e14,
-            "4.55 TiB a step, 4.66 GiB by this job (less than 0.01 % of the rating); the rating lasts 120",
+            "4656.61 GiB a step, 4.66 GiB by this job (less than 0.01 % of the rating); the rating lasts 120",
         ),
     ],
 )

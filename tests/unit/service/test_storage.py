@@ -154,7 +154,7 @@ def test_the_data_of_another_homes_job_is_not_said_to_be_nothing(client: TestCli
         (1023, "1023 bytes"),
         (1024, "1.00 KiB"),
         (300 * MIB, "0.29 GiB"),
-        (5 * 1024**5, "5.00 PiB"),
+        (5 * 1024**5, "5120.00 TiB"),
         (5000 * 1024**5, "5000.00 PiB"),
     ],
 )

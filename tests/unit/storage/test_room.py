@@ -76,7 +76,7 @@ class TestRequire:
         assert error.path == str(tmp_path)
         assert error.needed_nbytes == 1 << 60
         assert 0 < error.free_nbytes < 1 << 60
-        assert "1073741824.00 GiB needed, " in str(error)
+        assert "1024.00 PiB needed, " in str(error)
         assert f"more than the {told_nbytes(error.free_nbytes)} free; delete files there" in str(error)
         again = pickle.loads(pickle.dumps(error))
         assert (str(again), again.free_nbytes) == (str(error), error.free_nbytes)
