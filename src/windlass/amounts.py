@@ -18,7 +18,8 @@ _UNITS = (
 def told_nbytes(nbytes: float) -> str:
     """An amount with two decimals: "1.50 GiB".
 
-    Small units begin at a tenth, TiB and PiB at ten, so that the amounts of one sentence mostly have the same unit.
+    KiB are told from one on, MiB and GiB from a tenth of one, TiB and PiB from ten: the amounts of one sentence mostly
+    have the same unit.
     """
     for unit, size, least_nbytes in _UNITS:
         if abs(nbytes) >= least_nbytes:
