@@ -103,6 +103,7 @@ def test_span_outside_the_arena_is_refused_and_the_server_lives_on(tmp_path: Pat
 
 def test_commit_that_waits_for_the_last_write_is_done_although_the_server_is_asked_to_stop(tmp_path: Path) -> None:
     """The write is reported before the commit is let go; in between nothing seems to be left to do."""
+    before = set(threading.enumerate())  # an earlier test's server may still be ending
     bench = Bench(tmp_path)
     reporting, asked = threading.Event(), threading.Event()
     send = bench.server._send
@@ -120,7 +121,8 @@ def test_commit_that_waits_for_the_last_write_is_done_although_the_server_is_ask
     bench.write(KEYS[-1:])
     assert reporting.wait(WAIT_S)
     bench.commit(0)
-    (control,) = [thread for thread in threading.enumerate() if "SsdServer._run_control" in thread.name]
+    started = set(threading.enumerate()) - before
+    (control,) = [thread for thread in started if "SsdServer._run_control" in thread.name]
     stopping = threading.Thread(target=bench.server.stop)
     stopping.start()
     control.join(0.1)  # time enough for it to end wrongly
