@@ -63,7 +63,7 @@ def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
 
 
 def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError) -> list[str]:
-    """What needs most of the device's memory in a job that saves it where it can, if that memory is short."""
+    """Names the parts that need most of the device's memory in a job that saves it, if that memory is short."""
     if not error.missing[Tier.DEVICE] or question.num_layers is not None:
         return []
     job = profiles.job(question, max(numbers_of_microbatches(question)))

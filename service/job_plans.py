@@ -84,7 +84,7 @@ def made_for(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected_pace(found: dict[str, Any] | None, last_step: JobMetrics | None) -> Pace | None:
-    """What a step of a job's next attempt takes: as the last one told (`EventRepository.last_paced_step`), else as its
+    """The time of a step in a job's next attempt: as the last one told (`EventRepository.last_paced_step`), else as its
     plan says; None where neither is known, and where the steps contradict the plan.
 
     What was measured before the plan that holds says nothing of how long steps take by it.

@@ -102,3 +102,12 @@ def postgresql() -> Iterator[PostgresServer]:
         pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
     with postgres_server(programs) as server:
         yield server
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several would wait for each other where tests run beside others."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

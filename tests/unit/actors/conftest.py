@@ -1,22 +1,12 @@
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-import torch
 
 from tests.unit.actors.ssd_bench import WAIT_S, Hang
 from windlass.actors import gpu_worker
 from windlass.planner import plan
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other where tests run beside others."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What cannot be trained exactly is refused by name, and nothing is changed by a refusal."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,7 @@ from tests.unit.actors.offload_models import Gpt, adamw, gpt_loss, offloaded, se
 from windlass.planner.plan import PlanError
 from windlass.storage.volume import VOLUME_FILE
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other where tests run beside others."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Chain(nn.Module):

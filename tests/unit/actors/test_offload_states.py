@@ -1,6 +1,5 @@
 """States in bf16 are rounded at random by each element's place in the model, whatever the cut into chunks."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,7 @@ from torch import nn
 
 from tests.unit.actors.offload_models import Gpt, gpt_loss, offloaded, seeded
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other where tests run beside others."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weights_after_steps(directory: Path, **options: Any) -> dict[str, torch.Tensor]:

@@ -1,7 +1,5 @@
 """The room that a choice of activations needs is known before anything is computed."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -22,12 +20,7 @@ SLOT_NBYTES = 4096
 SWAPPING = {name: policy for name, policy in POLICIES.items() if policy.swaps}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class SlotStore(MemoryStore):

@@ -1,6 +1,5 @@
 """Whatever is kept, swapped or computed again, gradients are those of plain autograd, to the last bit."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,12 +31,7 @@ POLICIES = {
 SHAPES = ((2, 16), (1, 9), (3, 12))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def everywhere(policy: BlockActivations) -> dict[BlockIndex, BlockActivations]:

@@ -1,6 +1,6 @@
 """Block by block, with recompute and released params, gives the gradients of plain autograd, to the last bit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -19,12 +19,7 @@ ONE = ((2, 16),)
 SEVERAL = ((2, 16), (1, 9), (3, 12))  # with unequal numbers of targets
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def found_and_expected(

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,15 +202,7 @@ def test_a_failed_trace_leaves_the_model_whole() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_randomness_of_embedding_and_head_is_keyed_too() -> None:
     config = odd_config(odd_models.HeadDropoutModel)
     model = make_model(config)

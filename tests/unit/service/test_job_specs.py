@@ -176,7 +176,7 @@ def preparation_of_job(home: Path, asked: WindlassSettings, hardware: Hardware |
 
 
 def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:
-    """What the planner is asked when a job with these settings is prepared."""
+    """The question to the planner when a job with these settings is prepared."""
     order = preparation_of_job(home, asked, MACHINE)
     assert order.plan_question is not None
     return PlanOrder.model_validate(order.plan_question(RESULTS))
