@@ -20,6 +20,7 @@ __all__ = ["ChatRenderer", "ChatTemplateError", "RenderedText"]
 
 # An answer to compare others with. It begins with a private-use character, which no prompt goes on with by chance.
 _OTHER_MESSAGE = {"role": "assistant", "content": "\ue000"}
+_QUESTION = Conversation(messages=({"role": "user", "content": "a"},), tools=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,21 +138,18 @@ class ChatRenderer:
         return RenderedText(text=text, targets=targets, notes=notes)
 
     def _turn(self, conversation: Conversation, index: int) -> _Turn:
-        if index == 0:
-            raise ChatTemplateError(
-                "an assistant message that begins the conversation answers nothing; begin with another message, or "
-                "give it weight 0",
-                "messages[0]",
-            )
         before, through = conversation.first(index), conversation.first(index + 1)
         text = self._render(through)
+        other = self._template.try_render(through.with_message(index, _OTHER_MESSAGE)) or text
+        if index == 0:
+            return self._greeting(text, other)
         try:
             prompt = self._template.render(before, prompt=True)
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{error.message} (on the messages before it)", f"messages[{index}]") from error
         if text.startswith(prompt):
             return _Turn(index=index, text=text, start=len(prompt), missing_prompt="")
-        others = text, self._template.try_render(through.with_message(index, _OTHER_MESSAGE)) or text
+        others = text, other
         conversation_end = _num_common(prompt, self._template.try_render(before) or prompt)
         start = min(self._num_shared(prompt, other) for other in others)
         if start > self._token_start(prompt, conversation_end):
@@ -167,6 +165,15 @@ class ChatRenderer:
             )
         generated = text[place + len(opening) :]
         return _Turn(index=index, text=prompt + generated, start=len(prompt), missing_prompt="")
+
+    def _greeting(self, text: str, other: str) -> _Turn:
+        """The conversation's first message. Most templates fail on a prompt of no messages, so a question's is taken."""
+        prompt = self._template.try_render(_QUESTION, prompt=True) or ""
+        opening = prompt[_num_common(prompt, self._template.try_render(_QUESTION) or prompt) :]
+        num_shared = self._num_shared(text, other)
+        place = text.rfind(opening, 0, num_shared) if opening else -1
+        start = num_shared if place < 0 else place + len(opening)
+        return _Turn(index=0, text=text, start=start, missing_prompt="")
 
     def _num_shared(self, text: str, other: str) -> int:
         """The number of characters that two texts begin with in common, without a part of a special token."""

@@ -131,10 +131,10 @@ class ChatTemplate:
         """The text and the character ranges of its `{% generation %}` blocks. Raises `ChatTemplateError`."""
         return self._run(conversation, prompt=False, marks=True)
 
-    def try_render(self, conversation: Conversation) -> str | None:
-        """The conversation's text; None where the template fails on it."""
+    def try_render(self, conversation: Conversation, *, prompt: bool = False) -> str | None:
+        """The same; None where the template fails on the conversation."""
         try:
-            return self.render(conversation)
+            return self.render(conversation, prompt=prompt)
         except ChatTemplateError:
             return None
 

@@ -75,11 +75,9 @@ def test_an_answer_that_begins_as_the_rest_of_the_prompt_is_learned_whole() -> N
     assert "generation prompt ends with '<think>'" in rendered.notes[0]
 
 
-def test_an_assistant_message_that_begins_a_conversation_needs_weight_0() -> None:
+def test_an_assistant_message_that_begins_a_conversation_is_learned() -> None:
     turns = (("assistant", "hello"), ("user", "a"), ("assistant", "b"))
-    with pytest.raises(ChatTemplateError, match="answers nothing") as caught:
-        learned(PLAIN_TEMPLATE, conversation(*turns))
-    assert caught.value.field == "messages[0]"
+    assert learned(PLAIN_TEMPLATE, conversation(*turns))[1] == ["hello<|im_end|>", "b<|im_end|>"]
     assert learned(PLAIN_TEMPLATE, conversation(*turns, weights=(0, 0, 1)))[1] == ["b<|im_end|>"]
 
 

@@ -51,6 +51,8 @@ CONVERSATIONS = {
         *({**CALLS, "reasoning_content": "r1"}, SEVEN, says("seven", reasoning_content="r2")),
         tools=TOOLS,
     ),
+    "greeting": example(says("hi"), user("a"), says("b c")),
+    "system, greeting": example(SYSTEM, says("hi"), user("a"), says("b c")),
     "think in content": example(user("a"), says("<think>\nr1\n</think>\n\nb c"), user("d"), says("e")),
 }
 
@@ -62,6 +64,8 @@ PLAIN = {
     "weight 0 first": [["e$"]],
     "weight 0 last": [["b c$"]],
     "system, several": [["b c$", "e$"]],
+    "greeting": [["hi$", "b c$"]],
+    "system, greeting": [["hi$", "b c$"]],
     "think in content": [["<think>\nr1\n</think>\n\nb c$", "e$"]],
     "reasoning": ("messages[1].reasoning_content", "drops it"),
     "reasoning and call": ("messages[1].reasoning_content", "drops it"),
@@ -74,6 +78,8 @@ QWEN3 = {
     "weight 0 first": [[NO_THOUGHT + "e$"]],
     "weight 0 last": [[NO_THOUGHT + "b c$"]],
     "system, several": [[NO_THOUGHT + "b c$"], [NO_THOUGHT + "e$"]],
+    "greeting": [[NO_THOUGHT + "hi$"], [NO_THOUGHT + "b c$"]],
+    "system, greeting": [[NO_THOUGHT + "hi$"], [NO_THOUGHT + "b c$"]],
     "call": [
         [NO_THOUGHT + '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>$'],
         [NO_THOUGHT + "seven$"],
@@ -120,15 +126,18 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "<end_of_turn>",
         PLAIN
-        | dict.fromkeys(("system", "system, several"), ("messages[0]", "System role not supported"))
+        | dict.fromkeys(("system", "system, several", "system, greeting"), ("messages[0]", "System role not supported"))
         | dict.fromkeys(("call", "tools"), ALTERNATE)
-        | {"reasoning and call": ("messages[4]", "roles must alternate")},
+        | {"reasoning and call": ("messages[4]", "roles must alternate")}
+        | {"greeting": ("messages[0]", "roles must alternate")},
     ),
     "gemma3": (
         "<end_of_turn>",
         PLAIN
         | dict.fromkeys(("call", "tools"), ALTERNATE)
-        | {"reasoning and call": ("messages[4]", "roles must alternate")},
+        | {"reasoning and call": ("messages[4]", "roles must alternate")}
+        | {"greeting": ("messages[0]", "roles must alternate")}
+        | {"system, greeting": ("messages[1]", "roles must alternate")},
     ),
     "mistral": (
         "</s>",
@@ -137,7 +146,9 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             for name, e in PLAIN.items()
         }
         # The system prompt and the tools stand with the last question, so earlier answers are examples of their own.
-        | {"system, several": [[" b c$"], [" e$"]], "call": MISTRAL_CALL, "tools": MISTRAL_CALL},
+        | {"system, several": [[" b c$"], [" e$"]], "call": MISTRAL_CALL, "tools": MISTRAL_CALL}
+        # Without a generation prompt the answer to no question begins where two answers part.
+        | {"greeting": [["hi$", " b c$"]]},
     ),
     # A conversation that ends with an answer is closed with end-of-text, which is learned there.
     "phi3": (
@@ -148,6 +159,8 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "system": [["b c$\n</s>"]],
             "weight 0 first": [["e$\n</s>"]],
             "system, several": [["b c$", "e$\n</s>"]],
+            "greeting": [["hi$", "b c$\n</s>"]],
+            "system, greeting": [["hi$", "b c$\n</s>"]],
             "think in content": [["<think>\nr1\n</think>\n\nb c$", "e$\n</s>"]],
             "call": ("messages[1].tool_calls", "drops it"),
             "tools": ("messages[1].tool_calls", "drops it"),
@@ -163,6 +176,8 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "weight 0 first": [[final("e")]],
             "weight 0 last": [[final("b c")]],
             "system, several": [[final("b c")], [final("e")]],
+            "greeting": [[final("hi")], [final("b c")]],
+            "system, greeting": [[final("hi")], [final("b c")]],
             "call": [[GPT_OSS_CALL, final("seven")]],
             "tools": [[GPT_OSS_CALL, final("seven")]],
             "reasoning": [[thought("r1") + final("b c")], [thought("r2") + final("e")]],
