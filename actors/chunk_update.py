@@ -11,10 +11,8 @@ from windlass.actors.messages import UpdateBlock
 from windlass.engine.formats import TORCH_DTYPE
 from windlass.engine.optimizer_formulas import AdamSettings
 from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
+from windlass.engine.stochastic_rounding import element_position
 from windlass.storage.ids import Kernel, StateKind
-
-# A block has fewer elements than this power of two: each element of the model has a place of its own.
-_BLOCK_SHIFT = 40
 
 
 class ChunkUpdater:
@@ -79,5 +77,5 @@ class ChunkUpdater:
             grad_scale=update.grad_scale,
             decay_numel=min(max(decay_numel - start, 0), grad.numel()),
             seed=self._context.spec.hyperparameters.seed,
-            position=(update.block << _BLOCK_SHIFT) + start,
+            position=element_position(update.block, start),
         )

@@ -20,6 +20,7 @@ from windlass.engine.formats import TORCH_DTYPE, state_dtype
 from windlass.engine.grad_norm import squared_norm
 from windlass.engine.optimizer_formulas import AdamSettings
 from windlass.engine.optimizer_kernel import ChunkStates, OptimizerKernel
+from windlass.engine.stochastic_rounding import element_position
 from windlass.engine.wrapped_errors import OffloadFailedError
 from windlass.engine.wrapped_layers import WrappedBlock
 from windlass.planner.plan import Plan
@@ -28,8 +29,6 @@ from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Span, St
 
 # Gradients of layers that wait on the device for their way out.
 _MAX_WAITING_GRADS = 2
-# A block has fewer elements than this power of two: each element of the model has a place of its own.
-_BLOCK_SHIFT = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +368,7 @@ class LayerUpdates:
             step=run.num_updates,
             grad_scale=update.grad_scale,
             decay_numel=last - first,
-            position=(update.block.index << _BLOCK_SHIFT) + first,
+            position=element_position(update.block.index, first),
         )
 
     def _finish(self, update: BlockUpdate) -> None:

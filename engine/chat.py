@@ -167,7 +167,7 @@ class ChatRenderer:
         return _Turn(index=index, text=prompt + generated, start=len(prompt), missing_prompt="")
 
     def _greeting(self, text: str, other: str) -> _Turn:
-        """The conversation's first message. Most templates fail on a prompt of no messages, so a question's is taken."""
+        """The conversation's first message. Most templates fail on no messages, so a question's prompt is taken."""
         prompt = self._template.try_render(_QUESTION, prompt=True) or ""
         opening = prompt[_num_common(prompt, self._template.try_render(_QUESTION) or prompt) :]
         num_shared = self._num_shared(text, other)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from windlass.engine.chat_checks import Part, marked, parts_of
+from windlass.engine.chat_parts import Part, marked, parts_of
 from windlass.engine.chat_template import ChatTemplate, ChatTemplateError, Conversation
 
 Span = tuple[int, int]  # (first character, past-last character)

@@ -17,11 +17,19 @@ NUM_KEYS = 4
 # A hash serves two neighbouring elements, 16 bits each; more words than int32 counts need other keys.
 NUMEL_PER_KEY = 2**33
 
+# A block has fewer elements than this power of two.
+_BLOCK_SHIFT = 40
+
 _FIRST_MULTIPLIER = 0x7FEB352D
 _MULTIPLIERS = (0x846CA68B, 0x9E3779B1, 0x85EBCA6B)  # of each state
 _LOW_HALF = 0xFFFF
 _HIGH_HALF = -0x10000
 _NAN = 0x7FC00000
+
+
+def element_position(block: int, element: int) -> int:
+    """The place of a block's element among all of the model's."""
+    return (block << _BLOCK_SHIFT) + element
 
 
 def rounding_keys(seed: int, step: int, position: int) -> list[int]:

@@ -280,7 +280,7 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
             value = json.loads(text)
         except ValueError:
             value = text
-        *groups, name = key.split(".")
+        *groups, name = key.removeprefix("windlass.").split(".")  # in errors they have the prefix
         place = found
         for group in groups:
             place = place.setdefault(group, {})

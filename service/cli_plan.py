@@ -55,8 +55,11 @@ def plan(
     ] = Optimizer.ADAMW,
     clip: Annotated[bool, typer.Option(help="Clip the gradient's norm.")] = True,
     gradient_updates: Annotated[
-        UpdateOrder | None, typer.Option(help="When blocks are updated (default: the fastest order that is exact).")
-    ] = None,
+        str,
+        typer.Option(
+            help=f"When blocks are updated: auto (the fastest order that is exact), {', '.join(UpdateOrder)}."
+        ),
+    ] = "auto",
     accumulation_precision: Annotated[
         Precision, typer.Option(help="Of gradients' sums over micro-batches: fp32, or the model's.")
     ] = Precision.FP32,
@@ -81,7 +84,9 @@ def plan(
         raise CommandError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
-    if clip and gradient_updates is not None and not gradient_updates.keeps_grads:
+    if gradient_updates not in ("auto", *UpdateOrder):
+        raise CommandError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
+    if clip and gradient_updates != "auto" and not UpdateOrder(gradient_updates).keeps_grads:
         raise CommandError(
             f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
             "--no-clip, or choose kept"
@@ -92,7 +97,7 @@ def plan(
         optimizer=optimizer,
         clip_norm=DEFAULT_CLIP_NORM if clip else None,
         accumulation_precision=accumulation_precision,
-        gradient_updates=gradient_updates or "auto",
+        gradient_updates=gradient_updates,
     )
     # Only a terminal shows it.
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:

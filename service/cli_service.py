@@ -88,19 +88,26 @@ def status(home: Home = None) -> None:
     """Tell whether the service runs, and what its jobs do. Exit code 1 if it does not run."""
     settings = load_settings(home)
     serving = find_serving(settings.home)
-    ray_pids = RayCluster(settings.home).pids
+    cluster = RayCluster(settings.home)
+    ray_pids = cluster.pids
     ray = f"running ({len(ray_pids)} processes)" if ray_pids else "not running"
+    if ray_pids and not cluster.is_running:
+        ray = f"broken ({len(ray_pids)} of its processes are left)"
     if serving is None:
         print(f"windlass is not running in {settings.home}; start it with `windlass up --detach`")
-        if ray_pids:
+        if cluster.is_running:
             print(f"Ray is {ray}: jobs go on, and `windlass up` takes them up again")
         raise typer.Exit(1)
     with open_client(settings) as client:
         healthy = client.is_healthy()
-        counts = Counter(job["status"] for job in client.jobs()) if healthy else Counter()
+        found = client.jobs() if healthy else []
     print(f"windlass is {'up' if healthy else 'starting, or does not answer,'} at {serving.url}")
     print(f"home  {settings.home}\npid   {serving.process.pid}\nRay   {ray}")
+    counts = Counter(job["status"] for job in found)
     print(f"jobs  {', '.join(f'{count} {name}' for name, count in sorted(counts.items())) or 'none'}")
+    for job in found:
+        if reason := job["windlass"]["waiting_reason"]:
+            print(f"! {job['id']} ({job['status']}): {reason}")
 
 
 def doctor(

@@ -149,7 +149,8 @@ def measured_hardware(settings: Settings) -> Hardware | None:
 
 def check_limits(machine: Machine) -> list[Finding]:
     """What the system allows, where it is known to stand in a job's way."""
-    return [_shared_memory(machine), _descriptors(), _locked_memory(), _memory_limit(machine)]
+    limits = [_shared_memory(machine), _descriptors(), _locked_memory(), _memory_limit(machine)]
+    return [*([_gpu_use()] if machine.gpus else []), *limits]
 
 
 def _rates(settings: Settings, precision: Precision) -> dict[str, Any]:
@@ -180,6 +181,17 @@ def _measure_ssd(path: Path, calibrations: dict[int, Calibration]) -> SsdMeasure
             )
     except (OSError, RuntimeError) as error:
         raise DoctorError(f"{path} could not be measured: {error}") from error
+
+
+def _gpu_use() -> Finding:
+    # Imported here: it brings PyTorch, which takes seconds.
+    from windlass.engine.compute_device import GpuUnusableError, compute_device
+
+    try:
+        compute_device(uses_gpu=True)
+    except GpuUnusableError as error:
+        return Finding(what="PyTorch", found="cannot use the GPU", remedy=str(error))
+    return Finding(what="PyTorch", found="can use the GPU")
 
 
 def _shared_memory(machine: Machine) -> Finding:

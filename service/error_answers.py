@@ -11,6 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from windlass.service.errors import ApiError, describe_value
+from windlass.service.known_names import hint
 from windlass.storage.room import is_for_want_of_room
 from windlass.storage.sql.database import why_unavailable
 from windlass.storage.sql.errors import NotFound, StatusConflict
@@ -83,14 +84,15 @@ def _on_illegal_change(_request: Request, error: Exception) -> JSONResponse:
     return error_response(ApiError(str(error), code="invalid_state"))
 
 
-def _on_invalid_request(_request: Request, error: Exception) -> JSONResponse:
+def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]  # the client's next try will meet the others
-    return error_response(invalid_request(first))
+    field = getattr(request.scope.get("route"), "body_field", None)
+    return error_response(_invalid_request(first, None if field is None else field.field_info.annotation))
 
 
-def invalid_request(detail: dict[str, Any]) -> ApiError:
-    """What a client is told about one error that pydantic found."""
+def _invalid_request(detail: dict[str, Any], body: object) -> ApiError:
+    """What a client is told about one error that pydantic found in a body of that type."""
     kind, location = detail["type"], list(detail["loc"])
     if kind == "json_invalid":
         return ApiError(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
@@ -98,7 +100,8 @@ def invalid_request(detail: dict[str, Any]) -> ApiError:
         location = location[1:]
     param = ".".join(str(part) for part in location) or None
     if kind == "extra_forbidden":
-        return ApiError(f"unrecognized parameter: {param}", param=param, code="unknown_parameter")
+        text = f"unrecognized parameter: {param}{hint(body, location)}"
+        return ApiError(text, param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(f"missing parameter: {param or 'the body'}", param=param, code="missing_parameter")
     message = detail["msg"].removeprefix("Value error, ")

@@ -39,6 +39,7 @@ def shut_down(settings: Settings, *, force: bool) -> Ended:
     serving = find_serving(settings.home)
     cluster = RayCluster(settings.home)
     if serving is None and not cluster.pids:
+        cluster.stop()  # what a daemon that was killed left on the disk
         return Ended(supervisor=None, num_ray_processes=0, failed_jobs=())
     jobs = running_jobs(settings)
     if jobs and not force:

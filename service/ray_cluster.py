@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,6 +33,8 @@ _CORE_NAMES = ("gcs_server", "raylet")
 _START_TIMEOUT_S = 120.0
 # Ray's minimum is 75 MiB: bulk bytes never pass through its object store.
 _OBJECT_STORE_NBYTES = 80 * 1024**2
+_NUM_REMOVALS = 10
+_REMOVAL_PAUSE_S = 0.2
 
 
 class RayStartError(ReportedError):
@@ -172,7 +175,7 @@ class RayCluster:
         while more := with_descendants(sum(_daemon_processes(Path(record.temp_dir)), ())):
             end_processes(more, grace_s=3.0)
             ended += more
-        shutil.rmtree(record.temp_dir, ignore_errors=True)
+        _remove_folder(Path(record.temp_dir))
         self._record_path.unlink(missing_ok=True)
         return [process.pid for process in ended]
 
@@ -225,6 +228,15 @@ def _start_command(address: str, temp_dir: Path, *, num_cpus: int, num_gpus: int
         # Where gRPC is installed Ray opens a client server too, on a fixed port unless told.
         command.append(f"--ray-client-server-port={_free_port()}")
     return command
+
+
+def _remove_folder(folder: Path) -> None:
+    """Tries more than once: workers whose raylet was killed write their last lines there while they end."""
+    for _ in range(_NUM_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_REMOVAL_PAUSE_S)
 
 
 def _free_port() -> int:

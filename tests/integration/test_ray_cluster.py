@@ -1,5 +1,6 @@
 """The Ray daemon: started, adopted, used by drivers that come and go, and ended; nobody else's processes are."""
 
+import json
 import os
 import signal
 import subprocess
@@ -77,6 +78,8 @@ def test_start_adopt_lose_and_stop(cluster: RayCluster, tmp_path: Path) -> None:
     # A daemon that lost a part is replaced whole.
     raylet = next(pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet")
     lost = [process for pid in pids if (process := find_process(pid)) is not None]
+    lost_folder = Path(json.loads((tmp_path / "ray.json").read_text())["temp_dir"])
+    assert lost_folder.exists()
     os.kill(raylet, signal.SIGKILL)
     deadline = time.monotonic() + 60
     while cluster.is_running:
@@ -85,6 +88,7 @@ def test_start_adopt_lose_and_stop(cluster: RayCluster, tmp_path: Path) -> None:
     assert cluster.ensure_running(num_cpus=1, num_gpus=0)
     assert wait_until_gone(lost, timeout_s=0)
     assert not set(cluster.pids) & set(pids)
+    assert not lost_folder.exists()
 
     running = [process for pid in cluster.pids if (process := find_process(pid)) is not None]
     assert len(running) >= 2
@@ -95,8 +99,6 @@ def test_start_adopt_lose_and_stop(cluster: RayCluster, tmp_path: Path) -> None:
 
 
 def test_a_reused_pid_is_not_ended(cluster: RayCluster, tmp_path: Path) -> None:
-    import json
-
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as bystander:
         later = {"pid": bystander.pid, "start": "another-boot:1"}
         (tmp_path / "ray.json").write_text(

@@ -10,7 +10,6 @@ import pytest
 
 from tests.unit.actors.ssd_bench import (
     CHUNK_NBYTES,
-    CHUNK_NUMEL,
     GEOMETRY,
     GRADIENT_NBYTES,
     JOB,
@@ -26,17 +25,12 @@ from tests.unit.actors.ssd_bench import (
 from tests.unit.storage.stores import BF16, flip, volume_file
 from windlass.actors.messages import (
     ActorFailed,
-    ChunkIo,
     ChunkIoDone,
-    ChunkPart,
     LoadModel,
-    ReadChunks,
     StoreCommitted,
 )
 from windlass.storage.ids import (
-    CorrelationId,
     JobId,
-    Span,
     StateKind,
     Step,
 )
@@ -198,21 +192,6 @@ class TestFailures:
         assert isinstance(answer, ChunkIoDone)
         assert answer.correlation == 5
         assert bench.server.bytes_read == CHUNK_NBYTES
-
-    def test_span_outside_the_arena(self, bench: Bench) -> None:
-        bench.write_all()
-        part = ChunkPart(StateKind.PARAM, Span(bench.arena.nbytes, 2 * CHUNK_NUMEL))
-        request = ReadChunks(
-            job=JOB,
-            step=Step(0),
-            correlation=CorrelationId(1),
-            reply_to=WORKER,
-            priority=(0, 0),
-            deadline_s=WAIT_S,
-            items=(ChunkIo(KEYS[0], (part,)),),
-        )
-        bench.server.post(request)
-        assert "outside the arena" in failure_of(bench.next()).error
 
     def test_message_of_another_job_or_kind(self, bench: Bench) -> None:
         bench.server.post(LoadModel(job=JOB, step=Step(0)))

@@ -81,10 +81,11 @@ def test_failed_writes_of_a_later_and_then_an_earlier_step_are_both_remembered(
         assert "a write of step 1 failed; step 1 cannot be committed" in failure_of(bench.next()).error
 
 
-def test_span_outside_the_arena_is_refused_and_the_server_lives_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_bytes_inside", [0, 4096])
+def test_span_outside_the_arena_is_refused_and_the_server_lives_on(tmp_path: Path, num_bytes_inside: int) -> None:
     with running(Bench(tmp_path, num_threads=1)) as bench:
         bench.write_all()
-        part = ChunkPart(StateKind.PARAM, Span(bench.arena.nbytes - 4096, 2 * CHUNK_NUMEL))
+        part = ChunkPart(StateKind.PARAM, Span(bench.arena.nbytes - num_bytes_inside, 2 * CHUNK_NUMEL))
         bench.server.post(
             ReadChunks(
                 job=JOB,

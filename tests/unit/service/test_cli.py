@@ -10,24 +10,43 @@ import pytest
 import typer
 from fastapi.testclient import TestClient
 
+from windlass.service import cli_service
 from windlass.service.cli_data import delete, storage
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import _loss, _time_left, format_event
 from windlass.service.cli_jobs import _finish, _parse_settings, pause, resume, submit
-from windlass.service.cli_service import _describe_drive, doctor
+from windlass.service.cli_service import _describe_drive, doctor, status
 from windlass.service.cli_table import print_columns
 from windlass.service.client import RequestRefusedError, ServiceClient
+from windlass.service.home import Serving
 from windlass.service.machine import Drive
+from windlass.service.processes import ProcessId
 
 
 def test_settings_are_json_where_they_can_be() -> None:
-    pairs = ["clip_norm=null", "weight_decay=0.1", "schedule=cosine", "budgets.host_memory_gib=4"]
+    pairs = ["clip_norm=null", "weight_decay=0.1", "windlass.schedule=cosine", "windlass.budgets.host_memory_gib=4"]
     assert _parse_settings(pairs) == {
         "clip_norm": None,
         "weight_decay": 0.1,
         "schedule": "cosine",
         "budgets": {"host_memory_gib": 4},
     }
+
+
+def test_status_tells_what_jobs_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving = Serving(process=ProcessId(pid=7, start="boot 1"), url="http://127.0.0.1:1")
+    monkeypatch.setattr(cli_service, "find_serving", lambda _home: serving)
+    monkeypatch.setattr(ServiceClient, "is_healthy", lambda _client: True)
+    rows = [
+        {"id": "ftjob-1", "status": "running", "windlass": {"waiting_reason": "the disk of /ssd is full"}},
+        {"id": "ftjob-2", "status": "running", "windlass": {"waiting_reason": None}},
+    ]
+    monkeypatch.setattr(ServiceClient, "jobs", lambda _client: rows)
+    status(tmp_path)
+    last_lines = capsys.readouterr().out.splitlines()[-2:]
+    assert last_lines == ["jobs  2 running", "! ftjob-1 (running): the disk of /ssd is full"]
 
 
 def test_options_of_submit_are_settings_of_the_job(

@@ -162,6 +162,10 @@ def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
             "--accumulation-precision: must be fp32 or the model's own precision",
         ),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--gradient-updates", "naive"), "add --no-clip"),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--gradient-updates", "lazy"),
+            "not one of auto, active",
+        ),
         (("--model", "{short}", "--hardware", "rtx4090-server"), "--seq-len: 64: the model in"),
     ],
 )

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from windlass.service import doctor
 from windlass.service.doctor import DoctorError, SsdMeasurement, check_limits, hardware_of
-from windlass.service.machine import Machine, Space
+from windlass.service.machine import Gpu, Machine, Space
 from windlass.service.settings import load_settings
 from windlass.storage.calibration import Calibration
 from windlass.storage.ids import Precision
@@ -155,6 +156,15 @@ def test_a_limit_of_the_control_group_has_a_remedy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "memory_available_nbytes", lambda: 4 * GIB)
     assert remedies(machine(available_gib=4))["memory that jobs may take"] is None
     assert "control group" in str(remedies(machine(available_gib=8))["memory that jobs may take"])
+
+
+def test_a_gpu_that_pytorch_cannot_use_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "PyTorch" not in remedies(machine())
+    with_gpu = replace(machine(), gpus=(Gpu(name="NVIDIA A", memory_nbytes=1, driver_version="1"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "install a PyTorch for this driver" in str(remedies(with_gpu)["PyTorch"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert remedies(with_gpu)["PyTorch"] is None
 
 
 def test_few_descriptors_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
