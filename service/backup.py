@@ -28,6 +28,7 @@ from windlass.service.job_specs import journal_path
 from windlass.service.leftovers import last_attempts
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings, load_settings, place_of_home
+from windlass.service.text import told_jobs
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.deletion import DeletionRepository
 from windlass.storage.sql.files import FileRepository
@@ -239,7 +240,7 @@ def _settle(settings: Settings, about: dict[str, Any]) -> list[str]:
     if not unfinished:
         return []
     return [
-        f"not finished: job {', '.join(unfinished)}. Those that had begun go on where the SSDs still hold their "
+        f"not finished: {told_jobs(unfinished)}. Those that had begun go on where the SSDs still hold their "
         "states; else they fail, and can be submitted again"
     ]
 

@@ -19,6 +19,7 @@ from windlass.service.local_key import KEY_VARIABLE, open_client
 from windlass.service.machine import Drive, inspect_machine
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
+from windlass.service.text import told_jobs
 from windlass.storage.ids import Precision
 from windlass.storage.raw_device import is_device_path
 
@@ -181,8 +182,8 @@ def _leave_ray_to_jobs(settings: Settings) -> None:
 
     if jobs := running_jobs(settings):
         print(
-            f"{len(jobs)} job(s) train on without the service: {', '.join(jobs)}; `windlass up` takes them up again, "
-            "`windlass down --force` ends them"
+            f"training goes on without the service: {told_jobs(jobs)}; `windlass up` takes it up again, "
+            "`windlass down --force` ends it"
         )
     else:
         RayCluster(settings.home).stop()

@@ -16,6 +16,7 @@ from windlass.service.job_specs import job_dir
 from windlass.service.leftovers import free_space, output_dir
 from windlass.service.model_ids import job_id_prefix
 from windlass.service.settings import Settings
+from windlass.service.text import told_jobs
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.deletion import DeletionRepository, RemovalKind
@@ -104,7 +105,7 @@ def _refuse_if_used(what: str, users: Sequence[Job], only_of: str | None, code: 
     if not users:
         return
     named = [job.id for job in users if only_of in (None, job.owner)][:_MAX_NAMED]
-    who = f"job {', '.join(named)}" if named else "a job of another user"
+    who = told_jobs(named) if named else "a job of another user"
     raise ApiError(f"{what} is in use by {who}; cancel it first, or wait until it has ended", code=code)
 
 

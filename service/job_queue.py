@@ -17,6 +17,7 @@ from windlass.service.logs import about
 from windlass.service.outcomes import in_words_to, last_fruitful_attempt
 from windlass.service.queue_policy import Decision, Holder, Queued, decide
 from windlass.service.settings import Settings
+from windlass.service.text import told_jobs
 from windlass.storage.ids import Attempt
 from windlass.storage.room import directory_free_nbytes, directory_nbytes
 from windlass.storage.sql.database import Database
@@ -305,7 +306,7 @@ class JobQueue:
 def _in_words(named: Sequence[str], num_jobs: int) -> str:
     """Jobs that have a part of the box, of which an owner is told these ids."""
     num_others = num_jobs - len(named)
-    parts = [f"job {', '.join(named)}"] if named else []
+    parts = [told_jobs(named)] if named else []
     if num_others:
         parts.append(f"{num_others} job{'s' if num_others > 1 else ''} of others")
     return " and ".join(parts)

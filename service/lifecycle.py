@@ -15,6 +15,7 @@ from windlass.service.processes import end_processes
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings
+from windlass.service.text import told_jobs
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
@@ -44,8 +45,8 @@ def shut_down(settings: Settings, *, force: bool) -> Ended:
     jobs = running_jobs(settings)
     if jobs and not force:
         raise JobsRunningError(
-            f"{len(jobs)} job(s) running: {', '.join(jobs)}; wait or `windlass cancel` them, "
-            "or end them as failed with `windlass down --force`"
+            f"still running: {told_jobs(jobs)}; wait, or use `windlass cancel`, or let what runs fail with "
+            "`windlass down --force`"
         )
     if serving is not None:
         end_processes([serving.process], grace_s=20.0)

@@ -1,4 +1,6 @@
-"""Text from strangers that goes into the database."""
+"""Text from strangers that goes into the database, and words for people."""
+
+from collections.abc import Sequence
 
 
 def check_storable(value: str) -> str:
@@ -11,3 +13,8 @@ def check_storable(value: str) -> str:
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         raise ValueError("must be Unicode text, without lone surrogates")
     return value
+
+
+def told_jobs(ids: Sequence[str]) -> str:
+    """Ids of one or more jobs in words: "job A", "jobs A, B"."""
+    return f"job{'s' if len(ids) > 1 else ''} {', '.join(ids)}"
