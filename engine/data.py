@@ -89,19 +89,25 @@ Example = ChatExample | TextExample | CompletionExample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A JSONL file and the request's field that named it."""
+    """A JSONL file, the request's field that named it, and the name that people know it by."""
 
     path: Path
     param: str
+    name: str | None = None  # else the path's last part
 
     def error(self, code: DataErrorCode, message: str, *, line: int | None = None, field: str = "") -> DataError:
         """A `DataError` whose message begins with file, line and field."""
-        place = self.path.name
+        place = self.told_name
         if line is not None:
             place += f", line {line}"
         if field:
             place += f", field {field}"
         return DataError(code, f"{place}: {message}", self.param)
+
+    @property
+    def told_name(self) -> str:
+        """The name for messages."""
+        return self.name or self.path.name
 
     def nbytes(self) -> int:
         """The file's size. Raises `DataError` where it cannot be read."""

@@ -368,7 +368,7 @@ def _warnings(file: DataFile, split: PreparedSplit, sequence_length: int) -> lis
             f"{file.path.name}: {split.num_dropped} examples have nothing to learn within the first {sequence_length} "
             "tokens and were left out"
         )
-    return warnings + [f"{file.path.name}: {warning}" for warning in split.warnings]
+    return warnings + [f"{file.told_name}: {warning}" for warning in split.warnings]
 
 
 def prepare(
@@ -379,10 +379,13 @@ def prepare(
     sequence_length: int,
     output_dir: Path,
     day: date | None = None,
+    training_name: str | None = None,
+    validation_name: str | None = None,
 ) -> dict[str, Any]:
     """Writes the dataset folder and returns what the result file says of it. Raises `DataError`.
 
-    Chat templates that print the current date print `day`, today without it. The same arguments give the same folder.
+    Messages tell the files by their names where these are given, else by the last parts of their paths. Chat templates
+    that print the current date print `day`, today without it. The same arguments give the same folder.
 
     `meta.json` is written last: a folder without it is not a dataset.
     """
@@ -391,9 +394,9 @@ def prepare(
     output_dir.mkdir(parents=True, exist_ok=True)
     meta_path = output_dir / "meta.json"
     meta_path.unlink(missing_ok=True)
-    files = {"train": DataFile(path=training_file, param="training_file")}
+    files = {"train": DataFile(path=training_file, param="training_file", name=training_name)}
     if validation_file is not None:
-        files["validation"] = DataFile(path=validation_file, param="validation_file")
+        files["validation"] = DataFile(path=validation_file, param="validation_file", name=validation_name)
     tokenizer = load_tokenizer(model_dir)
     size = vocabulary_size(model_dir)
     splits: dict[str, PreparedSplit] = {}
@@ -442,6 +445,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--training-file", type=Path, required=True)
     parser.add_argument("--validation-file", type=Path)
+    parser.add_argument("--training-name", help="what messages call the training file")
+    parser.add_argument("--validation-name", help="the same for the validation file")
     parser.add_argument("--sequence-length", type=int, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
@@ -457,6 +462,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sequence_length=options.sequence_length,
             output_dir=options.output_dir,
             day=options.day,
+            training_name=options.training_name,
+            validation_name=options.validation_name,
         )
     except DataError as error:
         result = {"ok": False, "error": {"code": error.code, "message": error.message, "param": error.param}}

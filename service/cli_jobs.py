@@ -19,7 +19,7 @@ from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import follow_job, format_event
 from windlass.service.cli_service import Home
 from windlass.service.cli_table import print_columns
-from windlass.service.client import ServiceClient
+from windlass.service.client import RequestRefusedError, ServiceClient
 from windlass.service.errors import ApiError
 from windlass.service.local_key import open_client
 from windlass.service.model_ids import model_dir
@@ -101,6 +101,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         is_measured = "measured" in (extra["last_metrics"] or {})
         storage = client.job_storage(job)
         compared = _compared(client.plan(job)) if extra["has_plan"] or is_measured else {}
+        files = {name: _named_file(client, found[name]) for name in ("training_file", "validation_file")}
     rows = {
         "job": found["id"],
         "status": found["status"],
@@ -117,12 +118,21 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "created": _time(found["created_at"]),
         "will finish": _finish(found),
         "finished": found["finished_at"] and _time(found["finished_at"]),
-        "training file": found["training_file"],
-        "validation file": found["validation_file"],
+        "training file": files["training_file"],
+        "validation file": files["validation_file"],
         "result files": ", ".join(found["result_files"]),
         "hyperparameters": json.dumps(extra["hyperparameters"] or found["hyperparameters"]),
     }
     print_columns([(name, value) for name, value in rows.items() if value not in (None, "")])
+
+
+def _named_file(client: ServiceClient, file_id: str | None) -> str | None:
+    if file_id is None:
+        return None
+    try:
+        return f"{client.file(file_id)['filename']} ({file_id})"
+    except RequestRefusedError:  # it was deleted since
+        return file_id
 
 
 def _finish(job: dict[str, Any]) -> str | None:

@@ -63,6 +63,10 @@ class ServiceClient:
         """All files."""
         return self._list("/v1/files")
 
+    def file(self, file_id: str) -> dict[str, Any]:
+        """One file."""
+        return self._call("GET", f"/v1/files/{file_id}")
+
     def models(self) -> list[dict[str, Any]]:
         """Base and fine-tuned models."""
         return list(self._call("GET", "/v1/models")["data"])

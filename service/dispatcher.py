@@ -49,6 +49,7 @@ from windlass.storage.sql.database import Database, why_unavailable
 from windlass.storage.sql.deletion import DeletionRepository
 from windlass.storage.sql.errors import JournalError, StatusConflict
 from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import ACTIVE_STATUSES, TERMINAL_STATUSES, JobStatus
@@ -353,7 +354,16 @@ class Dispatcher:
             if self._preparations or reason is not None:
                 return  # one at a time: they take all cores
             hardware = measured_hardware(self._settings)
-            order = preparation_order(self._settings, self._machinery, job, hardware, is_alone=self._queue.is_box_free)
+            with self._database.read() as session:
+                filenames = FileRepository(session).filenames([job.training_file, job.validation_file])
+            order = preparation_order(
+                self._settings,
+                self._machinery,
+                job,
+                hardware,
+                filenames=filenames,
+                is_alone=self._queue.is_box_free,
+            )
             self._preparations[job.id] = preparation = self._prepare(order)
         try:
             results = preparation.poll()

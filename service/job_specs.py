@@ -1,7 +1,7 @@
 """From a job's row to what its preparation and its runner are told."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -124,11 +124,13 @@ def preparation_order(
     job: Job,
     hardware: Hardware | None = None,
     *,
+    filenames: Mapping[str, str],
     is_alone: Callable[[], bool] = lambda: False,
 ) -> PreparationOrder:
     """What is to be checked and prepared for a job, and planned, where the machine's profile is known.
 
-    `is_alone`: whether no job trains here, asked when the planner is: then what it measures is kept.
+    `filenames`: their users' names for the job's files, by id. `is_alone`: whether no job trains here, asked when the
+    planner is: then what it measures is kept.
     """
     folder, asked = job_dir(settings, job.id), _settings_of(job)
 
@@ -161,11 +163,17 @@ def preparation_order(
         return found
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
+
+    def told(file_id: str) -> str:
+        return f"{filenames[file_id]} ({file_id})" if file_id in filenames else file_id
+
     return PreparationOrder(
         model=job.model,
         model_dir=_model_dir(settings, job.model),
         training_file=settings.files_dir / job.training_file,
+        training_name=told(job.training_file),
         validation_file=validation_file,
+        validation_name=None if job.validation_file is None else told(job.validation_file),
         sequence_length=asked.sequence_length,
         precision=asked.windlass.precision,
         random_weights=asked.initialization is Initialization.RANDOM,

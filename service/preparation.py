@@ -93,7 +93,9 @@ class PreparationOrder:
     model: str  # the id that was asked for
     model_dir: Path
     training_file: Path
+    training_name: str  # what messages call it
     validation_file: Path | None
+    validation_name: str | None
     sequence_length: int
     precision: Precision
     random_weights: bool  # the folder needs none
@@ -314,7 +316,9 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
     )
     prepare = (
         *(_PREPARER, "--model-dir", order.model_dir, "--training-file", order.training_file),
+        f"--training-name={order.training_name}",
         *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
+        *((f"--validation-name={order.validation_name}",) if order.validation_name is not None else ()),
         *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir, "--day", order.day),
     )
     kept = None

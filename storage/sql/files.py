@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Iterable
 
 from sqlalchemy import func, select, tuple_
 from sqlalchemy.orm import Session
@@ -72,6 +73,11 @@ class FileRepository:
         totals = select(func.count(), func.coalesce(func.sum(File.nbytes), 0)).where(File.owner == owner)
         num_files, nbytes = self._session.execute(totals).one()
         return int(num_files), int(nbytes)
+
+    def filenames(self, file_ids: Iterable[str | None]) -> dict[str, str]:
+        """The uploaders' names for those of the files that there are, by id."""
+        query = select(File.id, File.filename).where(File.id.in_([each for each in file_ids if each is not None]))
+        return {row.id: row.filename for row in self._session.execute(query)}
 
     def all_ids(self) -> frozenset[str]:
         """Of all files."""

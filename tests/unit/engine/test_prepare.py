@@ -335,12 +335,13 @@ def test_a_bad_validation_file_is_named_in_the_result(tmp_path: Path) -> None:
     paths = {"--model-dir": "model", "--training-file": "train.jsonl", "--validation-file": "valid.jsonl"}
     paths |= {"--output-dir": "out", "--result": "r.json"}
     arguments = [word for option, name in paths.items() for word in (option, str(tmp_path / name))]
+    arguments += ["--validation-name=-b.jsonl (file-2)"]
     assert main([*arguments, "--sequence-length", "64"]) == 0
     assert json.loads((tmp_path / "r.json").read_text()) == {
         "ok": False,
         "error": {
             "code": "invalid_field",
-            "message": "valid.jsonl, line 1, field text: expected a string, not a number",
+            "message": "-b.jsonl (file-2), line 1, field text: expected a string, not a number",
             "param": "validation_file",
         },
     }

@@ -172,7 +172,13 @@ def job_of(asked: WindlassSettings) -> Job:
 
 
 def preparation_of_job(home: Path, asked: WindlassSettings, hardware: Hardware | None) -> PreparationOrder:
-    return preparation_order(Settings(home=home), Machinery(num_cores=4, num_gpus=1), job_of(asked), hardware)
+    return preparation_order(
+        Settings(home=home),
+        Machinery(num_cores=4, num_gpus=1),
+        job_of(asked),
+        hardware,
+        filenames={"file-1": "a.jsonl"},
+    )
 
 
 def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:

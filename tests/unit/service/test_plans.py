@@ -246,6 +246,7 @@ def test_the_command_line_shows_both(
         cli_jobs.show(job_id, home)
         return " ".join(capsys.readouterr().out.split())
 
+    assert f".jsonl ({file_id})" in shown()
     assert "step time" not in shown()
     keep_plan(context_of(client).settings, job_id)
     assert "step time predicted 3 s; an estimate until 3 steps are measured device memory" in shown()

@@ -323,7 +323,9 @@ def _order(tmp_path: Path, *, random_weights: bool) -> PreparationOrder:
         model="organization/tiny",
         model_dir=tmp_path / "model",
         training_file=tmp_path / "train",
+        training_name="-a.jsonl (file-1)",
         validation_file=tmp_path / "valid",
+        validation_name="b.jsonl (file-2)",
         sequence_length=128,
         precision=Precision.FP32,
         random_weights=random_weights,
@@ -349,7 +351,8 @@ def test_the_real_steps_check_the_model_then_prepare_into_a_new_folder(tmp_path:
         f"windlass.engine.check_model --model-dir {tmp_path}/model --precision fp32"
         f" --layout-file {tmp_path}/layout.json --random-weights --result {tmp_path}/work/check_model.json",
         f"windlass.engine.prepare --model-dir {tmp_path}/model --training-file {tmp_path}/train"
-        f" --validation-file {tmp_path}/valid --sequence-length 128 --output-dir {tmp_path}/dataset"
+        f" --training-name=-a.jsonl (file-1) --validation-file {tmp_path}/valid --validation-name=b.jsonl (file-2)"
+        f" --sequence-length 128 --output-dir {tmp_path}/dataset"
         f" --day 2026-07-09 --result {tmp_path}/work/prepare_data.json",
     ]
 
