@@ -29,6 +29,7 @@ def _wait_for_step(installation: Installation, job_id: str) -> None:
     assert "last metrics Step" in shown
 
 
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_failures_waiting_cancelling_and_down_with_jobs(
     installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

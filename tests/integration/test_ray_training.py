@@ -281,6 +281,7 @@ def test_two_jobs_at_once_have_a_gpu_each_that_only_their_workers_see(driver: Dr
     assert seen == [{"optimizer-0": "", "ssd-0": "", "ssd-1": ""}] * 2
 
 
+@pytest.mark.long
 def test_cancelled_before_it_trains(driver: Driver, tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     driver.start(spec)
@@ -319,6 +320,7 @@ def test_a_budget_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
     assert leftovers_of(spec) == []
 
 
+@pytest.mark.long
 def test_a_disk_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     layout = huge_layout()

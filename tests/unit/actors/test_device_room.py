@@ -105,7 +105,9 @@ class Found:
 
 
 @pytest.mark.usefixtures("unchecked_activations", "small_activation_slots")
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (i % 2)) for i, name in enumerate(JOBS)]
+)
 def test_a_job_needs_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     spec = make_spec(
         tmp_path, total_steps=1, evaluate_every=None, num_validation_examples=0, sequence_length=48, **JOBS[name]

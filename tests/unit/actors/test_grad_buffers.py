@@ -14,8 +14,8 @@ from windlass.planner.plan import Placement
 from windlass.storage.ids import Precision
 
 CASES = list(product((None, 0.5), (False, True), (1, 2), (Precision.BF16, Precision.FP32)))
-# Any three values occur together in these.
-QUICK = [case for i, case in enumerate(CASES) if i.bit_count() % 2 == 0]
+# Any two values occur together in these.
+QUICK = [CASES[i] for i in (0b0000, 0b0111, 0b1011, 0b1101, 0b1110)]
 
 
 def run(

@@ -1,5 +1,6 @@
 """All actors in one process: checkpoints that evaluations ask for, and jobs that end before their last step."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from windlass.storage.ids import ActorName, Precision
 TOTAL_STEPS = 8
 HOST = Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=10)
 MIXED = Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=5, commit_every=3)
+WHERE = ("before the decision", "before the export", "after it", "before the last export")
 OPTIONS: dict[str, Any] = {"early_stopping": EarlyStopping(patience=2), "final_model": FinalModel.BEST}
 
 
@@ -102,8 +104,14 @@ def test_the_best_and_the_last_are_the_models_of_their_steps(
     assert told[-1]["nbytes"] == folder_nbytes(Path(spec.output_dir)) > 0
 
 
-@pytest.mark.parametrize("where", ["before the decision", "before the export", "after it", "before the last export"])
-@pytest.mark.parametrize("placement", [Placement(), MIXED], ids=["ssd", "mixed"])
+@pytest.mark.parametrize(
+    ("placement", "where"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (i % 2), id=f"{name}-{case[1]}")
+        for start, (name, placement) in enumerate((("ssd", Placement()), ("mixed", MIXED)))
+        for i, case in enumerate(product([placement], WHERE), start=start)
+    ],
+)
 def test_whatever_cuts_an_attempt_off_the_job_ends_at_the_same_step_with_the_same_model(
     tmp_path: Path, each_step: JobSpec, placement: Placement, where: str
 ) -> None:

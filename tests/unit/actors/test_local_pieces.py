@@ -55,6 +55,8 @@ JOBS: dict[str, dict[str, Any]] = {
     },
 }
 
+QUICK = ("some params stay", "groups")
+
 
 def spec_of(root: Path, streamed: tuple[int, ...], *, placement: Placement | None = None, **changes: Any) -> JobSpec:
     placement = replace(placement or Placement(), streamed_blocks=streamed)
@@ -70,7 +72,9 @@ def train(spec: JobSpec, **options: Any) -> Run:
 
 
 @pytest.mark.usefixtures("unchecked_activations")
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in JOBS]
+)
 def test_no_bit_changes(tmp_path: Path, name: str) -> None:
     whole = train(spec_of(tmp_path / "whole", (), **JOBS[name]))
     train(spec_of(tmp_path / "pieces", LAYERS, **JOBS[name])).assert_equals(whole)

@@ -71,9 +71,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Result:
     "cuts",
     [
         [(LoadModel, 0)],
-        [(CommitStore, 0)],
+        pytest.param([(CommitStore, 0)], marks=pytest.mark.long),
         [(UpdateBlock, 1), (UpdateBlock, 2)],
-        [(CommitStore, 3), (CommitStore, 3), (UpdateBlock, 5)],
+        pytest.param([(CommitStore, 3), (CommitStore, 3), (UpdateBlock, 5)], marks=pytest.mark.long),
         [(ExportModel, 2), (ExportModel, 6)],
     ],
 )

@@ -151,9 +151,14 @@ class Late:
 
 
 def cases() -> list[Any]:
-    """Each job in one order, and each order in some job; the rest takes long."""
+    """Each job that takes little in one order; the rest takes long."""
     return [
-        pytest.param(job, order, marks=() if (3 * i + j) % 8 == 0 else pytest.mark.long, id=f"{job}-{order}")
+        pytest.param(
+            job,
+            order,
+            marks=() if (3 * i + j) % 8 == 0 and job not in ("streamed", "far ahead") else pytest.mark.long,
+            id=f"{job}-{order}",
+        )
         for i, job in enumerate(JOBS)
         for j, order in enumerate(ORDERS)
     ]

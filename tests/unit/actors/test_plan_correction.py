@@ -80,6 +80,7 @@ def test_a_machine_that_is_as_its_profile_says_keeps_its_plan() -> None:
     assert (after.peak_gib, after.choices) == (before.peak_gib, before.choices)
 
 
+@pytest.mark.long
 def test_ssds_that_are_slower_than_said_get_less_to_do() -> None:
     real = machine(ssd_gb_per_s=0.4)
     asked = question(machine(), host_mib=1350)
@@ -101,6 +102,7 @@ def test_ssds_that_are_slower_than_said_get_less_to_do() -> None:
     assert new.solution.step_s == pytest.approx(right.step_s, rel=0.1)
 
 
+@pytest.mark.long
 def test_another_plan_must_save_more_than_a_restart_costs() -> None:
     asked = question(machine(), host_mib=1350)
     planned, corrected = run(asked, machine(ssd_gb_per_s=0.4), num_steps_left=2, restart_s=100.0)
@@ -112,6 +114,7 @@ def test_another_plan_must_save_more_than_a_restart_costs() -> None:
     assert corrected.planned.report.step_s > 2 * planned.report.step_s
 
 
+@pytest.mark.long
 def test_what_a_plan_comes_to_is_corrected_where_no_other_is_better() -> None:
     asked = question(machine(), host_mib=800)
     planned, corrected = run(asked, machine(ssd_gb_per_s=0.4))
@@ -124,7 +127,7 @@ def test_what_a_plan_comes_to_is_corrected_where_no_other_is_better() -> None:
     assert corrected.planned.report.step_s > 2 * planned.report.step_s
 
 
-@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("gpus", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_device_that_computes_slower_than_said_is_given_less_to_compute_again(gpus: int) -> None:
     asked = question(machine(gpus=gpus), host_mib=2400 if gpus == 0 else 800)
     planned, corrected = run(asked, machine(gpus=gpus, tflops=2.0))

@@ -113,6 +113,7 @@ def test_a_simulated_step_is_hardly_longer_than_the_bound_it_was_chosen_by(
             assert planning.promised_step_s(asked, profiles, solution) < 1.4 * solution.step_s
 
 
+@pytest.mark.long
 def test_layers_are_told_in_runs_that_do_the_same() -> None:
     config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
     report = answer(question(machine(gpus=2), config=config, num_microbatches=2))
@@ -123,6 +124,7 @@ def test_layers_are_told_in_runs_that_do_the_same() -> None:
     assert len(numbers) > 1
 
 
+@pytest.mark.long
 def test_the_states_number_format_is_what_the_ssds_are_asked_for() -> None:
     small = machine(host=8)
     fp32, bf16 = (answer(question(small, state_precision=each)) for each in (StatePrecision.FP32, StatePrecision.BF16))
@@ -192,6 +194,7 @@ def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
     assert not answer(question(machine(host=gib - 1, gpus=6))).feasible
 
 
+@pytest.mark.long
 def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower() -> None:
     """What is swapped lies on the GPU until it has left: with more room to swap to, less of it may fit there."""
     config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)

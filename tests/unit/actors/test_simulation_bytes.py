@@ -18,8 +18,7 @@ _MOVES = {
     "groups, the way out": {SpanKind.COPY_PARTIAL_OUT, SpanKind.COPY_PARTIAL_IN},
     "all of it": {SpanKind.WRITE_ACTIVATIONS, SpanKind.COPY_PARTIAL_IN, SpanKind.COPY_ACTIVATIONS_IN},
 }
-# What the others show is in them.
-_QUICK = ("swapped, the SSDs", "groups, the way out", "all of it")
+_QUICK = ("swapped, the SSDs", "groups, the way out")
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,7 @@ def test_every_case_has_a_name_of_its_own_and_keeps_to_the_caps() -> None:
 # --- where something goes wrong -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_case_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: dict[str, BaseException] = {
         "1.5B host 16": NotEnoughRoom("the arena", "/dev/shm", 2 << 30, 1 << 30, "enlarge it"),
@@ -215,6 +216,7 @@ def test_activations_that_should_be_swapped_and_are_not_are_wrong(
     assert run.reason == "RuntimeError: 0 bytes of activations left the device, with the choice swap"
 
 
+@pytest.mark.long
 def test_what_hangs_is_ended_with_a_report(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom benchmarks import gpu_check\n"

@@ -19,6 +19,7 @@ def test_every_check_is_timed_in_every_round() -> None:
     assert {name: len(times) for name, times in measure(1000, torch.float16, 3).items()} == dict.fromkeys(CHECKS, 3)
 
 
+@pytest.mark.long
 def test_temporaries_show_in_the_peak() -> None:
     """`isinf` of 16 Mi elements is 16 MiB of booleans, beside what it is computed from."""
     ours, naive = (extra_peak_nbytes(name, 16 * MIB, "fp32") for name in CHECKS)

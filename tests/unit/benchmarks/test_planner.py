@@ -76,6 +76,7 @@ def test_a_job_that_failed_is_told_and_keeps_no_promise() -> None:
     assert report.rows[0][1] == "failed: no room"
 
 
+@pytest.mark.long
 def test_what_is_predicted_is_on_disk_and_is_what_runs(tmp_path: Path) -> None:
     (case,), folder = QUICK_CASES, tmp_path / "0"
     case.workload(num_timed_steps=2).write(folder)
@@ -122,6 +123,7 @@ def test_at_least_eight_jobs_of_different_kinds_are_promised() -> None:
     assert {case.num_microbatches for case in CASES} > {1, 2}
 
 
+@pytest.mark.long
 def test_programs_are_timed() -> None:
     times = solve_times(quick=True)
     assert set(times) == {"6B", "6B, clipping"}

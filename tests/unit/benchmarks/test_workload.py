@@ -45,6 +45,7 @@ def test_batches_are_what_windlass_trains_on(folder: Path) -> None:
         assert np.array_equal(inputs[:, 1:], targets[:, :-1])
 
 
+@pytest.mark.long
 def test_plain_peer_trains_as_a_naive_loop_does(folder: Path) -> None:
     run = run_contender(Contender(name="plain", title="plain", module="benchmarks.peers_plain"), WORKLOAD, folder)
     assert len(run.step_s) == 2

@@ -9,9 +9,17 @@ from windlass.engine.measure_model import measure_blocks, with_times
 from windlass.engine.model_profile import profile_config
 from windlass.storage.ids import Precision
 
+QUICK = {("Qwen2", True), ("Mixtral", False)}
 
-@pytest.mark.parametrize("name", ["Qwen2", "Mixtral", "GPT-2"])
-@pytest.mark.parametrize("tied", [False, True])
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        pytest.param(name, tied, marks=[] if (name, tied) in QUICK else [pytest.mark.long])
+        for name in ("Qwen2", "Mixtral", "GPT-2")
+        for tied in (False, True)
+    ],
+)
 def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_model, "_MAX_S", 0.1)  # how well they are known does not matter here
     config = ARCHITECTURES[name].config(tied=tied, dropout=0.0)

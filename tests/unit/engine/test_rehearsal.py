@@ -157,7 +157,7 @@ def assert_known(case: Case) -> None:
     assert predicted(case) == followed(case)
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("precision", [pytest.param(Precision.FP32, marks=pytest.mark.long), Precision.BF16])
 @pytest.mark.parametrize(
     ("name", "choice"),
     [

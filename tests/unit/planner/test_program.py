@@ -128,6 +128,7 @@ def test_equals_it_thousands_of_times(program: Program) -> None:
     assert_best(program)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(PROGRAMS)
 def test_what_takes_long_to_prove_is_a_thousandth_off_at_most(program: Program) -> None:
@@ -157,6 +158,7 @@ def test_with_what_is_missing_it_fits(program: Program) -> None:
     assert solve(raised) is not None
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(PROGRAMS)
 def test_with_what_one_tier_lacks_it_fits_or_that_does_not_help(program: Program) -> None:

@@ -263,6 +263,7 @@ def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
     assert more.step_s <= solution.step_s * 1.001
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(JOBS, st.integers(80, 600), st.integers(100, 1200))
 def test_the_program_counts_the_arena_as_the_engine_lays_it_out(

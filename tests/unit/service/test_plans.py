@@ -77,6 +77,7 @@ def ask(client: TestClient, **body: Any) -> Any:
     return client.post("/v1/fine_tuning/plans", json={"model": "llama", "batch_size": 4, **body})
 
 
+@pytest.mark.long
 def test_a_plan_for_another_machine(planning: TestClient) -> None:
     response = ask(planning, hardware=MACHINE, windlass={"clip_norm": None, "sequence_length": 64})
     assert response.status_code == 200, response.text
@@ -89,6 +90,7 @@ def test_a_plan_for_another_machine(planning: TestClient) -> None:
     assert not list(context_of(planning).settings.home.glob("plan-*"))
 
 
+@pytest.mark.long
 def test_units_that_are_probably_wrong_are_doubted(planning: TestClient) -> None:
     in_mib = MACHINE | {"gpus": MACHINE["gpus"] | {"memory_gib": 24576}}
     plan = ask(planning, hardware=in_mib).json()

@@ -281,6 +281,7 @@ def test_a_hostile_template_ends_its_job_only(
     assert len(raised.value.message) < 5000
 
 
+@pytest.mark.long
 def test_the_modules_of_steps_may_be_forked_from(tmp_path: Path) -> None:
     """Their imports start no threads; else this would end in a process of its own."""
     order = _order(tmp_path, random_weights=True)

@@ -150,12 +150,8 @@ def _directories(root: Path, name: str) -> list[Path]:
     return directories
 
 
-# Of each job every operation is in some part; one part of each is quick enough, and of the plainest two.
-PARTS = [
-    pytest.param(name, part, marks=() if part == 0 or (name, part) == ("every step", 2) else pytest.mark.long)
-    for name in JOBS
-    for part in range(4)
-]
+# Of each job every operation is in some part; one part of each is quick enough.
+PARTS = [pytest.param(name, part, marks=() if part == 0 else pytest.mark.long) for name in JOBS for part in range(4)]
 
 
 @pytest.mark.parametrize(("name", "part"), PARTS)

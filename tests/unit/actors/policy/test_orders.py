@@ -267,6 +267,11 @@ TINY: dict[str, tuple[dict[str, Any], Bad]] = {
 
 LONG = {
     "alone",
+    "kept",
+    "clipped-first-skipped",
+    "groups-active",
+    "groups-fifo-alone",
+    "spilled",
     "active-steps-alone",
     "fifo-active",
     "fifo-spilled",
@@ -355,8 +360,15 @@ DECIDES: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("copyable")
-@pytest.mark.parametrize("finish_at", [None, 1], ids=["to the end", "ends early"])
-@pytest.mark.parametrize("best", [frozenset(), frozenset({1})], ids=["none best", "first best"])
+@pytest.mark.parametrize(
+    ("best", "finish_at"),
+    [
+        pytest.param(frozenset({1}), None, id="first best-to the end"),
+        pytest.param(frozenset(), 1, id="none best-ends early"),
+        pytest.param(frozenset(), None, id="none best-to the end", marks=pytest.mark.long),
+        pytest.param(frozenset({1}), 1, id="first best-ends early", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(
     ("options", "bad"),
     [
