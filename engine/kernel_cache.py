@@ -33,7 +33,9 @@ from windlass.storage.process_end import describe_process_end
 _LOG = logging.getLogger(__name__)
 
 _COMPILE_DEADLINE_S = 600.0
-_ANNOUNCEMENT = "Compiling the update kernel for this job's number formats: 10 to 20 s, once for each format"
+_ANNOUNCEMENT = (
+    "Compiling the update kernel for this job's number formats: 10 to 20 s, more where others compute; once a format"
+)
 _DIGEST_NBYTES = hashlib.sha256().digest_size
 _COMPILER = "compile_kernel"  # never imported here: it imports the compiler
 _SOURCES = (_COMPILER, "optimizer_formulas", "split_master", "stochastic_rounding")

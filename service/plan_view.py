@@ -1,10 +1,11 @@
 """A job's plan as people see it: what was predicted, what was measured since, and how far apart the two are."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from windlass.actors.pace import MIN_MEASURED_STEPS
-from windlass.amounts import GIB
+from windlass.amounts import GIB, told_nbytes
 from windlass.planner.example_lengths import tokens_in_words
 from windlass.planner.report import TIER_NAMES, PlanReport
 
@@ -71,21 +72,25 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 def in_words(view: dict[str, Any]) -> dict[str, str]:
     """For people: each number that was predicted or measured, and how far apart the two are."""
     predicted, measured, error = (view[name] or {} for name in ("predicted", "measured", "error"))
-    found = {"step time": _line(predicted.get("step_s"), measured.get("step_s"), error.get("step_s"), "s")}
+    promised, came, apart = (each.get("step_s") for each in (predicted, measured, error))
+    found = {"step time": _line(promised, came, apart, "{:.3g} s".format)}
     if found["step time"] and view["is_estimate"]:
         found["step time"] += f"; an estimate until {MIN_MEASURED_STEPS} steps are measured"
     if (tokens := view.get("example_tokens")) is not None:
         found["planned for"] = tokens_in_words(tokens)
     for tier, name in _NAMES.items():
         promised, came, apart = ((each.get("peak_gib") or {}).get(tier) for each in (predicted, measured, error))
-        found[name] = _line(promised, came, apart, "GiB")
+        found[name] = _line(promised, came, apart, lambda gib: told_nbytes(gib * GIB))
     return {name: line for name, line in found.items() if line}
 
 
-def _line(predicted: float | None, measured: float | None, error: float | None, unit: str) -> str:
+def _line(predicted: float | None, measured: float | None, error: float | None, told: Callable[[float], str]) -> str:
     parts = []
     if predicted is not None:
-        parts.append(f"predicted {predicted:.3g} {unit}")
+        parts.append(f"predicted {told(predicted)}")
     if measured is not None:
-        parts.append(f"measured {measured:.3g} {unit}")
-    return ", ".join(parts) + (f" ({error:+.1%})" if error is not None else "")
+        parts.append(f"measured {told(measured)}")
+    if error is None:
+        return ", ".join(parts)
+    # A percentage of several hundred says little.
+    return ", ".join(parts) + (f" ({error:+.1%})" if error < 1 else f" ({1 + error:.3g} times as much)")

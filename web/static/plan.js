@@ -157,6 +157,7 @@ const percent = (share) => `${Math.round(100 * share)} %`;
 
 function difference(promised, found) {
   if (!promised || found == null) return "";
+  if (found >= 2 * promised) return `${format.small(found / promised)} times`;
   const share = Math.round(1000 * (found / promised - 1)) / 10;
   return `${share > 0 ? "+" : ""}${share} %`;
 }

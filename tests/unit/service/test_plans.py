@@ -252,12 +252,12 @@ def test_the_command_line_shows_both(
     assert "step time" not in shown()
     keep_plan(context_of(client).settings, job_id)
     assert "step time predicted 3 s; an estimate until 3 steps are measured device memory" in shown()
-    tell_measured(client, job_id, (1, measured_as(3.3, gpu=GIB, host=4 * GIB)))
+    tell_measured(client, job_id, (1, measured_as(3.3, gpu=GIB, host=12 * GIB)))
     lines = (
         "step time predicted 3 s, measured 3.3 s (+10.0%)",
-        "device memory predicted 2 GiB, measured 1 GiB (-50.0%)",
-        "host buffers predicted 4 GiB, measured 4 GiB (+0.0%)",
-        "SSD space predicted 8 GiB",
+        "device memory predicted 2.00 GiB, measured 1.00 GiB (-50.0%)",
+        "host buffers predicted 4.00 GiB, measured 12.00 GiB (3 times as much)",
+        "SSD space predicted 8.00 GiB",
     )
     assert " ".join(lines) in shown()
 
