@@ -18,7 +18,8 @@ def hint(body: object, location: Sequence[str | int]) -> str:
         return ""
     name, path = str(location[-1]), ".".join(map(str, location))
     last_parts = [known.split(".")[-1] for known in names]
-    if near := difflib.get_close_matches(name, last_parts, n=1, cutoff=0.75):
+    abbreviated = [part for part in last_parts if name == "".join(word[0] for word in part.split("_"))]  # such as lr
+    if near := abbreviated or difflib.get_close_matches(name, last_parts, n=1, cutoff=0.75):
         return f"; did you mean {names[last_parts.index(near[0])]}?"
     above = path.removesuffix(name)
     here = [known.removeprefix(above) for known in names if known.startswith(above)]

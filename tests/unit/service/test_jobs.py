@@ -159,6 +159,7 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
             "windlass.learn_rate",
             "unrecognized parameter: windlass.learn_rate; did you mean windlass.learning_rate?",
         ),
+        ({"windlass": {"lr": 1e-4}}, "windlass.lr", "did you mean windlass.learning_rate?"),
         ({"windlass": {"host_memory_gib": 1}}, "windlass.host_memory_gib", "mean windlass.budgets.host_memory_gib?"),
         ({"precision": "bf16"}, "precision", "unrecognized parameter: precision; did you mean windlass.precision?"),
         ({"windlass": {"lora": {"r": 8}}}, "windlass.lora", "LoRA is not supported yet"),
