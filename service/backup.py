@@ -26,6 +26,8 @@ from windlass.engine.model_folder import copy_file
 from windlass.service.home import node_of, prepare_home
 from windlass.service.job_specs import journal_path
 from windlass.service.leftovers import last_attempts
+from windlass.service.local_key import KEY_FILE
+from windlass.service.ray_cluster import TOKEN_FILE
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings, load_settings, place_of_home
 from windlass.service.text import told_jobs
@@ -39,8 +41,8 @@ _FORMAT = 1
 _MANIFEST = "backup.json"
 _HOME = "home"
 _DATABASE = "windlass.db"
-# Of the home: what is made anew, what means the processes that run now, and what is copied by other means.
-_LEFT_OUT = (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm", "logs", "kernels", "ray.json")
+# Of the home: what is made anew, what means or opens the processes that run now, and what is copied by other means.
+_LEFT_OUT = (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm", "logs", "kernels", "ray.json", TOKEN_FILE)
 # Anywhere: what processes hold, and what is half written or half removed.
 _LEFT_OUT_SUFFIXES = (".lock", ".part", ".partial", ".deleted")
 _FIRST = "jobs"  # their journals name models that must be found after them
@@ -59,8 +61,13 @@ class Copied:
     remarks: tuple[str, ...]  # what people have to know of it
 
 
-def make_backup(settings: Settings, destination: Path, *, with_base_models: bool = True) -> Copied:
-    """Copy the home of these settings to a folder, which appears when it is whole. Raises BackupError."""
+def make_backup(
+    settings: Settings, destination: Path, *, with_base_models: bool = True, with_local_key: bool = False
+) -> Copied:
+    """Copy the home of these settings to a folder, which appears when it is whole. Raises BackupError.
+
+    `with_local_key`: also the API key of this machine's command line, which opens the service to whoever reads it.
+    """
     if not settings.home.is_dir():
         raise BackupError(f"there is no home {settings.home}")
     remarks = []
@@ -77,6 +84,12 @@ def make_backup(settings: Settings, destination: Path, *, with_base_models: bool
             left_out.add(settings.models_dir.resolve())
         elif not settings.models_dir.resolve().is_relative_to(settings.home.resolve()):
             remarks.append(f"base models are not in it: they lie in {settings.models_dir}, outside of the home")
+        if not with_local_key and (settings.home / KEY_FILE).exists():
+            left_out.add((settings.home / KEY_FILE).resolve())
+            remarks.append(
+                "the API key of this machine's command line is not in it; copy it with --local-key, or make another "
+                "with `windlass keys create`"
+            )
         nbytes = _copy_home(settings.home, folder / _HOME, left_out)
         about = {
             "format": _FORMAT,

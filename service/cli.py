@@ -1,5 +1,6 @@
 """The command `windlass`."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -35,6 +36,7 @@ _KEYS = "keys"
 
 def main() -> None:
     """Run the command line."""
+    os.umask(0o077)  # models, data and keys are their owner's
     app = typer.Typer(
         name="windlass",
         help="Fine-tune models far larger than the GPU, on boxes you own.",

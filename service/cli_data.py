@@ -98,12 +98,13 @@ def _delete(client: ServiceClient, what: str, *, with_model: bool) -> None:
 def backup(
     destination: Annotated[Path, typer.Argument(help="The folder to make.")],
     models: Annotated[bool, typer.Option(help="Also base models that lie in the home.")] = True,
+    local_key: Annotated[bool, typer.Option(help="Also the API key of this machine's command line.")] = False,
     home: Home = None,
 ) -> None:
-    """Copy the home, while the service runs or not: database, files, jobs, models, settings and keys."""
+    """Copy the home, while the service runs or not: database, files, jobs, models, settings and the digests of keys."""
     from windlass.service.backup import make_backup  # brings the database
 
-    made = make_backup(load_settings(home), destination, with_base_models=models)
+    made = make_backup(load_settings(home), destination, with_base_models=models, with_local_key=local_key)
     print(f"{destination}: {told_nbytes(made.nbytes)}")
     for remark in made.remarks:
         print(f"! {remark}")

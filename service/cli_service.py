@@ -60,7 +60,6 @@ def up(
         return
     from windlass.service.supervisor import Supervisor
 
-    os.umask(0o077)
     os.environ["WINDLASS_HOME"] = str(settings.home)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     Supervisor(settings).run()

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from windlass.service.errors import ApiError, describe_value
 from windlass.service.known_names import hint
@@ -20,6 +21,7 @@ from windlass.storage.sql.statuses import IllegalTransition
 _log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 5
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 _HTTP_CODES = {
     HTTPStatus.NOT_FOUND: "unknown_url",
@@ -112,13 +114,24 @@ def _invalid_request(detail: dict[str, Any], body: object) -> ApiError:
 
 def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    headers = {name: value for name, value in (error.headers or {}).items() if name.lower() != "allow"}
     message, code = str(error.detail), _HTTP_CODES.get(HTTPStatus(error.status_code))
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"unknown URL: {request.method} {request.url.path}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.method} is not allowed on {request.url.path}"
-    headers = dict(error.headers) if error.headers else None
+        headers["Allow"] = ", ".join(_methods_of(request))
     return error_response(ApiError(message, status=error.status_code, code=code), headers)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """All that the path answers to; the route that refused the request knows its own methods only."""
+    routes = request.app.router.routes
+    return [
+        method
+        for method in _METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
 
 
 def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -6,11 +6,15 @@ from typing import Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
-from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from windlass.service.context import ContextDep
 from windlass.service.home import LEAST_FREE_NBYTES
+from windlass.storage.sql.database import why_unavailable
+from windlass.storage.sql.jobs import JobRepository
+
+# Of jobs, which are read as a list of them is: a damaged file answers what reads no table.
+_NUM_ROWS = 20
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,10 +46,11 @@ def readyz(context: ContextDep, response: Response) -> Health:
     reasons = []
     try:
         with context.database.read() as session:
-            session.execute(text("SELECT 1"))
+            JobRepository(session).page(limit=_NUM_ROWS, after=None, metadata={})
     except SQLAlchemyError as error:
-        _LOG.warning("the database does not answer: %s", error)
-        reasons.append("the database does not answer")
+        why = why_unavailable(error) or "it does not answer"
+        _LOG.warning("the database cannot be used: %s (%s)", why, error)
+        reasons.append(f"the database cannot be used: {why}")
     free_nbytes = shutil.disk_usage(context.settings.home).free
     if free_nbytes < LEAST_FREE_NBYTES:
         reasons.append(f"only {free_nbytes // 1024**2} MiB are free on the home's disk")

@@ -36,14 +36,16 @@ class Ended:
 
 
 def shut_down(settings: Settings, *, force: bool) -> Ended:
-    """End the supervisor, its children and the Ray daemon. Raises JobsRunningError unless `force`."""
+    """End the supervisor, its children and the Ray daemon.
+
+    Raises JobsRunningError unless `force`, and DatabaseAwayError; with `force` only once everything has ended.
+    """
     serving = find_serving(settings.home)
     cluster = RayCluster(settings.home)
     if serving is None and not cluster.pids:
         cluster.stop()  # what a daemon that was killed left on the disk
         return Ended(supervisor=None, num_ray_processes=0, failed_jobs=())
-    jobs = running_jobs(settings)
-    if jobs and not force:
+    if not force and (jobs := running_jobs(settings)):
         raise JobsRunningError(
             f"still running: {told_jobs(jobs)}; wait, or use `windlass cancel`, or let what runs fail with "
             "`windlass down --force`"

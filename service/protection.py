@@ -6,7 +6,7 @@ from windlass.service.database_away import telling_of_database
 from windlass.service.home import prepare_home
 from windlass.service.reported_error import ReportedError
 from windlass.service.settings import Settings
-from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.database import Database, check_whole, migrate
 from windlass.storage.sql.keys import KeyRepository
 
 
@@ -22,6 +22,7 @@ def prepare_database(settings: Settings) -> None:
     """
     prepare_home(settings.home)
     with telling_of_database():
+        check_whole(settings.database_url, has_rows=settings.jobs_dir.exists() and any(settings.jobs_dir.iterdir()))
         migrate(settings.database_url)
         with closing(Database(settings.database_url)) as database:
             check_protected(settings, database)

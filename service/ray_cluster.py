@@ -28,6 +28,7 @@ from windlass.service.reported_error import ReportedError
 NAMESPACE = "windlass"
 # One job at a time holds the machine's device(s); Ray knows it as this resource.
 DEVICE_RESOURCE = "device"
+TOKEN_FILE = "ray-token"  # in the home
 
 _CORE_NAMES = ("gcs_server", "raylet")
 _START_TIMEOUT_S = 120.0
@@ -61,7 +62,7 @@ class RayCluster:
     def __init__(self, home: Path) -> None:
         self._record_path = home / "ray.json"
         self._lock_path = home / "ray.lock"
-        self._token_path = home / "ray-token"
+        self._token_path = home / TOKEN_FILE
         self._log_path = home / "logs" / "ray-start.log"
 
     @property

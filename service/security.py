@@ -27,6 +27,7 @@ _SECURITY_HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+_STAY_SECURE = "max-age=31536000"
 _DRAIN_TIMEOUT_S = 60.0
 
 
@@ -39,7 +40,10 @@ class SecurityHeadersMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_SECURITY_HEADERS)
+                headers = MutableHeaders(scope=message)
+                headers.update(_SECURITY_HEADERS)
+                if scope.get("scheme") == "https":  # of our own, or of a trusted proxy's
+                    headers["Strict-Transport-Security"] = _STAY_SECURE
             await send(message)
 
         await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url
-from sqlalchemy.exc import InterfaceError, InvalidatePoolError, OperationalError, TimeoutError
+from sqlalchemy.exc import DatabaseError, InterfaceError, InvalidatePoolError, OperationalError, TimeoutError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from windlass.storage.sql.errors import NewerDatabase
+from windlass.storage.sql.errors import DamagedDatabase, NewerDatabase
 
 SUPPORTED_DATABASES = ("sqlite", "postgresql")
 
@@ -54,6 +54,8 @@ _SQLITE_TROUBLE = {
     sqlite3.SQLITE_IOERR: "its file cannot be read or written",
     sqlite3.SQLITE_CANTOPEN: "its file cannot be opened",
     sqlite3.SQLITE_READONLY: "its file cannot be written",
+    sqlite3.SQLITE_CORRUPT: "its file is damaged; `windlass restore` brings a backup back",
+    sqlite3.SQLITE_NOTADB: "its file is damaged; `windlass restore` brings a backup back",
 }
 
 
@@ -63,8 +65,8 @@ def why_unavailable(error: BaseException) -> str | None:
     What was asked of the database may be asked again later.
     """
     original = getattr(error, "orig", None)
-    if isinstance(original, sqlite3.OperationalError):
-        return _SQLITE_TROUBLE.get(original.sqlite_errorcode & 0xFF)  # the rest of the code tells more than is needed
+    if isinstance(original, sqlite3.Error) and (code := getattr(original, "sqlite_errorcode", None)) is not None:
+        return _SQLITE_TROUBLE.get(code & 0xFF)  # the rest of the code tells more than is needed
     if isinstance(error, TimeoutError):
         return "all connections to it are in use"
     if isinstance(error, OperationalError | InterfaceError) and not isinstance(original, sqlite3.Error):
@@ -119,6 +121,31 @@ class Database:
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
+
+
+def check_whole(url: str, *, has_rows: bool) -> None:
+    """Look through a SQLite file for damage, if it is there; other databases look after themselves.
+
+    `has_rows`: something was kept in it, so it may not be empty. Raises DamagedDatabase.
+    """
+    path = make_url(url).database
+    if make_url(url).get_backend_name() != "sqlite" or path is None or not Path(path).exists():
+        return
+    if has_rows and Path(path).stat().st_size == 0:
+        raise DamagedDatabase(path, "it is empty, and there are jobs")  # else it would become a new one
+    engine = _open_engine(url)
+    try:
+        with engine.connect() as connection:
+            found = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
+    except DatabaseError as error:
+        code = getattr(error.orig, "sqlite_errorcode", sqlite3.SQLITE_OK)
+        if code & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise
+        found = str(error.orig)
+    finally:
+        engine.dispose()
+    if found != "ok":
+        raise DamagedDatabase(path, found)
 
 
 def migrate(url: str, *, revision: str = "head") -> None:

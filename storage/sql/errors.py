@@ -26,6 +26,17 @@ class NewerDatabase(Exception):
         )
 
 
+class DamagedDatabase(Exception):
+    """The database's file does not hold what was written to it."""
+
+    def __init__(self, path: str, found: str) -> None:
+        super().__init__(path, found)
+        self.path, self.found = path, found
+
+    def __str__(self) -> str:
+        return f"the database {self.path} is damaged ({self.found})"
+
+
 class StatusConflict(Exception):
     """The job is not, or no longer, in the status and attempt that a change was meant for; nothing was written."""
 

@@ -9,7 +9,7 @@ from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.keyed import ADMIN, NOTHING, Things, World, keyed_world, new_job, routes_of
 from windlass.service.access import LOGIN_COOKIE, Caller
 from windlass.service.event_news import News
-from windlass.service.events import _read_batch
+from windlass.service.events import _batch_of, _read_batch
 from windlass.service.protection import UnprotectedError
 from windlass.service.settings import Settings
 from windlass.storage.sql.audit import AuditRepository
@@ -104,11 +104,12 @@ def jobs_there(world: World) -> int:
 @pytest.fixture
 def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream looks for events once, and ends."""
-    looks: dict[int, int] = {}
+    seen: list[Caller] = []  # kept, as another caller could get the place in memory of one that is gone
 
     def is_still_in(caller: Caller, _session: object) -> bool:
-        looks[id(caller)] = looks.get(id(caller), 0) + 1
-        return looks[id(caller)] == 1
+        is_first = not any(caller is each for each in seen)
+        seen.append(caller)
+        return is_first
 
     monkeypatch.setattr(Caller, "is_still_in", is_still_in)
     monkeypatch.setattr("windlass.service.events._POLL_INTERVAL_S", 0)
@@ -310,6 +311,25 @@ def test_a_user_follows_their_own_events_and_others_cost_no_second_look(
     third = _read_batch(context, caller, second.newest, None, NOT_YET)
     assert (list(third.events), third.newest) == ([], second.newest)
     assert asked == [0, first.newest, second.events[0].ordinal + 1]
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["from memory", "after a look at the database"])
+def test_live_events_are_of_ones_own_jobs_only(world: World, asks: bool) -> None:
+    context = context_of(world.client)
+    before = context.news._look(None)
+    with context.database.write() as session:
+        made = {who: JobRepository(session).create(new_job("file-x", who)).id for who in ("alice", "bob", ADMIN)}
+    news = context.news._look(before)
+    seen = {}
+    for who in made:
+        caller = Caller(user=who, role=Role.ADMIN if who == ADMIN else Role.USER, key_id=world.key_ids[who])
+        if asks:
+            batch = _read_batch(context, caller, before.newest, None, news)
+        else:
+            batch = _batch_of(news, caller, before.newest, None)
+        seen[who] = [event.job_id for event in batch.events]
+        assert batch.newest == news.newest, "others' events are passed over, not looked through again"
+    assert seen == {"alice": [made["alice"]], "bob": [made["bob"]], ADMIN: [*made.values()]}
 
 
 def jobs_of(world: World, who: str) -> Any:

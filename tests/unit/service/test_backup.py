@@ -86,7 +86,7 @@ def test_a_home_with_jobs_of_all_kinds_is_read_again_elsewhere(
     queued = client.post(JOBS, json={"model": model_of(stage, done), "training_file": upload(client)}).json()["id"]
     before = seen(client)
     node = node_of(settings.home)
-    made = make_backup(settings, tmp_path / "backup")
+    made = make_backup(settings, tmp_path / "backup", with_local_key=True)
     shutil.rmtree(settings.home)
 
     restored = restore_backup(tmp_path / "backup", tmp_path / "new")
@@ -145,7 +145,7 @@ def test_what_processes_hold_and_what_is_half_done_is_left_out(
 ) -> None:
     stage.put_states("ftjob-1")
     job_id, _ = stage.run()
-    for name in ("windlass.lock", "dispatcher.lock", "ray.json", "files/file-1.part"):
+    for name in ("windlass.lock", "dispatcher.lock", "ray.json", "ray-token", "files/file-1.part"):
         (settings.home / name).write_text("x")
     for folder in ("logs", "kernels", "fine-tuned/.ft:tiny::a.0123.partial", "fine-tuned/.ft:tiny::b.deleted"):
         (settings.home / folder).mkdir(exist_ok=True)
@@ -158,6 +158,16 @@ def test_what_processes_hold_and_what_is_half_done_is_left_out(
         *("home/models/tiny/config.json", "home/models/tiny/model.safetensors"),
         *(f"home/jobs/{job_id}/{name}" for name in ("journal.jsonl", "prepare/prepare_data.json")),
     }
+
+
+def test_the_key_of_the_command_line_is_copied_only_if_asked_for(
+    stage: Stage, settings: Settings, tmp_path: Path
+) -> None:
+    (settings.home / "cli.key").write_text("wk-secret\n")
+    (remark,) = make_backup(settings, tmp_path / "backup").remarks
+    assert "API key of this machine's command line is not in it; copy it with --local-key" in remark
+    texts = [path.read_bytes() for path in (tmp_path / "backup").rglob("*") if path.is_file()]
+    assert not any(b"wk-secret" in text for text in texts)
 
 
 def test_base_models_can_be_left_out_and_those_elsewhere_are_told_of(

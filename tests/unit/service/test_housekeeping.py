@@ -86,11 +86,11 @@ class Old:
 def test_by_default_everything_is_kept(tmp_path: Path, database: Database) -> None:
     old = Old(tmp_path, database)
     job = old.job(days=9999)
-    old.checkpoint(job, "ft:tiny::a-step-1")
+    old.checkpoint(job, "ft:tiny::xa-step-1")
     old.file("file-1", days=9999)
     old.keep_house()
     assert old.jobs() == {job}
-    assert (old.settings.fine_tuned_dir / "ft:tiny::a-step-1").exists()
+    assert (old.settings.fine_tuned_dir / "ft:tiny::xa-step-1").exists()
     assert (old.settings.files_dir / "file-1").exists()
 
 
@@ -155,23 +155,24 @@ def test_what_cannot_be_removed_is_tried_again_half_a_minute_later(
     assert list(old.settings.jobs_dir.iterdir()) == []
 
 
+# Models are named so that no random id of a job begins as theirs do.
 def test_checkpoints_go_and_models_stay(tmp_path: Path, database: Database) -> None:
     old = Old(tmp_path, database, keep_checkpoints_days=7)
-    job, young = old.job(days=8, fine_tuned_model="ft:tiny::a"), old.job(days=6)
+    job, young = old.job(days=8, fine_tuned_model="ft:tiny::xa"), old.job(days=6)
     running, used = old.job(days=None), old.job(days=8)
     elsewhere, failed = old.job(days=8, node="node-elsewhere"), old.job(days=9)
-    for owner, model in ((job, "ft:tiny::a"), (job, "ft:tiny::a-step-1"), (young, "ft:tiny::b-step-1")):
+    for owner, model in ((job, "ft:tiny::xa"), (job, "ft:tiny::xa-step-1"), (young, "ft:tiny::xb-step-1")):
         old.checkpoint(owner, model)
-    old.checkpoint(running, "ft:tiny::c-step-1")
-    old.checkpoint(used, "ft:tiny::d-step-1")
-    old.checkpoint(elsewhere, "ft:tiny::e-step-1")
-    old.checkpoint(failed, "ft:tiny::f-step-1")  # of a job without a model
-    old.job(days=None, model="ft:tiny::d-step-1")
+    old.checkpoint(running, "ft:tiny::xc-step-1")
+    old.checkpoint(used, "ft:tiny::xd-step-1")
+    old.checkpoint(elsewhere, "ft:tiny::xe-step-1")
+    old.checkpoint(failed, "ft:tiny::xf-step-1")  # of a job without a model
+    old.job(days=None, model="ft:tiny::xd-step-1")
     old.keep_house()
     left = {path.name for path in old.settings.fine_tuned_dir.iterdir()}
-    assert left == {"ft:tiny::a", *(f"ft:tiny::{name}-step-1" for name in "bcde")}
+    assert left == {"ft:tiny::xa", *(f"ft:tiny::x{name}-step-1" for name in "bcde")}
     # Those of the job that ended first go first.
-    gone = [("delete_checkpoint", f"ft:tiny::{name}-step-1", None, "retention") for name in "fa"]
+    gone = [("delete_checkpoint", f"ft:tiny::x{name}-step-1", None, "retention") for name in "fa"]
     assert old.audit() == gone
     assert len(old.jobs()) == 7
 

@@ -134,5 +134,8 @@ def test_who_has_no_database_is_not_ready_but_alive(client: TestClient, settings
         path.unlink()
     settings.home.joinpath("windlass.db").mkdir()
     response = client.get("/readyz")
-    assert (response.status_code, response.json()["reasons"]) == (503, ["the database does not answer"])
+    assert (response.status_code, response.json()["reasons"]) == (
+        503,
+        ["the database cannot be used: its file cannot be opened"],
+    )
     assert client.get("/healthz").status_code == 200

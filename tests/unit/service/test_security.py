@@ -185,6 +185,28 @@ def test_every_failure_has_the_envelope(client: TestClient, method: str, path: s
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/files", {"GET", "POST"}),
+        ("PATCH", "/v1/files/file-1", {"GET", "DELETE"}),
+        ("DELETE", "/v1/fine_tuning/jobs/ftjob-1/cancel", {"POST"}),
+        ("PUT", "/login", {"GET", "POST"}),
+    ],
+)
+def test_allow_names_all_methods_of_the_path(client: TestClient, method: str, path: str, allowed: set[str]) -> None:
+    response = client.request(method, path, headers={"Origin": str(client.base_url)})
+    assert response.status_code == 405
+    assert set(response.headers["allow"].split(", ")) - {"HEAD"} == allowed
+
+
+def test_browsers_are_told_to_stay_with_tls_where_there_is_tls(settings: Settings) -> None:
+    with serve(settings) as client:
+        assert "strict-transport-security" not in client.get("/healthz").headers
+        client.base_url = client.base_url.copy_with(scheme="https")
+        assert client.get("/healthz").headers["strict-transport-security"] == "max-age=31536000"
+
+
 def test_a_failure_inside_tells_nothing_of_the_inside(settings: Settings) -> None:
     def broken(model: str) -> list[str]:
         raise ZeroDivisionError("secret detail")

@@ -88,6 +88,22 @@ def test_a_name_with_one_private_address_is_refused(monkeypatch: pytest.MonkeyPa
         send("https://inside.example", **EVENT, allows_private=False)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.1", "169.254.169.254", "::1", "fd00::1", "fe80::1", "fe80::1%eth0", "ff02::1", "::"),
+        *("::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::1"),
+    ],
+)
+def test_a_name_of_an_address_that_is_not_public_is_refused_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    for addresses in ([address], ["2606:4700::1111", address], [address, "8.8.8.8"]):
+        resolving(monkeypatch, *addresses)
+        with pytest.raises(UrlRefusedError, match="is not a public address"):
+            send("https://inside.example", **EVENT, allows_private=False)
+
+
 def test_it_goes_to_the_address_that_was_checked_whatever_the_name_says_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

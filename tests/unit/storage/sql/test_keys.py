@@ -50,6 +50,22 @@ def test_logins_that_are_over_are_forgotten(database: Database) -> None:
         assert session.scalar(text("SELECT count(*) FROM login_sessions")) == 1
 
 
+@pytest.mark.parametrize("end", ["expires", "is revoked"])
+def test_a_key_that_is_over_opens_nothing(database: Database, end: str) -> None:
+    with database.write() as session:
+        keys = KeyRepository(session)
+        key, secret = keys.create(name="a", user="a", role=Role.USER, expires_at=time.time() + 60)
+        token = keys.log_in(key.id, lasts_s=600)
+        opened = (keys.find(secret), keys.find_login(token), keys.is_open(key.id, None), keys.has_active())
+        assert opened == (key, key, True, True)
+        if end == "expires":
+            key.expires_at = time.time()
+        else:
+            key.revoked_at = time.time()
+        opened = (keys.find(secret), keys.find_login(token), keys.is_open(key.id, None), keys.has_active())
+        assert opened == (None, None, False, False)
+
+
 def test_a_key_is_needed_until_all_are_revoked(database: Database) -> None:
     with database.write() as session:
         keys = KeyRepository(session)
@@ -72,6 +88,17 @@ def test_an_owner_has_one_job_for_an_idempotency_key(database: Database, owner: 
         JobRepository(session).create(make_new_job(owner=owner))
     with pytest.raises(IntegrityError), database.write() as session:
         JobRepository(session).create(make_new_job(owner=owner, idempotency_key="1"))
+
+
+@pytest.mark.parametrize("owner", [None, "a"])
+def test_an_idempotency_key_finds_its_owners_job_only(database: Database, owner: str | None) -> None:
+    with database.write() as session:
+        jobs = JobRepository(session)
+        jobs.create(make_new_job(owner="b", idempotency_key="1"))
+        assert jobs.by_idempotency_key(owner, ["1"]) is None
+        job = jobs.create(make_new_job(owner=owner, idempotency_key="1"))
+        assert jobs.by_idempotency_key(owner, ["0", "1"]) is job
+        assert jobs.by_idempotency_key(owner, ["2"]) is None
 
 
 def test_what_was_there_before_keys_is_kept_and_belongs_to_nobody(url: str) -> None:
