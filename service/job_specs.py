@@ -31,6 +31,7 @@ from windlass.service.preparation import (
     Results,
 )
 from windlass.service.settings import CORES_TO_DIVIDE, Settings
+from windlass.service.text import told_count
 from windlass.storage.ids import Attempt, JobId, Kernel, ModelKernel, Precision, StatePrecision
 from windlass.storage.sql.models import Job
 
@@ -249,9 +250,9 @@ def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
         hyperparameters=asdict(hyper),
         total_steps=total_steps,
         summary=(
-            f"{num_examples} training examples with {data['num_targets']} tokens to learn, "
-            f"{data['num_validation_examples']} validation examples, {model['num_params']} parameters, "
-            f"{total_steps} steps"
+            f"{told_count(num_examples, 'training example')} with {told_count(data['num_targets'], 'token')} to learn, "
+            f"{told_count(data['num_validation_examples'], 'validation example')}, "
+            f"{model['num_params']:,} parameters, {told_count(total_steps, 'step')}"
         ),
         warnings=tuple(warning for result in results.values() for warning in result.get("warnings", ())),
     )

@@ -15,6 +15,11 @@ def check_storable(value: str) -> str:
     return value
 
 
+def told_count(number: int, thing: str) -> str:
+    """A number of things: "1 step", "2 steps"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def told_jobs(ids: Sequence[str]) -> str:
     """Ids of one or more jobs in words: "job A", "jobs A, B"."""
     return f"job{'s' if len(ids) > 1 else ''} {', '.join(ids)}"

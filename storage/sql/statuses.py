@@ -43,8 +43,9 @@ class IllegalTransition(Exception):
         self.job_id, self.source, self.target = job_id, source, target
 
     def __str__(self) -> str:
-        allowed = ", ".join(sorted(TRANSITIONS[self.source])) or "nothing: it is final"
-        return f"job {self.job_id} is {self.source} and cannot become {self.target}; it may become {allowed}"
+        refusal = f"job {self.job_id} is {self.source} and cannot become {self.target}"
+        allowed = ", ".join(sorted(TRANSITIONS[self.source]))
+        return f"{refusal}; it may become {allowed}" if allowed else f"{refusal} any more: it has ended"
 
 
 def check_transition(job_id: str, source: JobStatus, target: JobStatus) -> None:

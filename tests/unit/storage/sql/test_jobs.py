@@ -56,10 +56,11 @@ def test_only_listed_transitions_happen(
             assert EventRepository(session).page(job.id, limit=1, after=None).rows[0].data == {"status": target.value}
     else:
         with (
-            pytest.raises(IllegalTransition, match=f"{source} and cannot become {target}"),
+            pytest.raises(IllegalTransition, match=f"{source} and cannot become {target}") as refused,
             database.write() as session,
         ):
             JobRepository(session).transition(job.id, source, target, message="go")
+        assert str(refused.value).endswith("any more: it has ended") is (source in TERMINAL_STATUSES)
 
 
 def test_every_status_has_a_row_and_the_final_ones_lead_nowhere() -> None:
