@@ -154,7 +154,7 @@ def services(
         # What goes out to others, and what starts processes, is tested elsewhere.
         patch.setattr("windlass.service.webhooks.send", lambda *_, **__: 204)
         plan = asdict(PlanReport(feasible=False, reasons=("it has no weights",)))
-        patch.setattr("windlass.service.plans._run", lambda *_: plan)
+        patch.setattr("windlass.service.plans._run", lambda *_: (plan, []))
         machine = Hardware.model_validate(yaml.safe_load(example_machines()["rtx4090-server"].read_text()))
         patch.setattr("windlass.service.plans.measured_hardware", lambda _: machine)
         _end_streams(patch)
