@@ -11,6 +11,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from windlass.engine.data import ChatExample
+from windlass.engine.example_bounds import memory_limit
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _STRFTIME_DIRECTIVES = "aAbBcdHIjmMpSUwWxXyYZ"
@@ -175,6 +176,9 @@ class ChatTemplate:
                 **self._tokenizer.special_tokens_map,
             )
             texts[0].encode()
+        except MemoryError as error:
+            why = f"MemoryError: it takes more memory than a preparation gets{memory_limit()}"
+            raise ChatTemplateError(f"the chat template fails: {why}") from error
         # A template is a program of the model's maker: what it raises is not ours to foresee.
         except Exception as error:
             # The template's own refusal is for the reader; of any other exception its type says more.

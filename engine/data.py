@@ -40,6 +40,7 @@ class DataErrorCode(StrEnum):
     NO_CHAT_TEMPLATE = "no_chat_template"
     CHAT_TEMPLATE_FAILED = "chat_template_failed"
     INVALID_TOKENIZER = "invalid_tokenizer"
+    EXAMPLE_TOO_LARGE = "example_too_large"
 
 
 class DataError(Exception):

@@ -7,7 +7,7 @@ memory does not grow with the files. What it writes is what `windlass.engine.dat
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -28,6 +28,13 @@ from windlass.engine.data import (
     Example,
     TextExample,
 )
+from windlass.engine.example_bounds import (
+    MAX_NUM_CHARS,
+    MAX_RENDER_CPU_S,
+    RenderTimeError,
+    memory_limit,
+    within_cpu_time,
+)
 from windlass.storage.durable import sync_tree
 
 # A batch for the tokenizer ends at whichever comes first.
@@ -37,6 +44,34 @@ PROGRESS_INTERVAL_S = 1.0
 _MAX_NUM_NOTES = 10  # different ones of a file
 
 Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Tells how far the files have been read: to the process's output, and to a file that others look at.
+
+    The file is a JSON object: `percent` of all files' bytes, `line` of `file` (their name for people) that is being
+    read. It is written once a second, and always whole.
+    """
+
+    path: Path | None  # None: it is not told
+    total_nbytes: int  # of all files
+    _read_before_nbytes: int = 0  # of the files before this one
+    _next_s: float = 0.0
+
+    def tell(self, file: DataFile, line: int, nbytes_read: int, *, num_examples: int) -> None:
+        """Note which line is next, unless that was done within the last second."""
+        if (now := time.monotonic()) < self._next_s:
+            return
+        self._next_s = now + PROGRESS_INTERVAL_S
+        percent = 100 * (self._read_before_nbytes + nbytes_read) // max(1, self.total_nbytes)
+        if self.path is not None:
+            _write_json(self.path, {"percent": percent, "line": line, "file": file.told_name})
+        print(f"{file.param}: {num_examples} examples, line {line}, {percent} percent", flush=True)
+
+    def end_file(self, file: DataFile) -> None:
+        """Note that all of a file was read."""
+        self._read_before_nbytes += file.nbytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +142,17 @@ class ExampleEncoder:
 
     def render(self, line: int, example: Example) -> Iterator[RenderedText]:
         """The line's training examples as texts with their characters to learn. Raises `DataError` naming the line."""
+        for item in self._render(line, example):
+            if len(item.text) > MAX_NUM_CHARS:
+                raise self._file.error(
+                    DataErrorCode.EXAMPLE_TOO_LARGE,
+                    f"its text has {len(item.text):,} characters, of at most {MAX_NUM_CHARS:,}; split it into several "
+                    "lines",
+                    line=line,
+                )
+            yield item
+
+    def _render(self, line: int, example: Example) -> Iterator[RenderedText]:
         if isinstance(example, ChatExample):
             yield from self._render_chat(line, example)
             return
@@ -132,11 +178,21 @@ class ExampleEncoder:
                 field="messages",
             )
         try:
-            yield from self._renderer.render(example)
+            yield from within_cpu_time(self._renderer.render(example), MAX_RENDER_CPU_S)
         except ChatTemplateError as error:
             raise self._file.error(
                 DataErrorCode.CHAT_TEMPLATE_FAILED, error.message, line=line, field=error.field
             ) from error
+        except RenderTimeError:
+            num_learned = sum(example.weights)
+            raise self._file.error(
+                DataErrorCode.EXAMPLE_TOO_LARGE,
+                f"the chat template took more than {MAX_RENDER_CPU_S:g} s to render this conversation of "
+                f"{len(example.messages)} messages, {num_learned} of them to learn; split it into several lines, or "
+                "use a model with a simpler chat template",
+                line=line,
+                field="messages",
+            ) from None
 
     def encode(
         self, rendered: Sequence[RenderedText], form: type[Example]
@@ -301,24 +357,28 @@ class ChatRecord:
 
 
 def _batches(
-    file: DataFile, encoder: ExampleEncoder
-) -> Iterator[tuple[int, list[int], list[RenderedText], type[Example]]]:
-    """(bytes read so far, lines, rendered examples, their type), in batches the tokenizer takes at once."""
+    file: DataFile, encoder: ExampleEncoder, tell: Callable[[int, int], None]
+) -> Iterator[tuple[list[int], list[RenderedText], type[Example]]]:
+    """(lines, rendered examples, their type), in batches the tokenizer takes at once.
+
+    `tell` is called for each line before it is rendered: its number, and the bytes read so far.
+    """
     lines: list[int] = []
     rendered: list[RenderedText] = []
-    num_chars = nbytes_read = 0
+    num_chars = 0
     form: type[Example] = TextExample
     for line, nbytes_read, example in file.examples():
+        tell(line, nbytes_read)
         form = type(example)
         for item in encoder.render(line, example):
             lines.append(line)
             rendered.append(item)
             num_chars += len(item.text)
             if len(rendered) >= BATCH_NUM_EXAMPLES or num_chars >= BATCH_NUM_CHARS:
-                yield nbytes_read, lines, rendered, form
+                yield lines, rendered, form
                 lines, rendered, num_chars = [], [], 0
     if rendered:
-        yield nbytes_read, lines, rendered, form
+        yield lines, rendered, form
 
 
 def prepare_split(
@@ -330,23 +390,35 @@ def prepare_split(
     output_dir: Path,
     split: str,
     day: date | None = None,
+    progress: Progress | None = None,
 ) -> PreparedSplit:
     """Tokenizes one file into `output_dir`. Raises `DataError` for data that cannot be trained on."""
     encoder = ExampleEncoder(tokenizer, file, vocabulary_size, day)
     record = ChatRecord()
-    total_nbytes = file.nbytes()
-    next_progress_s = time.monotonic() + PROGRESS_INTERVAL_S
+    progress = progress or Progress(None, file.nbytes())
+    last_line = 0
     with SplitWriter(output_dir, split, sequence_length) as writer:
-        for nbytes_read, lines, rendered, form in _batches(file, encoder):
-            encoded = encoder.encode(rendered, form)
-            for line, item, (tokens, learn) in zip(lines, rendered, encoded, strict=True):
-                record.add(line, item, len(tokens))
-                writer.append(tokens, learn)
-            if time.monotonic() >= next_progress_s:
-                percent = 100 * nbytes_read // total_nbytes
-                print(f"{file.param}: {writer.num_examples} examples, {percent} percent", flush=True)
-                next_progress_s = time.monotonic() + PROGRESS_INTERVAL_S
+
+        def tell(line: int, nbytes_read: int) -> None:
+            nonlocal last_line
+            last_line = line
+            progress.tell(file, line, nbytes_read, num_examples=writer.num_examples)
+
+        try:
+            for lines, rendered, form in _batches(file, encoder, tell):
+                encoded = encoder.encode(rendered, form)
+                for line, item, (tokens, learn) in zip(lines, rendered, encoded, strict=True):
+                    record.add(line, item, len(tokens))
+                    writer.append(tokens, learn)
+        except MemoryError:
+            raise file.error(
+                DataErrorCode.EXAMPLE_TOO_LARGE,
+                f"this line, or one of the next, takes more memory than a preparation gets{memory_limit()}; split "
+                "it, or use a model with a simpler chat template",
+                line=max(1, last_line),
+            ) from None
         summary = writer.summary(record.warnings())
+    progress.end_file(file)
     if summary.num_examples == 0:
         raise file.error(
             DataErrorCode.NO_USABLE_EXAMPLE,
@@ -361,11 +433,11 @@ def _warnings(file: DataFile, split: PreparedSplit, sequence_length: int) -> lis
     warnings = []
     if split.num_cut:
         warnings.append(
-            f"{file.path.name}: {split.num_cut} examples are longer than {sequence_length} tokens and were cut"
+            f"{file.told_name}: {split.num_cut} examples are longer than {sequence_length} tokens and were cut"
         )
     if split.num_dropped:
         warnings.append(
-            f"{file.path.name}: {split.num_dropped} examples have nothing to learn within the first {sequence_length} "
+            f"{file.told_name}: {split.num_dropped} examples have nothing to learn within the first {sequence_length} "
             "tokens and were left out"
         )
     return warnings + [f"{file.told_name}: {warning}" for warning in split.warnings]
@@ -381,11 +453,13 @@ def prepare(
     day: date | None = None,
     training_name: str | None = None,
     validation_name: str | None = None,
+    progress_path: Path | None = None,
 ) -> dict[str, Any]:
     """Writes the dataset folder and returns what the result file says of it. Raises `DataError`.
 
     Messages tell the files by their names where these are given, else by the last parts of their paths. Chat templates
-    that print the current date print `day`, today without it. The same arguments give the same folder.
+    that print the current date print `day`, today without it. The same arguments give the same folder. How far it is
+    is told in the file `progress_path` (see `Progress`).
 
     `meta.json` is written last: a folder without it is not a dataset.
     """
@@ -401,6 +475,7 @@ def prepare(
     size = vocabulary_size(model_dir)
     splits: dict[str, PreparedSplit] = {}
     warnings: list[str] = []
+    progress = Progress(progress_path, sum(file.nbytes() for file in files.values()))
     for name, file in files.items():
         splits[name] = prepare_split(
             file,
@@ -410,6 +485,7 @@ def prepare(
             output_dir=output_dir,
             split=name,
             day=day,
+            progress=progress,
         )
         warnings += _warnings(file, splits[name], sequence_length)
     meta = {
@@ -450,6 +526,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequence-length", type=int, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--progress", type=Path, help="where to tell how far it is")
     parser.add_argument(
         "--day", type=date.fromisoformat, help="the date chat templates print, YYYY-MM-DD; default: today"
     )
@@ -464,6 +541,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             day=options.day,
             training_name=options.training_name,
             validation_name=options.validation_name,
+            progress_path=options.progress,
         )
     except DataError as error:
         result = {"ok": False, "error": {"code": error.code, "message": error.message, "param": error.param}}

@@ -71,7 +71,14 @@ def _key_commands() -> typer.Typer:
     if _KEYS in sys.argv[1:]:
         from windlass.service import cli_keys
 
-        _add(keys, create=cli_keys.create, list=cli_keys.list_, revoke=cli_keys.revoke, audit=cli_keys.audit)
+        _add(
+            keys,
+            create=cli_keys.create,
+            list=cli_keys.list_,
+            limit=cli_keys.limit,
+            revoke=cli_keys.revoke,
+            audit=cli_keys.audit,
+        )
     else:
         keys.callback()(lambda: None)
     return keys

@@ -24,6 +24,7 @@ def follow_job(client: ServiceClient, job_id: str) -> dict[str, Any]:
     )
     with Progress(*columns, console=console) as progress:
         task: TaskID | None = None
+        preparing: TaskID | None = None
         loss = ""
         for job, events in client.follow(job_id):
             for event in events:
@@ -32,6 +33,7 @@ def follow_job(client: ServiceClient, job_id: str) -> dict[str, Any]:
                 else:
                     progress.console.print(format_event(event), markup=False, highlight=False)
             extra = job["windlass"]
+            preparing = _show_preparation(progress, preparing, job)
             if task is None and extra["total_steps"]:
                 task = progress.add_task("", total=extra["total_steps"], status="", loss="", time_left="")
             if task is not None:
@@ -39,6 +41,19 @@ def follow_job(client: ServiceClient, job_id: str) -> dict[str, Any]:
                     task, completed=extra["step"], status=job["status"], loss=loss, time_left=_time_left(job)
                 )
     return job
+
+
+def _show_preparation(progress: Progress, shown: TaskID | None, job: dict[str, Any]) -> TaskID | None:
+    """Show how far a job's preparation is, in a bar of percent, as long as there is one."""
+    state = job["windlass"]["preparation"]
+    if state is None:
+        if shown is not None:
+            progress.remove_task(shown)
+        return None
+    if shown is None:
+        shown = progress.add_task("", total=100, status="", loss="", time_left="")
+    progress.update(shown, completed=state["percent"] or 0, status=state["summary"])
+    return shown
 
 
 def format_event(event: dict[str, Any]) -> str:

@@ -106,6 +106,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "job": found["id"],
         "status": found["status"],
         "waiting for": extra["waiting_reason"],
+        "preparation": extra["preparation"] and extra["preparation"]["summary"],
         "error": found["error"] and found["error"]["message"],
         "model": found["model"],
         "fine-tuned model": found["fine_tuned_model"],

@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_service import Home
@@ -16,6 +17,7 @@ from windlass.service.command_audit import record_command
 from windlass.service.home import prepare_home
 from windlass.service.local_key import keep_local_key, kept_key
 from windlass.service.settings import Settings, load_settings
+from windlass.service.user_limits import KeyLimits
 from windlass.storage.sql.audit import AuditRepository, audit_id
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.errors import NotFound
@@ -28,6 +30,17 @@ _EXPIRY = re.compile(r"([1-9][0-9]{0,4})([hdwy])")
 _UNITS_S = {"h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
 
 
+# What a key may ask for; where an option is left out, what settings say.
+MostUrgentPriority = Annotated[
+    int | None, typer.Option(help="The smallest number, which begins first, from -1000 to 1000.")
+]
+MaxRunningJobs = Annotated[int | None, typer.Option(help="How many of the user's jobs may run at once.")]
+MaxWaitingJobs = Annotated[int | None, typer.Option(help="How many of the user's jobs may wait or be paused.")]
+MaxFiles = Annotated[int | None, typer.Option(help="How many files are kept for the user.")]
+MaxFileGib = Annotated[float | None, typer.Option(help="What they may take together, in GiB.")]
+MaxWebhookEndpoints = Annotated[int | None, typer.Option(help="How many webhook endpoints the user may have.")]
+
+
 def create(
     name: Annotated[str, typer.Option(help="What the key is called in lists.")],
     user: Annotated[
@@ -35,6 +48,12 @@ def create(
     ] = None,
     role: Annotated[str, typer.Option(help="user sees what is the user's own; admin sees everything.")] = Role.USER,
     expires: Annotated[str | None, typer.Option(help="After how long: 12h, 90d, 4w, 1y (default: never).")] = None,
+    most_urgent_priority: MostUrgentPriority = None,
+    max_running_jobs: MaxRunningJobs = None,
+    max_waiting_jobs: MaxWaitingJobs = None,
+    max_files: MaxFiles = None,
+    max_file_gib: MaxFileGib = None,
+    max_webhook_endpoints: MaxWebhookEndpoints = None,
     home: Home = None,
 ) -> None:
     """Make an API key and print it; it is shown this once only."""
@@ -45,11 +64,21 @@ def create(
     if role not in list(Role):
         raise CommandError(f"--role is {' or '.join(Role)}, got {role!r}")
     expires_at = None if expires is None else time.time() + _seconds(expires)
+    limits = _limits(
+        most_urgent_priority=most_urgent_priority,
+        max_running_jobs=max_running_jobs,
+        max_waiting_jobs=max_waiting_jobs,
+        max_files=max_files,
+        max_file_gib=max_file_gib,
+        max_webhook_endpoints=max_webhook_endpoints,
+    )
     settings = load_settings(home)
     with _database(settings) as database:
         is_first = not _has_working_key(settings, database)
         with database.write() as session:
-            key, secret = KeyRepository(session).create(name=name, user=user, role=Role(role), expires_at=expires_at)
+            key, secret = KeyRepository(session).create(
+                name=name, user=user, role=Role(role), expires_at=expires_at, limits=limits
+            )
             record_command(session, "create_key", key.id)
             if is_first:
                 # In the same transaction: from the first key on, the command line needs one, too.
@@ -70,8 +99,42 @@ def list_(home: Home = None) -> None:
     if not keys:
         print("no keys: the service answers to this machine only, without one; `windlass keys create` makes one")
         return
-    header = ("key", "name", "user", "role", "state", "created", "last used")
-    print_columns([header, *(_row(key) for key in keys)])
+    header = ["key", "name", "user", "role", "state", "created", "last used"]
+    has_limits = any(key.limits for key in keys)
+    rows = [[*_row(key), *([_told_limits(key.limits)] if has_limits else [])] for key in keys]
+    print_columns([[*header, *(["limits"] if has_limits else [])], *rows])
+
+
+def limit(
+    key: Annotated[str, typer.Argument(help="The key's id, as `windlass keys list` shows it.")],
+    most_urgent_priority: MostUrgentPriority = None,
+    max_running_jobs: MaxRunningJobs = None,
+    max_waiting_jobs: MaxWaitingJobs = None,
+    max_files: MaxFiles = None,
+    max_file_gib: MaxFileGib = None,
+    max_webhook_endpoints: MaxWebhookEndpoints = None,
+    reset: Annotated[bool, typer.Option("--reset", help="First forget all limits of the key's own.")] = False,
+    home: Home = None,
+) -> None:
+    """Change what a key may ask for; what is left out stays. It holds from the next request on."""
+    given = _limits(
+        most_urgent_priority=most_urgent_priority,
+        max_running_jobs=max_running_jobs,
+        max_waiting_jobs=max_waiting_jobs,
+        max_files=max_files,
+        max_file_gib=max_file_gib,
+        max_webhook_endpoints=max_webhook_endpoints,
+    )
+    with _database(load_settings(home)) as database, _known(key), database.write() as session:
+        keys = KeyRepository(session)
+        found = keys.get(key)
+        limits = {**({} if reset else found.limits or {}), **given}
+        role = found.role
+        keys.set_limits(key, limits)
+        record_command(session, "limit_key", key)
+    print(f"{key}: {_told_limits(limits) or 'no limits of its own; those of the settings hold'}")
+    if role == Role.ADMIN:
+        _tell("It is an admin key: of these, only the limits of files hold for it.")
 
 
 def revoke(
@@ -79,12 +142,9 @@ def revoke(
 ) -> None:
     """End a key and the logins made with it, at once."""
     with _database(load_settings(home)) as database:
-        try:
-            with database.write() as session:
-                KeyRepository(session).revoke(key)
-                record_command(session, "revoke_key", key)
-        except NotFound:
-            raise CommandError(f"there is no key {key!r}; `windlass keys list` shows the ids") from None
+        with _known(key), database.write() as session:
+            KeyRepository(session).revoke(key)
+            record_command(session, "revoke_key", key)
         with database.read() as session:
             is_needed = KeyRepository(session).is_needed()
     print(f"{key} is revoked")
@@ -114,6 +174,27 @@ def _database(settings: Settings) -> Iterator[Database]:
         yield database
     finally:
         database.close()
+
+
+@contextmanager
+def _known(key: str) -> Iterator[None]:
+    try:
+        yield
+    except NotFound:
+        raise CommandError(f"there is no key {key!r}; `windlass keys list` shows the ids") from None
+
+
+def _limits(**given: int | float | None) -> dict[str, Any]:
+    try:
+        return KeyLimits.model_validate(given).model_dump(exclude_none=True)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        option = str(detail["loc"][0]).replace("_", "-")
+        raise CommandError(f"--{option}: {detail['msg'].lower()}, got {detail['input']!r}") from None
+
+
+def _told_limits(limits: dict[str, Any] | None) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in (limits or {}).items())
 
 
 def _has_working_key(settings: Settings, database: Database) -> bool:

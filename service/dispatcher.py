@@ -9,47 +9,41 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from windlass.actors.attempt_lock import close_attempt, has_begun, kill_attempt, last_sign_of_life
 from windlass.actors.journal import OUTCOME, JournalReader, JournalRecord
 from windlass.actors.scheduler import ROOM
 from windlass.service.box import Box, look_at_box
-from windlass.service.doctor import measured_hardware
 from windlass.service.full_disk import why_it_waits_for_room
 from windlass.service.home import is_out_of_room, room_reason
 from windlass.service.housekeeping import Housekeeping
 from windlass.service.job_plans import expected_pace, load_plan, seconds_left
 from windlass.service.job_queue import JobQueue, Verdict
-from windlass.service.job_specs import Machinery, build_job_spec, job_dir, preparation_order, resolve_job
+from windlass.service.job_specs import Machinery, build_job_spec, job_dir
 from windlass.service.lease import Lease
 from windlass.service.leftovers import free_space, jobs_with_states, remove_arenas, remove_states
 from windlass.service.logs import about
-from windlass.service.model_room import check_model_room
 from windlass.service.outcomes import fail_attempt, fail_job, open_journal, resume, take_in
 from windlass.service.plan_corrections import Ask, PlanCorrections, ask_planner
 from windlass.service.plan_renewal import PlanRenewals
 from windlass.service.preparation import (
-    CHECK_MODEL,
     Preparation,
-    PreparationError,
     PreparationOrder,
     preparation_of,
 )
-from windlass.service.preparation_events import tell_warnings
+from windlass.service.preparation_memory import PreparationMemory
+from windlass.service.preparations import Preparations
 from windlass.service.runners import RunnerLostError, Runners
 from windlass.service.settings import Settings
-from windlass.storage.durable import sync_path, sync_tree
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.room import may_find_room_later
 from windlass.storage.sql.database import Database, why_unavailable
 from windlass.storage.sql.deletion import DeletionRepository
 from windlass.storage.sql.errors import JournalError, StatusConflict
 from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Job
 from windlass.storage.sql.statuses import ACTIVE_STATUSES, TERMINAL_STATUSES, JobStatus
@@ -103,16 +97,15 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         housekeeping: Housekeeping | None = None,
+        preparation_memory: PreparationMemory | None = None,
     ) -> None:
         self._database = database
         self._settings = settings
         self._runners = runners
         self._machinery = machinery
         self._lease = lease
-        self._prepare = prepare
         self._clock = clock
         self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
-        self._preparations: dict[str, Preparation] = {}
         self._corrections = PlanCorrections(database, settings, ask=ask)
         self._renewals = PlanRenewals(database, settings, ask=ask)
         self._queue = JobQueue(
@@ -123,6 +116,15 @@ class Dispatcher:
             look=look or functools.partial(look_at_box, settings),
             clock=clock,
             jitter=jitter,
+        )
+        self._preparations = Preparations(
+            database,
+            settings,
+            machinery,
+            prepare=prepare,
+            is_box_free=self._queue.is_box_free,
+            clock=clock,
+            memory=preparation_memory,
         )
         self._readers: dict[str, JournalReader] = {}  # of running jobs
         self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
@@ -154,21 +156,21 @@ class Dispatcher:
         for job_id, over in tuple(self._over.items()):
             self._guarded(about(job_id, over.attempt), self._see_off, job_id, over)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
-        self._drop_preparations(keep={job.id for job in validating})
+        self._preparations.arrange(validating)
         for job in validating:
-            self._guarded(about(job.id, job.attempt), self._validate, job)
+            self._guarded(about(job.id, job.attempt), self._preparations.tend, job, validating)
         self._launch_next()
-        self._housekeeping.tick(busy={*self._over, *self._preparations})
+        self._housekeeping.tick(busy={*self._over, *self._preparations.job_ids})
         self._was_cut_short = False
 
     @property
     def is_preparing(self) -> bool:
         """Whether a job waits for its next step of preparation."""
-        return bool(self._preparations)
+        return bool(self._preparations.job_ids)
 
     def close(self) -> None:
         """End the preparations, and let another dispatcher go on; runners stay."""
-        self._drop_preparations(keep=())
+        self._preparations.drop(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
         self._housekeeping.close()
@@ -178,7 +180,7 @@ class Dispatcher:
 
     def _forget(self) -> None:
         """What is remembered may be of jobs that were others' meanwhile."""
-        self._drop_preparations(keep=())
+        self._preparations.drop(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
         self._queue.forget()
@@ -344,71 +346,6 @@ class Dispatcher:
 
     def _await_end(self, job_id: str, attempt: int, kill_after_s: float = _KILL_AFTER_S) -> None:
         self._over[job_id] = _Over(attempt=Attempt(attempt), kill_at=self._clock() + kill_after_s)
-
-    # --- preparation ------------------------------------------------------------------------------------------------
-
-    def _validate(self, job: Job) -> None:
-        preparation = self._preparations.get(job.id)
-        if preparation is None:
-            self._explain_room(job, reason := room_reason(self._settings.home))
-            if self._preparations or reason is not None:
-                return  # one at a time: they take all cores
-            hardware = measured_hardware(self._settings)
-            with self._database.read() as session:
-                filenames = FileRepository(session).filenames([job.training_file, job.validation_file])
-            order = preparation_order(
-                self._settings,
-                self._machinery,
-                job,
-                hardware,
-                filenames=filenames,
-                is_alone=self._queue.is_box_free,
-            )
-            self._preparations[job.id] = preparation = self._prepare(order)
-        try:
-            results = preparation.poll()
-            tell_warnings(self._database, job, preparation)
-            if results is None:
-                return
-            self._enqueue(job, results)
-        except PreparationError as error:
-            tell_warnings(self._database, job, preparation)
-            self._drop_preparation(job.id)
-            if (reason := room_reason(self._settings.home)) is not None:
-                self._explain_room(job, reason)
-                _LOG.warning("the disk is full, and the preparation begins anew: %s", error, extra=about(job.id))
-                return
-            with self._database.write() as session:
-                fail_job(session, job, error.code, error.message, error.param)
-        else:
-            self._drop_preparation(job.id)
-
-    def _enqueue(self, job: Job, results: dict[str, dict[str, Any]]) -> None:
-        resolved = resolve_job(job, results)
-        num_params, total_steps = results[CHECK_MODEL]["num_params"], resolved.total_steps
-        room = check_model_room(self._settings, job, num_params=num_params, total_steps=total_steps)
-        # Before the row that says they are there: a job that is queued is not prepared again after a power loss.
-        sync_tree(job_dir(self._settings, job.id))
-        sync_path(self._settings.jobs_dir)
-        with self._database.write() as session:
-            JobRepository(session).transition(
-                job.id,
-                JobStatus.VALIDATING_FILES,
-                JobStatus.QUEUED,
-                message=f"Files validated, moving job to queued state: {resolved.summary}",
-                seen=job,
-                hyperparameters=resolved.hyperparameters,
-                total_steps=resolved.total_steps,
-            )
-            for warning in (*resolved.warnings, *(() if room is None else (room,))):
-                EventRepository(session).add(job.id, attempt=job.attempt, message=warning, level="warn")
-
-    def _drop_preparations(self, *, keep: Collection[str]) -> None:
-        for job_id in self._preparations.keys() - set(keep):
-            self._drop_preparation(job_id)
-
-    def _drop_preparation(self, job_id: str) -> None:
-        self._preparations.pop(job_id).stop()
 
     # --- the queue --------------------------------------------------------------------------------------------------
 

@@ -7,17 +7,17 @@ from typing import Annotated, BinaryIO, Literal
 
 from fastapi import APIRouter, File, Form, Query, UploadFile
 from fastapi.responses import FileResponse
-from sqlalchemy.orm import Session
 
 from windlass.amounts import told_nbytes
 from windlass.service import deletion
-from windlass.service.access import AuditDep, Caller, CallerDep
+from windlass.service.access import AuditDep, CallerDep
 from windlass.service.context import ContextDep
 from windlass.service.errors import ApiError, describe_value
 from windlass.service.home import node_of
 from windlass.service.lists import Deleted, PageOf
 from windlass.service.schemas import FileObject
 from windlass.service.settings import Settings
+from windlass.service.user_limits import check_one_more_file
 from windlass.storage.durable import sync_path
 from windlass.storage.sql.files import FileRepository, new_file_id
 
@@ -53,14 +53,14 @@ def upload_file(
             f"file: the name must end in .jsonl, got {describe_value(filename)}", param="file", code="invalid_file"
         )
     with context.database.read() as session:
-        _check_room(session, caller, context.settings, nbytes=0)  # before anything is stored
+        check_one_more_file(session, context.settings, caller, nbytes=0)  # before anything is stored
     file_id = new_file_id()
     path = context.settings.files_dir / file_id
     nbytes = _store(file.file, path, filename, context.settings)
     try:
         sync_path(context.settings.files_dir)  # before the row that tells of it
         with context.database.write() as session:
-            _check_room(session, caller, context.settings, nbytes=nbytes)
+            check_one_more_file(session, context.settings, caller, nbytes=nbytes)
             row = FileRepository(session).add(
                 file_id=file_id,
                 filename=filename,
@@ -123,21 +123,6 @@ def delete_file(context: ContextDep, caller: CallerDep, audit: AuditDep, file_id
         audit(session, file_id)
     deletion.carry_out(context.database, context.settings, removal)
     return Deleted(id=file_id, object="file")
-
-
-def _check_room(session: Session, caller: Caller, settings: Settings, *, nbytes: int) -> None:
-    """Refuse one more file of so many bytes where its user would have too much."""
-    if caller.user is None:
-        return
-    num_files, stored_nbytes = FileRepository(session).usage(caller.user)
-    if num_files >= settings.max_files_per_user:
-        problem = f"you have {num_files} files; at most {settings.max_files_per_user} are kept for a user"
-    elif stored_nbytes + nbytes > settings.max_file_nbytes_per_user:
-        most = told_nbytes(settings.max_file_nbytes_per_user)
-        problem = f"with this one your files would take more than the {most} that are kept for a user"
-    else:
-        return
-    raise ApiError(f"file: {problem}; delete some first", status=403, param="file", code="file_quota_exceeded")
 
 
 def remove_partial_uploads(files_dir: Path) -> None:

@@ -89,6 +89,9 @@ def is_out_of_room(home: Path) -> bool:
     return room_reason(home) is not None
 
 
+_ROOM_ON = "room on the disk of "
+
+
 def room_reason(home: Path) -> str | None:
     """Why the jobs of a home wait where its disk is full, or as good as that; None where it has room.
 
@@ -101,9 +104,14 @@ def room_reason(home: Path) -> str | None:
     return None if free_nbytes >= LEAST_FREE_NBYTES else needs_room(home, LEAST_FREE_NBYTES, free_nbytes)
 
 
+def is_about_room(reason: str) -> bool:
+    """Whether a job waits for what `needs_room` tells."""
+    return reason.startswith(_ROOM_ON)
+
+
 def needs_room(path: Path, needed_nbytes: int, free_nbytes: int) -> str:
     """The room that a job waits for, in the words that the API, the CLI and the page show."""
-    return f"room on the disk of {path}: {told_nbytes(needed_nbytes)} needed, {told_nbytes(free_nbytes)} free"
+    return f"{_ROOM_ON}{path}: {told_nbytes(needed_nbytes)} needed, {told_nbytes(free_nbytes)} free"
 
 
 class DispatcherLock:

@@ -3,7 +3,8 @@
 import logging
 import random
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from windlass.service.job_specs import Machinery, plan_bounds
 from windlass.service.lease import Lease
 from windlass.service.logs import about
 from windlass.service.outcomes import in_words_to, last_fruitful_attempt
-from windlass.service.queue_policy import Decision, Holder, Queued, decide
+from windlass.service.queue_policy import Decision, Holder, Queued, Turn, decide, in_turn
 from windlass.service.settings import Settings
-from windlass.service.text import told_jobs
+from windlass.service.text import told_count, told_jobs_beside
+from windlass.service.user_limits import most_running_jobs
 from windlass.storage.ids import Attempt
 from windlass.storage.room import directory_free_nbytes, directory_nbytes
 from windlass.storage.sql.database import Database
@@ -117,6 +119,8 @@ class JobQueue:
         if not queued:
             return []
         present = self._present(leaving)
+        queued = self._in_turn(queued, present)
+        too_many = self._over_their_limit(queued, present)
         box = self._box({job.id for job in present})
         self._demands = {job.id: self._demand(job) for job in (*present, *queued)}
         pauses = {job.id: self._pause_before_retry(job) for job in queued}
@@ -127,7 +131,7 @@ class JobQueue:
             [
                 self._in_queue(job, box, is_ready=pauses[job.id] is None and lacks[job.id] is None)
                 for job in queued
-                if job.id not in leaving
+                if job.id not in leaving and job.id not in too_many
             ],
         )
         by_job = {decision.job_id: decision for decision in decisions}
@@ -138,11 +142,13 @@ class JobQueue:
                 reason = f"the processes of attempt {job.attempt} have not ended yet"
             elif (lack := lacks[job.id]) is not None:
                 reason = lack
+            elif (most := too_many.get(job.id)) is not None:
+                reason = f"one of your jobs to end: {told_count(most, 'job')} of yours may run at once"
             elif pause_s is not None:
                 reason = f"attempt {job.attempt} was lost; the next one begins about {pause_s:.0f} s later"
             else:
                 reason = "" if decision.begins else self._reason(job, decision, box, there, num_before)
-            is_ready = job.id not in leaving and pause_s is None and lacks[job.id] is None
+            is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
             if job.lease_holder == self._lease.holder:
                 verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
             if decision.begins:
@@ -188,9 +194,39 @@ class JobQueue:
     def _queued(self) -> Sequence[Job]:
         """Also those that another dispatcher of this home holds: their turn is theirs."""
         with self._database.read() as session:
-            found = JobRepository(session).with_status(JobStatus.QUEUED, node=self._lease.node)
-        # Who has run before keeps its place, whoever of the same priority came meanwhile.
-        return sorted(found, key=lambda job: (job.priority, job.attempt == 0))
+            return JobRepository(session).with_status(JobStatus.QUEUED, node=self._lease.node)
+
+    def _in_turn(self, queued: Sequence[Job], present: Sequence[Job]) -> Sequence[Job]:
+        """The order in which they get their turn."""
+        owners = {job.owner for job in queued}
+        last_began: Mapping[str | None, float] = {}
+        if len(owners) > 1:
+            with self._database.read() as session:
+                last_began = JobRepository(session).last_began(owners)
+        turns = [
+            Turn(
+                job_id=job.id,
+                owner=job.owner,
+                priority=job.priority,
+                created_at=job.created_at,
+                keeps_place=job.keeps_place,
+            )
+            for job in queued
+        ]
+        by_id = {job.id: job for job in queued}
+        return [by_id[job_id] for job_id in in_turn(turns, Counter(job.owner for job in present), last_began)]
+
+    def _over_their_limit(self, queued: Sequence[Job], present: Sequence[Job]) -> Mapping[str, int]:
+        """Jobs that may not begin now whatever room there is, as their owner may run only so many at once: how many."""
+        num_running, found = Counter(job.owner for job in present), dict[str, int]()
+        with self._database.read() as session:
+            most = {owner: most_running_jobs(session, self._settings, owner) for owner in {job.owner for job in queued}}
+        for job in queued:
+            limit = most[job.owner]
+            num_running[job.owner] += 1
+            if limit is not None and num_running[job.owner] > limit:
+                found[job.id] = limit
+        return found
 
     def _present(self, leaving: Collection[str]) -> Sequence[Job]:
         """Jobs that have a part of the box, whichever dispatcher holds them."""
@@ -284,7 +320,7 @@ class JobQueue:
             lacks = [_short_of(name, needs[name], lack) for name, lack in decision.missing.items()]
             return f"{'; '.join(lacks)}, also with no other job here"
         parts = []
-        beside = _in_words([other.id for other in there if other.owner == job.owner], len(there))
+        beside = told_jobs_beside([other.id for other in there if other.owner == job.owner], len(there))
         for name, lack in decision.missing.items():
             if name == DEVICES:
                 parts.append(f"{self._devices} in use by {beside}")
@@ -301,15 +337,6 @@ class JobQueue:
     @property
     def _devices(self) -> str:
         return "the CPU is" if self._machinery.num_gpus == 0 else "every GPU is"
-
-
-def _in_words(named: Sequence[str], num_jobs: int) -> str:
-    """Jobs that have a part of the box, of which an owner is told these ids."""
-    num_others = num_jobs - len(named)
-    parts = [told_jobs(named)] if named else []
-    if num_others:
-        parts.append(f"{num_others} job{'s' if num_others > 1 else ''} of others")
-    return " and ".join(parts)
 
 
 def _short_of(resource: str, needed_nbytes: int, lack_nbytes: int) -> str:

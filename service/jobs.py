@@ -42,6 +42,7 @@ from windlass.service.schemas import (
     TraceObject,
     event_ordinal,
 )
+from windlass.service.user_limits import check_one_more_job, check_priority
 from windlass.storage.sql.errors import NotFound
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.files import FileRepository
@@ -75,6 +76,7 @@ def create_job(
             if file_id is not None:
                 _check_file(context, session, caller, param, file_id)
         _check_model_stays(context, session, caller, new.model)
+        check_one_more_job(session, context.settings, caller)
         job = JobRepository(session).create(new)
         audit(session, job.id)
         return JobObject.of(job)
@@ -271,6 +273,7 @@ def _own_key(caller: Caller, key: str) -> str:
 def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key: str | None, digest: str) -> NewJob:
     settings = body.job_settings()
     with context.database.read() as session:
+        check_priority(session, context.settings, caller, settings.windlass.priority)
         visible = is_visible(session, caller, body.model)
         if visible:
             check_may_build_on(session, caller, body.model)

@@ -23,10 +23,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--cpu-s", type=int, help="else as long as it likes")
     parser.add_argument("--address-space-nbytes", type=int, help="else as much as it likes")
+    parser.add_argument("--memory-nbytes", type=int, help="memory of its own; else as much as it likes")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     die_with_parent(options.parent_pid)
-    limit(cpu_s=options.cpu_s, address_space_nbytes=options.address_space_nbytes)
+    limit(
+        cpu_s=options.cpu_s,
+        address_space_nbytes=options.address_space_nbytes,
+        memory_nbytes=options.memory_nbytes,
+    )
     _limit(resource.RLIMIT_CORE, 0, 0)
     os.nice(_NICENESS)
     # Where memory runs out, a stranger's program ends before the job that trains.
@@ -35,13 +40,18 @@ def main(arguments: list[str]) -> None:
     os.execv(options.command[0], options.command)
 
 
-def limit(*, cpu_s: int | None, address_space_nbytes: int | None) -> None:
-    """What this process may compute, and map; None: it has no such limit."""
+def limit(*, cpu_s: int | None, address_space_nbytes: int | None, memory_nbytes: int | None) -> None:
+    """Limit what this process may compute, map, and take as memory of its own; None: it has no such limit.
+
+    Memory of its own is what it may write and shares with nobody: files that are only read do not count.
+    """
     if cpu_s is not None:
         # At the soft limit the kernel sends SIGXCPU, which tells what happened; at the hard one it kills.
         _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 5)
     if address_space_nbytes is not None:
         _limit(resource.RLIMIT_AS, address_space_nbytes, address_space_nbytes)
+    if memory_nbytes is not None:
+        _limit(resource.RLIMIT_DATA, memory_nbytes, memory_nbytes)
 
 
 def _limit(which: int, soft: int, hard: int) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from windlass.actors.cores import WAIT_POLICY
-from windlass.service.step_server import StepOrder
+from windlass.service.step_server import CONTINUE, HALT, PID, StepOrder
 from windlass.storage.process_end import describe_process_end
 
 _LOG = logging.getLogger(__name__)
@@ -29,7 +30,17 @@ class ServerEndedError(RuntimeError):
 
 
 class LimitedProcess(Protocol):
-    """One that runs or ran; `subprocess.Popen` is one."""
+    """One that runs or ran."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its id; None while it is not known yet."""
+
+    def halt(self) -> None:
+        """Stop it where it is, until `proceed`; what has ended is left alone."""
+
+    def proceed(self) -> None:
+        """Let it go on after `halt`."""
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs. Raises ServerEndedError."""
@@ -49,6 +60,7 @@ class LimitedCommand:
     home: Path  # where it works
     cpu_s: int
     address_space_nbytes: int
+    memory_nbytes: int | None = None  # of its own; None: as much as it may map
     passed_on: tuple[str, ...] = PASSED_ON  # environment variables
     sees_gpus: bool = False  # then it may map what it likes, as CUDA maps more than any limit allows
 
@@ -68,7 +80,9 @@ def start_limited(limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
         gpus = {name: os.environ[name] for name in _NO_GPUS if name in os.environ}
     else:
         limits.append(f"--address-space-nbytes={limited.address_space_nbytes}")
-    return _start(limited.command, limited.passed_on, home=home, cwd=home, log=log, limits=limits, gpus=gpus)
+        if limited.memory_nbytes is not None:
+            limits.append(f"--memory-nbytes={limited.memory_nbytes}")
+    return _Started(_start(limited.command, limited.passed_on, home=home, cwd=home, log=log, limits=limits, gpus=gpus))
 
 
 def _start(
@@ -103,6 +117,32 @@ def _start(
     )
 
 
+class _Started:
+    """A process that was started anew."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def halt(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def proceed(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+
 class _Forked:
     """A process that a server has forked, or will when it is through with its imports."""
 
@@ -110,15 +150,33 @@ class _Forked:
         self._link = link
         self._server = server
         self._code: int | None = None
+        self._pid: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    def halt(self) -> None:
+        self._send(HALT)
+
+    def proceed(self) -> None:
+        self._send(CONTINUE)
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._link.send(message)
 
     def poll(self) -> int | None:
-        if self._code is None:
+        while self._code is None:
             try:
                 told = self._link.recv(16)
             except BlockingIOError:
                 return None
             except OSError:
                 told = b""
+            if told.startswith(PID.encode()):
+                self._pid = int(told[len(PID) :])
+                continue
             self._link.close()
             if not told:
                 code = self._server.poll()
@@ -204,6 +262,7 @@ class StepServer:
             home=str(limited.home),
             cpu_s=limited.cpu_s,
             address_space_nbytes=limited.address_space_nbytes,
+            memory_nbytes=limited.memory_nbytes,
         )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)

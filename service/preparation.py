@@ -60,6 +60,8 @@ _CHECKER, _PREPARER, _PLANNER = "windlass.engine.check_model", "windlass.engine.
 _BUDGETS = "windlass.actors.check_budgets"
 # Transformers loads it with the first model that is built, to plan with or to check.
 _MODELS = "transformers.modeling_utils"
+# What a step must get to begin: importing torch and transformers takes a third of it.
+LEAST_MEMORY_NBYTES = 3 * 1024**3 // 2
 # Importing torch alone maps several GiB of addresses.
 _LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
 # What the one step that talks to the hub gets besides. Without a folder of the model's no file of a stranger is read.
@@ -132,12 +134,26 @@ class PreparationStep:
         return _TITLES.get(self.name, self.name)
 
     @property
+    def progress_path(self) -> Path:
+        """Where the process may tell how far it is: a JSON object with `percent`, `line` and `file`."""
+        return self.result_path.with_suffix(".progress")
+
+    @property
     def cpu_s(self) -> int:
         """What all its threads may compute together."""
         return self.timeout_s * self.num_threads
 
 
 Results = dict[str, dict[str, Any]]  # of steps, by name
+# What the process of a step may take as memory of its own, in bytes; None: it has to wait for memory.
+Admit = Callable[[PreparationStep], int | None]
+
+
+def half_of_the_machine(_step: PreparationStep) -> int:
+    """Admit any step, with half of the machine's memory."""
+    return max(LEAST_MEMORY_NBYTES, psutil.virtual_memory().total // 2)
+
+
 LaterStep = Callable[[Results], PreparationStep | None]  # None: there is nothing to do
 
 
@@ -145,7 +161,8 @@ class Preparation:
     """Runs steps one after the other without blocking; ends with the result of each by name.
 
     A step may be made from the results of those before it, or left out by them. `warnings` tells of processes that died
-    and were replaced, for the job's owner; whoever has passed them on clears the list.
+    and were replaced, for the job's owner; whoever has passed them on clears the list. `admit` is asked before a step
+    begins, until it does.
     """
 
     def __init__(
@@ -162,25 +179,85 @@ class Preparation:
         self._results: Results = {}
         self._step: PreparationStep | None = None  # that runs
         self._process: LimitedProcess | None = None
+        self._memory_nbytes = 0  # that the process may take
         self._began_s = 0.0
+        self._stood_still_s = 0.0  # of the time since then
+        self._halted_at: float | None = None
+        self._computed_s = 0.0  # by the processes before this one
         self._log_offset = 0  # where the output of the process begins
+        self.admit: Admit = half_of_the_machine
+        self.waits_for_memory = False
         self.warnings: list[str] = []
+
+    @property
+    def process(self) -> LimitedProcess | None:
+        """The process that runs, if any."""
+        return self._process
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether it stands still."""
+        return self._halted_at is not None
+
+    @property
+    def uses_cores(self) -> bool:
+        """Whether its present step computes, rather than waits for a network."""
+        step = self._step if self._process is not None else next(iter(self._steps), None)
+        return not (isinstance(step, PreparationStep) and step.name == DOWNLOAD_MODEL)
+
+    @property
+    def computed_s(self) -> float:
+        """For how long its processes have run without standing still; downloads do not count."""
+        return self._computed_s + (self._ran_s if self._process is not None and self.uses_cores else 0.0)
+
+    def progress(self) -> dict[str, Any] | None:
+        """Tell the present `step`, and where it tells that itself, `percent` and the `line` of a `file`."""
+        if self._process is None or self._step is None:
+            return None
+        told: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads(self._step.progress_path.read_text())
+        return {"step": self._step.name, **{name: told.get(name) for name in ("percent", "line", "file")}}
+
+    def halt(self) -> None:
+        """Let it stand still until `proceed`: no step begins, and the process that runs is stopped."""
+        if self._halted_at is None:
+            self._halted_at = time.monotonic()
+            if self._process is not None:
+                self._process.halt()
+
+    def proceed(self) -> None:
+        """Let it go on after `halt`."""
+        if self._halted_at is not None:
+            self._stood_still_s += time.monotonic() - self._halted_at
+            self._halted_at = None
+            if self._process is not None:
+                self._process.proceed()
+
+    @property
+    def _ran_s(self) -> float:
+        """For how long the process has run without standing still."""
+        until_s = time.monotonic() if self._halted_at is None else self._halted_at
+        return until_s - self._began_s - self._stood_still_s
 
     def poll(self) -> Results | None:
         """Go on where possible: all results once every step is done, None before; PreparationError if one failed."""
         if not self._steps:
             return self._results  # it was told before, to who could do nothing with it then
-        if self._process is None and self._is_known():
-            return self._go_on()
-        if self._process is None and not self._begin():
-            return self._go_on()
+        if self.is_halted:
+            return None
+        if self._process is None:
+            if self._is_known() or (step := self._next_step()) is None:
+                return self._go_on()
+            if not self._begin(step):
+                return None
         step = self._step
         assert step is not None
         try:
             if (code := self._poll(step)) is None:
                 self._check_in_time(step)
                 return None
-            self._process = None
+            self._forget_process()
             self._results[step.name] = self._result(step, code)
         except StepFailedError as error:
             if step.instead is None:
@@ -199,16 +276,21 @@ class Preparation:
             self._process.kill()
             with contextlib.suppress(ServerEndedError):
                 self._process.wait()
-            self._process = None
+            self._forget_process()
+
+    def _forget_process(self) -> None:
+        self._computed_s = self.computed_s
+        self._process = None
 
     def _warn(self, warning: str) -> None:
         _LOG.warning("%s", warning)
         self.warnings.append(warning[0].upper() + warning[1:])
 
     def _check_in_time(self, step: PreparationStep) -> None:
-        if time.monotonic() - self._began_s > step.timeout_s:
+        if self._ran_s > step.timeout_s:
+            place = self._place()
             self.stop()
-            cause = f"{step.title} did not end within {step.timeout_s} s, and was killed"
+            cause = f"{step.title} did not end within {step.timeout_s} s{place}, and was killed"
             advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
             raise StepFailedError(f"{step.name}_timeout", cause, advice, self._log_path)
 
@@ -224,30 +306,44 @@ class Preparation:
         self._results[step.name] = found
         return True
 
-    def _begin(self) -> bool:
-        """Start the next step; False: there is nothing to do."""
-        self._work_dir.mkdir(parents=True, exist_ok=True)
+    def _next_step(self) -> PreparationStep | None:
+        """Make the next step from the results so far; None: there is nothing to do."""
         step = self._steps[0]
-        self._step = step if isinstance(step, PreparationStep) else step(self._results)
-        if self._step is None:
+        if not isinstance(step, PreparationStep):
+            self._work_dir.mkdir(parents=True, exist_ok=True)
+            made = step(self._results)
+            if made is None:
+                return None
+            self._steps[0] = step = made
+        return step
+
+    def _begin(self, step: PreparationStep) -> bool:
+        """Start a step; False: it has to wait for memory."""
+        admitted_nbytes = self.admit(step)
+        self.waits_for_memory = admitted_nbytes is None
+        if admitted_nbytes is None:
             return False
-        self._launch(self._step, self._start)
+        self._step, self._memory_nbytes = step, admitted_nbytes
+        self._work_dir.mkdir(parents=True, exist_ok=True)
+        self._launch(step, self._start)
         return True
 
     def _launch(self, step: PreparationStep, start: Start) -> None:
         step.result_path.unlink(missing_ok=True)
+        step.progress_path.unlink(missing_ok=True)
         limited = LimitedCommand(
             command=step.command,
             home=self._work_dir,
             cpu_s=step.cpu_s,
             address_space_nbytes=_address_space_nbytes(step),
+            memory_nbytes=self._memory_nbytes,
             passed_on=step.passed_on,
             sees_gpus=step.sees_gpus,
         )
         with self._log_path.open("ab") as log:
             self._log_offset = log.tell()
             self._process = start(limited, log)
-        self._began_s = time.monotonic()
+        self._began_s, self._stood_still_s = time.monotonic(), 0.0
 
     def _poll(self, step: PreparationStep) -> int | None:
         """The exit code of the process that runs, if it has ended."""
@@ -282,9 +378,9 @@ class Preparation:
         """How a process ended that has no result, and what to do."""
         if exit_code == -signal.SIGXCPU:
             advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
-            return f"{step.title} used more than {step.cpu_s} s of CPU time, and was killed", advice
-        limit_nbytes = None if step.sees_gpus else _address_space_nbytes(step)
-        after_s = time.monotonic() - self._began_s
+            return f"{step.title} used more than {step.cpu_s} s of CPU time{self._place()}, and was killed", advice
+        limit_nbytes = None if step.sees_gpus else min(self._memory_nbytes, _address_space_nbytes(step))
+        after_s = self._ran_s
         how = f"{step.title} {describe_process_end(exit_code, after_s=after_s, limit_nbytes=limit_nbytes)}"
         line = self._last_line()
         if tells_of_no_memory(line):
@@ -293,6 +389,13 @@ class Preparation:
         said = f"; it said last: {line}" if line else ""
         advice = _MEMORY_ADVICE if exit_code == -signal.SIGKILL else _OTHER_ADVICE
         return f"{how}, and left no result{said}", advice
+
+    def _place(self) -> str:
+        """Tell where in a file the step was last, if it tells that."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            told = json.loads(self._step.progress_path.read_text()) if self._step is not None else {}
+            return f", at line {told['line']} of {told['file']} or soon after it"
+        return ""
 
     def _last_line(self) -> str:
         with contextlib.suppress(OSError), self._log_path.open("rb") as log:
@@ -320,6 +423,7 @@ def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Pre
         *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
         *((f"--validation-name={order.validation_name}",) if order.validation_name is not None else ()),
         *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir, "--day", order.day),
+        *("--progress", order.work_dir / f"{PREPARE_DATA}.progress"),
     )
     kept = None
     if order.kept_checks_dir is not None:

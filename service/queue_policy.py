@@ -52,6 +52,40 @@ class Decision:
     will_pause: bool = False  # ... once each has a step
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A queued job, as far as its place in the queue goes."""
+
+    job_id: str
+    owner: str | None
+    priority: int  # smaller goes first
+    created_at: float
+    keeps_place: bool = False  # it ran until another job or a crash took its place
+
+
+def in_turn(
+    queued: Sequence[Turn], num_running: Mapping[str | None, int], last_began: Mapping[str | None, float]
+) -> Sequence[str]:
+    """Order queued jobs: by priority, then who keeps its place, then fairly among owners.
+
+    An owner's first job comes before any other's second, counting those that run. Between jobs of the same number the
+    owner goes first whose last job began longest ago, so that owners take turns also where one job runs at a time.
+    `num_running`: jobs of each owner that have a part of the box. `last_began`: when an owner's job began last; none
+    did of owners that it lacks.
+    """
+    numbers: Counter[tuple[int, str | None]] = Counter()
+    places: list[tuple[tuple[int, bool, int, float, float, str], str]] = []
+    for each in sorted(queued, key=lambda turn: (turn.priority, not turn.keeps_place, turn.created_at, turn.job_id)):
+        number = num_running.get(each.owner, 0) + numbers[each.priority, each.owner]
+        numbers[each.priority, each.owner] += 1
+        place = (
+            *(each.priority, not each.keeps_place, 0 if each.keeps_place else number),
+            *(0.0 if each.keeps_place else last_began.get(each.owner, 0.0), each.created_at, each.job_id),
+        )
+        places.append((place, each.job_id))
+    return [job_id for _, job_id in sorted(places)]
+
+
 def decide(has: Amounts, holders: Sequence[Holder], queued: Sequence[Queued]) -> Sequence[Decision]:
     """For each queued job, in the order in which they get their turn. `has`: what the box has in all."""
     present, waiting, decisions = list(holders), list[Queued](), list[Decision]()

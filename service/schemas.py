@@ -18,7 +18,7 @@ from windlass.service.hyperparameters import (
 )
 from windlass.service.lists import Identified, ListOf
 from windlass.service.model_ids import check_suffix
-from windlass.service.text import check_storable
+from windlass.service.text import check_storable, told_preparation
 from windlass.storage.sql.models import Checkpoint, File, Job, JobEvent
 from windlass.storage.sql.statuses import TERMINAL_STATUSES
 
@@ -164,6 +164,22 @@ class JobError(BaseModel):
     param: str | None = None
 
 
+class PreparationState(BaseModel):
+    """How far a job's preparation is."""
+
+    step: str  # "download_model", "check_model", "prepare_data", "plan_job" or "check_budgets"
+    elapsed_s: float  # since the preparation began
+    percent: int | None = None  # of the bytes of the job's files, while data is prepared
+    line: int | None = None  # that is being read ...
+    file: str | None = None  # ... of this file
+    summary: str  # all of it in words
+
+    @classmethod
+    def of(cls, preparation: dict[str, Any]) -> "PreparationState":
+        """What clients see of a row's field."""
+        return cls(**preparation, summary=told_preparation(preparation))
+
+
 class JobExtras(BaseModel):
     """What windlass adds to a job."""
 
@@ -175,6 +191,7 @@ class JobExtras(BaseModel):
     total_steps: int | None
     started_at: int | None
     waiting_reason: str | None
+    preparation: PreparationState | None  # null but while it is being prepared
     cancel_requested: bool
     has_plan: bool
     finish_is_estimate: bool | None  # of `estimated_finish`; null where that is
@@ -259,6 +276,7 @@ class JobObject(BaseModel):
                 total_steps=job.total_steps,
                 started_at=_seconds(job.started_at),
                 waiting_reason=room_reason or job.waiting_reason,
+                preparation=None if job.preparation is None else PreparationState.of(job.preparation),
                 cancel_requested=job.cancel_requested,
                 has_plan=has_plan,
                 finish_is_estimate=None if finish is None else not job.finish_is_measured,

@@ -74,6 +74,11 @@ class Settings(BaseSettings):
     max_file_mib: int = Field(default=512, ge=1)
     max_files_per_user: int = Field(default=1000, ge=1)
     max_file_gib_per_user: float = Field(default=100, gt=0, allow_inf_nan=False)
+    # What users, who are no admins, may ask for; a key may have other limits (see service.user_limits).
+    most_urgent_priority: int = Field(default=0, ge=-1000, le=1000)
+    max_running_jobs_per_user: int | None = Field(default=None, ge=1)  # at once; None: as many as there is room for
+    max_waiting_jobs_per_user: int = Field(default=100, ge=0)
+    max_webhook_endpoints_per_user: int = Field(default=10, ge=0)
     # How long what is finished, and in no use, is kept after its end or its last use; None: until somebody deletes it.
     keep_jobs_days: _Days | None = None
     keep_checkpoints_days: _Days | None = None
@@ -264,11 +269,6 @@ class Settings(BaseSettings):
     def max_request_nbytes(self) -> int:
         """The longest body of a request that is no upload."""
         return self.max_request_kib * 1024
-
-    @property
-    def max_file_nbytes_per_user(self) -> int:
-        """What one user's files may take together."""
-        return int(self.max_file_gib_per_user * 1024**3)
 
     @property
     def base_url(self) -> str:

@@ -5,8 +5,9 @@ once, and forks for each step. It reads no file of a stranger's and holds no sec
 process, with the limits of this one (see `limited_exec`) and those of its step.
 
 Orders come over the socket that is its standard input: one JSON object each, with the step's log and an end of the
-step's link. Over the link the step's exit code is told. Once the other end is shut down or closed the step is killed.
-The forked process holds the link too, so that it ends without a code only when both are gone.
+step's link. Over the link the process's id and then its exit code are told; HALT and CONTINUE, sent over it, stop the
+process and let it go on. Once the other end is shut down or closed the step is killed. The forked process holds the
+link too, so that it ends without a code only when both are gone.
 """
 
 import contextlib
@@ -26,6 +27,8 @@ from windlass.service.limited_exec import limit
 from windlass.service.processes import die_with_parent
 
 _MOST_NBYTES = 1 << 16  # of an order
+HALT, CONTINUE = b"halt", b"continue"  # what is sent over a link
+PID = "pid "  # what the message begins with that tells it
 
 
 class ThreadedServerError(RuntimeError):
@@ -41,6 +44,7 @@ class StepOrder:
     home: str  # where it works
     cpu_s: int  # what it may compute
     address_space_nbytes: int  # and map
+    memory_nbytes: int | None  # and take as memory of its own
 
     def to_message(self) -> bytes:
         """As it is sent."""
@@ -80,8 +84,8 @@ def serve(orders: socket.socket) -> StepOrder | None:
             if each.pid_fd in ready:
                 all_forked.remove(each)
                 _tell_end(each)
-            elif each.link.fileno() in ready:  # nothing is ever sent over it
-                os.kill(each.pid, signal.SIGKILL)  # its own: nobody has waited for it yet
+            elif each.link.fileno() in ready:
+                os.kill(each.pid, _signal_for(each.link))  # its own: nobody has waited for it yet
         if orders.fileno() not in ready:
             continue
         message, fds, _, _ = socket.recv_fds(orders, _MOST_NBYTES, 2)
@@ -98,7 +102,10 @@ def serve(orders: socket.socket) -> StepOrder | None:
             _become(order, log_fd, server_pid)
             return order
         os.close(log_fd)
-        all_forked.append(_Forked(pid=pid, pid_fd=os.pidfd_open(pid), link=socket.socket(fileno=link_fd)))
+        forked = _Forked(pid=pid, pid_fd=os.pidfd_open(pid), link=socket.socket(fileno=link_fd))
+        all_forked.append(forked)
+        with contextlib.suppress(OSError):  # nobody wants to know any more
+            forked.link.send(f"{PID}{pid}".encode())
 
 
 def _wait_for(fds: Sequence[int]) -> set[int]:
@@ -107,6 +114,15 @@ def _wait_for(fds: Sequence[int]) -> set[int]:
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll()}
+
+
+def _signal_for(link: socket.socket) -> signal.Signals:
+    """Read what was sent over a link: how its process is to go on, if at all."""
+    try:
+        told = link.recv(16)
+    except OSError:
+        told = b""
+    return {HALT: signal.SIGSTOP, CONTINUE: signal.SIGCONT}.get(told, signal.SIGKILL)
 
 
 def _tell_end(forked: _Forked) -> None:
@@ -127,7 +143,7 @@ def _become(order: StepOrder, log_fd: int, server_pid: int) -> None:
         os.dup2(log_fd, fd)
     os.close(log_fd)
     die_with_parent(server_pid)
-    limit(cpu_s=order.cpu_s, address_space_nbytes=order.address_space_nbytes)
+    limit(cpu_s=order.cpu_s, address_space_nbytes=order.address_space_nbytes, memory_nbytes=order.memory_nbytes)
     os.chdir(order.home)
     os.environ["HOME"] = order.home
 

@@ -1,6 +1,16 @@
 """Text from strangers that goes into the database, and words for people."""
 
 from collections.abc import Sequence
+from typing import Any
+
+# By the names of `service.preparation`.
+_STEPS = {
+    "download_model": "Downloading the model",
+    "check_model": "Checking the model",
+    "prepare_data": "Reading the files",
+    "plan_job": "Planning",
+    "check_budgets": "Checking the budgets",
+}
 
 
 def check_storable(value: str) -> str:
@@ -23,3 +33,20 @@ def told_count(number: int, thing: str) -> str:
 def told_jobs(ids: Sequence[str]) -> str:
     """Ids of one or more jobs in words: "job A", "jobs A, B"."""
     return f"job{'s' if len(ids) > 1 else ''} {', '.join(ids)}"
+
+
+def told_jobs_beside(own: Sequence[str], num_jobs: int) -> str:
+    """So many jobs in the words for one owner, who is told the ids of the own ones and only the number of others."""
+    num_others = num_jobs - len(own)
+    parts = [told_jobs(own)] if own else []
+    if num_others:
+        parts.append(f"{told_count(num_others, 'job')} of others")
+    return " and ".join(parts)
+
+
+def told_preparation(preparation: dict[str, Any]) -> str:
+    """How far a job's preparation is: "Reading the files: 40 percent, line 7 of a.jsonl; 12 s so far"."""
+    told = _STEPS.get(preparation["step"], preparation["step"])
+    if preparation.get("percent") is not None:
+        told += f": {preparation['percent']} percent, line {preparation['line']} of {preparation['file']}"
+    return f"{told}; {preparation['elapsed_s']:.0f} s so far"

@@ -12,6 +12,7 @@ from windlass.service.errors import ApiError
 from windlass.service.lists import Deleted, Identified, ListOf, PageOf
 from windlass.service.sealed import Seal, SealError
 from windlass.service.text import check_storable
+from windlass.service.user_limits import check_one_more_endpoint
 from windlass.service.webhook_requests import DeliveryError, UrlRefusedError, check_url, new_signing_secret, send
 from windlass.storage.sql.models import WebhookEndpoint
 from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository, event_body, new_event_id
@@ -119,6 +120,7 @@ def create_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, bod
     secret = new_signing_secret()
     sealed = _close(context, secret)
     with context.database.write() as session:
+        check_one_more_endpoint(session, context.settings, caller)
         row = WebhookRepository(session).add(
             name=body.name, url=body.url, event_types=body.event_types, secret=sealed, owner=caller.user
         )

@@ -48,6 +48,7 @@ class JobFields(TypedDict, total=False):
     attempt: int
     hyperparameters: dict[str, Any]
     waiting_reason: str | None
+    preparation: dict[str, Any] | None
     step: int
     total_steps: int
     trained_tokens: int
@@ -176,6 +177,18 @@ class JobRepository:
         query = select(Job.status, func.count().label("number")).group_by(Job.status)
         return {row.status: row.number for row in self._session.execute(query)}
 
+    def count_waiting(self, owner: str | None) -> int:
+        """How many unfinished jobs a user has that do not run, paused ones included."""
+        waiting = ACTIVE_STATUSES - {JobStatus.RUNNING, JobStatus.PAUSING}
+        query = select(func.count()).select_from(Job).where(Job.owner == owner, Job.status.in_(waiting))
+        return self._session.scalar(query) or 0
+
+    def last_began(self, owners: Collection[str | None]) -> dict[str | None, float]:
+        """When each of these owners' jobs began to run last; owners of whom none has begun are left out."""
+        is_known = or_(Job.owner.in_([owner for owner in owners if owner is not None]), Job.owner.is_(None))
+        query = select(Job.owner, func.max(Job.launched_at).label("at")).where(is_known).group_by(Job.owner)
+        return {row.owner: row.at for row in self._session.execute(query) if row.at is not None}
+
     def oldest_queued_at(self) -> float | None:
         """When the oldest job that is queued was created."""
         # As a sum, so that SQLite looks through the jobs of this status and not through all, from the oldest on.
@@ -264,10 +277,19 @@ class JobRepository:
         check_transition(job_id, source, target)
         fence = _fence(seen)
         job = self.get(job_id)
-        values: dict[str, Any] = {"waiting_reason": None, "yields_to": None, **fields, "status": target}
+        values: dict[str, Any] = {
+            "waiting_reason": None,
+            "preparation": None,
+            "yields_to": None,
+            **fields,
+            "status": target,
+        }
         now_s = time.time()
-        if target is JobStatus.RUNNING and job.started_at is None:
-            values["started_at"] = now_s
+        if target is JobStatus.RUNNING and source is JobStatus.QUEUED:
+            values["launched_at"] = now_s
+            values["started_at"] = job.started_at or now_s
+        if target is JobStatus.QUEUED:
+            values["keeps_place"] = source in (JobStatus.RUNNING, JobStatus.PAUSING)
         if target in TERMINAL_STATUSES:
             values |= {"finished_at": now_s, "estimated_finish": None}
         self._update(job, (source,), fence, values)

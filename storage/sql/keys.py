@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import sha256
+from typing import Any
 
 from sqlalchemy import and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
@@ -40,7 +41,15 @@ class KeyRepository:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def create(self, *, name: str, user: str, role: Role, expires_at: float | None = None) -> tuple[ApiKey, str]:
+    def create(
+        self,
+        *,
+        name: str,
+        user: str,
+        role: Role,
+        expires_at: float | None = None,
+        limits: dict[str, Any] | None = None,
+    ) -> tuple[ApiKey, str]:
         """A new key, and its secret, which nobody can look up later."""
         secret = KEY_PREFIX + secrets.token_urlsafe(_SECRET_NBYTES)
         key = ApiKey(
@@ -51,6 +60,7 @@ class KeyRepository:
             digest=digest_of(secret),
             created_at=time.time(),
             expires_at=expires_at,
+            limits=limits or None,
         )
         self._session.add(key)
         self._session.flush()
@@ -66,6 +76,18 @@ class KeyRepository:
     def all(self) -> Sequence[ApiKey]:
         """Every key that was ever made, oldest first."""
         return self._session.scalars(select(ApiKey).order_by(ApiKey.created_at, ApiKey.id)).all()
+
+    def active_of(self, user: str) -> Sequence[ApiKey]:
+        """The keys of a user that open."""
+        keys = self._session.scalars(select(ApiKey).where(ApiKey.user == user, ApiKey.revoked_at.is_(None))).all()
+        return [key for key in keys if is_active(key, time.time())]
+
+    def set_limits(self, key_id: str, limits: dict[str, Any]) -> ApiKey:
+        """Replace a key's own limits; NotFound if there is no such key."""
+        key = self.get(key_id)
+        key.limits = limits or None
+        self._session.flush()
+        return key
 
     def revoke(self, key_id: str) -> ApiKey:
         """End a key and its logins, at once and for good; NotFound if there is none. Again changes nothing."""

@@ -81,6 +81,7 @@ class Job(Base):
     attempt: Mapped[int] = mapped_column(default=0)  # 0: never launched
     created_at: Mapped[float] = mapped_column(index=True)
     started_at: Mapped[float | None]  # of the first attempt
+    launched_at: Mapped[float | None]  # when the last attempt began
     finished_at: Mapped[float | None]
     estimated_finish: Mapped[float | None]
     # It follows from steps that were measured; else from a plan, or from too few steps.
@@ -105,6 +106,8 @@ class Job(Base):
     hyperparameters: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # resolved; plain numbers
     cancel_requested: Mapped[bool] = mapped_column(default=False)
     waiting_reason: Mapped[str | None] = mapped_column(_Words())  # why it does not run, in words
+    # How far its preparation is: `step`, `elapsed_s`, `percent`, `line` and `file`; NULL: it is not being prepared.
+    preparation: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     step: Mapped[int] = mapped_column(default=0)
     total_steps: Mapped[int | None]
     trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
@@ -114,6 +117,8 @@ class Job(Base):
     num_lost: Mapped[int] = mapped_column(default=0)
     # The job of higher priority that its attempt ends for; NULL: it need not. It goes on by itself afterwards.
     yields_to: Mapped[str | None] = mapped_column(String(64))
+    # Whether it ran until it was queued, and was not paused by its owner: then it goes on before jobs that wait.
+    keeps_place: Mapped[bool] = mapped_column(default=False, server_default=false())
     # The home that has its folder and its files; NULL: that of the dispatcher that will claim it.
     node: Mapped[str | None] = mapped_column(String(64))
     # The dispatcher that works on it; NULL, or one that is not in the table: it may be claimed.
@@ -266,6 +271,8 @@ class ApiKey(Base):
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]
     last_used_at: Mapped[float | None]  # to the minute
+    # What its holder may ask for, where it differs from what settings say: see service.entitlements.
+    limits: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class LoginSession(Base):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import ColumnElement, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound
@@ -80,6 +80,13 @@ class WebhookRepository:
         """Forget it, and what was to be delivered to it."""
         self._session.delete(self.get(endpoint_id))
         self._session.flush()
+
+    def count(self) -> int:
+        """How many endpoints there are."""
+        query = select(func.count()).select_from(WebhookEndpoint)
+        if self._only_of is not None:
+            query = query.where(WebhookEndpoint.owner == self._only_of)
+        return self._session.scalar(query) or 0
 
     def page(self, *, limit: int, after: str | None) -> Page[WebhookEndpoint]:
         """Endpoints, newest first; NotFound if `after` is not one's id."""

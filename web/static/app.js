@@ -92,12 +92,15 @@ async function lookForChangesWithoutEvents() {
   const known = jobs.ids();
   const page = await api.listJobs(PAGE_SIZE).catch(() => null);
   for (const id of page ? missingFrom(page, known) : []) readAgain(id);
-  // A job on a full disk waits without an event: there is no room to write one.
+  // A job on a full disk waits without an event, as there is no room to write one; progress of a preparation is none.
   for (const job of page?.data ?? []) {
-    const reason = jobs.get(job.id)?.job.windlass.waiting_reason;
-    if (reason !== undefined && reason !== job.windlass.waiting_reason) readAgain(job.id);
+    const shown = jobs.get(job.id)?.job.windlass;
+    if (shown && ["waiting_reason", "preparation"].some((name) => hasChanged(shown[name], job.windlass[name])))
+      readAgain(job.id);
   }
 }
+
+const hasChanged = (before, now) => (before?.summary ?? before) !== (now?.summary ?? now);
 
 function setConnection(state) {
   const element = byId("connection");

@@ -106,7 +106,7 @@ export function reasonOf({ job, metrics, message }) {
   if (job.windlass.waiting_reason) return `Waiting: ${job.windlass.waiting_reason}`;
   switch (job.status) {
     case "validating_files":
-      return "Checking the model and reading the files";
+      return job.windlass.preparation?.summary ?? "Checking the model and reading the files";
     case "queued":
       return "Waiting for its turn";
     case "running":

@@ -289,13 +289,26 @@ def test_a_folder_without_or_with_a_broken_tokenizer_is_refused(tmp_path: Path) 
         prepare(model_dir=tmp_path / "none", **arguments)
 
 
-def test_progress_is_printed(
+def test_progress_is_printed_and_told_over_both_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("windlass.engine.prepare.PROGRESS_INTERVAL_S", 0.0)
-    run(tmp_path, make_tokenizer(), *({"text": "user"} for _ in range(128)))
+    make_tokenizer_folder(tmp_path / "model", make_tokenizer())
+    told = tmp_path / "progress.json"
+    prepare(
+        model_dir=tmp_path / "model",
+        training_file=write(tmp_path / "train.jsonl", *({"text": "user"} for _ in range(96))),
+        training_name="mine.jsonl",
+        validation_file=write(tmp_path / "valid.jsonl", *({"text": "user"} for _ in range(32))),
+        sequence_length=8,
+        output_dir=tmp_path / "out",
+        progress_path=told,
+    )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["training_file: 64 examples, 50 percent", "training_file: 128 examples, 100 percent"]
+    assert lines[63] == "training_file: 0 examples, line 64, 50 percent"
+    assert lines[96] == "training_file: 96 examples, done"
+    assert lines[97] == "validation_file: 0 examples, line 1, 75 percent"
+    assert json.loads(told.read_text()) == {"percent": 100, "line": 32, "file": "valid.jsonl"}
 
 
 def test_the_process_writes_its_result(tmp_path: Path) -> None:

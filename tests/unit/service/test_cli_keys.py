@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def make_key(home: Path, capsys: pytest.CaptureFixture[str], name: str = "ann", **options: str) -> str:
+def make_key(home: Path, capsys: pytest.CaptureFixture[str], name: str = "ann", **options: Any) -> str:
     """A key's secret: all that goes to the standard output."""
     capsys.readouterr()
     cli_keys.create(name=name, home=home, **options)
@@ -195,3 +196,30 @@ def test_no_secret_is_kept_or_told(
     for secret in secrets:
         assert [path for path, content in files.items() if secret.encode() in content] == []
         assert [text for text in told if secret in text] == []
+
+
+def test_a_keys_limits_are_made_changed_listed_and_reset(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_key(home, capsys, "ann", max_running_jobs=2)
+    key_id = keys_of(home)[0].id
+    cli_keys.limit(key_id, most_urgent_priority=-5, max_file_gib=0.5, home=home)
+    assert keys_of(home)[0].limits == {"max_running_jobs": 2, "most_urgent_priority": -5, "max_file_gib": 0.5}
+    told = "max running jobs 2, most urgent priority -5, max file gib 0.5"
+    assert capsys.readouterr().out == f"{key_id}: {told}\n"
+    cli_keys.list_(home)
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0].endswith("limits")
+    assert listed[1].endswith(told)
+    cli_keys.limit(key_id, max_waiting_jobs=0, reset=True, home=home)
+    assert keys_of(home)[0].limits == {"max_waiting_jobs": 0}
+    cli_keys.limit(key_id, reset=True, home=home)
+    assert keys_of(home)[0].limits is None
+
+
+def test_wrong_limits_change_nothing_and_name_the_option(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_key(home, capsys)
+    key_id = keys_of(home)[0].id
+    with pytest.raises(CommandError, match="--max-running-jobs: input should be greater than or equal to 1, got 0"):
+        cli_keys.limit(key_id, max_running_jobs=0, home=home)
+    with pytest.raises(CommandError, match="there is no key 'key-x'"):
+        cli_keys.limit("key-x", max_running_jobs=1, home=home)
+    assert keys_of(home)[0].limits is None

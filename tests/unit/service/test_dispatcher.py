@@ -121,15 +121,6 @@ def test_what_preparation_refuses_fails_the_job_with_its_error(stage: Stage) -> 
     assert stage.preparations[0].stopped
 
 
-def test_one_job_is_prepared_at_a_time_in_order(stage: Stage) -> None:
-    first, second = stage.submit(), stage.submit()
-    stage.tick(2)
-    assert [p.order.work_dir.parent.name for p in stage.preparations] == [first]
-    stage.preparations[0].ending = PREPARED
-    stage.tick(2)
-    assert [p.order.work_dir.parent.name for p in stage.preparations] == [first, second]
-
-
 def test_cancelling_a_job_that_is_prepared_ends_its_process(stage: Stage) -> None:
     job_id = stage.submit()
     stage.tick()
@@ -145,7 +136,7 @@ def test_a_job_cancelled_while_its_preparation_ends_stays_cancelled(stage: Stage
     stage.preparations[0].ending = PREPARED
     seen = stage.job(job_id)
     stage.request_cancel(job_id)
-    stage.dispatcher._guarded(job_id, stage.dispatcher._validate, seen)
+    stage.dispatcher._guarded(job_id, stage.dispatcher._preparations.tend, seen, [seen])
     assert stage.status(job_id) is JobStatus.CANCELLED
     assert stage.runners.started == []
 

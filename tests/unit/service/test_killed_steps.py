@@ -66,7 +66,7 @@ def test_a_job_whose_preparation_is_killed_fails_with_an_event(
     def prepare(order: PreparationOrder) -> Preparation:
         return Preparation([_step(order.work_dir, name, _KILLED)], work_dir=order.work_dir)
 
-    monkeypatch.setattr(stage.dispatcher, "_prepare", prepare)
+    monkeypatch.setattr(stage.dispatcher._preparations, "_prepare", prepare)
     job_id = stage.submit()
     _tick_until(stage, lambda: stage.status(job_id) is JobStatus.FAILED)
     error = stage.job(job_id).error
@@ -91,7 +91,7 @@ def test_a_job_whose_measuring_planner_is_killed_is_told_and_planned_without_mea
         planner = dataclasses.replace(_step(folder, PLAN_JOB, _KILLED), instead=instead, instead_in_words=words)
         return Preparation([*steps, planner], work_dir=folder)
 
-    monkeypatch.setattr(stage.dispatcher, "_prepare", prepare)
+    monkeypatch.setattr(stage.dispatcher._preparations, "_prepare", prepare)
     job_id = stage.submit()
     _tick_until(stage, lambda: stage.status(job_id) is JobStatus.RUNNING)
     warnings = [event for event in _events(stage, job_id) if event.level == "warn"]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -108,12 +109,11 @@ def test_a_killed_step_is_told_by_signal_time_limit_and_remedy(tmp_path: Path, n
 
 
 def test_a_step_that_reaches_its_memory_limit_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "_LEAST_ADDRESS_SPACE_NBYTES", 1 << 30)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0))
     with pytest.raises(
-        StepFailedError, match=r"it got no more memory of at most 1\.0 GiB \(MemoryError\)\. Wait until"
+        StepFailedError, match=r"it got no more memory of at most 1\.5 GiB \(MemoryError\)\. Wait until"
     ):
-        _finish(Preparation([_step(tmp_path, "bytearray(2 << 30)")], work_dir=tmp_path))
+        _finish(Preparation([_step(tmp_path, "bytearray(1536 << 20)")], work_dir=tmp_path))
 
 
 def test_what_another_step_printed_is_not_taken_for_the_last_line(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_stop_ends_the_process(sleeping: Preparation) -> None:
     process = sleeping._process
     assert process is not None
     sleeping.stop()
-    assert process.returncode is not None
+    assert process.poll() == -signal.SIGKILL
     sleeping.stop()
 
 
@@ -354,7 +354,8 @@ def test_the_real_steps_check_the_model_then_prepare_into_a_new_folder(tmp_path:
         f"windlass.engine.prepare --model-dir {tmp_path}/model --training-file {tmp_path}/train"
         f" --training-name=-a.jsonl (file-1) --validation-file {tmp_path}/valid --validation-name=b.jsonl (file-2)"
         f" --sequence-length 128 --output-dir {tmp_path}/dataset"
-        f" --day 2026-07-09 --result {tmp_path}/work/prepare_data.json",
+        f" --day 2026-07-09 --progress {tmp_path}/work/prepare_data.progress"
+        f" --result {tmp_path}/work/prepare_data.json",
     ]
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from itertools import combinations
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.service.queue_policy import Amounts, Decision, Holder, Queued, decide, missing, total
+from windlass.service.queue_policy import Amounts, Decision, Holder, Queued, Turn, decide, in_turn, missing, total
 
 BOX = {"devices": 2, "memory": 10}
 
@@ -222,3 +223,31 @@ def test_whatever_begins_lets_those_before_it_begin_as_soon_as_without_it(
             there.append(each.needs)
         elif not decision.never:
             before.append(each)
+
+
+# --- the order within a priority ---
+
+
+def _turn(name: str, owner: str, at: float, **more: Any) -> Turn:
+    return Turn(job_id=name, owner=owner, priority=more.pop("priority", 0), created_at=at, **more)
+
+
+def test_first_jobs_come_before_second_ones_whoever_came_first() -> None:
+    queued = [_turn("a1", "ann", 1), _turn("a2", "ann", 2), _turn("a3", "ann", 3), _turn("b1", "bob", 4)]
+    assert in_turn(queued, {}, {}) == ["a1", "b1", "a2", "a3"]
+    assert in_turn(queued, {"ann": 1}, {}) == ["b1", "a1", "a2", "a3"], "those that run count"
+
+
+def test_whose_last_job_began_longest_ago_goes_first() -> None:
+    queued = [_turn("a1", "ann", 1), _turn("b1", "bob", 2), _turn("c1", "cat", 3)]
+    assert in_turn(queued, {}, {"ann": 9.0, "bob": 8.0}) == ["c1", "b1", "a1"]
+
+
+def test_priority_comes_before_fairness_and_who_keeps_its_place_before_who_waits() -> None:
+    queued = [
+        _turn("a1", "ann", 1, priority=5),
+        _turn("b1", "bob", 2),
+        _turn("b2", "bob", 3, keeps_place=True),
+        _turn("a2", "ann", 4, priority=-1),
+    ]
+    assert in_turn(queued, {}, {"bob": 99.0}) == ["a2", "b2", "b1", "a1"]

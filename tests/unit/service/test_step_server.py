@@ -38,7 +38,7 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 
 Run = Callable[..., LimitedProcess]
-LIMITS: dict[str, Any] = {"cpu_s": 60, "address_space_nbytes": 4 << 30}
+LIMITS: dict[str, Any] = {"cpu_s": 60, "address_space_nbytes": 4 << 30, "memory_nbytes": 1 << 30}
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ json.dump({
     "folder": os.getcwd(),
     "num_arguments": len(sys.argv),
     "oom_score": open("/proc/self/oom_score_adj").read(),
-    "limits": [r.getrlimit(limit) for limit in (r.RLIMIT_CPU, r.RLIMIT_AS, r.RLIMIT_CORE)],
+    "limits": [r.getrlimit(limit) for limit in (r.RLIMIT_CPU, r.RLIMIT_AS, r.RLIMIT_CORE, r.RLIMIT_DATA)],
     "stdin": opened(0),
     "sockets": [opened(fd) for fd in os.listdir("/proc/self/fd")].count("socket"),
     "was_forked": imported_by != os.getpid(),
@@ -137,7 +137,7 @@ def test_a_forked_process_is_as_limited_as_one_of_its_own(
     assert (forked.pop("sockets"), own.pop("sockets")) == (1, 0), "its link, and no other's"
     assert forked == own
     assert forked["environment"]["OMP_WAIT_POLICY"] == "PASSIVE", "as of the workers, whose blocks are measured there"
-    assert forked["limits"] == [[7, 12], [4 << 30, 4 << 30], [0, 0]]
+    assert forked["limits"] == [[7, 12], [4 << 30, 4 << 30], [0, 0], [1 << 30, 1 << 30]]
 
 
 def test_each_has_its_own_log_and_tells_its_exit_code(run: Run, tmp_path: Path) -> None:
@@ -175,6 +175,46 @@ def test_a_process_that_is_killed_is_gone(run: Run, tmp_path: Path) -> None:
     assert find_process(pid) is None
     process.kill()
     assert process.poll() == -signal.SIGKILL
+
+
+_COUNTS = """
+count = 0
+while True:
+    count += 1
+    print(count, flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_process_that_is_halted_stands_still_until_it_may_proceed(
+    run: Run, tmp_path: Path, *, is_forked: bool
+) -> None:
+    process = run(_COUNTS) if is_forked else _start(start_limited, tmp_path, _COUNTS)
+    log = tmp_path / "log"
+
+    def wait_for_more(than: int) -> None:
+        until_s = time.monotonic() + 60
+        while log.stat().st_size <= than:
+            assert process.poll() is None
+            assert time.monotonic() < until_s, "it stands still"
+            time.sleep(0.01)
+
+    wait_for_more(0)
+    assert process.pid is not None
+    process.halt()
+    until_s = time.monotonic() + 60
+    while "State:\tT" not in Path(f"/proc/{process.pid}/status").read_text():
+        assert time.monotonic() < until_s, "it goes on"
+        time.sleep(0.01)
+    size = log.stat().st_size
+    time.sleep(0.05)
+    assert (log.stat().st_size, process.poll()) == (size, None)
+    process.proceed()
+    wait_for_more(size)
+    process.halt()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "also while it stands still"
 
 
 def test_one_that_is_killed_before_it_began_is_gone_too(run: Run) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011")
 
 DONE, RUNNING = "ftjob-0123456789abcdef01234567", "ftjob-fedcba987654321001234567"
 MODEL = "ft:tiny:mine:0123456789ab"
@@ -128,6 +128,10 @@ _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "0007": {"jobs": {"yields_to": "ftjob-more-urgent"}},
     "0009": {"files": {"node": "node-1"}},
     "0010": {"jobs": {"finish_is_measured": True}},
+    "0011": {
+        "jobs": {"preparation": {"step": "plan_job", "elapsed_s": 2.5}, "launched_at": 111.0, "keeps_place": True},
+        "api_keys": {"limits": {"max_running_jobs": 2}},
+    },
 }
 
 

@@ -122,6 +122,10 @@ def read_all(database: Database, revision: str) -> None:
         assert done.plan_number == (3 if revision >= "0002" else 0)
         assert (done.node, done.num_lost) == (("node-1", 2) if revision >= "0004" else (None, 0))
         assert done.finish_is_measured is (revision >= "0010")
+        assert done.launched_at == (111.0 if revision >= "0011" else 110.0)
+        assert done.keeps_place is (revision >= "0011")
+        limits = {"max_running_jobs": 2} if revision >= "0011" else None
+        assert [key.limits for key in KeyRepository(session).all()] == [limits] * (revision >= "0005")
         assert done.yields_to == ("ftjob-more-urgent" if revision >= "0007" else None)
         assert jobs.by_idempotency_key(owner, ["once"]) is done
         assert [job.id for job in jobs.with_status(JobStatus.RUNNING)] == [RUNNING]
@@ -153,6 +157,21 @@ def go_on(database: Database) -> None:
         assert [event.job_id for event in EventRepository(session).since(0, limit=9)] == [RUNNING] * 2
         assert list(EventRepository(session).metrics(DONE)) == []
         assert EventRepository(session).checkpoint_of(f"{MODEL}-step-1") is None
+
+
+def test_a_job_that_was_queued_after_it_had_run_keeps_its_place(url: str) -> None:
+    make_old(url, "0010")
+    with opened(url) as engine, engine.begin() as connection:
+        connection.execute(text("UPDATE jobs SET status = 'queued'"))
+        connection.execute(text("UPDATE jobs SET attempt = 0 WHERE id = :id"), {"id": DONE})
+    migrate(url)
+    database = Database(url)
+    with database.read() as session:
+        assert {job.id: job.keeps_place for job in JobRepository(session).with_status(JobStatus.QUEUED)} == {
+            RUNNING: True,
+            DONE: False,
+        }
+    database.close()
 
 
 # --- what goes wrong ---
