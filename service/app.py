@@ -12,6 +12,7 @@ from windlass.service.context import Context
 from windlass.service.dashboard import install_dashboard
 from windlass.service.error_answers import install_error_handlers
 from windlass.service.event_news import EventNews
+from windlass.service.hidden_paths import HiddenPathsMiddleware
 from windlass.service.limits import RateLimits
 from windlass.service.model_check import HubFiles, list_hub_files
 from windlass.service.openapi import install_openapi
@@ -84,6 +85,7 @@ def create_app(
         upload_limit_nbytes=settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES,
     )
     app.add_middleware(NullCharacterMiddleware)
+    app.add_middleware(HiddenPathsMiddleware, settings=settings)
     app.add_middleware(AccessMiddleware, settings=settings)
     app.add_middleware(SameOriginMiddleware, host=settings.host, names=settings.host_names)
     app.add_middleware(SecurityHeadersMiddleware)

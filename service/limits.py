@@ -1,9 +1,10 @@
-"""How often one may ask. Each API process counts for itself."""
+"""How often, and how much at once, one may ask. Each API process counts for itself."""
 
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _WINDOW_S = 60.0
 _ROUNDING = 1e-6
@@ -11,10 +12,21 @@ _ROUNDING = 1e-6
 _FAILURES_PER_MINUTE = 60
 
 
+# Plans that are made over HTTP at once: each takes a process, and memory for a block of its model.
+_PLANS_AT_ONCE = 2
+# How long a request waits for one of them to end; each holds a thread of the API's meanwhile.
+_WAIT_FOR_PLAN_S = 60.0
+
+
+class BusyError(Exception):
+    """Somebody asks for more at once than is done for one."""
+
+
 class RateLimits:
-    """Counts requests of keys, and failures of addresses, within the last minute."""
+    """Counts requests of keys, and failures of addresses, within the last minute, and plans that are being made."""
 
     def __init__(self, requests_per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.plans = Turnstile(_PLANS_AT_ONCE, wait_s=_WAIT_FOR_PLAN_S)
         self._requests = SlidingCounts(requests_per_minute, clock)
         self._failures = SlidingCounts(_FAILURES_PER_MINUTE, clock)
 
@@ -25,6 +37,38 @@ class RateLimits:
     def failed(self, peer: str | None) -> int | None:
         """Count a request that named no key, or a wrong one. None, or after how many seconds to try again."""
         return self._failures.hit(peer or "")
+
+
+class Turnstile:
+    """Lets in one of each name, and so many in all."""
+
+    def __init__(self, num_at_once: int, *, wait_s: float) -> None:
+        self._free = threading.BoundedSemaphore(num_at_once)
+        self._wait_s = wait_s
+        self._names: set[str] = set()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def entered(self, name: str) -> Iterator[None]:
+        """Be let in for the block's length.
+
+        Raises:
+            BusyError: the name is inside, or waits, or no place was free in time.
+        """
+        with self._lock:
+            if name in self._names:
+                raise BusyError("one of yours is not done yet; wait for its answer")
+            self._names.add(name)
+        try:
+            if not self._free.acquire(timeout=self._wait_s):
+                raise BusyError(f"others' took all places for {self._wait_s:g} s; try again later")
+            try:
+                yield
+            finally:
+                self._free.release()
+        finally:
+            with self._lock:
+                self._names.discard(name)
 
 
 class SlidingCounts:

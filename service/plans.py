@@ -1,6 +1,7 @@
 """Plans over HTTP: of a job before there is one, and of one that was accepted."""
 
-import shutil
+import contextlib
+import logging
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import WindlassSettings, default_microbatches
 from windlass.service.job_plans import plans_of
 from windlass.service.job_specs import Machinery, job_dir, plan_question
+from windlass.service.limits import BusyError
 from windlass.service.model_access import is_visible
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
@@ -32,8 +34,10 @@ from windlass.service.settings import Settings
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.jobs import JobRepository
 
+_LOG = logging.getLogger(__name__)
+
 _POLL_S = 0.05
-_FAILED_LOG = "failed-plan.log"  # in the home's logs: the output of the last plan that failed over HTTP
+_MOST_OUTPUT_NBYTES = 4096  # of a failed planner's output that are kept
 
 router = APIRouter(prefix="/v1/fine_tuning")
 
@@ -82,7 +86,13 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
         sequence_length=sequence_length,
         num_validation_examples=body.num_validation_examples,
     )
-    plan, warnings = _run(settings, question)
+    try:
+        with context.limits.plans.entered(caller.user or ""):
+            plan, warnings = _run(settings, question)
+    except BusyError as error:
+        raise ApiError(
+            f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"
+        ) from None
     about = {
         "model": body.model,
         "hardware": hardware.model_dump(),
@@ -158,8 +168,8 @@ def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], 
             while (results := preparation.poll()) is None:
                 time.sleep(_POLL_S)
         except StepFailedError as error:
-            place = "" if (kept := _keep_output(settings, error)) is None else f". Its output is in {kept}"
-            raise ApiError(f"{error.cause}. {error.advice}{place}", status=500, code=error.code) from None
+            _tell_log(error)
+            raise ApiError(str(error), status=500, code=error.code) from None
         except PreparationError as error:
             raise ApiError(error.message, param=error.param, code=error.code) from None
         finally:
@@ -171,15 +181,8 @@ def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], 
     return plan, preparation.warnings
 
 
-def _keep_output(settings: Settings, error: StepFailedError) -> Path | None:
-    """The output of a failed planner, copied out of its folder, which is removed with the request.
-
-    None where it cannot be copied: the disk may be full.
-    """
-    kept = settings.home / "logs" / _FAILED_LOG
-    try:
-        kept.parent.mkdir(mode=0o700, exist_ok=True)
-        shutil.copyfile(error.log_path, kept)
-    except OSError:
-        return None
-    return kept
+def _tell_log(error: StepFailedError) -> None:
+    """Keep the end of a failed planner's output in the service's log: its own folder goes with the request."""
+    with contextlib.suppress(OSError):
+        output = error.log_path.read_bytes()[-_MOST_OUTPUT_NBYTES:].decode(errors="replace")
+        _LOG.warning("a planner failed (%s); its output ended with:\n%s", error.cause, output)

@@ -53,7 +53,7 @@ _TITLES = {
 }
 _MEMORY_ADVICE = "Wait until other jobs and programs have ended, or add memory, and submit the job again"
 _TIME_ADVICE = {PREPARE_DATA: "Try a smaller file", CHECK_MODEL: "Try a smaller model"}
-_OTHER_ADVICE = "Look at its output, and submit the job again"
+_OTHER_ADVICE = "Submit the job again; the administrator finds its output in prepare/prepare.log of the job's folder"
 _MOST_LOG_NBYTES = 4096  # of a step's output that are looked at for its last line
 _TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600, CHECK_BUDGETS: 600}
 _CHECKER, _PREPARER, _PLANNER = "windlass.engine.check_model", "windlass.engine.prepare", "windlass.actors.plan_job"
@@ -84,7 +84,8 @@ class StepFailedError(PreparationError):
 
     def __init__(self, code: str, cause: str, advice: str, log_path: Path) -> None:
         """`cause`: how it failed, and why. `advice`: what to do. `log_path`: the output of the process."""
-        super().__init__(code, f"{cause}. {advice}. Its output is in {log_path}")
+        # Its readers may be on another machine, and are told no path of this one.
+        super().__init__(code, f"{cause}. {advice}")
         self.cause, self.advice, self.log_path = cause, advice, log_path
 
 
@@ -263,7 +264,8 @@ class Preparation:
             if step.instead is None:
                 raise
             goes_on = step.instead_in_words or "It is done in another way"
-            self._warn(f"{error.cause}. {goes_on}. Its output is in {error.log_path}")
+            self._warn(f"{error.cause}. {goes_on}")
+            _LOG.warning("its output is in %s", error.log_path)
             self._steps[0] = step.instead
             return self.poll()
         if step.kept is not None:

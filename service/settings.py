@@ -85,6 +85,7 @@ class Settings(BaseSettings):
     keep_files_days: _Days | None = None
     webhook_private_addresses: bool = False  # else webhooks go to public addresses only, by HTTPS
     log_format: LogFormat = LogFormat.TEXT  # of the files in `logs`
+    log_mib: int = Field(default=64, ge=1)  # of one log, and as much of what it held before
     measure: bool = True  # `windlass up` measures the machine, where it was not yet
 
     @field_validator("ssd_dirs", "ssd_endurance_tbw", "host_names", "trusted_proxies", mode="before")

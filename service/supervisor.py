@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from windlass.service.home import HomeLock, prepare_home, telling_of_disk
+from windlass.service.logs import rotate_logs
 from windlass.service.loopback import is_loopback
 from windlass.service.machine import find_gpus, num_cores
 from windlass.service.protection import prepare_database
@@ -30,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 _BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STEADY_S = 60.0
 _GRACE_S = 8.0
+_ROTATE_EVERY_S = 60.0
 
 
 class PortInUseError(ReportedError):
@@ -156,10 +158,15 @@ class Supervisor:
             self._child("dispatcher"),
         ]
         _LOG.info("serving %s at %s", self._settings.home, self._settings.base_url)
+        rotate_at = 0.0
         try:
             while not self._ending:
+                now = time.monotonic()
                 for child in children:
-                    child.tend(time.monotonic())
+                    child.tend(now)
+                if now >= rotate_at:
+                    rotate_at = now + _ROTATE_EVERY_S
+                    rotate_logs(self._settings.home / "logs", limit_nbytes=self._settings.log_mib * 1024**2)
                 time.sleep(0.1)
         finally:
             _LOG.info("ending")

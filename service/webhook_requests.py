@@ -10,15 +10,21 @@ import hmac
 import ipaddress
 import secrets
 import socket
+import ssl
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpcore
 import httpx
 
 _SECRET_PREFIX = "whsec_"
 _SECRET_NBYTES = 32
-_TIMEOUT_S = 10.0
+# For all of one delivery: to look the name up, to connect, to send, and until the answer's head is there.
+TOTAL_TIMEOUT_S = 15.0
 _MAX_URL_CHARS = 2000
 # Prefixes of IPv6 behind which IPv4 addresses lie: NAT64, 6to4.
 _NAT64, _6TO4 = ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("2002::/16")
@@ -70,13 +76,16 @@ def check_url(url: str, *, allows_private: bool) -> None:
 def send(url: str, *, event_id: str, body: str, signing_secrets: Sequence[str], allows_private: bool) -> int:
     """Deliver an event; the status code of the answer, whatever it is.
 
-    Raises UrlRefusedError, or DeliveryError where nothing answered.
+    It takes TOTAL_TIMEOUT_S at most, however slowly the other side answers. Raises UrlRefusedError, or DeliveryError
+    where nothing answered.
     """
+    until_s = time.monotonic() + TOTAL_TIMEOUT_S
     check_url(url, allows_private=allows_private)
     parts = urlsplit(url)
     host = parts.hostname
     assert host is not None, "it was checked"
-    address = _resolve(host, parts.port or (443 if parts.scheme == "https" else 80), allows_private=allows_private)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = _resolve(host, port, allows_private=allows_private, until_s=until_s)
     # To the very address that was checked: a second look-up could give another one.
     target = httpx.URL(url).copy_with(host=str(address))
     timestamp = int(time.time())
@@ -91,24 +100,95 @@ def send(url: str, *, event_id: str, body: str, signing_secrets: Sequence[str], 
         ),
     }
     try:
-        # No proxy of the environment's: it would look the name up itself.
+        # Below httpx, whose time-outs are for each part of a request. No proxy is asked, which would look names up.
         with (
-            httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False, trust_env=False) as client,
-            client.stream(
-                "POST", target, content=body.encode(), headers=headers, extensions={"sni_hostname": host}
+            httpcore.ConnectionPool(network_backend=_Backend(until_s)) as pool,
+            pool.stream(
+                "POST",
+                str(target),
+                content=body.encode(),
+                headers=list(headers.items()),
+                extensions={"sni_hostname": host},
             ) as response,
         ):
-            return response.status_code  # nobody reads the body, however long it is
-    except httpx.HTTPError as error:
+            return response.status  # nobody reads the body, however long it is
+    except httpcore.TimeoutException:
+        raise DeliveryError(f"it was not answered within {TOTAL_TIMEOUT_S:g} s") from None
+    except (httpcore.NetworkError, httpcore.ProtocolError) as error:
         raise DeliveryError(f"{type(error).__name__}: {error}") from error
 
 
-def _resolve(host: str, port: int, *, allows_private: bool) -> Address:
+class _Backend(httpcore.SyncBackend):
+    """Connections all of whose operations end by one moment, on the monotonic clock."""
+
+    def __init__(self, until_s: float) -> None:
+        self._until_s = until_s
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        left_s = _left_s(self._until_s, httpcore.ConnectTimeout)
+        return _Stream(super().connect_tcp(host, port, left_s, local_address, socket_options), self._until_s)
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection of `_Backend`."""
+
+    def __init__(self, stream: httpcore.NetworkStream, until_s: float) -> None:
+        self._stream = stream
+        self._until_s = until_s
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _left_s(self._until_s, httpcore.ReadTimeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, _left_s(self._until_s, httpcore.WriteTimeout))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        left_s = _left_s(self._until_s, httpcore.ConnectTimeout)
+        return _Stream(self._stream.start_tls(ssl_context, server_hostname, left_s), self._until_s)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def _left_s(until_s: float, error: type[httpcore.TimeoutException]) -> float:
+    if (left_s := until_s - time.monotonic()) <= 0:
+        raise error
+    return left_s
+
+
+def _resolve(host: str, port: int, *, allows_private: bool, until_s: float) -> Address:
+    found: Future[Sequence[tuple[Any, ...]]] = Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            found.set_exception(error)
+
+    # In a thread that nobody waits for any longer than that: there is no way to end a look-up.
+    threading.Thread(target=look_up, name="webhook-name", daemon=True).start()
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        entries = found.result(max(0.0, until_s - time.monotonic()))
+    except TimeoutError:
+        raise DeliveryError(f"{host} was not found within {TOTAL_TIMEOUT_S:g} s") from None
     except (OSError, UnicodeError) as error:
         raise DeliveryError(f"{host} was not found: {error}") from error
-    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries]
     for address in addresses:
         _check_address(address, allows_private=allows_private)
     return addresses[0]

@@ -4,21 +4,24 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from windlass.service.sealed import Seal, SealError
 from windlass.service.settings import Settings
-from windlass.service.webhook_requests import DeliveryError, UrlRefusedError, send
+from windlass.service.webhook_requests import TOTAL_TIMEOUT_S, DeliveryError, UrlRefusedError, send
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.webhooks import Due, WebhookRepository
 
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_NUM_AT_ONCE = 4
-# Longer than a request may take: until then a delivery is the sender's that has claimed it.
-_CLAIM_S = 60.0
+# Deliveries under way, of which an endpoint has one. So an owner whose endpoints hang holds up nobody else.
+_NUM_AT_ONCE = 16  # in all
+_MOST_OF_OWNER = 4
+# Longer than a delivery may take: until then it is the sender's that has claimed it.
+_CLAIM_S = 4 * TOTAL_TIMEOUT_S
 _BACKOFF_S = (5.0, 30.0, 120.0, 600.0, 3600.0)  # the last one again and again
 _MOST_JITTER = 1.2  # not all at the same moment
 _LONGEST_S = _BACKOFF_S[-1] * _MOST_JITTER
@@ -44,6 +47,10 @@ class WebhookSender:
         self._send = send
         self._clock = clock
         self._told_of: set[str] = set()  # sealed secrets that do not open
+        self._under_way: dict[int, Due] = {}  # by ordinal
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="webhook")
+        self._has_room = threading.Event()  # set when a delivery has ended
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -55,33 +62,55 @@ class WebhookSender:
     def close(self) -> None:
         """End after the requests that are out; what they delivered and could not note is delivered again."""
         self._ending.set()
+        self._has_room.set()
         if self._thread is not None:
             self._thread.join()
+        self._pool.shutdown()
 
     def send_due(self) -> int:
-        """Try all deliveries whose turn has come, some at once; how many were tried."""
+        """Try all deliveries whose turn has come, and wait for their ends; how many were tried."""
         num_tried = 0
-        with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="webhook") as pool:
-            while not self._ending.is_set():
-                if not (due := self._claim()):
-                    break
-                list(pool.map(self._deliver, due))
-                num_tried += len(due)
+        while not self._ending.is_set():
+            begun = self._begin_due()
+            num_tried += len(begun)
+            with self._lock:
+                is_idle = not self._under_way
+            if not begun and is_idle:
+                break
+            self._has_room.wait()
+            self._has_room.clear()
         return num_tried
 
-    def _claim(self) -> list[Due]:
+    def _begin_due(self) -> Sequence[Due]:
+        """Begin with as many deliveries whose turn has come as there is room for."""
+        begun = list[Due]()
+        while not self._ending.is_set() and (due := self._claim()) is not None:
+            with self._lock:
+                self._under_way[due.ordinal] = due
+            self._pool.submit(self._deliver, due)
+            begun.append(due)
+        return begun
+
+    def _claim(self) -> Due | None:
+        """The next delivery that may be under way beside the others, if there is one."""
         now_s = self._clock()
+        with self._lock:
+            under_way = list(self._under_way.values())
+        if len(under_way) >= _NUM_AT_ONCE:
+            return None
+        busy = frozenset(due.endpoint_id for due in under_way)
+        owners = Counter(due.owner for due in under_way)
+        full = frozenset(owner for owner, number in owners.items() if number >= _MOST_OF_OWNER)
         with self._database.read() as session:  # who only looks holds up no writer
-            if not self._open(WebhookRepository(session).due_secrets(now_s, _LONGEST_S)):
-                return []
+            if not self._open(WebhookRepository(session).due_secrets(now_s, _LONGEST_S, busy=busy, full=full)):
+                return None
         with self._database.write() as session:
             webhooks = WebhookRepository(session)
             return webhooks.claim(
-                self._open(webhooks.due_secrets(now_s, _LONGEST_S)),  # as they are now
+                self._open(webhooks.due_secrets(now_s, _LONGEST_S, busy=busy, full=full)),  # as they are now
                 now_s=now_s,
                 until_s=now_s + _CLAIM_S,
                 longest_s=_LONGEST_S,
-                limit=_NUM_AT_ONCE,
             )
 
     def _open(self, sealed: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -105,14 +134,25 @@ class WebhookSender:
         return secret
 
     def _run(self) -> None:
-        while not self._ending.wait(_INTERVAL_S):
+        while not self._ending.is_set():
+            self._has_room.wait(_INTERVAL_S)
+            self._has_room.clear()
             try:
-                self.send_due()
+                self._begin_due()
             except Exception:  # noqa: BLE001  # the database may be gone for a while
                 _LOG.exception("webhooks could not be delivered; they will be tried again")
 
     def _deliver(self, due: Due) -> None:
-        error = self._try(due)
+        try:
+            self._note(due, self._try(due))
+        except Exception:  # noqa: BLE001  # the database may be gone for a while; it is delivered again then
+            _LOG.exception("a webhook's delivery could not be noted; it will be tried again")
+        finally:
+            with self._lock:
+                del self._under_way[due.ordinal]
+            self._has_room.set()
+
+    def _note(self, due: Due, error: str | None) -> None:
         now_s = self._clock()
         next_try_at: float | None = None
         if error is not None and due.num_tries < _MOST_TRIES:

@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import ColumnElement, func, or_, select, tuple_, update
@@ -38,6 +38,8 @@ class Due:
     body: str
     num_tries: int  # this one included
     url: str
+    endpoint_id: str
+    owner: str | None
     signing_secrets: tuple[str, ...] = field(repr=False)
 
 
@@ -120,51 +122,59 @@ class WebhookRepository:
                 )
                 self._session.add(delivery)
 
-    def due_secrets(self, now_s: float, longest_s: float) -> dict[str, tuple[str, ...]]:
+    def due_secrets(
+        self,
+        now_s: float,
+        longest_s: float,
+        *,
+        busy: Collection[str] = (),
+        full: Collection[str | None] = (),
+    ) -> dict[str, tuple[str, ...]]:
         """Sealed secrets that sign now, the newest first, of each endpoint to which a delivery's turn has come.
 
-        No delivery is put off by more than `longest_s`, unless the clock was set.
+        Left out are the endpoints `busy`, and those of the owners `full`. No delivery is put off by more than
+        `longest_s`, unless the clock was set.
         """
         due = select(WebhookDelivery.endpoint_id).where(_is_due(now_s, longest_s))
+        query = select(WebhookEndpoint).where(WebhookEndpoint.id.in_(due), WebhookEndpoint.id.not_in(busy))
+        named = [owner for owner in full if owner is not None]
+        query = query.where(or_(WebhookEndpoint.owner.is_(None), WebhookEndpoint.owner.not_in(named)))
+        if None in full:
+            query = query.where(WebhookEndpoint.owner.is_not(None))
         found = {}
-        for endpoint in self._session.scalars(select(WebhookEndpoint).where(WebhookEndpoint.id.in_(due))):
+        for endpoint in self._session.scalars(query):
             is_signing = endpoint.secret_before_until is not None and now_s < endpoint.secret_before_until
             before = (endpoint.secret_before,) if is_signing and endpoint.secret_before is not None else ()
             found[endpoint.id] = (endpoint.secret, *before)
         return found
 
     def claim(
-        self,
-        signing_secrets: Mapping[str, tuple[str, ...]],
-        *,
-        now_s: float,
-        until_s: float,
-        longest_s: float,
-        limit: int,
-    ) -> list[Due]:
-        """Deliveries whose turn has come; nobody else gets them before `until_s`.
+        self, signing_secrets: Mapping[str, tuple[str, ...]], *, now_s: float, until_s: float, longest_s: float
+    ) -> Due | None:
+        """The delivery whose turn came first; nobody else gets it before `until_s`. None: there is none.
 
         `signing_secrets`: by endpoint; deliveries to others are left alone.
         """
-        query = select(WebhookDelivery, WebhookEndpoint.url).join(
+        query = select(WebhookDelivery, WebhookEndpoint).join(
             WebhookEndpoint, WebhookDelivery.endpoint_id == WebhookEndpoint.id
         )
         query = query.where(_is_due(now_s, longest_s), WebhookEndpoint.id.in_(signing_secrets))
-        found = []
-        for delivery, url in self._session.execute(query.order_by(WebhookDelivery.next_try_at).limit(limit)):
-            delivery.num_tries += 1
-            delivery.next_try_at = until_s
-            found.append(
-                Due(
-                    ordinal=delivery.ordinal,
-                    event_id=delivery.event_id,
-                    body=delivery.body,
-                    num_tries=delivery.num_tries,
-                    url=url,
-                    signing_secrets=signing_secrets[delivery.endpoint_id],
-                )
-            )
-        return found
+        row = self._session.execute(query.order_by(WebhookDelivery.next_try_at).limit(1)).first()
+        if row is None:
+            return None
+        delivery, endpoint = row
+        delivery.num_tries += 1
+        delivery.next_try_at = until_s
+        return Due(
+            ordinal=delivery.ordinal,
+            event_id=delivery.event_id,
+            body=delivery.body,
+            num_tries=delivery.num_tries,
+            url=endpoint.url,
+            endpoint_id=endpoint.id,
+            owner=endpoint.owner,
+            signing_secrets=signing_secrets[endpoint.id],
+        )
 
     def delivered(self, ordinal: int) -> None:
         """It has arrived."""

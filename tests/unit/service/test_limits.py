@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from windlass.service.limits import SlidingCounts
+from windlass.service.limits import BusyError, SlidingCounts, Turnstile
 
 
 class Clock:
@@ -66,3 +66,36 @@ def test_no_thread_is_started() -> None:
     for _ in range(5):
         counts.hit("a")
     assert threading.active_count() == before
+
+
+def test_one_of_each_name_is_let_in_and_so_many_in_all() -> None:
+    stile = Turnstile(2, wait_s=0.05)
+    with stile.entered("ann"):
+        with pytest.raises(BusyError, match="one of yours is not done yet"), stile.entered("ann"):
+            pass
+        with (
+            stile.entered("bob"),
+            pytest.raises(BusyError, match=r"took all places for 0\.05 s"),
+            stile.entered("cat"),
+        ):
+            pass
+        with stile.entered("cat"):
+            pass
+    with stile.entered("ann"):
+        pass
+
+
+def test_who_waits_is_let_in_when_another_leaves() -> None:
+    stile = Turnstile(1, wait_s=60.0)
+    entered = threading.Event()
+
+    def wait_inside() -> None:
+        with stile.entered("bob"):
+            entered.set()
+
+    with stile.entered("ann"):
+        waiting = threading.Thread(target=wait_inside)
+        waiting.start()
+        assert not entered.wait(0.05)
+    waiting.join(60)
+    assert entered.is_set()

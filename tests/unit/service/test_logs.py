@@ -4,10 +4,11 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from windlass.service.logs import LogFormat, about, set_up_logs
+from windlass.service.logs import LogFormat, about, rotate_logs, set_up_logs
 
 LOG = logging.getLogger("windlass.test")
 
@@ -61,3 +62,19 @@ def test_people_get_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert first.endswith(" INFO windlass.test: job ftjob-1, attempt 3: launched")
     assert second.endswith(" INFO windlass.test: job ftjob-1: claimed")
     assert third.endswith(" INFO windlass.test: serving")
+
+
+def test_a_log_that_has_grown_is_begun_anew_and_its_writer_goes_on_in_it(tmp_path: Path) -> None:
+    log, small = tmp_path / "api.log", tmp_path / "dispatcher.log"
+    small.write_text("a line\n")
+    with log.open("ab", buffering=0) as writer:
+        for number in range(3):
+            writer.write(f"{number}".encode() * 100)
+            rotate_logs(tmp_path, limit_nbytes=99)
+            assert log.stat().st_size == 0
+            assert (tmp_path / "api.log.1").read_text() == f"{number}" * 100
+        writer.write(b"next")
+        rotate_logs(tmp_path, limit_nbytes=99)
+    assert log.read_text() == "next"
+    assert small.read_text() == "a line\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["api.log", "api.log.1", "dispatcher.log"]

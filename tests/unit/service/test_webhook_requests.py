@@ -1,12 +1,15 @@
 """Where webhooks go and where they never do."""
 
+import contextlib
 import socket
 import ssl
+import threading
+import time
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import httpcore
 import pytest
 import trustme
 
@@ -137,9 +140,55 @@ def test_who_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         url = receiver.url
     with pytest.raises(DeliveryError, match="ConnectError"):
         send(url, **EVENT, allows_private=True)
-    monkeypatch.setattr(webhook_requests, "_TIMEOUT_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(DeliveryError, match="Timeout"):
+    monkeypatch.setattr(webhook_requests, "TOTAL_TIMEOUT_S", 0.05)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(DeliveryError, match=r"not answered within 0\.05 s"),
+    ):
         send(f"http://127.0.0.1:{silent.getsockname()[1]}", **EVENT, allows_private=True)
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_who_trickles_an_answer_is_cut_off_in_time(
+    monkeypatch: pytest.MonkeyPatch, authority: trustme.CA, *, is_tls: bool
+) -> None:
+    """A byte now and then, which no time-out of a single read notices."""
+    monkeypatch.setattr(webhook_requests, "TOTAL_TIMEOUT_S", 0.5)
+    ending = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def trickle() -> None:
+            connection, _ = server.accept()
+            with connection:
+                if is_tls:  # a handshake that never comes to its end
+                    connection.sendall(b"\x16\x03\x03\x40\x00")
+                for byte in b"HTTP/1.1 200 OK\r\nX: " + b"x" * 1000:
+                    if ending.wait(0.02):
+                        return
+                    with contextlib.suppress(OSError):
+                        connection.sendall(bytes([byte]))
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        if is_tls:
+            trusting(monkeypatch, authority)
+        url = f"{'https' if is_tls else 'http'}://127.0.0.1:{server.getsockname()[1]}"
+        began_s = time.monotonic()
+        with pytest.raises(DeliveryError, match=r"not answered within 0\.5 s"):
+            send(url, **EVENT, allows_private=True)
+        took_s = time.monotonic() - began_s
+        ending.set()
+        thread.join()
+    assert took_s < 10, "it would take 20 s to its end"
+
+
+def test_a_name_that_nobody_finds_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook_requests, "TOTAL_TIMEOUT_S", 0.05)
+    ending = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ending.wait(60) and [])
+    with pytest.raises(DeliveryError, match=r"slow\.example was not found within 0\.05 s"):
+        send("http://slow.example/", **EVENT, allows_private=True)
+    ending.set()
 
 
 @pytest.fixture
@@ -156,7 +205,7 @@ def served(authority: trustme.CA, name: str) -> ssl.SSLContext:
 def trusting(monkeypatch: pytest.MonkeyPatch, authority: trustme.CA) -> None:
     context = ssl.create_default_context()
     authority.configure_trust(context)
-    monkeypatch.setattr(webhook_requests.httpx, "Client", partial(httpx.Client, verify=context))
+    monkeypatch.setattr(webhook_requests.httpcore, "ConnectionPool", partial(httpcore.ConnectionPool, context))
 
 
 def test_the_certificate_must_be_of_the_name_not_of_the_address(

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -255,13 +257,61 @@ def test_who_was_killed_while_sending_leaves_it_to_another(
     def killed(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        WebhookSender(database, settings, send=killed, clock=clock).send_due()
+    assert WebhookSender(database, settings, send=killed, clock=clock).send_due() == 1
     other = WebhookSender(database, settings, clock=clock)
     assert other.send_due() == 0  # it may be on its way yet
     clock.now_s += webhook_sender._CLAIM_S
     assert other.send_due() == 1
     assert len(receiver.received) == 1
+
+
+def test_an_owner_whose_endpoints_hang_holds_up_nobody_else(client: TestClient, settings: Settings) -> None:
+    database = context_of(client).database
+    sealed = Seal(settings.home).close(new_signing_secret())
+    num_slow = webhook_sender._MOST_OF_OWNER + 3
+    with database.write() as session:
+        for owner, number in (("ann", num_slow), ("bob", 1)):
+            for each in range(number):
+                WebhookRepository(session).add(
+                    name="a",
+                    url=f"http://{owner}-{each}.example/",
+                    event_types=(CANCELLED,),
+                    secret=sealed,
+                    owner=owner,
+                )
+        jobs = JobRepository(session)
+        for owner in ("ann", "ann", "bob"):
+            jobs.request_cancel(jobs.create(new_job("file-x", owner)).id)
+    under_way, delivered, may_end, told = Counter[str](), list[str](), threading.Event(), threading.Event()
+    most = Counter[str]()
+    lock = threading.Lock()
+
+    def hang_for_ann(url: str, **_: object) -> int:
+        with lock:
+            under_way[url] += 1
+            most[url] = max(most[url], under_way[url])
+            most["ann"] = max(most["ann"], sum(number for each, number in under_way.items() if "ann" in each))
+        if "ann" in url:
+            assert may_end.wait(60)
+        with lock:
+            under_way[url] -= 1
+            delivered.append(url)
+        if "bob" in url:
+            told.set()
+        return 200
+
+    sender = WebhookSender(database, settings, send=hang_for_ann)
+    sender.start()
+    assert told.wait(60), "bob is told while all of ann's hang"
+    assert delivered == ["http://bob-0.example/"]
+    may_end.set()
+    until_s = time.monotonic() + 60
+    while len(delivered) < 2 * num_slow + 1:
+        assert time.monotonic() < until_s, "ann's are not delivered"
+        time.sleep(0.01)
+    sender.close()
+    assert most.pop("ann") <= webhook_sender._MOST_OF_OWNER
+    assert set(most.values()) == {1}, "of one endpoint one after the other"
 
 
 def test_two_senders_do_not_send_the_same(tmp_path: Path, database_url: str, receiver: Receiver) -> None:
