@@ -7,6 +7,7 @@ import argparse
 import gc
 import logging
 import os
+import resource
 import socket
 import sys
 
@@ -17,6 +18,8 @@ from windlass.service.processes import die_with_parent
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
 from windlass.service.settings import Settings, load_settings
 from windlass.storage.sql.errors import NewerDatabase
+
+_OTHER_FILES = 200  # that the API has open besides connections
 
 
 def main(arguments: list[str]) -> int:
@@ -65,11 +68,13 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     import uvicorn
 
     from windlass.service.app import create_app
+    from windlass.service.connections import ConnectionBounds, bounded_protocol
     from windlass.service.supervisor import listening
 
     config = uvicorn.Config(
         # In a container the first key is made beside the API that runs.
         create_app(settings, starts_without_keys=listener_fd is None),
+        http=bounded_protocol(ConnectionBounds.of(settings)),
         access_log=False,
         log_level="warning",
         # Event streams stay open until their reader goes.
@@ -81,12 +86,21 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
     )
+    _allow_files(settings.max_connections + _OTHER_FILES)
     opened = listening(settings.host, settings.port) if listener_fd is None else socket.socket(fileno=listener_fd)
     # What was imported stays; to look through it for garbage again and again would hold requests up by 0.1 s and more.
     gc.collect()
     gc.freeze()
     with opened as listener:
         uvicorn.Server(config).run(sockets=[listener])
+
+
+def _allow_files(number: int) -> None:
+    """Let this process have so many files and connections open, as far as it may say so itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _dispatch(settings: Settings) -> None:

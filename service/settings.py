@@ -70,6 +70,8 @@ class Settings(BaseSettings):
     tls_key: Path | None = None
     login_hours: float = Field(default=12, gt=0, le=24 * 365)  # that a login on the dashboard lasts
     requests_per_minute: int = Field(default=1200, ge=1)  # of one key
+    max_connections: int = Field(default=1000, ge=1)  # of the API, open at once
+    max_connections_per_address: int = Field(default=200, ge=1)  # but for those of trusted proxies
     max_request_kib: int = Field(default=1024, ge=1)  # but for uploads
     max_file_mib: int = Field(default=512, ge=1)
     max_files_per_user: int = Field(default=1000, ge=1)
