@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from windlass.engine.data_hints import HEAD_NBYTES, hint_for_head, hint_for_record
+
 FORMAT_VERSION = 1  # of the prepared folder
 NO_TARGET = -100  # what PyTorch's cross-entropy ignores
 # A line is held in memory whole; a file without line ends must not be.
@@ -117,6 +119,14 @@ class DataFile:
         except OSError as error:
             raise self._unreadable(error) from error
 
+    def head(self) -> bytes:
+        """The file's first bytes. Raises `DataError` where it cannot be read."""
+        try:
+            with self.path.open("rb") as file:
+                return file.read(HEAD_NBYTES)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
     def examples(self) -> Iterator[tuple[int, int, Example]]:
         """The file's examples in order: (line from 1, bytes read so far, example). Raises `DataError` at a bad one.
 
@@ -174,7 +184,8 @@ class _Line:
     def parse(self, raw: bytes) -> Example:
         record = self._decode(raw)
         if not isinstance(record, dict):
-            raise self._error(f"expected a JSON object, not {_kind(record)}")
+            hint = hint_for_record(record) or self._hint_for_file()
+            raise self._error(f"expected a JSON object, not {_kind(record)}{_told(hint)}")
         if "preferred_output" in record or "non_preferred_output" in record:
             raise self._error(
                 'preference data ("preferred_output") is for DPO, which is not supported',
@@ -191,7 +202,8 @@ class _Line:
             )
         raise self._error(
             'expected "messages", or "text", or "prompt" with "completion"; found '
-            + (" with ".join(f'"{key}"' for key in found) if found else f"the keys {sorted(record)[:8]}"),
+            + (" with ".join(f'"{key}"' for key in found) if found else f"the keys {sorted(record)[:8]}")
+            + _told(hint_for_record(record)),
             code=DataErrorCode.UNKNOWN_FORMAT,
         )
 
@@ -212,7 +224,10 @@ class _Line:
             message = "not usable JSON: nested too deeply"
         except ValueError as error:  # integers of thousands of digits
             message = f"not usable JSON: {error}"
-        raise self._error(message, code=DataErrorCode.INVALID_JSON)
+        raise self._error(message + _told(self._hint_for_file()), code=DataErrorCode.INVALID_JSON)
+
+    def _hint_for_file(self) -> str | None:
+        return hint_for_head(self.file.head()) if self.number == 1 else None
 
     def _string(self, record: dict[str, Any], key: str, field: str = "") -> str:
         value = record[key]
@@ -359,6 +374,10 @@ class _Line:
         if not isinstance(arguments, dict):
             raise self._error(f"expected an object, not {_kind(arguments)}", f"{field}.function.arguments")
         return {**call, "function": {"arguments": {}, **function}}
+
+
+def _told(hint: str | None) -> str:
+    return "" if hint is None else f"; {hint}"
 
 
 def _kind(value: Any) -> str:

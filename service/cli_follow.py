@@ -5,9 +5,12 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from windlass.service.client import ServiceClient
+
+_LOOK_S = 0.3
 
 
 def follow_job(client: ServiceClient, job_id: str) -> dict[str, Any]:
@@ -54,6 +57,24 @@ def _show_preparation(progress: Progress, shown: TaskID | None, job: dict[str, A
         shown = progress.add_task("", total=100, status="", loss="", time_left="")
     progress.update(shown, completed=state["percent"] or 0, status=state["summary"])
     return shown
+
+
+def await_checks(client: ServiceClient, job_id: str) -> dict[str, Any]:
+    """Show on standard error how far a job's preparation is, until it has ended; the job as it is then."""
+    console = Console(stderr=True)
+    shown = ""
+    with console.status("checking the model and the files") as status:
+        while (job := client.job(job_id))["status"] == "validating_files":
+            extra = job["windlass"]
+            state, reason = extra["preparation"], extra["waiting_reason"]
+            told = f"waiting for {reason}" if reason else state["summary"] if state else ""
+            if told and console.is_terminal:
+                status.update(escape(told))
+            elif reason and reason != shown:  # without a terminal only what takes long, and not each second
+                console.print(f"waiting for {reason}", markup=False, highlight=False)
+            shown = reason or shown
+            time.sleep(_LOOK_S)
+    return job
 
 
 def format_event(event: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from windlass.amounts import told_nbytes
 from windlass.engine.model_folder import copy_model_folder, folder_nbytes
 from windlass.planner.update_order import UpdateOrder
 from windlass.service.cli_errors import CommandError
-from windlass.service.cli_follow import follow_job, format_event
+from windlass.service.cli_follow import await_checks, follow_job, format_event
 from windlass.service.cli_service import Home
 from windlass.service.cli_table import print_columns
 from windlass.service.client import RequestRefusedError, ServiceClient
@@ -52,9 +52,12 @@ def submit(
         list[str] | None, typer.Option("--set", help="Any other job setting, as key=value; may be given often.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Watch the job until it ends.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="End once the model and the files were checked, or at once.")
+    ] = True,
     home: Home = None,
 ) -> None:
-    """Upload a training file and start a job on it."""
+    """Upload a training file and start a job on it; end once the job's model and files were checked."""
     extras = {
         "epochs": epochs,
         "batch_size": batch_size,
@@ -73,6 +76,8 @@ def submit(
         job_id = _start_job(client, request, file, validation_file)
         if follow:
             _follow(client, job_id)
+        elif wait:
+            _await_checks(client, job_id)
 
 
 def jobs(home: Home = None) -> None:
@@ -319,6 +324,17 @@ def _follow(client: ServiceClient, job_id: str) -> None:
     if job["status"] != "succeeded":
         raise typer.Exit(1)
     print(job["fine_tuned_model"])
+
+
+def _await_checks(client: ServiceClient, job_id: str) -> None:
+    """Wait until a job's model and files were checked; CommandError with what was found wrong."""
+    try:
+        job = await_checks(client, job_id)
+    except KeyboardInterrupt:
+        print(f"the job goes on; `windlass show {job_id}` tells how its checks end", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if job["status"] == "failed":
+        raise CommandError(f"job {job_id} failed: {job['error']['message']}")
 
 
 def _print(table: list[tuple[object, ...]], empty: str) -> None:

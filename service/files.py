@@ -1,4 +1,4 @@
-"""`/v1/files`: data comes in, results go out. What a file holds is looked at when a job is prepared."""
+"""`/v1/files`: data comes in, results go out."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from fastapi import APIRouter, File, Form, Query, UploadFile
 from fastapi.responses import FileResponse
 
 from windlass.amounts import told_nbytes
+from windlass.engine.data_hints import HEAD_NBYTES
 from windlass.service import deletion
 from windlass.service.access import AuditDep, CallerDep
 from windlass.service.context import ContextDep
@@ -17,6 +18,7 @@ from windlass.service.home import node_of
 from windlass.service.lists import Deleted, PageOf
 from windlass.service.schemas import FileObject
 from windlass.service.settings import Settings
+from windlass.service.uploaded_data import check_content, check_name
 from windlass.service.user_limits import check_one_more_file
 from windlass.storage.durable import sync_path
 from windlass.storage.sql.files import FileRepository, new_file_id
@@ -48,16 +50,15 @@ def upload_file(
             code="invalid_value",
         )
     filename = _display_name(file.filename or "")
-    if not filename.lower().endswith(".jsonl"):
-        raise ApiError(
-            f"file: the name must end in .jsonl, got {describe_value(filename)}", param="file", code="invalid_file"
-        )
+    check_name(filename, file.file.read(HEAD_NBYTES))
+    file.file.seek(0)
     with context.database.read() as session:
         check_one_more_file(session, context.settings, caller, nbytes=0)  # before anything is stored
     file_id = new_file_id()
     path = context.settings.files_dir / file_id
     nbytes = _store(file.file, path, filename, context.settings)
     try:
+        check_content(path, filename)
         sync_path(context.settings.files_dir)  # before the row that tells of it
         with context.database.write() as session:
             check_one_more_file(session, context.settings, caller, nbytes=nbytes)

@@ -33,7 +33,15 @@ def test_what_only_talks_to_the_service_imports_nothing_heavy(service: LiveServi
     training_file.write_text('{"text": "hello"}\n')
     job = service.run(priority=1)
     service.train(job, 1, 2.5)
-    commands = [f"submit tiny {training_file}", "jobs", f"show {job}", f"logs {job}", "files", "models", "status"]
+    commands = [
+        f"submit tiny {training_file} --no-wait",
+        "jobs",
+        f"show {job}",
+        f"logs {job}",
+        "files",
+        "models",
+        "status",
+    ]
     commands.append("webhooks list")
     lock = HomeLock(service.settings.home)
     lock.acquire(service.url)

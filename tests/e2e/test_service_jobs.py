@@ -42,6 +42,8 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
     training_file, bad_file = tmp_path / "train.jsonl", tmp_path / "bad.jsonl"
     write_examples(training_file, 200)
     bad_file.write_text('{"text": "fine"}\n{"text": 5}\n')
+    useless_file = tmp_path / "useless.jsonl"
+    useless_file.write_text('{"prompt": "%s", "completion": "b"}\n' % ("a b " * 5000))
     installation.ok("up", "--detach")
 
     # Refused at once, in one line.
@@ -53,11 +55,13 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
     assert "ftjob-1" in installation.refused("show", "ftjob-1")
     assert "no model" in installation.refused("export", "ft:tiny::abc", str(tmp_path / "out"))
 
-    # Accepted, then failed, with line and field.
-    followed = installation.run("submit", "tiny", str(bad_file), *_ENDLESS, "--follow")
+    assert "bad.jsonl, line 2, field text: expected a string" in installation.refused("submit", "tiny", str(bad_file))
+
+    # Accepted, then failed: told before the command ends, or while it is followed.
+    assert "useless.jsonl: none of its 1 examples" in installation.refused("submit", "tiny", str(useless_file))
+    followed = installation.run("submit", "tiny", str(useless_file), *_ENDLESS, "--follow")
     assert followed.returncode == 1
-    assert "line 2" in followed.stdout
-    assert "text" in followed.stdout
+    assert "useless.jsonl: none of its 1 examples" in followed.stdout
 
     # One runs, one waits and says for what.
     running = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
@@ -65,7 +69,7 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
     waiting = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
     shown = _wait_for(installation, waiting, lambda job: job["windlass"]["waiting_reason"] is not None, "waiting")
     assert f"is in use by job {running}" in shown
-    unprepared = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
+    unprepared = installation.ok("submit", "tiny", str(training_file), *_ENDLESS, "--no-wait")
     assert "is cancelled" in installation.ok("cancel", unprepared)
     _wait_for_status(installation, unprepared, "cancelled")
     assert running in installation.refused("down")

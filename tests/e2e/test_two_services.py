@@ -73,7 +73,10 @@ def services(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch)
 
 def _submit(service: Installation, training_file: Path, *epochs: int) -> list[str]:
     """Ids of jobs, one for each number of epochs."""
-    return [service.ok("submit", "tiny", str(training_file), "--epochs", str(each), *_OPTIONS) for each in epochs]
+    return [
+        service.ok("submit", "tiny", str(training_file), "--epochs", str(each), *_OPTIONS, "--no-wait")
+        for each in epochs
+    ]
 
 
 def _submit_to_both(services: Pair, training_file: Path, *epochs: int) -> list[list[str]]:

@@ -56,7 +56,7 @@ def arguments_of(method: str, path: str, things: Things) -> dict[str, Any]:
         return {}
     bodies: dict[str, dict[str, Any]] = {
         JOBS: {"json": {"model": "tiny", "training_file": things.file_id}},
-        "/v1/files": {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}},
+        "/v1/files": {"files": {"file": ("a.jsonl", b'{"text": "a"}\n')}, "data": {"purpose": "fine-tune"}},
         "/v1/fine_tuning/plans": {"json": {"model": "tiny", "batch_size": 1}},
         "/login": {"data": {"key": "wk-none"}, "headers": ORIGIN},
         "/logout": {"headers": ORIGIN},
@@ -492,7 +492,7 @@ def test_the_audit_comes_in_pages_newest_first(world: World) -> None:
     assert world.ask(ADMIN, "GET", "/v1/audit", params={"after": "x"}).status_code == 400
 
 
-def upload_as(world: World, who: str, content: bytes = b"{}\n") -> Any:
+def upload_as(world: World, who: str, content: bytes = b'{"text": "a"}\n') -> Any:
     files = {"file": ("a.jsonl", content)}
     response = world.ask(who, "POST", "/v1/files", files=files, data={"purpose": "fine-tune"})
     return response.json().get("id") or response.json()["error"]["code"]
@@ -529,14 +529,19 @@ def test_who_tries_keys_is_told_to_wait_and_holds_up_nobody_else(world: World) -
     assert log_in(world, "alice").status_code == 303
 
 
+def _of(nbytes: int) -> bytes:
+    """A training file of so many bytes."""
+    return b'{"text": "%s"}' % (b"x" * (nbytes - 12))
+
+
 def test_a_user_has_so_many_files_and_so_many_bytes(settings: Settings) -> None:
     few = settings.model_copy(update={"max_files_per_user": 3, "max_file_gib_per_user": 1000 / 1024**3})
     with keyed_world(few) as world:
-        assert upload_as(world, "alice", b"x" * 987) == "file_quota_exceeded"  # 14 bytes are there
-        assert upload_as(world, "alice", b"x" * 900).startswith("file-")
-        last = upload_as(world, "alice", b"x" * 80)
-        assert upload_as(world, "alice", b"x") == "file_quota_exceeded"
-        assert upload_as(world, "bob", b"x" * 986).startswith("file-")
+        assert upload_as(world, "alice", _of(987)) == "file_quota_exceeded"  # 14 bytes are there
+        assert upload_as(world, "alice", _of(900)).startswith("file-")
+        last = upload_as(world, "alice", _of(66))
+        assert upload_as(world, "alice", _of(20)) == "file_quota_exceeded"
+        assert upload_as(world, "bob", _of(986)).startswith("file-")
         assert world.ask("alice", "DELETE", f"/v1/files/{last}").status_code == 200
-        assert upload_as(world, "alice", b"x").startswith("file-")
+        assert upload_as(world, "alice", _of(20)).startswith("file-")
         assert len(list(settings.files_dir.iterdir())) == 4 + 3  # what was refused has left nothing

@@ -10,11 +10,11 @@ import pytest
 import typer
 from fastapi.testclient import TestClient
 
-from windlass.service import cli_service
+from windlass.service import cli_follow, cli_jobs, cli_service
 from windlass.service.cli_data import delete, storage
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import _loss, _time_left, format_event
-from windlass.service.cli_jobs import _finish, _parse_settings, pause, resume, submit
+from windlass.service.cli_jobs import _await_checks, _finish, _parse_settings, pause, resume, submit
 from windlass.service.cli_service import _describe_drive, doctor, status
 from windlass.service.cli_table import print_columns
 from windlass.service.client import RequestRefusedError, ServiceClient
@@ -61,8 +61,8 @@ def test_options_of_submit_are_settings_of_the_job(
     monkeypatch.setattr(ServiceClient, "create_job", create_job)
     words = {"precision": "fp16", "optimizer": "adam", "state_precision": "fp32", "accumulation_precision": "fp16"}
     words["gradient_updates"] = "kept"
-    submit("tiny", "file-1", home=tmp_path, max_bad_steps=0, settings_=["beta2=0.95"], **words)
-    submit("tiny", "file-1", home=tmp_path)
+    submit("tiny", "file-1", wait=False, home=tmp_path, max_bad_steps=0, settings_=["beta2=0.95"], **words)
+    submit("tiny", "file-1", wait=False, home=tmp_path)
     assert [request["windlass"] for request in requests] == [{**words, "max_bad_steps": 0, "beta2": 0.95}, {}]
     assert capsys.readouterr().out == "ftjob-1\nftjob-1\n"
 
@@ -242,3 +242,53 @@ def test_the_client_deletes_and_tells_what_is_occupied(client: TestClient, file_
     assert {row["kind"] for row in service.storage()["data"]} == {"base_model", "service"}
     with pytest.raises(RequestRefusedError, match="there is no model"):
         service.delete_model("ft:tiny::0123456789ab")
+
+
+# --- submit waits for the checks ---
+
+
+class _Watched:
+    """A client whose job gets on with each look."""
+
+    def __init__(self, *looks: dict[str, Any]) -> None:
+        self.looks = list(looks)
+
+    def job(self, _job_id: str) -> dict[str, Any]:
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+
+def _validating(reason: str | None = None, summary: str | None = None) -> dict[str, Any]:
+    preparation = None if summary is None else {"summary": summary, "percent": 3}
+    return {"status": "validating_files", "windlass": {"waiting_reason": reason, "preparation": preparation}}
+
+
+def test_submit_ends_well_once_the_files_were_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_follow, "_LOOK_S", 0.0)
+    waiting = _validating("its turn to be prepared, after job ftjob-9")
+    client = _Watched(waiting, waiting, _validating(summary="Reading the files"), {"status": "queued"})
+    _await_checks(client, "ftjob-1")  # type: ignore[arg-type]
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("waiting for its turn to be prepared, after job ftjob-9") == 1
+
+
+def test_submit_fails_with_what_the_checks_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_follow, "_LOOK_S", 0.0)
+    client = _Watched(_validating(), {"status": "failed", "error": {"message": "mine.jsonl, line 7: no"}})
+    with pytest.raises(CommandError, match=r"job ftjob-1 failed: mine\.jsonl, line 7: no"):
+        _await_checks(client, "ftjob-1")  # type: ignore[arg-type]
+
+
+def test_whoever_stops_waiting_is_told_that_the_job_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_jobs, "await_checks", interrupted)
+    with pytest.raises(typer.Exit) as ended:
+        _await_checks(_Watched(_validating()), "ftjob-1")  # type: ignore[arg-type]
+    assert ended.value.exit_code == 130
+    assert "the job goes on; `windlass show ftjob-1` tells how its checks end" in capsys.readouterr().err

@@ -9,12 +9,15 @@ from fastapi.testclient import TestClient
 from tests.power_cut import PowerCut
 from tests.unit.service.api_client import serve, upload
 from tests.unit.service.dispatcher_stage import Stage
+from windlass.engine.check_data import check_data
+from windlass.engine.data import DataFile
+from windlass.service import uploaded_data
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 
 
 def test_bytes_come_back_as_they_went_in(client: TestClient, settings: Settings) -> None:
-    content = b'{"text": "gr\xfc\xdf"}\r\n\x00'
+    content = b'{"text": "gr\xc3\xbc\xc3\x9f"}\r\n \r\n'
     file_id = upload(client, content, "da ta.jsonl")
     file = client.get(f"/v1/files/{file_id}").json()
     assert (file["bytes"], file["filename"], file["purpose"]) == (len(content), "da ta.jsonl", "fine-tune")
@@ -29,8 +32,8 @@ def test_upload_power_loss_after_the_answer_leaves_the_bytes(
     client: TestClient, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = PowerCut(settings.files_dir, monkeypatch)
-    file_id = upload(client, b"content")
-    assert cut.left() == {file_id: b"content"}
+    file_id = upload(client, b'{"text": "a"}')
+    assert cut.left() == {file_id: b'{"text": "a"}'}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,17 @@ def test_upload_power_loss_after_the_answer_leaves_the_bytes(
     [
         ("a.txt", b"x", "fine-tune", "file", "must end in .jsonl, got 'a.txt'"),
         ("a.jsonl", b"", "fine-tune", "file", "'a.jsonl' is empty"),
+        ("a.csv", b"prompt,completion\nA,B\n", "fine-tune", "file", '{"prompt": "A", "completion": "B"}'),
+        ("a.json", b'[{"text": "A"}]', "fine-tune", "file", "it is one JSON array"),
+        ("a.parquet", b"PAR1\x15", "fine-tune", "file", "it is a Parquet file"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": 3}',
+            "fine-tune",
+            "file",
+            "a.jsonl, line 2, field text: expected a string",
+        ),
+        ("a.jsonl", b'{"text": "a"}\n' * 30_000 + b"{", "fine-tune", "file", "a.jsonl, line 30001: not valid JSON"),
         ("a.jsonl", b"x", "assistants", "purpose", "must be \"fine-tune\", got 'assistants'"),
     ],
 )
@@ -50,6 +64,22 @@ def test_what_is_no_training_file_is_refused(
     assert error["param"] == param
     assert message in error["message"]
     assert list(settings.files_dir.iterdir()) == []
+
+
+def test_a_large_file_is_checked_as_far_as_time_goes(
+    client: TestClient, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not seen in time, or by a process that dies, is left to the preparation."""
+    content = b'{"text": "a"}\n' * 30_000 + b"{"
+    assert check_data(DataFile(path=_file(settings, content), param="file"), limit_s=0.0) is False
+    monkeypatch.setattr(uploaded_data, "_MEMORY_NBYTES", 1 << 20)
+    assert upload(client, content).startswith("file-")
+
+
+def _file(settings: Settings, content: bytes) -> Path:
+    path = settings.home / "a.jsonl"
+    path.write_bytes(content)
+    return path
 
 
 def test_a_name_with_a_path_is_only_a_name(client: TestClient, settings: Settings) -> None:

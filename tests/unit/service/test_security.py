@@ -164,7 +164,7 @@ def test_a_file_over_the_limit_is_refused_and_leaves_nothing(client: TestClient,
         response = client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "fine-tune"})
         assert (response.status_code, response.json()["error"]["type"]) == (413, "invalid_request_error")
     assert list(settings.files_dir.iterdir()) == []
-    upload(client, b"x" * settings.max_file_nbytes)
+    upload(client, b'{"text": "%s"}' % (b"x" * (settings.max_file_nbytes - 12)))
 
 
 @pytest.mark.parametrize(
