@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from windlass.actors.cores import WAIT_POLICY
+from windlass.service.machine import num_cores
 from windlass.service.step_server import CONTINUE, HALT, PID, StepOrder
 from windlass.storage.process_end import describe_process_end
 
@@ -68,6 +69,9 @@ class LimitedCommand:
 # CUDA maps more addresses than the limit allows, and hardly anything of this needs it.
 _NO_GPUS: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
 
+# Tokenizers take all cores else; steps run side by side, and beside jobs.
+_TOKENIZER_THREADS: Mapping[str, str] = {"RAYON_NUM_THREADS": str(max(1, num_cores() // 4))}
+
 Start = Callable[[LimitedCommand, IO[bytes]], LimitedProcess]  # the second: where its output goes
 
 
@@ -107,6 +111,7 @@ def _start(
             **{name: os.environ[name] for name in passed_on if name in os.environ},
             "HOME": str(home),
             **WAIT_POLICY,
+            **_TOKENIZER_THREADS,
             **gpus,
             **(more or {}),
         },

@@ -58,10 +58,10 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
     assert "bad.jsonl, line 2, field text: expected a string" in installation.refused("submit", "tiny", str(bad_file))
 
     # Accepted, then failed: told before the command ends, or while it is followed.
-    assert "useless.jsonl: none of its 1 examples" in installation.refused("submit", "tiny", str(useless_file))
+    assert "none of its 1 examples has a token to learn" in installation.refused("submit", "tiny", str(useless_file))
     followed = installation.run("submit", "tiny", str(useless_file), *_ENDLESS, "--follow")
     assert followed.returncode == 1
-    assert "useless.jsonl: none of its 1 examples" in followed.stdout
+    assert "none of its 1 examples has a token to learn" in followed.stdout
 
     # One runs, one waits and says for what.
     running = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
