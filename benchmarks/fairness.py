@@ -1,9 +1,9 @@
 """One owner asks for as much as the limits allow; how long does another's small job wait?
 
 `python -m benchmarks.fairness`: a whole service, and two users with keys. One of them, in turn, has large files and a
-chat template without end prepared, asks for plans of huge batches, trains and fills the queue, has webhook endpoints that
-trickle their answers, and opens connections that send nothing; then does all of it at once that leaves the device free.
-Meanwhile the other submits a small job: from its submission to its first step, beside the same alone in the same run.
+chat template without end prepared, asks for plans of huge batches, trains and fills the queue, has webhook endpoints
+that trickle their answers, and opens connections that send nothing; then does all of it at once that leaves the device
+free. Meanwhile the other submits a small job: from its submission to its first step, beside the same alone in this run.
 """
 
 import argparse
