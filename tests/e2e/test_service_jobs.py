@@ -86,5 +86,5 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
     assert not list(Path("/dev/shm").glob(f"windlass-{forced}-*"))
     installation.ok("up", "--detach")
     assert "windlass down --force" in _wait_for_status(installation, forced, "failed")
-    assert len([line for line in installation.ok("jobs").splitlines() if line.strip().startswith("ftjob-")]) == 4
+    assert len([line for line in installation.ok("jobs").splitlines() if line.strip().startswith("ftjob-")]) == 5
     installation.ok("down")
