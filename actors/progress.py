@@ -40,6 +40,7 @@ _ACTIVATION_BYTES = {
     SpanKind.COPY_ACTIVATIONS_OUT: "activation_bytes_out",
     SpanKind.COPY_ACTIVATIONS_IN: "activation_bytes_in",
 }
+_TELL_LOADED_EVERY_S = 5.0
 _CHECKPOINT_METRICS = (
     "train_loss",
     "train_mean_token_accuracy",
@@ -123,6 +124,7 @@ class Progress:
         self._started_s = 0.0
         self._step_began_s = 0.0
         self._first_step = (initial_step or 0) + 1
+        self._loaded_at_s = -math.inf  # when it was told last how much is loaded
         self._measured = Measured(self._first_step, self._history.measured)
         # The last step but which the time to come is estimated by those that follow, and when it was over.
         self._paced_from = (self._first_step - 1, 0.0)
@@ -194,12 +196,18 @@ class Progress:
             "metrics": kept,
         }
 
+    def _tell_loaded(self, event: LoadProgressed) -> None:
+        """Tell how much is loaded now and then: many blocks are loaded in a second."""
+        if (now_s := time.monotonic()) - self._loaded_at_s >= _TELL_LOADED_EVERY_S:
+            self._loaded_at_s = now_s
+            share = event.num_params / event.total_params
+            self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
+
     def note(self, event: Message) -> None:
         """Something has happened."""
         match event:
             case LoadProgressed():
-                share = event.num_params / event.total_params
-                self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
+                self._tell_loaded(event)
             case ModelLoaded():
                 now_s = time.monotonic()
                 text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"

@@ -30,7 +30,7 @@ LOGOUT_PATH = "/logout"
 LOGIN_COOKIE = "windlass_login"
 OPEN_PATHS = ("/healthz", "/readyz", LOGIN_PATH)
 _OPEN_FOLDER = "/static/"
-_PAGES = ("/", LOGOUT_PATH)  # who may not see them is sent to the login
+_PAGES = ("/", "/docs", LOGOUT_PATH)  # who may not see them is sent to the login
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _HOW = "send it as `Authorization: Bearer wk-…`; `windlass keys create` makes one"
 

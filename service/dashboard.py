@@ -24,6 +24,17 @@ def show_dashboard(request: Request, caller: CallerDep) -> Response:
     return render(request, "index.html", user=caller.user, has_login=caller.login is not None)
 
 
+@router.get("/docs", include_in_schema=False)
+def show_api(request: Request, caller: CallerDep) -> Response:
+    """The endpoints, one line each, and where their whole description is."""
+    found = [
+        (method.upper(), path, operation.get("description", ""))
+        for path, operations in request.app.openapi()["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return render(request, "api.html", user=caller.user, has_login=caller.login is not None, operations=found)
+
+
 def render(request: Request, page: str, *, status_code: int = 200, **values: Any) -> Response:
     """A page, for the one who asked: no cache keeps it. HTTPException 404 in an installation without pages."""
     if not (_WEB_DIR / "templates" / page).is_file():

@@ -159,6 +159,7 @@ class HomeLock:
     def release(self) -> None:
         """Let another supervisor serve the home."""
         if self._file is not None:
+            self._file.truncate(0)  # who is killed leaves the address, for `last_url`
             self._file.close()
             self._file = None
 
@@ -170,10 +171,19 @@ class HomeLock:
 
 def find_serving(home: Path) -> Serving | None:
     """The living supervisor of a home, if there is one."""
+    serving = _recorded(home)
+    return serving if serving is not None and serving.process.is_alive else None
+
+
+def last_url(home: Path) -> str | None:
+    """Where a home is served, or was until its supervisor was killed; None where it ended as it should."""
+    serving = _recorded(home)
+    return None if serving is None else serving.url
+
+
+def _recorded(home: Path) -> Serving | None:
     try:
         fields = json.loads((home / "windlass.lock").read_text())
-        process = ProcessId(**fields["process"])
-        serving = Serving(process=process, url=fields["url"])
+        return Serving(process=ProcessId(**fields["process"]), url=fields["url"])
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None  # nobody ever did, or a full disk or a power loss cut the file short
-    return serving if process.is_alive else None

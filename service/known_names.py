@@ -18,12 +18,18 @@ def hint(body: object, location: Sequence[str | int]) -> str:
         return ""
     name, path = str(location[-1]), ".".join(map(str, location))
     last_parts = [known.split(".")[-1] for known in names]
-    abbreviated = [part for part in last_parts if name == "".join(word[0] for word in part.split("_"))]  # such as lr
-    if near := abbreviated or difflib.get_close_matches(name, last_parts, n=1, cutoff=0.75):
-        return f"; did you mean {names[last_parts.index(near[0])]}?"
+    if near := nearest(name, last_parts):
+        return f"; did you mean {names[last_parts.index(near)]}?"
     above = path.removesuffix(name)
     here = [known.removeprefix(above) for known in names if known.startswith(above)]
     return f"; there are {', '.join(known for known in here if '.' not in known)}" if here else ""
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that is most like one that is not: an abbreviation such as lr, or a slip; None if none is."""
+    abbreviated = [each for each in known if name == "".join(word[:1] for word in each.split("_"))]
+    near = abbreviated or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return near[0] if near else None
 
 
 def _names(of: object) -> Iterator[str]:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from windlass.service.client import ServiceClient
-from windlass.service.home import HomeError, find_serving
+from windlass.service.home import HomeError, last_url
 from windlass.service.settings import ENV_PREFIX, Settings
 
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
@@ -13,9 +13,8 @@ KEY_FILE = "cli.key"
 
 def open_client(settings: Settings) -> ServiceClient:
     """A client of the home's service, with the key that is there. Raises HomeError where others may read the key."""
-    # A service that was started with --port answers there, whatever the settings say now.
-    serving = find_serving(settings.home)
-    url = settings.base_url if serving is None else serving.url
+    # A service that was started with --port answers there, or did, whatever the settings say now.
+    url = last_url(settings.home) or settings.base_url
     certificate = settings.tls_certificate if url.startswith("https:") else None
     return ServiceClient(url, api_key=local_key(settings.home), certificate=certificate)
 

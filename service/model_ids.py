@@ -6,6 +6,7 @@ the same name. No name from the network can leave these two directories.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from windlass.service.errors import ApiError, describe_value
@@ -59,6 +60,19 @@ def job_id_prefix(model: str) -> str | None:
     """How the id of the job begins that made a fine-tuned model or a checkpoint; None for a base model."""
     fine_tuned = _FINE_TUNED_ID.fullmatch(model)
     return f"ftjob-{fine_tuned['job']}" if fine_tuned else None
+
+
+def models_in(folder: Path) -> Iterator[str]:
+    """The ids of the models that lie in a folder of models: `name`, or `organization/name`."""
+    for path in _subfolders(folder):
+        if (path / "config.json").is_file():
+            yield path.name
+        else:
+            yield from (f"{path.name}/{sub.name}" for sub in _subfolders(path))
+
+
+def _subfolders(path: Path) -> list[Path]:
+    return sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
 
 
 def model_dir(model: str, *, models_dir: Path, fine_tuned_dir: Path) -> Path:

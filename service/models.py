@@ -11,7 +11,7 @@ from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.lists import Deleted, ListOf
 from windlass.service.model_access import is_visible
-from windlass.service.model_ids import check_model_id, is_fine_tuned_id, model_dir
+from windlass.service.model_ids import check_model_id, is_fine_tuned_id, model_dir, models_in
 from windlass.service.occupied import Tally
 from windlass.service.schemas import ModelObject
 from windlass.service.settings import Settings
@@ -79,15 +79,8 @@ def _not_here(model: str) -> ApiError:
 
 
 def _model_ids(settings: Settings) -> Iterator[str]:
-    folders = [*_subfolders(settings.models_dir), *_subfolders(settings.fine_tuned_dir)]
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            candidates = [folder.name]
-        else:
-            candidates = [f"{folder.name}/{sub.name}" for sub in _subfolders(folder)]
-        for model in candidates:
-            if _is_listed(settings, model):
-                yield model
+    for folder in (settings.models_dir, settings.fine_tuned_dir):
+        yield from (model for model in models_in(folder) if _is_listed(settings, model))
 
 
 def _is_listed(settings: Settings, model: str) -> bool:
@@ -95,7 +88,3 @@ def _is_listed(settings: Settings, model: str) -> bool:
         return (_folder(settings, model) / "config.json").is_file()
     except ApiError:  # a folder whose name is no model's id
         return False
-
-
-def _subfolders(path: Path) -> list[Path]:
-    return sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from windlass.actors.cores import numa_nodes
 from windlass.service.errors import describe_value
+from windlass.service.known_names import nearest
 from windlass.service.logs import LogFormat
 from windlass.service.loopback import is_loopback, is_unspecified
 from windlass.service.machine import num_cores
@@ -21,6 +22,7 @@ from windlass.service.reported_error import ReportedError
 from windlass.storage.raw_device import is_device_path
 
 ENV_PREFIX = "WINDLASS_"
+_OTHER_VARIABLES = ("WINDLASS_API_KEY",)  # that are no settings
 # Both in the home.
 SETTINGS_FILE = "windlass.toml"
 HARDWARE_FILE = "hardware.yaml"
@@ -308,6 +310,7 @@ def load_settings(home: Path | None = None) -> Settings:
     """Read the settings of a home: the one given, `WINDLASS_HOME`, or `~/.windlass`. Raises SettingsError."""
     home = place_of_home(home)
     file = home / SETTINGS_FILE
+    _check_environment()
     # Only what the environment leaves open: arguments win over it.
     values = {key: value for key, value in _read_file(file).items() if not os.environ.get(_env_name(key))}
     try:
@@ -340,10 +343,20 @@ def _read_file(file: Path) -> dict[str, Any]:
     known = sorted(set(Settings.model_fields) - {"home"})
     for key, value in values.items():
         if key not in known:
-            raise SettingsError(
-                f"{file}: {key} = {_shown(value)}: there is no such setting; there are {', '.join(known)}"
-            )
+            near = nearest(key, known)
+            told = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+            raise SettingsError(f"{file}: {key} = {_shown(value)}: there is no such setting; {told}")
     return values
+
+
+def _check_environment() -> None:
+    """Refuse a variable that is almost a setting's; others may be of other programs."""
+    known = [_env_name(key) for key in Settings.model_fields] + list(_OTHER_VARIABLES)
+    for name, value in os.environ.items():
+        if name.startswith(ENV_PREFIX) and name not in known and (near := nearest(name, known)) is not None:
+            raise SettingsError(
+                f"environment: {name} = {_shown(value)}: there is no such setting; did you mean {near}?"
+            )
 
 
 def _env_name(key: str) -> str:

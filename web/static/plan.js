@@ -53,6 +53,7 @@ function renderNumbers(plan, measured) {
     row.append(head, ...cells.map((text) => make("td", text)));
     return row;
   });
+  hideEmptyColumns(byId("plan-numbers"), rows);
   const steps = measured?.num_steps ?? 0;
   const notes = [
     predicted && steps < plan.min_measured_steps &&
@@ -60,6 +61,15 @@ function renderNumbers(plan, measured) {
     steps > 0 && `The measured step is the mean of ${format.whole(steps)} steps.`,
   ];
   setOptional(byId("plan-note"), notes.filter(Boolean).join(" ") || null);
+}
+
+/** Hide the columns of which no row has anything to tell. */
+function hideEmptyColumns(body, rows) {
+  const heads = body.closest("table").tHead.rows[0];
+  for (let column = 1; column < heads.cells.length; column++) {
+    const isEmpty = rows.every((cells) => [format.small(null), "", null, undefined].includes(cells[column]));
+    for (const row of [heads, ...body.rows]) row.cells[column].hidden = isEmpty;
+  }
 }
 
 function renderDetails(plan) {

@@ -43,7 +43,9 @@ function renderBars(summary, planned) {
   const key = JSON.stringify([names, steps.map(Boolean)]);
   if (list.dataset.key !== key) {
     list.dataset.key = key;
-    list.replaceChildren(...names.map((name) => bar(name, summary !== null, planned !== null)));
+    // What copies nothing to the device has none.
+    const isCpu = !names.some((name) => name.endsWith("/h2d"));
+    list.replaceChildren(...names.map((name) => bar(name, summary !== null, planned !== null, isCpu)));
   }
   names.forEach((name, index) => {
     const item = list.children[index];
@@ -60,7 +62,9 @@ function renderBars(summary, planned) {
 }
 
 function tookOf({ period_s: period, dependency_bound_s: bound }) {
-  const least = bound === null ? "" : `; its longest chain of work that must be serial takes ${format.small(bound)} s`;
+  // The chain is measured over several steps, of which this one may be the shortest.
+  const chain = bound < period ? `takes ${format.small(bound)} s` : "takes as long";
+  const least = bound === null ? "" : `; its longest chain of work that must be serial ${chain}`;
   return `The step took ${format.small(period)} s${least}.`;
 }
 
@@ -83,9 +87,10 @@ function setTrace(link, trace) {
 
 const percent = (share) => `${Math.round(100 * share)} %`;
 
-function bar(name, isMeasured, isPlanned) {
+function bar(name, isMeasured, isPlanned, isCpu) {
   const item = make("li");
-  const [actor, part] = name.split("/");
+  const [worker, part] = name.split("/");
+  const actor = isCpu && part === "compute" ? "CPU" : worker;
   const title = part ? `${actor} ${NAMES[part] ?? part}` : actor;
   const meters = make("span", "", "meters");
   if (isMeasured) meters.append(meter(`${title}: busy share of the step`));

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import metrics_of
+from tests.training import journal_of, metrics_of
 from tests.unit.actors.scheduler_stage import Stage
-from windlass.actors.messages import LossComputed, Phase
+from windlass.actors.messages import LoadProgressed, LossComputed, Phase
 from windlass.actors.policy.pipeline import StepEnd
 from windlass.actors.policy.waits import UnexpectedEventError
 from windlass.storage.ids import JobId, Step
@@ -62,3 +62,15 @@ def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_g
             progress.note(loss(Phase.HEAD, step, group))
         kept = progress.end_step(step, StepEnd(grad_norm=1.0, loss_scale=1.0, num_skipped=0))
         assert kept["metrics"]["train_loss"] == LOSSES[2] / NUM_TARGETS[2]
+
+
+def test_how_much_is_loaded_is_told_now_and_then(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("windlass.actors.progress.time.monotonic", lambda: now[0])
+    for number in range(1, 101):
+        stage.scheduler._progress.note(
+            LoadProgressed(job=stage.spec.job, step=Step(0), num_params=number, total_params=100)
+        )
+        now[0] += 0.1
+    told = [record.message for record in journal_of(stage.spec) if "Loaded" in record.message]
+    assert told == ["Loaded 1% of 100 parameters", "Loaded 51% of 100 parameters"]

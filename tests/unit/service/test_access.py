@@ -28,7 +28,7 @@ OPEN = {
     ("GET", "/static/{path}"),
     ("GET", "/static/vendor/plotly.min.js"),
 }
-PAGES = {("GET", "/"), ("POST", "/logout")}
+PAGES = {("GET", "/"), ("GET", "/docs"), ("POST", "/logout")}
 # Answers to who may ask: of what is there only once a job was planned or has trained, of what is not there yet, and of
 # a file that a job needs.
 OWN_CODES = {

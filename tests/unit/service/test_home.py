@@ -1,5 +1,6 @@
 """A home is private, and has one supervisor."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.power_cut import PowerCut
-from windlass.service.home import AlreadyUpError, HomeError, HomeLock, find_serving, node_of, prepare_home
+from windlass.service.client import ServiceUnreachableError
+from windlass.service.home import (
+    AlreadyUpError,
+    HomeError,
+    HomeLock,
+    find_serving,
+    last_url,
+    node_of,
+    prepare_home,
+)
+from windlass.service.local_key import open_client
+from windlass.service.settings import Settings
 
 
 def test_a_new_home_is_private(tmp_path: Path) -> None:
@@ -56,3 +68,18 @@ def test_node_of_power_loss_afterwards_leaves_the_name(tmp_path: Path, monkeypat
     cut = PowerCut(tmp_path, monkeypatch)
     node = node_of(tmp_path)
     assert cut.left()["node"] == f"{node}\n".encode()
+
+
+def test_the_address_of_a_service_that_was_killed_stays_known_and_of_one_that_ended_it_does_not(tmp_path: Path) -> None:
+    lock = HomeLock(tmp_path)
+    lock.acquire("http://127.0.0.1:9000")
+    recorded = (tmp_path / "windlass.lock").read_text()
+    lock.release()
+    assert (find_serving(tmp_path), last_url(tmp_path)) == (None, None)
+    fields = json.loads(recorded)
+    fields["process"]["start"] = "of another boot"
+    (tmp_path / "windlass.lock").write_text(json.dumps(fields))
+    assert find_serving(tmp_path) is None
+    assert last_url(tmp_path) == "http://127.0.0.1:9000"
+    with open_client(Settings(home=tmp_path)) as client, pytest.raises(ServiceUnreachableError, match=":9000"):
+        client.jobs()

@@ -188,7 +188,9 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
         ({"validation_file": "file-none"}, "validation_file", "there is no file 'file-none'"),
         ({"model": "../tiny"}, "model", "never by a path; got '../tiny'"),
         ({"model": "/etc/passwd"}, "model", "never by a path"),
-        ({"model": "none"}, "model", "there is no folder 'none'"),
+        ({"model": "none"}, "model", "there is no model 'none' here; `windlass models`"),
+        ({"model": "tinny"}, "model", "there is no model 'tinny' here (did you mean 'tiny'?)"),
+        ({"model": "org/Tiny"}, "model", "there is no model 'org/Tiny' here (did you mean 'tiny'?)"),
         ({"model": "org/none"}, "model", "and the hub could not be reached"),
     ],
 )

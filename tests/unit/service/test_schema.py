@@ -52,7 +52,16 @@ STRANGERS, USER = (None, "wrong", "expired", "revoked"), USERS[0]
 NUMBERS = itertools.count()
 ALL_CHECKS = list(hypothesis.HealthCheck)
 # What the description has not: the pages, what they load, and Prometheus'.
-PAGES = {"/", "/login", "/logout", "/openapi.json", "/metrics", "/static/vendor/plotly.min.js", "/static/{path}"}
+PAGES = {
+    "/",
+    "/docs",
+    "/login",
+    "/logout",
+    "/openapi.json",
+    "/metrics",
+    "/static/vendor/plotly.min.js",
+    "/static/{path}",
+}
 
 
 def describe() -> dict[str, Any]:

@@ -60,7 +60,9 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
         ('database_ur = "postgresql://u:p@h"', "database_ur = 'postgresql://u:***@h': there is no such setting"),
         ('database_url = "windlass.db"', "database_url = 'windlass.db': Could not parse SQLAlchemy URL"),
         ("max_file_mib = 0", "max_file_mib = 0: Input should be greater than or equal to 1"),
-        ("prot = 1", "prot = 1: there is no such setting; there are compute_threads, database_url, "),
+        ("prot = 1", "prot = 1: there is no such setting; did you mean port?"),
+        ("mfm = 1", "mfm = 1: there is no such setting; did you mean max_file_mib?"),
+        ("nonsense = 1", "nonsense = 1: there is no such setting; there are compute_threads, database_url, "),
         ('home = "/x"', "home = '/x': there is no such setting"),
         ('ssd_dirs = ["ssd"]', "ssd_dirs = ['ssd']: must be absolute paths, got 'ssd'"),
         ('ssd_dirs = ["/a", "/a"]', "ssd_dirs = ['/a', '/a']: /a is the same place as /a"),
@@ -269,3 +271,14 @@ def test_ratings_are_for_all_ssds_or_for_each(
     if variable is not None:
         monkeypatch.setenv("WINDLASS_SSD_ENDURANCE_TBW", variable)
     assert load_settings(tmp_path).ssd_endurance_nbytes == expected
+
+
+def test_a_variable_that_is_almost_a_settings_is_refused_and_others_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_API_KEY", "wk-x")
+    monkeypatch.setenv("WINDLASS_OF_ANOTHER_PROGRAM", "1")
+    load_settings(tmp_path)
+    monkeypatch.setenv("WINDLASS_PROT", "9")
+    with pytest.raises(SettingsError, match=r"^environment: WINDLASS_PROT = '9': .* did you mean WINDLASS_PORT\?$"):
+        load_settings(tmp_path)
