@@ -40,7 +40,7 @@ def upload_file(
     caller: CallerDep,
     audit: AuditDep,
     file: Annotated[UploadFile, File()],
-    purpose: Annotated[str, Form()],
+    purpose: Annotated[str, Form(json_schema_extra={"const": TRAINING_PURPOSE})],
 ) -> FileObject:
     """Take in a training or validation file."""
     if purpose != TRAINING_PURPOSE:

@@ -10,18 +10,19 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
 from windlass.actors.job_spec import FinalModel, Hyperparameters, Initialization, Optimizer, Schedule
 from windlass.planner.update_order import UpdateOrder
+from windlass.service.json_numbers import JsonNumbers
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 DEFAULT_EPOCHS = 3
@@ -52,6 +53,11 @@ def _auto_or_int(low: int, high: int) -> Callable[[Any], Any]:
     return check
 
 
+def _described_as(number: dict[str, Any]) -> WithJsonSchema:
+    """What the API's description says of "auto" or such a number."""
+    return WithJsonSchema({"anyOf": [{"const": "auto", "type": "string"}, number]})
+
+
 def _auto_or_positive(value: Any) -> Any:
     if value == "auto":
         return value
@@ -72,16 +78,28 @@ def _auto_or_order(value: Any) -> Any:
 _WORD = Field(strict=False)
 
 
-class _Strict(BaseModel):
+class _Strict(JsonNumbers):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class SupervisedHyperparameters(_Strict):
     """The three that OpenAI's API knows."""
 
-    n_epochs: Annotated[int | Literal["auto"], PlainValidator(_auto_or_int(1, 1000))] = "auto"
-    batch_size: Annotated[int | Literal["auto"], PlainValidator(_auto_or_int(1, _MAX_BATCH_SIZE))] = "auto"
-    learning_rate_multiplier: Annotated[float | Literal["auto"], PlainValidator(_auto_or_positive)] = "auto"
+    n_epochs: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_auto_or_int(1, 1000)),
+        _described_as({"type": "integer", "minimum": 1, "maximum": 1000}),
+    ] = "auto"
+    batch_size: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_auto_or_int(1, _MAX_BATCH_SIZE)),
+        _described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
+    ] = "auto"
+    learning_rate_multiplier: Annotated[
+        float | Literal["auto"],
+        PlainValidator(_auto_or_positive),
+        _described_as({"type": "number", "exclusiveMinimum": 0, "maximum": 1000}),
+    ] = "auto"
 
 
 class Budgets(_Strict):
@@ -114,12 +132,16 @@ class WindlassSettings(_Strict):
     optimizer: Annotated[Optimizer, _WORD] = _DEFAULTS["optimizer"]
     beta1: float = Field(default=DEFAULT_BETAS[0], ge=0, lt=1)
     beta2: float = Field(default=DEFAULT_BETAS[1], ge=0, lt=1)
-    epsilon: float = Field(default=DEFAULT_EPSILON, gt=0)
+    epsilon: float = Field(default=DEFAULT_EPSILON, gt=0, json_schema_extra={"minimum": _LEAST_EPSILON})
     precision: Annotated[Precision, _WORD] = Precision.BF16
     # Checked against what stands above them.
     state_precision: Annotated[StatePrecision, _WORD] = _DEFAULTS["state_precision"]
     accumulation_precision: Annotated[Precision, _WORD] = _DEFAULTS["accumulation_precision"]
-    gradient_updates: Annotated[UpdateOrder | Literal["auto"], BeforeValidator(_auto_or_order)] = "auto"
+    gradient_updates: Annotated[
+        UpdateOrder | Literal["auto"],
+        BeforeValidator(_auto_or_order),
+        WithJsonSchema({"enum": ["auto", *UpdateOrder]}),
+    ] = "auto"
     max_bad_steps: int = Field(default=_DEFAULTS["max_bad_steps"], ge=0, le=1000)
     model_kernels: Literal["auto", "torch"] = "auto"
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)

@@ -17,7 +17,8 @@ _BASE_ID = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})?")
 _FINE_TUNED_ID = re.compile(
     r"ft:(?P<base>[A-Za-z0-9_][A-Za-z0-9._-]*):[A-Za-z0-9._-]*:(?P<job>[A-Za-z0-9]+)(?:-step-[0-9]+)?"
 )
-_SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
+SUFFIX = r"^[A-Za-z0-9._-]{1,64}$"
+_SUFFIX = re.compile(SUFFIX.removeprefix("^").removesuffix("$"))
 _MAX_ID_CHARS = 200
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from windlass.actors.spans_file import SIMULATED_FOLDER, held_steps, load_step
 from windlass.actors.spans_trace import trace_of
@@ -22,6 +22,7 @@ from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import WindlassSettings, default_microbatches
 from windlass.service.job_plans import plans_of
 from windlass.service.job_specs import Machinery, job_dir, plan_question
+from windlass.service.json_numbers import JsonNumbers
 from windlass.service.limits import BusyError
 from windlass.service.model_access import is_visible
 from windlass.service.model_check import check_model, fit_sequence_length
@@ -42,7 +43,7 @@ _MOST_OUTPUT_NBYTES = 4096  # of a failed planner's output that are kept
 router = APIRouter(prefix="/v1/fine_tuning")
 
 
-class CreatePlan(BaseModel):
+class CreatePlan(JsonNumbers):
     """The body of `POST /v1/fine_tuning/plans`. `hardware`: another machine than this one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

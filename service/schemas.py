@@ -16,14 +16,28 @@ from windlass.service.hyperparameters import (
     SupervisedHyperparameters,
     WindlassSettings,
 )
+from windlass.service.json_numbers import JsonNumbers
 from windlass.service.lists import Identified, ListOf
-from windlass.service.model_ids import check_suffix
+from windlass.service.model_ids import SUFFIX, check_suffix
 from windlass.service.text import check_storable, told_preparation
 from windlass.storage.sql.models import Checkpoint, File, Job, JobEvent
 from windlass.storage.sql.statuses import TERMINAL_STATUSES
 
 _MAX_METADATA_PAIRS = 16
-_FileId = Annotated[str, StringConstraints(min_length=1, max_length=64), AfterValidator(check_storable)]
+# What the description says of text that is stored: no null characters. Lone surrogates are no Unicode, which JSON is.
+_STORABLE = {"pattern": r"^[^\u0000]*$"}
+_FileId = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=64),
+    AfterValidator(check_storable),
+    Field(json_schema_extra=_STORABLE),
+]
+_METADATA = {
+    "maxProperties": _MAX_METADATA_PAIRS,
+    # Printable ASCII here; other printable characters are taken, too.
+    "propertyNames": {"pattern": r"^[ !#-\[\]-~]{1,64}$"},
+    "additionalProperties": {"type": "string", "maxLength": 512, **_STORABLE},
+}
 
 
 def _check_metadata(value: dict[str, str]) -> dict[str, str]:
@@ -39,7 +53,7 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-class _Request(BaseModel):
+class _Request(JsonNumbers):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -52,7 +66,7 @@ class SupervisedMethod(_Request):
 class Method(_Request):
     """How to train: supervised, for now."""
 
-    type: str
+    type: Annotated[str, Field(json_schema_extra={"const": "supervised"})]
     supervised: SupervisedMethod | None = None
     # Kept open, so that the answer is about the method and not about one of its fields; no part of what was asked for.
     dpo: Annotated[Any, Field(exclude=True)] = None
@@ -69,13 +83,15 @@ class Method(_Request):
 class CreateJob(_Request):
     """The body of `POST /v1/fine_tuning/jobs`."""
 
-    model: Annotated[str, AfterValidator(check_storable)]
+    model: Annotated[str, AfterValidator(check_storable), Field(json_schema_extra=_STORABLE)]
     training_file: _FileId
     validation_file: _FileId | None = None
-    suffix: Annotated[str, AfterValidator(check_suffix)] | None = None
+    suffix: Annotated[str, AfterValidator(check_suffix), Field(json_schema_extra={"pattern": SUFFIX})] | None = None
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
-    metadata: Annotated[dict[str, str], AfterValidator(_check_metadata)] | None = None
-    integrations: list[Any] | None = None
+    metadata: Annotated[dict[str, str], AfterValidator(_check_metadata), Field(json_schema_extra=_METADATA)] | None = (
+        None
+    )
+    integrations: Annotated[list[Any], Field(json_schema_extra={"maxItems": 0})] | None = None
     method: Method | None = None
     hyperparameters: SupervisedHyperparameters | None = None  # deprecated by `method`
     windlass: WindlassSettings = WindlassSettings()

@@ -31,8 +31,17 @@ def _known_types(value: list[str]) -> list[str]:
     return sorted(set(value))
 
 
-_Name = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(check_storable)]
-_Types = Annotated[list[str], Field(min_length=1, max_length=len(EVENT_TYPES)), AfterValidator(_known_types)]
+_Name = Annotated[
+    str,
+    Field(min_length=1, max_length=255, json_schema_extra={"pattern": r"^[^\u0000]*$"}),
+    AfterValidator(check_storable),
+]
+_TYPE = {"type": "string", "enum": list(EVENT_TYPES)}
+_Types = Annotated[
+    list[str],
+    Field(min_length=1, max_length=len(EVENT_TYPES), json_schema_extra={"items": _TYPE}),
+    AfterValidator(_known_types),
+]
 
 
 class _Request(BaseModel):
@@ -66,7 +75,7 @@ class TestEndpoint(_Request):
 
     __test__ = False  # no test case, whatever its name
 
-    event_type: Annotated[str, AfterValidator(lambda value: _known_types([value])[0])]
+    event_type: Annotated[str, AfterValidator(lambda value: _known_types([value])[0]), Field(json_schema_extra=_TYPE)]
 
 
 class TestedEndpoint(BaseModel):

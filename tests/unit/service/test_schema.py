@@ -224,7 +224,7 @@ def name_what_is_there(service: Service, case: Case, who: str | None, luck: int)
         with service.database.write() as session:
             change(JobRepository(session), things.job_id)
     if case.operation.label == "POST /v1/files":
-        return {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
+        return {"files": {"file": ("a.jsonl", b'{"text": "a"}\n')}, "data": {"purpose": "fine-tune"}}
     return {}
 
 
