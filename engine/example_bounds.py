@@ -1,4 +1,4 @@
-"""Bounds on what one training example may take while it is prepared: time to render, characters, memory.
+"""Bounds on what one training example may take while it is prepared, and its file on the disk.
 
 A chat template is a program of the model's maker, and a line is as long as its author likes. Without bounds one of them
 takes hours and all memory; with them it gets an error that names the line.
@@ -18,6 +18,10 @@ MAX_RENDER_CPU_S = 60.0
 # Characters of one rendered example. The largest sequence length is 2**20 tokens; a tokenizer takes some 300 bytes of
 # memory a character.
 MAX_NUM_CHARS = 8 * 2**20
+
+# What a file may become on the disk: so many times its own bytes, or this, whichever is more.
+MAX_GROWTH = 64
+ALWAYS_ALLOWED_NBYTES = 2**30
 
 _Item = TypeVar("_Item")
 

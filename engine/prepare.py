@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
+from windlass.amounts import told_nbytes
 from windlass.engine.chat import ChatRenderer, ChatTemplateError, RenderedText
 from windlass.engine.data import (
     FORMAT_VERSION,
@@ -29,6 +30,8 @@ from windlass.engine.data import (
     TextExample,
 )
 from windlass.engine.example_bounds import (
+    ALWAYS_ALLOWED_NBYTES,
+    MAX_GROWTH,
     MAX_NUM_CHARS,
     MAX_RENDER_CPU_S,
     RenderTimeError,
@@ -296,6 +299,11 @@ class SplitWriter:
         self._files["targets"].write(targets.tobytes())
         self._files["offsets"].write(np.int64(self.num_tokens).tobytes())
 
+    @property
+    def nbytes(self) -> int:
+        """What has been written of tokens and targets."""
+        return self.num_tokens * 2 * np.dtype(np.int32).itemsize
+
     def summary(self, warnings: Iterable[str] = ()) -> PreparedSplit:
         """The counts of what has been written."""
         return PreparedSplit(
@@ -397,6 +405,7 @@ def prepare_split(
     record = ChatRecord()
     progress = progress or Progress(None, file.nbytes())
     last_line = 0
+    most_nbytes = max(ALWAYS_ALLOWED_NBYTES, MAX_GROWTH * file.nbytes())
     with SplitWriter(output_dir, split, sequence_length) as writer:
 
         def tell(line: int, nbytes_read: int) -> None:
@@ -410,6 +419,14 @@ def prepare_split(
                 for line, item, (tokens, learn) in zip(lines, rendered, encoded, strict=True):
                     record.add(line, item, len(tokens))
                     writer.append(tokens, learn)
+                if writer.nbytes > most_nbytes:
+                    raise file.error(
+                        DataErrorCode.EXAMPLE_TOO_LARGE,
+                        f"the lines up to this one became {told_nbytes(writer.nbytes)} of tokens, of at most "
+                        f"{told_nbytes(most_nbytes)} for this file: the chat template renders conversations anew for "
+                        "each answer; split long ones, or use a model with another chat template",
+                        line=lines[-1],
+                    )
         except MemoryError:
             raise file.error(
                 DataErrorCode.EXAMPLE_TOO_LARGE,

@@ -126,7 +126,8 @@ class PreparationStep:
     maps: Path | None = None  # a model whose weights it maps, one file at a time
     sees_gpus: bool = False
     num_threads: int = 1  # that compute at once
-    instead: "PreparationStep | None" = None  # what is run where this fails; None: the preparation has failed
+    # What is run where this fails, as a step that measures may; None: the preparation has failed.
+    instead: "PreparationStep | None" = None
     instead_in_words: str = ""  # how `instead` differs
 
     @property
@@ -205,6 +206,11 @@ class Preparation:
         """Whether its present step computes, rather than waits for a network."""
         step = self._step if self._process is not None else next(iter(self._steps), None)
         return not (isinstance(step, PreparationStep) and step.name == DOWNLOAD_MODEL)
+
+    @property
+    def measures(self) -> bool:
+        """Whether its present step measures how long something takes, which would go wrong if it stood still."""
+        return self._process is not None and self._step is not None and self._step.instead is not None
 
     @property
     def computed_s(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 from windlass.service.doctor import measured_hardware
 from windlass.service.home import is_about_room, room_reason
 from windlass.service.job_specs import Machinery, job_dir, preparation_order, resolve_job
+from windlass.service.limited_process import LimitedProcess
 from windlass.service.logs import about
 from windlass.service.model_ids import model_dir
 from windlass.service.model_room import check_model_room
@@ -84,7 +85,7 @@ class Preparations:
             [self._candidate(job) for job in jobs], self._used_s, num_side_by_side=self._num_side_by_side
         )
         for job_id, preparation in self._running.items():
-            if job_id in chosen:
+            if job_id in chosen or preparation.measures:
                 preparation.proceed()
             else:
                 preparation.halt()
@@ -201,8 +202,12 @@ class Preparations:
 
     def _admit(self, job_id: str, owner: str | None, step: PreparationStep) -> int | None:
         return self._memory.grant(
-            job_id, owner, step, lambda: self._running[job_id].process, is_box_free=self._is_box_free()
+            job_id, owner, step, lambda: self._process_of(job_id), is_box_free=self._is_box_free()
         )
+
+    def _process_of(self, job_id: str) -> LimitedProcess | None:
+        preparation = self._running.get(job_id)
+        return None if preparation is None else preparation.process
 
     def _tell_state(self, job: Job, preparation: Preparation, jobs: Sequence[Job]) -> None:
         """Let the owner see how far it is, and why it stands still."""

@@ -62,6 +62,13 @@ def test_a_long_example_is_refused_with_its_length(tmp_path: Path, monkeypatch: 
         _prepare(tmp_path, None, {"text": "a" * 1000}, {"text": "a" * 1001})
 
 
+def test_a_file_that_becomes_too_much_on_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.engine.prepare.ALWAYS_ALLOWED_NBYTES", 100)
+    monkeypatch.setattr("windlass.engine.prepare.MAX_GROWTH", 0)
+    with pytest.raises(DataError, match=r"mine\.jsonl, line 9: the lines up to this one became \d+ bytes of tokens"):
+        _prepare(tmp_path, None, *({"text": "the user"} for _ in range(9)))
+
+
 @pytest.mark.long
 def test_a_template_that_takes_all_memory_gets_an_error_with_the_line(tmp_path: Path) -> None:
     """In a process of its own, with the limit that steps of preparations have."""

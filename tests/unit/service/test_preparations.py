@@ -154,6 +154,18 @@ def test_the_process_of_one_that_stands_back_is_stopped_and_goes_on(
     stage.dispatcher.close()
 
 
+def test_a_step_that_measures_is_never_stopped(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage.dispatcher._preparations, "_num_side_by_side", 1)
+    measuring = stage.submit(owner="ann")
+    stage.tick()
+    monkeypatch.setattr(StandInPreparation, "measures", property(lambda self: self is _of(stage, measuring)))
+    stage.dispatcher._preparations._used_s["ann"] = 100.0
+    other = stage.submit(owner="bob")
+    stage.tick(2)
+    assert other in _begun(stage)
+    assert not _of(stage, measuring).is_halted
+
+
 def test_a_preparation_waits_for_memory_and_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [0]
     memory = PreparationMemory(lambda: free[0], 0)
