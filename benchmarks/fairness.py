@@ -74,7 +74,7 @@ def main() -> None:
         directory=options.directory or Path(tempfile.gettempdir()),
         configuration={
             "small job": f"{MODEL}, 1,024 short chats, planned" if not options.quick else f"{MODEL}, not planned",
-            "runs": f"{num_runs} of each, medians, after one that warms",
+            "runs": f"{num_runs} beside each kind and as many alone before it, medians, after one that warms",
             "measured": "from the request that submits the job, to its first step as the API tells it",
         },
     )
@@ -90,10 +90,10 @@ def main() -> None:
 
 def _measure(report: Report, users: _Users, url: str, num_runs: int) -> dict[str, Any]:
     _make_files(users.service, url)
-    _small_jobs(users, 1)  # the first one warms
-    alone = _small_jobs(users, num_runs)
-    alone_ms = _p99_ms(users)
-    alone_webhook_s = told_webhooks(users.modest, _cancelled_job(users))
+    _small_job(users)  # the first one warms
+    alone: list[_Times] = []
+    beside: dict[str, list[_Times]] = {}
+    answers: dict[str, tuple[float, float]] = {"alone": _answers(users)}
     kinds: dict[str, Callable[[_Users], Any]] = {
         "large files and an endless template are prepared": _preparing,
         "plans of huge batches are asked for": _planning,
@@ -102,48 +102,39 @@ def _measure(report: Report, users: _Users, url: str, num_runs: int) -> dict[str
         f"{_NUM_CONNECTIONS} connections send nothing": _connecting,
         "all of it at once, but for jobs that train": _everything,
     }
-    rows = [
-        (
-            "alone",
-            f"{alone.validated_s:.1f}",
-            f"{alone.first_step_s:.1f}",
-            "",
-            f"{alone_webhook_s:.2f}",
-            f"{alone_ms:.0f}",
-        )
-    ]
-    slowdowns: dict[str, float] = {}
-    waits, delays, latencies = [], [], []
     for title, begin in kinds.items():
+        # In between, as a machine may be slower at one time than at another.
+        alone += [_small_job(users) for _ in range(num_runs)]
         with begin(users):
             time.sleep(_SETTLE_S)
-            beside = _small_jobs(users, num_runs)
-            delay_s = told_webhooks(users.modest, _cancelled_job(users))
-            p99_ms = _p99_ms(users)
-        slowdowns[title] = ratio(beside.first_step_s, alone.first_step_s)
-        waits.append(beside.validated_s)
-        delays.append(delay_s)
-        latencies.append(p99_ms)
-        rows.append(
-            (
-                title,
-                *(f"{beside.validated_s:.1f}", f"{beside.first_step_s:.1f}", f"{slowdowns[title]:.2f}"),
-                *(f"{delay_s:.2f}", f"{p99_ms:.0f}"),
-            )
-        )
+            beside[title] = [_small_job(users) for _ in range(num_runs)]
+            answers[title] = _answers(users)
         _end_all(users.greedy)
+    return _tell(report, _median(alone), {title: _median(found) for title, found in beside.items()}, answers)
+
+
+def _tell(
+    report: Report, alone: _Times, beside: dict[str, _Times], answers: dict[str, tuple[float, float]]
+) -> dict[str, Any]:
+    slowdowns = {title: ratio(found.first_step_s, alone.first_step_s) for title, found in beside.items()}
+    rows = []
+    for title, found in {"alone": alone, **beside}.items():
+        slowdown = f"{slowdowns[title]:.2f}" if title in slowdowns else ""
+        webhook_s, p99_ms = answers[title]
+        times = (f"{found.validated_s:.1f}", f"{found.first_step_s:.1f}", slowdown)
+        rows.append((title, *times, f"{webhook_s:.2f}", f"{p99_ms:.0f}"))
     report.add("", "The modest user's small job and requests, while the greedy one asks for what the limits allow:")
     report.add_table(
         ("meanwhile", "validated, s", "first step, s", "over alone", "webhook, s", "p99 of the API, ms"), rows
     )
-    device_free = max(value for title, value in slowdowns.items() if title != _QUEUE)
     return {
         "slowdown_max": max(slowdowns.values()),
-        "slowdown_max_device_free": device_free,
-        "small_file_wait_s": max(waits),
+        "slowdown_max_device_free": max(value for title, value in slowdowns.items() if title != _QUEUE),
+        "small_file_wait_s": max(found.validated_s for found in beside.values()),
         "small_file_alone_s": alone.validated_s,
-        "webhook_delay_s_max": max(delays),
-        "p99_ms_max": max(latencies),
+        "webhook_delay_s_max": max(webhook_s for webhook_s, _ in answers.values()),
+        "p99_ms_max": max(p99_ms for _, p99_ms in answers.values()),
+        "p99_ms_alone": answers["alone"][1],
         **{f"slowdown: {title}": value for title, value in slowdowns.items()},
     }
 
@@ -200,12 +191,16 @@ def _make_files(service: Running, url: str) -> None:
 # --- the modest user ---
 
 
-def _small_jobs(users: _Users, num_runs: int) -> _Times:
-    found = [_small_job(users) for _ in range(num_runs)]
+def _median(found: Sequence[_Times]) -> _Times:
     return _Times(
         validated_s=statistics.median(each.validated_s for each in found),
         first_step_s=statistics.median(each.first_step_s for each in found),
     )
+
+
+def _answers(users: _Users) -> tuple[float, float]:
+    """How late a webhook is, in seconds, and the 99th percentile of the API's answers, in milliseconds."""
+    return told_webhooks(users.modest, _cancelled_job(users)), _p99_ms(users)
 
 
 def _small_job(users: _Users) -> _Times:
