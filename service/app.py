@@ -14,7 +14,7 @@ from windlass.service.error_answers import install_error_handlers
 from windlass.service.event_news import EventNews
 from windlass.service.hidden_paths import HiddenPathsMiddleware
 from windlass.service.limits import RateLimits
-from windlass.service.model_check import HubFiles, list_hub_files
+from windlass.service.model_check import HubFiles, list_hub_files, one_at_a_time
 from windlass.service.openapi import install_openapi
 from windlass.service.prometheus import JobCollector, RequestMetrics, RequestMetricsMiddleware
 from windlass.service.protection import check_protected
@@ -46,7 +46,11 @@ def create_app(
         database = Database(settings.database_url)
         limits = RateLimits(settings.requests_per_minute)
         app.state.context = Context(
-            settings=settings, database=database, hub_files=hub_files, limits=limits, news=EventNews(database)
+            settings=settings,
+            database=database,
+            hub_files=one_at_a_time(hub_files, limits.hub_questions),
+            limits=limits,
+            news=EventNews(database),
         )
         app.state.request_metrics.registry.register(JobCollector(database, settings))
         try:

@@ -14,6 +14,8 @@ _FAILURES_PER_MINUTE = 60
 
 # Plans that are made over HTTP at once: each takes a process, and memory for a block of its model.
 _PLANS_AT_ONCE = 2
+# Of what waits for others, such as a webhook's receiver: each holds one of the API's 40 threads for seconds.
+_OTHERS_AT_ONCE = 8
 # How long a request waits for one of them to end; each holds a thread of the API's meanwhile.
 _WAIT_FOR_PLAN_S = 60.0
 
@@ -23,10 +25,13 @@ class BusyError(Exception):
 
 
 class RateLimits:
-    """Counts requests of keys, and failures of addresses, within the last minute, and plans that are being made."""
+    """Counts requests of keys and failures of addresses within the last minute, and what takes long at the moment."""
 
     def __init__(self, requests_per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.plans = Turnstile(_PLANS_AT_ONCE, wait_s=_WAIT_FOR_PLAN_S)
+        self.webhook_samples = Turnstile(_OTHERS_AT_ONCE, wait_s=0.0)
+        self.upload_checks = Turnstile(_OTHERS_AT_ONCE, wait_s=0.0)
+        self.hub_questions = Turnstile(_OTHERS_AT_ONCE, wait_s=0.0)
         self._requests = SlidingCounts(requests_per_minute, clock)
         self._failures = SlidingCounts(_FAILURES_PER_MINUTE, clock)
 
@@ -61,7 +66,7 @@ class Turnstile:
             self._names.add(name)
         try:
             if not self._free.acquire(timeout=self._wait_s):
-                raise BusyError(f"others' took all places for {self._wait_s:g} s; try again later")
+                raise BusyError("too many are being done for others; try again in a minute")
             try:
                 yield
             finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import DEFAULT_SEQUENCE_LENGTH
+from windlass.service.limits import BusyError, Turnstile
 from windlass.service.model_ids import is_hub_id, model_dir, models_in
 from windlass.service.settings import Settings
 
@@ -89,6 +90,19 @@ def _meant(settings: Settings, model: str) -> str:
     same = [each for each in known if each.rsplit("/", 1)[-1].lower() == last]
     near = same or difflib.get_close_matches(model, known, n=1, cutoff=0.7)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def one_at_a_time(hub_files: HubFiles, questions: Turnstile) -> HubFiles:
+    """Ask the hub once at a time for each model, and no more at once than there are places: an answer may be slow."""
+
+    def ask(model: str) -> list[str]:
+        try:
+            with questions.entered(model):
+                return hub_files(model)
+        except BusyError as error:
+            raise LookupError(f"the hub is being asked already: {error}") from None
+
+    return ask
 
 
 def _not_found(message: str) -> ApiError:

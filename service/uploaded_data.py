@@ -1,5 +1,6 @@
 """Checks what people upload, before it is theirs to train on: errors name their file, the line and what is needed."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -11,6 +12,7 @@ from windlass.engine.data import DataError, DataFile
 from windlass.engine.data_hints import hint_for_head
 from windlass.service.errors import ApiError, describe_value
 from windlass.service.limited_process import LimitedCommand, start_limited
+from windlass.service.limits import BusyError, Turnstile
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,15 +33,20 @@ def check_name(filename: str, head: bytes) -> None:
     )
 
 
-def check_content(path: Path, filename: str) -> None:
-    """Refuse a file of which a line is no example, as far as that is seen within seconds."""
+def check_content(path: Path, filename: str, *, checks: Turnstile, user: str) -> None:
+    """Refuse a file of which a line is no example, as far as that is seen within seconds.
+
+    A large one is not looked at while another of the user's is, or `checks` has no place: its job's preparation tells.
+    """
     if path.stat().st_size <= _MOST_HERE_NBYTES:
         try:
             check_data(DataFile(path=path, param=_PARAM, name=filename))
         except DataError as error:
             raise ApiError(f"file: {error.message}", param=_PARAM, code=error.code) from None
-    elif (found := _checked_by_process(path, filename)) is not None:
-        raise ApiError(f"file: {found['message']}", param=_PARAM, code=found["code"])
+        return
+    with contextlib.suppress(BusyError), checks.entered(user):
+        if (found := _checked_by_process(path, filename)) is not None:
+            raise ApiError(f"file: {found['message']}", param=_PARAM, code=found["code"])
 
 
 def _checked_by_process(path: Path, filename: str) -> dict[str, str] | None:

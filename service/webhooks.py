@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from windlass.service.access import AuditDep, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
+from windlass.service.limits import BusyError
 from windlass.service.lists import Deleted, Identified, ListOf, PageOf
 from windlass.service.sealed import Seal, SealError
 from windlass.service.text import check_storable
@@ -224,13 +225,17 @@ def test_endpoint(
     secret = _open(context, row)
     event_id = new_event_id()
     try:
-        status = send(
-            row.url,
-            event_id=event_id,
-            body=event_body(event_id, body.event_type, "ftjob-sample", time.time()),
-            signing_secrets=(secret,),
-            allows_private=context.settings.webhook_private_addresses,
-        )
+        with context.limits.webhook_samples.entered(caller.user or ""):
+            status = send(
+                row.url,
+                event_id=event_id,
+                body=event_body(event_id, body.event_type, "ftjob-sample", time.time()),
+                signing_secrets=(secret,),
+                allows_private=context.settings.webhook_private_addresses,
+            )
+    except BusyError as error:
+        told = f"samples are sent one by one: {error}"
+        raise ApiError(told, status=429, code="rate_limit_exceeded", kind="requests") from None
     except (DeliveryError, UrlRefusedError) as error:
         raise ApiError(f"the sample was not delivered: {error}", code="webhook_not_delivered") from error
     with context.database.write() as session:
