@@ -12,11 +12,10 @@ import socket
 import sys
 
 from windlass.service.home import prepare_home
-from windlass.service.local_key import KEY_VARIABLE
 from windlass.service.logs import set_up_logs
 from windlass.service.processes import die_with_parent
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
-from windlass.service.settings import Settings, load_settings
+from windlass.service.settings import KEY_VARIABLE, Settings, load_settings
 from windlass.storage.sql.errors import NewerDatabase
 
 _OTHER_FILES = 200  # that the API has open besides connections

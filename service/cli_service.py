@@ -15,10 +15,10 @@ import typer
 from windlass.service.cli_table import print_columns
 from windlass.service.home import find_serving, prepare_home
 from windlass.service.launch import start_detached
-from windlass.service.local_key import KEY_VARIABLE, open_client
+from windlass.service.local_key import open_client
 from windlass.service.machine import Drive, inspect_machine
 from windlass.service.ray_cluster import RayCluster
-from windlass.service.settings import HARDWARE_FILE, Settings, load_settings
+from windlass.service.settings import HARDWARE_FILE, KEY_VARIABLE, Settings, load_settings
 from windlass.service.text import told_jobs
 from windlass.storage.ids import Precision
 from windlass.storage.raw_device import is_device_path

@@ -1,11 +1,38 @@
-"""Which parameter a client may have meant by a name that a request's body has no place for."""
+"""Suggestions for misspelt names: of a request's parameters, of settings, of models, of ids."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel
+
+# The least ratio of characters in common at which a name is taken for another one misspelt.
+_NEAR = 0.75
+
+
+def near_names(name: str, known: Collection[str], *, separator: str = ".") -> list[str]:
+    """The known names that are near a name, the nearest first. Case does not count.
+
+    A name is also near by what stands behind its last `separator`, or by its words' initials, such as lr.
+    """
+    last = name.casefold().rsplit(separator, 1)[-1]
+    parts = {each: each.casefold().rsplit(separator, 1)[-1] for each in known}
+    initials = [each for each, part in parts.items() if last == "".join(word[:1] for word in part.split("_"))]
+    wholes = _near(name.casefold(), {each: each.casefold() for each in known})
+    return list(dict.fromkeys([*initials, *_near(last, parts), *wholes]))
+
+
+def name_hint(name: str, known: Collection[str]) -> str:
+    """A suggestion for the end of a message about an unknown name; empty where no known name is near."""
+    near = near_names(name, known)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _near(name: str, known: dict[str, str]) -> list[str]:
+    """The keys of those values that are near a name."""
+    values = difflib.get_close_matches(name, set(known.values()), n=5, cutoff=_NEAR)
+    return [key for value in values for key, each in known.items() if each == value]
 
 
 def hint(body: object, location: Sequence[str | int]) -> str:
@@ -17,19 +44,11 @@ def hint(body: object, location: Sequence[str | int]) -> str:
     if not names:
         return ""
     name, path = str(location[-1]), ".".join(map(str, location))
-    last_parts = [known.split(".")[-1] for known in names]
-    if near := nearest(name, last_parts):
-        return f"; did you mean {names[last_parts.index(near)]}?"
+    if suggestion := name_hint(name, names):
+        return suggestion
     above = path.removesuffix(name)
     here = [known.removeprefix(above) for known in names if known.startswith(above)]
     return f"; there are {', '.join(known for known in here if '.' not in known)}" if here else ""
-
-
-def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that is most like one that is not: an abbreviation such as lr, or a slip; None if none is."""
-    abbreviated = [each for each in known if name == "".join(word[:1] for word in each.split("_"))]
-    near = abbreviated or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return near[0] if near else None
 
 
 def _names(of: object) -> Iterator[str]:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from windlass.service.client import ServiceClient
 from windlass.service.home import HomeError, last_url
-from windlass.service.settings import ENV_PREFIX, Settings
+from windlass.service.settings import KEY_VARIABLE, Settings
 
-KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 KEY_FILE = "cli.key"
 
 

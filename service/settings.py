@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from windlass.actors.cores import numa_nodes
 from windlass.service.errors import describe_value
-from windlass.service.known_names import nearest
+from windlass.service.known_names import name_hint, near_names
 from windlass.service.logs import LogFormat
 from windlass.service.loopback import is_loopback, is_unspecified
 from windlass.service.machine import num_cores
@@ -22,7 +22,7 @@ from windlass.service.reported_error import ReportedError
 from windlass.storage.raw_device import is_device_path
 
 ENV_PREFIX = "WINDLASS_"
-_OTHER_VARIABLES = ("WINDLASS_API_KEY",)  # that are no settings
+KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"  # the key of this machine's command line: no setting
 # Both in the home.
 SETTINGS_FILE = "windlass.toml"
 HARDWARE_FILE = "hardware.yaml"
@@ -310,7 +310,7 @@ def load_settings(home: Path | None = None) -> Settings:
     """Read the settings of a home: the one given, `WINDLASS_HOME`, or `~/.windlass`. Raises SettingsError."""
     home = place_of_home(home)
     file = home / SETTINGS_FILE
-    _check_environment()
+    _check_variables()
     # Only what the environment leaves open: arguments win over it.
     values = {key: value for key, value in _read_file(file).items() if not os.environ.get(_env_name(key))}
     try:
@@ -343,20 +343,24 @@ def _read_file(file: Path) -> dict[str, Any]:
     known = sorted(set(Settings.model_fields) - {"home"})
     for key, value in values.items():
         if key not in known:
-            near = nearest(key, known)
-            told = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-            raise SettingsError(f"{file}: {key} = {_shown(value)}: there is no such setting; {told}")
+            hint = name_hint(key, known) or f"; there are {', '.join(known)}"
+            raise SettingsError(f"{file}: {key} = {_shown(value)}: there is no such setting{hint}")
     return values
 
 
-def _check_environment() -> None:
-    """Refuse a variable that is almost a setting's; others may be of other programs."""
-    known = [_env_name(key) for key in Settings.model_fields] + list(_OTHER_VARIABLES)
+def _check_variables() -> None:
+    """Raise SettingsError for a variable of the environment whose name looks like a setting's, misspelt.
+
+    All others are left alone: Kubernetes, for one, sets WINDLASS_SERVICE_HOST for a service named windlass.
+    """
+    # Compared without the prefix, because two long names are near for having the prefix in common.
+    known = {key.upper(): _env_name(key) for key in Settings.model_fields}
+    known[KEY_VARIABLE.removeprefix(ENV_PREFIX)] = KEY_VARIABLE
     for name, value in os.environ.items():
-        if name.startswith(ENV_PREFIX) and name not in known and (near := nearest(name, known)) is not None:
-            raise SettingsError(
-                f"environment: {name} = {_shown(value)}: there is no such setting; did you mean {near}?"
-            )
+        key = name.upper().removeprefix(ENV_PREFIX)
+        if value and name.upper().startswith(ENV_PREFIX) and key not in known and (near := near_names(key, known)):
+            # Without its value, because that may be a key.
+            raise SettingsError(f"environment: {name}: there is no such setting; did you mean {known[near[0]]}?")
 
 
 def _env_name(key: str) -> str:

@@ -12,9 +12,9 @@ from windlass.service.access import LOGIN_COOKIE
 from windlass.service.cli_errors import CommandError
 from windlass.service.client import RequestRefusedError, ServiceClient
 from windlass.service.home import HomeError
-from windlass.service.local_key import KEY_VARIABLE, kept_key, local_key, open_client
+from windlass.service.local_key import kept_key, local_key, open_client
 from windlass.service.protection import UnprotectedError, prepare_database
-from windlass.service.settings import Settings
+from windlass.service.settings import KEY_VARIABLE, Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.keys import KeyRepository
 from windlass.storage.sql.models import ApiKey
