@@ -8,14 +8,13 @@ import typer
 
 from windlass.amounts import told_nbytes
 from windlass.service.cli_errors import CommandError
+from windlass.service.cli_ids import FILE, JOB, MODEL, told_if_unknown
 from windlass.service.cli_service import Home
 from windlass.service.cli_table import print_columns
 from windlass.service.client import ServiceClient
 from windlass.service.local_key import open_client
 from windlass.service.settings import Settings, load_settings
 from windlass.storage.ids import JobId
-
-_JOB, _FILE, _MODEL = "ftjob-", "file-", "ft:"
 
 
 def storage(
@@ -54,10 +53,9 @@ def delete(
 ) -> None:
     """Delete jobs with their events, checkpoints and result files; or files, models and single checkpoints."""
     for each in ids:
-        if not each.startswith((_JOB, _FILE, _MODEL)):
+        if not each.startswith((JOB, FILE, MODEL)):
             raise CommandError(
-                f"{each!r} is no id of a job ({_JOB}…), a file ({_FILE}…), or a fine-tuned model or checkpoint "
-                f"({_MODEL}…)"
+                f"{each!r} is no id of a job ({JOB}…), a file ({FILE}…), or a fine-tuned model or checkpoint ({MODEL}…)"
             )
     what = ids[0] if len(ids) == 1 else f"these {len(ids)}"
     if states:
@@ -68,7 +66,8 @@ def delete(
         also = ", fine-tuned models included" if model else ""
         _ask(f"Delete {what}{also}? It cannot be had back", is_sure=yes)
         for each in ids:
-            _delete(client, each, with_model=model)
+            with told_if_unknown(client, each):
+                _delete(client, each, with_model=model)
             print(f"{each} is deleted")
 
 
@@ -81,15 +80,15 @@ def _free_states(settings: Settings, ids: list[str]) -> None:
     from windlass.service.unknown_states import free_unknown_states  # brings the database
 
     for each in ids:
-        if not each.startswith(_JOB):
-            raise CommandError(f"{each!r} is no id of a job ({_JOB}…), whose states could be freed")
+        if not each.startswith(JOB):
+            raise CommandError(f"{each!r} is no id of a job ({JOB}…), whose states could be freed")
         print(f"{each}: {told_nbytes(free_unknown_states(settings, JobId(each)))} are free again")
 
 
 def _delete(client: ServiceClient, what: str, *, with_model: bool) -> None:
-    if what.startswith(_JOB):
+    if what.startswith(JOB):
         client.delete_job(what, with_model=with_model)
-    elif what.startswith(_FILE):
+    elif what.startswith(FILE):
         client.delete_file(what)
     else:
         client.delete_model(what)

@@ -17,13 +17,15 @@ from windlass.engine.model_folder import copy_model_folder, folder_nbytes
 from windlass.planner.update_order import UpdateOrder
 from windlass.service.cli_errors import CommandError
 from windlass.service.cli_follow import await_checks, follow_job, format_event
+from windlass.service.cli_ids import FILE, JOB, client_for_job
 from windlass.service.cli_service import Home
 from windlass.service.cli_table import print_columns
 from windlass.service.client import RequestRefusedError, ServiceClient
 from windlass.service.errors import ApiError
+from windlass.service.known_names import near_names
 from windlass.service.local_key import open_client
 from windlass.service.model_ids import model_dir
-from windlass.service.settings import Settings, load_settings
+from windlass.service.settings import load_settings
 from windlass.storage.ids import Precision, StatePrecision
 
 
@@ -99,7 +101,7 @@ def jobs(home: Home = None) -> None:
 
 def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """Show one job."""
-    with open_client(load_settings(home)) as client:
+    with client_for_job(home, job) as client:
         found = client.job(job)
         metrics = [event for event in client.events(job) if event["type"] == "metrics"]
         extra = found["windlass"]
@@ -167,7 +169,7 @@ def logs(
     home: Home = None,
 ) -> None:
     """Print a job's events; with -f, show its progress."""
-    with open_client(load_settings(home)) as client:
+    with client_for_job(home, job) as client:
         if follow:
             _follow(client, job)
         else:
@@ -177,21 +179,21 @@ def logs(
 
 def cancel(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """Cancel a job; a running one ends after its step."""
-    with open_client(load_settings(home)) as client:
+    with client_for_job(home, job) as client:
         found = client.cancel(job)
     print(f"job {job} is cancelled" if found["status"] == "cancelled" else f"job {job} will end after its step")
 
 
 def pause(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """Pause a job; a running one commits its step, and holds no GPU and no memory then."""
-    with open_client(load_settings(home)) as client:
+    with client_for_job(home, job) as client:
         found = client.pause(job)
     print(f"job {job} is paused" if found["status"] == "paused" else f"job {job} will pause after its step")
 
 
 def resume(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """Let a paused job go on, when its turn comes."""
-    with open_client(load_settings(home)) as client:
+    with client_for_job(home, job) as client:
         found = client.resume(job)
     print(f"job {job} is {found['status']}")
 
@@ -219,7 +221,7 @@ def models(home: Home = None) -> None:
 
 def checkpoints(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home = None) -> None:
     """List a job's checkpoints, latest first."""
-    with open_client(load_settings(home)) as client:
+    with client_for_job(home, job) as client:
         rows = client.checkpoints(job)
     table: list[tuple[object, ...]] = [("checkpoint", "step", "why", "bytes", "training loss", "validation loss")]
     for row in rows:
@@ -238,8 +240,8 @@ def export(
 ) -> None:
     """Copy a finished model to a folder of its own, for `AutoModelForCausalLM.from_pretrained`."""
     settings = load_settings(home)
-    if model.startswith("ftjob-"):
-        model = _model_of_job(settings, model)
+    if model.startswith(JOB):
+        model = _model_of_job(home, model)
     try:
         source = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
     except ApiError as error:
@@ -277,10 +279,15 @@ def _start_job(client: ServiceClient, request: dict[str, Any], file: str, valida
 
 def _file_id(client: ServiceClient, file: str) -> str:
     path = Path(file)
-    if file.startswith("file-") and not path.exists():
+    if file.startswith(FILE) and not path.exists():
         return file
+    if path.is_dir():
+        raise CommandError(f"{file} is a folder; give the path of a .jsonl file, or the id of an uploaded one")
     if not path.is_file():
-        raise CommandError(f"there is no file {file}; give the path of a .jsonl file, or the id of an uploaded one")
+        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = near_names(path.name, beside, separator="/")
+        needed = f"give the path of a .jsonl file, or the id of an uploaded one ({FILE}…)"
+        raise CommandError(f"there is no file {file}; {f'did you mean {path.with_name(near[0])}?' if near else needed}")
     file_id: str = client.upload(path)["id"]
     return file_id
 
@@ -306,8 +313,8 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def _model_of_job(settings: Settings, job_id: str) -> str:
-    with open_client(settings) as client:
+def _model_of_job(home: Path | None, job_id: str) -> str:
+    with client_for_job(home, job_id) as client:
         job = client.job(job_id)
     if job["fine_tuned_model"] is None:
         raise CommandError(f"job {job_id} is {job['status']} and has no model; only jobs that succeeded have one")

@@ -22,7 +22,14 @@ class ServiceUnreachableError(ReportedError):
 
 
 class RequestRefusedError(ReportedError):
-    """The service answered with an error."""
+    """The service answered with an error; `code` is that of its envelope."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message, code)
+        self.message, self.code = message, code
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class ServiceClient:
@@ -202,7 +209,7 @@ class ServiceClient:
         if response.is_success:
             answer: dict[str, Any] = response.json()
             return answer
-        raise RequestRefusedError(_explain(response))
+        raise _refusal(response)
 
 
 def _trust_only(certificate: Path) -> ssl.SSLContext:
@@ -215,9 +222,10 @@ def _trust_only(certificate: Path) -> ssl.SSLContext:
     return context
 
 
-def _explain(response: httpx.Response) -> str:
+def _refusal(response: httpx.Response) -> RequestRefusedError:
     try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code} from something that is not windlass at {response.url}"
-    return str(message)
+        error = response.json()["error"]
+        return RequestRefusedError(str(error["message"]), error.get("code"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = f"status {response.status_code} from something that is not windlass at {response.url}"
+        return RequestRefusedError(text)

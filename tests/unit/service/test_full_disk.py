@@ -19,7 +19,7 @@ from tests.unit.service.dispatcher_stage import PREPARED, Stage
 from windlass.actors.attempt_lock import begin_attempt, tell_alive
 from windlass.actors.scheduler import INTERRUPTED
 from windlass.amounts import told_nbytes
-from windlass.service import cli_jobs
+from windlass.service import cli_ids, cli_jobs
 from windlass.service import home as home_module
 from windlass.service.cli_errors import reported
 from windlass.service.client import ServiceClient
@@ -175,7 +175,8 @@ def test_the_api_and_the_cli_tell_that_a_job_waits_for_room_where_its_database_c
         service = ServiceClient(settings.base_url)
         service._http.close()
         service._http = client
-        monkeypatch.setattr(cli_jobs, "open_client", lambda _: contextlib.nullcontext(service))
+        for module in (cli_ids, cli_jobs):
+            monkeypatch.setattr(module, "open_client", lambda _: contextlib.nullcontext(service))
         assert service.job(made["id"])["windlass"]["waiting_reason"] is None
         cli_jobs.jobs(tmp_path)
         assert "waiting for" not in capsys.readouterr().out

@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import context_of, make_model, serve, upload
 from windlass.actors.journal import JournalRecord
-from windlass.service import cli_jobs
+from windlass.service import cli_ids, cli_jobs
 from windlass.service.client import ServiceClient
 from windlass.service.settings import Settings
 from windlass.storage.sql.jobs import JobRepository
@@ -96,7 +96,7 @@ def test_jobs_carry_what_they_wear_off_ssds(
         service = ServiceClient(settings.base_url)
         service._http.close()
         service._http = client
-        monkeypatch.setattr(cli_jobs, "open_client", lambda settings: service)
+        monkeypatch.setattr(cli_ids, "open_client", lambda settings: service)
         cli_jobs.show(job_id, tmp_path)
         assert f"SSD wear         {wear['summary']}\n" in capsys.readouterr().out
 

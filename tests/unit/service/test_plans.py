@@ -24,7 +24,7 @@ from windlass.planner.activations import BlockActivations
 from windlass.planner.hardware import example_machines
 from windlass.planner.placement_json import from_json, to_json
 from windlass.planner.plan import Placement
-from windlass.service import cli_jobs, cli_plan, job_plans
+from windlass.service import cli_ids, cli_jobs, cli_plan, job_plans
 from windlass.service.cli_errors import CommandError
 from windlass.service.client import ServiceClient
 from windlass.service.job_plans import expected_pace
@@ -241,7 +241,7 @@ def test_the_command_line_shows_both(
     job_id, _ = new_job(client, file_id)
     service = ServiceClient(str(client.base_url))
     service._http = client
-    monkeypatch.setattr(cli_jobs, "open_client", lambda _: contextlib.nullcontext(service))
+    monkeypatch.setattr(cli_ids, "open_client", lambda _: contextlib.nullcontext(service))
     home = context_of(client).settings.home
 
     def shown() -> str:
