@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from windlass.service.cli_table import print_columns
-from windlass.service.home import find_serving, prepare_home
+from windlass.service.home import find_killed, find_serving, prepare_home
 from windlass.service.launch import start_detached
-from windlass.service.local_key import open_client
+from windlass.service.local_key import open_client, told_killed
 from windlass.service.machine import Drive, inspect_machine
 from windlass.service.ray_cluster import RayCluster
 from windlass.service.settings import HARDWARE_FILE, KEY_VARIABLE, Settings, load_settings
@@ -94,7 +94,11 @@ def status(home: Home = None) -> None:
     if ray_pids and not cluster.is_running:
         ray = f"broken ({len(ray_pids)} of its processes are left)"
     if serving is None:
-        print(f"windlass is not running in {settings.home}; start it with `windlass up --detach`")
+        killed = find_killed(settings.home)
+        if killed is None:
+            print(f"windlass is not running in {settings.home}; start it with `windlass up --detach`")
+        else:
+            print(f"windlass is not running: nothing answers at {killed.url}, {told_killed(settings, killed)}")
         if cluster.is_running:
             print(f"Ray is {ray}: jobs go on, and `windlass up` takes them up again")
         raise typer.Exit(1)

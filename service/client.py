@@ -35,11 +35,20 @@ class RequestRefusedError(ReportedError):
 class ServiceClient:
     """Talks to a running service; errors are one line for people.
 
-    With `certificate`, the service's own (PEM), exactly that one is trusted, whatever name the address has.
+    With `certificate`, the service's own (PEM), exactly that one is trusted, whatever name the address has. `if_away`
+    ends the message where nothing answers.
     """
 
-    def __init__(self, base_url: str, *, api_key: str | None = None, certificate: Path | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        certificate: Path | None = None,
+        if_away: str = "; start it with `windlass up --detach`",
+    ) -> None:
         self._base_url = base_url
+        self._if_away = if_away
         self._http = httpx.Client(
             base_url=base_url,
             timeout=httpx.Timeout(30.0, connect=5.0),
@@ -199,9 +208,7 @@ class ServiceClient:
                 raise ServiceUnreachableError(
                     f"what answers at {self._base_url} has another certificate than the settings name: {error}"
                 ) from error
-            raise ServiceUnreachableError(
-                f"no service answers at {self._base_url}; start it with `windlass up --detach`"
-            ) from error
+            raise ServiceUnreachableError(f"no service answers at {self._base_url}{self._if_away}") from error
         except httpx.TransportError as error:
             raise ServiceUnreachableError(
                 f"the service at {self._base_url} did not answer {method} {path}: {error or type(error).__name__}"

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -157,9 +157,9 @@ class HomeLock:
         self._file = file
 
     def release(self) -> None:
-        """Let another supervisor serve the home."""
+        """Let another supervisor serve the home. A record that stays is that of a supervisor that was killed."""
         if self._file is not None:
-            self._file.truncate(0)  # who is killed leaves the address, for `last_url`
+            self._file.truncate(0)
             self._file.close()
             self._file = None
 
@@ -171,17 +171,26 @@ class HomeLock:
 
 def find_serving(home: Path) -> Serving | None:
     """The living supervisor of a home, if there is one."""
-    serving = _recorded(home)
-    return serving if serving is not None and serving.process.is_alive else None
+    recorded = _read_record(home)
+    return recorded if recorded is not None and recorded.process.is_alive else None
 
 
-def last_url(home: Path) -> str | None:
-    """Where a home is served, or was until its supervisor was killed; None where it ended as it should."""
-    serving = _recorded(home)
-    return None if serving is None else serving.url
+def find_killed(home: Path) -> Serving | None:
+    """The last supervisor of a home, if it was killed and neither another one nor `windlass down` came after it."""
+    recorded = _read_record(home)
+    return recorded if recorded is not None and not recorded.process.is_alive else None
 
 
-def _recorded(home: Path) -> Serving | None:
+def forget_killed(home: Path) -> None:
+    """Remove the record of a supervisor that was killed."""
+    if find_killed(home) is not None:
+        lock = HomeLock(home)
+        with suppress(AlreadyUpError):
+            lock.acquire("")
+            lock.release()
+
+
+def _read_record(home: Path) -> Serving | None:
     try:
         fields = json.loads((home / "windlass.lock").read_text())
         return Serving(process=ProcessId(**fields["process"]), url=fields["url"])

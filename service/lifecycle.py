@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from windlass.service.command_audit import record_command
 from windlass.service.database_away import telling_of_database
-from windlass.service.home import Serving, find_serving, node_of
+from windlass.service.home import Serving, find_serving, forget_killed, node_of
 from windlass.service.leftovers import remove_arenas, remove_states
 from windlass.service.outcomes import cancel_job, fail_job, open_journal, resume, take_in
 from windlass.service.processes import end_processes
@@ -44,6 +44,7 @@ def shut_down(settings: Settings, *, force: bool) -> Ended:
     cluster = RayCluster(settings.home)
     if serving is None and not cluster.pids:
         cluster.stop()  # what a daemon that was killed left on the disk
+        forget_killed(settings.home)
         return Ended(supervisor=None, num_ray_processes=0, failed_jobs=())
     if not force and (jobs := running_jobs(settings)):
         raise JobsRunningError(
@@ -53,6 +54,7 @@ def shut_down(settings: Settings, *, force: bool) -> Ended:
     if serving is not None:
         end_processes([serving.process], grace_s=20.0)
     num_ray_processes = len(cluster.stop())
+    forget_killed(settings.home)
     failed = _fail_jobs_left(settings)
     return Ended(supervisor=serving, num_ray_processes=num_ray_processes, failed_jobs=failed)
 

@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from windlass.service.client import ServiceClient
-from windlass.service.home import HomeError, last_url
+from windlass.service.home import HomeError, Serving, find_killed, find_serving
 from windlass.service.settings import KEY_VARIABLE, Settings
 
 KEY_FILE = "cli.key"
@@ -12,10 +13,27 @@ KEY_FILE = "cli.key"
 
 def open_client(settings: Settings) -> ServiceClient:
     """A client of the home's service, with the key that is there. Raises HomeError where others may read the key."""
-    # A service that was started with --port answers there, or did, whatever the settings say now.
-    url = last_url(settings.home) or settings.base_url
+    # A service that was started with --port answers there, whatever the settings say now. One that was killed is not
+    # looked for at another address, because the service of another home may answer there.
+    serving = find_serving(settings.home)
+    killed = find_killed(settings.home) if serving is None else None
+    recorded = serving or killed
+    url = settings.base_url if recorded is None else recorded.url
     certificate = settings.tls_certificate if url.startswith("https:") else None
-    return ServiceClient(url, api_key=local_key(settings.home), certificate=certificate)
+    key = local_key(settings.home)
+    if killed is None:
+        return ServiceClient(url, api_key=key, certificate=certificate)
+    return ServiceClient(url, api_key=key, certificate=certificate, if_away=f", {told_killed(settings, killed)}")
+
+
+def told_killed(settings: Settings, killed: Serving) -> str:
+    """The second half of a sentence about a service that was killed: what happened, and the command to start it."""
+    port = urlsplit(killed.url).port
+    option = "" if port == settings.port else f" --port {port}"
+    return (
+        f"where the service of {settings.home} was (process {killed.process.pid}) until it was killed or crashed; "
+        f"start it with `windlass up --detach{option}`"
+    )
 
 
 def local_key(home: Path) -> str | None:

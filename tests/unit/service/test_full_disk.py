@@ -369,12 +369,12 @@ def test_what_a_full_disk_left_of_a_record_is_no_record(tmp_path: Path, content:
 def test_a_pid_that_is_another_process_by_now_serves_nobody(tmp_path: Path) -> None:
     lock = HomeLock(tmp_path)
     lock.acquire("http://127.0.0.1:1")
-    lock.release()
     file = tmp_path / "windlass.lock"
     assert find_serving(tmp_path) is not None  # it names this process, which lives
     start = file.read_text().split('"start": "')[1].split('"')[0]
     file.write_text(file.read_text().replace(start, f"{start}0"))
     assert find_serving(tmp_path) is None
+    lock.release()
 
 
 def test_a_command_that_finds_no_room_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

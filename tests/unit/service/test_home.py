@@ -1,25 +1,27 @@
 """A home is private, and has one supervisor."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from tests.power_cut import PowerCut
+from windlass.service.cli_jobs import jobs
+from windlass.service.cli_service import status
 from windlass.service.client import ServiceUnreachableError
 from windlass.service.home import (
     AlreadyUpError,
     HomeError,
     HomeLock,
+    find_killed,
     find_serving,
-    last_url,
     node_of,
     prepare_home,
 )
-from windlass.service.local_key import open_client
-from windlass.service.settings import Settings
+from windlass.service.lifecycle import shut_down
+from windlass.service.settings import load_settings
 
 
 def test_a_new_home_is_private(tmp_path: Path) -> None:
@@ -51,9 +53,7 @@ def test_the_second_supervisor_learns_who_the_first_is(tmp_path: Path) -> None:
 
 
 def test_a_supervisor_that_died_holds_nothing(tmp_path: Path) -> None:
-    code = "import os, sys; from pathlib import Path; from windlass.service.home import HomeLock\n"
-    code += "HomeLock(Path(sys.argv[1])).acquire('http://127.0.0.1:1'); os._exit(9)"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    _kill_supervisor(tmp_path)
     assert find_serving(tmp_path) is None
     lock = HomeLock(tmp_path)
     lock.acquire("http://127.0.0.1:2")
@@ -70,16 +70,55 @@ def test_node_of_power_loss_afterwards_leaves_the_name(tmp_path: Path, monkeypat
     assert cut.left()["node"] == f"{node}\n".encode()
 
 
-def test_the_address_of_a_service_that_was_killed_stays_known_and_of_one_that_ended_it_does_not(tmp_path: Path) -> None:
+KILLED_URL = "http://127.0.0.1:1"  # a port at which nothing answers
+
+
+def _kill_supervisor(home: Path) -> None:
+    """Leave the record of a supervisor that was killed."""
+    code = "import os, sys; from pathlib import Path; from windlass.service.home import HomeLock\n"
+    code += f"HomeLock(Path(sys.argv[1])).acquire({KILLED_URL!r}); os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, str(home)], check=False)
+
+
+def test_find_killed_supervisor_is_known_until_another_one_ends_in_order(tmp_path: Path) -> None:
+    assert find_killed(tmp_path) is None
+    _kill_supervisor(tmp_path)
+    killed = find_killed(tmp_path)
+    assert killed is not None
+    assert killed.url == KILLED_URL
     lock = HomeLock(tmp_path)
-    lock.acquire("http://127.0.0.1:9000")
-    recorded = (tmp_path / "windlass.lock").read_text()
+    lock.acquire("http://127.0.0.1:2")
+    assert find_killed(tmp_path) is None
     lock.release()
-    assert (find_serving(tmp_path), last_url(tmp_path)) == (None, None)
-    fields = json.loads(recorded)
-    fields["process"]["start"] = "of another boot"
-    (tmp_path / "windlass.lock").write_text(json.dumps(fields))
-    assert find_serving(tmp_path) is None
-    assert last_url(tmp_path) == "http://127.0.0.1:9000"
-    with open_client(Settings(home=tmp_path)) as client, pytest.raises(ServiceUnreachableError, match=":9000"):
-        client.jobs()
+    assert (find_killed(tmp_path), find_serving(tmp_path)) == (None, None)
+
+
+def test_find_killed_supervisor_is_forgotten_after_down(tmp_path: Path) -> None:
+    _kill_supervisor(tmp_path)
+    settings = load_settings(tmp_path)
+    assert shut_down(settings, force=False).supervisor is None
+    assert find_killed(tmp_path) is None
+
+
+def test_commands_after_a_crash_tell_the_recorded_address_and_how_to_start_the_service_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the default port, where the service of another home may answer."""
+    _kill_supervisor(tmp_path)
+    killed = find_killed(tmp_path)
+    assert killed is not None
+    told = (
+        f"where the service of {tmp_path} was (process {killed.process.pid}) until it was killed or crashed; "
+        "start it with `windlass up --detach"
+    )
+    with pytest.raises(ServiceUnreachableError) as caught:
+        jobs(home=tmp_path)
+    assert str(caught.value) == f"no service answers at {KILLED_URL}, {told} --port 1`"
+    with pytest.raises(typer.Exit):
+        status(home=tmp_path)
+    line = f"windlass is not running: nothing answers at {KILLED_URL}, {told}"
+    assert capsys.readouterr().out == f"{line} --port 1`\n"
+    monkeypatch.setenv("WINDLASS_PORT", "1")
+    with pytest.raises(typer.Exit):
+        status(home=tmp_path)
+    assert capsys.readouterr().out == f"{line}`\n"
