@@ -27,7 +27,7 @@ from windlass.service.hyperparameters import JobSettings
 from windlass.service.job_plans import has_plan
 from windlass.service.job_specs import job_dir
 from windlass.service.lists import Deleted, ListOf, PageOf
-from windlass.service.model_access import check_may_build_on, is_visible
+from windlass.service.model_access import check_may_build_on, is_visible, model_hint
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import is_fine_tuned_id, model_dir
 from windlass.service.schemas import (
@@ -283,6 +283,7 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
         random_weights=settings.initialization is Initialization.RANDOM,
         hub_files=context.hub_files,
         is_visible=visible,
+        hint=lambda: model_hint(context, caller, body.model),
     )
     sequence_length = fit_sequence_length(settings.windlass.sequence_length, checked)
     return NewJob(

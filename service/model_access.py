@@ -3,8 +3,10 @@
 from sqlalchemy.orm import Session
 
 from windlass.service.access import Caller
+from windlass.service.context import Context
 from windlass.service.errors import ApiError
-from windlass.service.model_ids import job_id_prefix
+from windlass.service.known_names import near_names
+from windlass.service.model_ids import job_id_prefix, models_in
 from windlass.storage.sql.deletion import DeletionRepository
 from windlass.storage.sql.jobs import JobRepository
 
@@ -17,6 +19,16 @@ def is_visible(session: Session, caller: Caller, model: str) -> bool:
     if DeletionRepository(session).is_doomed(model, prefix):
         return False  # its folder may still be there
     return caller.only_of is None or _owner(session, prefix) == caller.only_of
+
+
+def model_hint(context: Context, caller: Caller, model: str) -> str:
+    """A suggestion for an unknown model, of all models that the caller sees; empty where none is near."""
+    folders = (context.settings.models_dir, context.settings.fine_tuned_dir)
+    known = [name for folder in folders for name in models_in(folder)]
+    with context.database.read() as session:
+        near = (name for name in near_names(model, known, separator="/") if is_visible(session, caller, name))
+        found = next(near, None)
+    return "" if found is None else f" (did you mean {found!r}?)"
 
 
 def check_may_build_on(session: Session, caller: Caller, model: str) -> None:

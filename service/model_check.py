@@ -1,6 +1,5 @@
 """Refuses, when a job is created, a model that can't be trained here: unknown, no safetensors, or code of its own."""
 
-import difflib
 import json
 import os
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import DEFAULT_SEQUENCE_LENGTH
 from windlass.service.limits import BusyError, Turnstile
-from windlass.service.model_ids import is_hub_id, model_dir, models_in
+from windlass.service.model_ids import is_hub_id, model_dir
 from windlass.service.settings import Settings
 
 _HUB_TIMEOUT_S = 10.0
@@ -30,11 +29,18 @@ HubFiles = Callable[[str], list[str]]
 
 
 def check_model(
-    settings: Settings, model: str, *, random_weights: bool, hub_files: HubFiles, is_visible: bool = True
+    settings: Settings,
+    model: str,
+    *,
+    random_weights: bool,
+    hub_files: HubFiles,
+    is_visible: bool = True,
+    hint: Callable[[], str] = str,
 ) -> CheckedModel:
     """Check that a job may start from `model`; ApiError with param "model" says what is wrong.
 
-    One that is not visible to who asks is as one that is not there.
+    One that is not visible to who asks is as one that is not there. `hint` makes the suggestion in the message about a
+    model that is not there.
     """
     folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
     if is_visible and folder.is_dir():
@@ -42,12 +48,11 @@ def check_model(
         _check_files(model, names, random_weights)
         return _check_config(model, folder / "config.json")
     if not is_hub_id(model):
-        meant = _meant(settings, model)
-        raise _not_found(f"there is no model {model!r} here{meant}; `windlass models` and GET /v1/models list all")
+        raise _not_found(f"there is no model {model!r} here{hint()}; `windlass models` and GET /v1/models list all")
     try:
         names = hub_files(model)
     except LookupError as error:
-        raise _not_found(f"there is no model {model!r} here{_meant(settings, model)}, and {error}") from None
+        raise _not_found(f"there is no model {model!r} here{hint()}, and {error}") from None
     _check_files(model, names, random_weights)
     return CheckedModel(max_sequence_length=None)  # looked at once the job has downloaded the folder
 
@@ -81,15 +86,6 @@ def list_hub_files(model: str) -> list[str]:
     except Exception as error:  # noqa: BLE001 - the HTTP library below, and what it raises, depends on the hub's version
         raise LookupError(f"the hub could not be reached ({type(error).__name__})") from None
     return [str(file.rfilename) for file in info.siblings or ()]
-
-
-def _meant(settings: Settings, model: str) -> str:
-    """The base model that may be meant, which everybody may use: with another organization, or none, or by a slip."""
-    known = list(models_in(settings.models_dir))
-    last = model.rsplit("/", 1)[-1].lower()
-    same = [each for each in known if each.rsplit("/", 1)[-1].lower() == last]
-    near = same or difflib.get_close_matches(model, known, n=1, cutoff=0.7)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def one_at_a_time(hub_files: HubFiles, questions: Turnstile) -> HubFiles:

@@ -10,7 +10,7 @@ from windlass.service.access import AuditDep, Caller, CallerDep
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.lists import Deleted, ListOf
-from windlass.service.model_access import is_visible
+from windlass.service.model_access import is_visible, model_hint
 from windlass.service.model_ids import check_model_id, is_fine_tuned_id, model_dir, models_in
 from windlass.service.occupied import Tally
 from windlass.service.schemas import ModelObject
@@ -56,8 +56,9 @@ def delete_model(context: ContextDep, caller: CallerDep, audit: AuditDep, model:
 def _visible_model(context: Context, caller: Caller, model: str) -> ModelObject:
     check_model_id(model)
     with context.database.read() as session:
-        if not is_visible(session, caller, model):
-            raise _not_here(model)
+        visible = is_visible(session, caller, model)
+    if not (visible and (_folder(context.settings, model) / "config.json").is_file()):
+        raise _not_here(model, model_hint(context, caller, model))
     return _model_object(context.settings, model)
 
 
@@ -74,8 +75,8 @@ def _model_object(settings: Settings, model: str) -> ModelObject:
     return ModelObject(id=model, created=int(created_s), owned_by=owner)
 
 
-def _not_here(model: str) -> ApiError:
-    return ApiError(f"model: there is no model {model!r} here", status=404, param="model", code="model_not_found")
+def _not_here(model: str, hint: str = "") -> ApiError:
+    return ApiError(f"model: there is no model {model!r} here{hint}", status=404, param="model", code="model_not_found")
 
 
 def _model_ids(settings: Settings) -> Iterator[str]:

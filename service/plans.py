@@ -24,7 +24,7 @@ from windlass.service.job_plans import plans_of
 from windlass.service.job_specs import Machinery, job_dir, plan_question
 from windlass.service.json_numbers import JsonNumbers
 from windlass.service.limits import BusyError
-from windlass.service.model_access import is_visible
+from windlass.service.model_access import is_visible, model_hint
 from windlass.service.model_check import check_model, fit_sequence_length
 from windlass.service.model_ids import model_dir
 from windlass.service.plan_objects import JobPlanObject, PlanObject
@@ -61,7 +61,14 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
     asked, settings = body.windlass, context.settings
     with context.database.read() as session:
         visible = is_visible(session, caller, body.model)
-    checked = check_model(settings, body.model, random_weights=True, hub_files=context.hub_files, is_visible=visible)
+    checked = check_model(
+        settings,
+        body.model,
+        random_weights=True,
+        hub_files=context.hub_files,
+        is_visible=visible,
+        hint=lambda: model_hint(context, caller, body.model),
+    )
     sequence_length = fit_sequence_length(asked.sequence_length, checked)
     if sequence_length is None:
         raise ApiError(

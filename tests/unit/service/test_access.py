@@ -545,3 +545,16 @@ def test_a_user_has_so_many_files_and_so_many_bytes(settings: Settings) -> None:
         assert world.ask("alice", "DELETE", f"/v1/files/{last}").status_code == 200
         assert upload_as(world, "alice", _of(20)).startswith("file-")
         assert len(list(settings.files_dir.iterdir())) == 4 + 3  # what was refused has left nothing
+
+
+def test_a_misspelt_model_is_told_with_no_model_of_another_user(world: World) -> None:
+    name = f"{world.things['alice'].model}x"
+    told = {
+        who: world.ask(who, "POST", JOBS, json={"model": name, "training_file": "file-1"}).json()["error"]["message"]
+        for who in ("alice", "bob", ADMIN)
+    }
+    assert [f"did you mean '{world.things['alice'].model}" in told[who] for who in ("alice", "bob", ADMIN)] == [
+        True,
+        False,
+        True,
+    ]

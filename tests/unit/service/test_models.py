@@ -47,6 +47,28 @@ def test_what_is_no_model_is_not_touched(client: TestClient, path: str, status: 
         assert response.json()["error"]["param"] == "model"
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("Tiny", " (did you mean 'tiny'?)"),
+        ("tinny", " (did you mean 'tiny'?)"),
+        ("big", " (did you mean 'org/big'?)"),
+        ("orgs/big", " (did you mean 'org/big'?)"),
+        ("ft:tiny:rum:0123456789ab", f" (did you mean '{MADE}'?)"),
+    ],
+)
+def test_a_model_that_is_not_here_is_told_with_the_one_that_is_near(
+    client: TestClient, file_id: str, name: str, hint: str
+) -> None:
+    requests = [client.get(f"/v1/models/{name}"), client.delete(f"/v1/models/{name}")]
+    requests.append(client.post("/v1/fine_tuning/jobs", json={"model": name, "training_file": file_id}))
+    requests.append(client.post("/v1/fine_tuning/plans", json={"model": name, "batch_size": 1}))
+    for response in requests:
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+        assert f"there is no model {name!r} here{hint}" in error["message"]
+
+
 def test_only_fine_tuned_models_are_deleted(client: TestClient, settings: Settings) -> None:
     refused = client.delete("/v1/models/tiny")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_deletable")
