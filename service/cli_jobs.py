@@ -87,15 +87,16 @@ def jobs(home: Home = None) -> None:
     with open_client(load_settings(home)) as client:
         rows = client.jobs()
     waits = any(job["windlass"]["waiting_reason"] for job in rows)
-    table: list[tuple[object, ...]] = [
-        ("job", "status", "model", "step", "created", "fine-tuned model", *(("waiting for",) if waits else ()))
-    ]
+    named = any(job["suffix"] for job in rows)  # until it has ended, a job's suffix stands nowhere else
+    header = ("job", *(("suffix",) if named else ()), "status", "model", "step", "created", "fine-tuned model")
+    table: list[tuple[object, ...]] = [(*header, *(("waiting for",) if waits else ()))]
     for job in rows:
         extra = job["windlass"]
         step = f"{extra['step']}/{extra['total_steps']}" if extra["total_steps"] else ""
         created = _time(job["created_at"])
-        cells = (job["id"], job["status"], job["model"], step, created, job["fine_tuned_model"] or "")
-        table.append((*cells, *((extra["waiting_reason"] or "",) if waits else ())))
+        name = (job["id"], *((job["suffix"] or "",) if named else ()))
+        cells = (job["status"], job["model"], step, created, job["fine_tuned_model"] or "")
+        table.append((*name, *cells, *((extra["waiting_reason"] or "",) if waits else ())))
     _print(table, empty="no jobs yet; start one with `windlass submit`")
 
 
@@ -111,6 +112,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         files = {name: _named_file(client, found[name]) for name in ("training_file", "validation_file")}
     rows = {
         "job": found["id"],
+        "suffix": found["suffix"],
         "status": found["status"],
         "waiting for": extra["waiting_reason"],
         "preparation": extra["preparation"] and extra["preparation"]["summary"],

@@ -111,7 +111,8 @@ def status(home: Home = None) -> None:
     print(f"jobs  {', '.join(f'{count} {name}' for name, count in sorted(counts.items())) or 'none'}")
     for job in found:
         if reason := job["windlass"]["waiting_reason"]:
-            print(f"! {job['id']} ({job['status']}): {reason}")
+            name = f"{job['suffix']}, " if job["suffix"] else ""
+            print(f"! {job['id']} ({name}{job['status']}): {reason}")
 
 
 def doctor(

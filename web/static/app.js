@@ -190,7 +190,7 @@ function renderItem(item, entry) {
   bar.hidden = !total || job.status === "succeeded" || (step === 0 && job.status !== "running");
   bar.max = total ?? 1;
   bar.value = step;
-  bar.setAttribute("aria-label", `Progress of ${nameOf(job)}`);
+  bar.setAttribute("aria-label", `Progress of ${nameOf(job)} (${shortId(job.id)})`);
   bar.dataset.status = job.status;
   const figures = [
     total && (bar.hidden ? `${format.whole(total)} steps` : `${format.whole(step)}/${format.whole(total)}`),
@@ -210,7 +210,7 @@ function titleOf(entry) {
   if (!entry) return "windlass";
   const { step, total } = progressOf(entry);
   const state = entry.job.status === "running" && total ? `${Math.floor((100 * step) / total)} %` : entry.job.status;
-  return `${state.replaceAll("_", " ")} · ${nameOf(entry.job)} · windlass`;
+  return `${state.replaceAll("_", " ")} · ${nameOf(entry.job)} (${shortId(entry.job.id)}) · windlass`;
 }
 
 // --- what a person does ---

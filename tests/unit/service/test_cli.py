@@ -40,13 +40,18 @@ def test_status_tells_what_jobs_wait_for(
     monkeypatch.setattr(cli_service, "find_serving", lambda _home: serving)
     monkeypatch.setattr(ServiceClient, "is_healthy", lambda _client: True)
     rows = [
-        {"id": "ftjob-1", "status": "running", "windlass": {"waiting_reason": "the disk of /ssd is full"}},
-        {"id": "ftjob-2", "status": "running", "windlass": {"waiting_reason": None}},
+        {"id": "ftjob-1", "suffix": None, "windlass": {"waiting_reason": "the disk of /ssd is full"}},
+        {"id": "ftjob-2", "suffix": "support", "windlass": {"waiting_reason": "its turn"}},
+        {"id": "ftjob-3", "suffix": "support", "windlass": {"waiting_reason": None}},
     ]
-    monkeypatch.setattr(ServiceClient, "jobs", lambda _client: rows)
+    jobs = [{**row, "status": "running"} for row in rows]
+    monkeypatch.setattr(ServiceClient, "jobs", lambda _client: jobs)
     status(tmp_path)
-    last_lines = capsys.readouterr().out.splitlines()[-2:]
-    assert last_lines == ["jobs  2 running", "! ftjob-1 (running): the disk of /ssd is full"]
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "jobs  3 running",
+        "! ftjob-1 (running): the disk of /ssd is full",
+        "! ftjob-2 (support, running): its turn",
+    ]
 
 
 def test_options_of_submit_are_settings_of_the_job(

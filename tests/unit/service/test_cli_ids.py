@@ -91,3 +91,16 @@ def test_submit_file_that_is_not_there_is_refused_with_the_one_beside_it(
         with pytest.raises(CommandError) as caught:
             cli_jobs.submit("tiny", str(tmp_path / typed), home=tmp_path)
         assert words in str(caught.value)
+
+
+def test_jobs_of_one_suffix_are_told_apart_in_the_list(
+    tmp_path: Path, service: ServiceClient, file_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = {"model": "tiny", "training_file": file_id, "suffix": "support"}
+    ids = [service.create_job(request)["id"] for _ in range(2)]
+    cli_jobs.jobs(home=tmp_path)
+    header, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header[:3] == ["job", "suffix", "status"]
+    assert [line[:3] for line in lines] == [[each, "support", "validating_files"] for each in reversed(ids)]
+    cli_jobs.show(ids[0], home=tmp_path)
+    assert "suffix           support\n" in capsys.readouterr().out
