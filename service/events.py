@@ -14,7 +14,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
-from windlass.service.access import Caller, CallerDep
+from windlass.service.access import CallerDep
+from windlass.service.caller import Caller
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.event_news import News, Told

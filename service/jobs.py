@@ -16,7 +16,8 @@ from windlass.actors.job_spec import Initialization
 from windlass.actors.spans_file import FOLDER, KEPT_STEPS, held_steps, load_step
 from windlass.actors.spans_trace import trace_of
 from windlass.service import deletion
-from windlass.service.access import AuditDep, Caller, CallerDep
+from windlass.service.access import AuditDep, CallerDep
+from windlass.service.caller import Caller
 from windlass.service.context import Context, ContextDep
 from windlass.service.elsewhere import check_is_here, is_here
 from windlass.service.errors import ApiError

@@ -10,7 +10,6 @@ from windlass.service.access import (
     LOGIN_PATH,
     LOGOUT_PATH,
     AuditDep,
-    Caller,
     CallerDep,
     caller_of_key,
     missing_origin,
@@ -20,6 +19,7 @@ from windlass.service.access import (
     record,
     too_many,
 )
+from windlass.service.caller import Caller
 from windlass.service.context import ContextDep
 from windlass.service.dashboard import render
 from windlass.storage.sql.audit import AuditResult

@@ -2,7 +2,7 @@
 
 from sqlalchemy.orm import Session
 
-from windlass.service.access import Caller
+from windlass.service.caller import Caller
 from windlass.service.context import Context
 from windlass.service.errors import ApiError
 from windlass.service.known_names import near_names

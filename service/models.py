@@ -6,7 +6,8 @@ from pathlib import Path
 from fastapi import APIRouter
 
 from windlass.service import deletion
-from windlass.service.access import AuditDep, Caller, CallerDep
+from windlass.service.access import AuditDep, CallerDep
+from windlass.service.caller import Caller
 from windlass.service.context import Context, ContextDep
 from windlass.service.errors import ApiError
 from windlass.service.lists import Deleted, ListOf

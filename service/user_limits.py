@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from windlass.amounts import GIB, told_nbytes
-from windlass.service.access import Caller
+from windlass.service.caller import Caller
 from windlass.service.errors import ApiError
 from windlass.service.settings import Settings
 from windlass.service.text import told_count

@@ -7,7 +7,8 @@ import pytest
 
 from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.keyed import ADMIN, NOTHING, Things, World, keyed_world, new_job, routes_of
-from windlass.service.access import LOGIN_COOKIE, Caller
+from windlass.service.access import LOGIN_COOKIE
+from windlass.service.caller import Caller
 from windlass.service.event_news import News
 from windlass.service.events import _batch_of, _read_batch
 from windlass.service.protection import UnprotectedError

@@ -36,8 +36,8 @@ from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.spans_file import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
 from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.report import PlanReport
-from windlass.service.access import Caller
 from windlass.service.app import create_app
+from windlass.service.caller import Caller
 from windlass.service.job_specs import job_dir
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
