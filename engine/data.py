@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.data_hints import HEAD_NBYTES, hint_for_head, hint_for_record
+from windlass.engine.data_hints import HEAD_NBYTES, Hint, foreign_file, near_record, told
 
 FORMAT_VERSION = 1  # of the prepared folder
 NO_TARGET = -100  # what PyTorch's cross-entropy ignores
@@ -119,34 +119,46 @@ class DataFile:
         except OSError as error:
             raise self._unreadable(error) from error
 
-    def head(self) -> bytes:
-        """The file's first bytes. Raises `DataError` where it cannot be read."""
-        try:
-            with self.path.open("rb") as file:
-                return file.read(HEAD_NBYTES)
-        except OSError as error:
-            raise self._unreadable(error) from error
-
     def examples(self) -> Iterator[tuple[int, int, Example]]:
         """The file's examples in order: (line from 1, bytes read so far, example). Raises `DataError` at a bad one.
 
         Blank lines are skipped. All lines must be of one format.
         """
         first: tuple[int, type[Example]] | None = None
-        for line, nbytes_read, raw in self._lines():
-            example = _Line(self, line).parse(raw)
-            if first is None:
-                first = (line, type(example))
-            elif type(example) is not first[1]:
-                raise self.error(
-                    DataErrorCode.MIXED_FORMATS,
-                    f"this line is {_FORMAT_NAMES[type(example)]}, but line {first[0]} is {_FORMAT_NAMES[first[1]]}; "
-                    "use one format throughout the file",
-                    line=line,
-                )
-            yield line, nbytes_read, example
+        try:
+            for line, nbytes_read, raw in self._lines():
+                example = _Line(self, line).parse(raw)
+                if first is None:
+                    first = (line, type(example))
+                elif type(example) is not first[1]:
+                    raise self.error(
+                        DataErrorCode.MIXED_FORMATS,
+                        f"this line is {_FORMAT_NAMES[type(example)]}, but line {first[0]} is "
+                        f"{_FORMAT_NAMES[first[1]]}; use one format throughout the file",
+                        line=line,
+                    )
+                yield line, nbytes_read, example
+        except DataError as error:
+            # Before the first example the whole file may be of another form.
+            if first is None and (form := self.foreign_form()) is not None:
+                raise self.hinted(error, form) from None
+            raise
         if first is None:
             raise self.error(DataErrorCode.EMPTY_FILE, "the file holds no examples; write one JSON object a line")
+
+    def foreign_form(self) -> Hint | None:
+        """The form that the file has instead of JSON lines; None where that is not known, or where it has that form."""
+        try:
+            with self.path.open("rb") as file:
+                return foreign_file(file.read(HEAD_NBYTES))
+        except OSError:
+            return None
+
+    def hinted(self, error: DataError, hint: Hint) -> DataError:
+        """An error that also tells the form that is needed."""
+        # A job's messages have the uploaded file's id behind its name; the command is for the sender's own file.
+        name = self.told_name.partition(" (file-")[0]
+        return DataError(error.code, f"{error.message}; {told(hint, name, is_accepted)}", error.param)
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
         nbytes_read = 0
@@ -184,13 +196,21 @@ class _Line:
     def parse(self, raw: bytes) -> Example:
         record = self._decode(raw)
         if not isinstance(record, dict):
-            hint = hint_for_record(record) or self._hint_for_file()
-            raise self._error(f"expected a JSON object, not {_kind(record)}{_told(hint)}")
-        if "preferred_output" in record or "non_preferred_output" in record:
-            raise self._error(
-                'preference data ("preferred_output") is for DPO, which is not supported',
-                code=DataErrorCode.UNKNOWN_FORMAT,
-            )
+            raise self._error(f"expected a JSON object, not {_kind(record)}")
+        try:
+            return self.example(record)
+        except DataError as error:
+            if (near := near_record(record)) is None or near.record is None or not is_accepted(near.record):
+                raise
+            raise self.file.hinted(error, near) from None
+
+    def example(self, record: dict[str, Any]) -> Example:
+        """The example that a decoded line holds."""
+        for name in ("preferred_output", "non_preferred_output", "chosen", "rejected"):
+            if name in record:
+                raise self._error(
+                    f'preference data ("{name}") is for DPO, which is not supported', code=DataErrorCode.UNKNOWN_FORMAT
+                )
         found = [key for key in ("messages", "text", "prompt", "completion") if key in record]
         if found == ["messages"]:
             return self._chat(record)
@@ -202,8 +222,7 @@ class _Line:
             )
         raise self._error(
             'expected "messages", or "text", or "prompt" with "completion"; found '
-            + (" with ".join(f'"{key}"' for key in found) if found else f"the keys {sorted(record)[:8]}")
-            + _told(hint_for_record(record)),
+            + (" with ".join(f'"{key}"' for key in found) if found else f"the keys {sorted(record)[:8]}"),
             code=DataErrorCode.UNKNOWN_FORMAT,
         )
 
@@ -224,10 +243,7 @@ class _Line:
             message = "not usable JSON: nested too deeply"
         except ValueError as error:  # integers of thousands of digits
             message = f"not usable JSON: {error}"
-        raise self._error(message + _told(self._hint_for_file()), code=DataErrorCode.INVALID_JSON)
-
-    def _hint_for_file(self) -> str | None:
-        return hint_for_head(self.file.head()) if self.number == 1 else None
+        raise self._error(message, code=DataErrorCode.INVALID_JSON)
 
     def _string(self, record: dict[str, Any], key: str, field: str = "") -> str:
         value = record[key]
@@ -376,10 +392,6 @@ class _Line:
         return {**call, "function": {"arguments": {}, **function}}
 
 
-def _told(hint: str | None) -> str:
-    return "" if hint is None else f"; {hint}"
-
-
 def _kind(value: Any) -> str:
     """A JSON value's type, in JSON's words."""
     if value is None:
@@ -389,3 +401,12 @@ def _kind(value: Any) -> str:
     names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
     name = names[type(value)]
     return f"an empty {name.split()[-1]}" if isinstance(value, list) and not value else name
+
+
+def is_accepted(record: dict[str, Any]) -> bool:
+    """Whether a record is one of training files."""
+    try:
+        _Line(DataFile(path=Path(), param=""), 1).example(record)
+    except DataError:
+        return False
+    return True

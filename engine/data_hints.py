@@ -1,172 +1,290 @@
-"""Hints for files in other forms than the three that are taken: which form is needed, shown with the file's own data.
+"""Hints for training files of another form: their name, their first record as a training file has it, a command.
 
-Nothing is converted: what a column means is its owner's to say. The hint shows the first record as it would be written.
+Nothing is converted here. A hint is a proposal: `told` shows a record only where the parser of training files takes it.
 """
 
 import csv
+import io
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-HEAD_NBYTES = 256 * 1024  # of a file, that a hint is made from
-_MOST_CHARS = 60  # of each text in an example
-_MOST_MESSAGES = 4
-_FORMATS = (
-    '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, or {"text": "…"}, or '
-    '{"prompt": "…", "completion": "…"}'
+# A hint is made of so many bytes of a file's beginning.
+HEAD_NBYTES = 2**20
+# Limits of the record that a message shows: characters of each text, and of the whole.
+_MAX_TEXT_CHARS = 80
+_MAX_RECORD_CHARS = 1000
+_CONVERTED = "converted.jsonl"
+
+_PANDAS = (
+    "python -c 'import pandas, sys; pandas.{reader}(sys.argv[1]).to_json(sys.argv[2], orient=\"records\", lines=True)'"
 )
-_MAGICS = {
-    b"PAR1": "a Parquet file",
-    b"\x1f\x8b": "a gzip archive",
-    b"PK\x03\x04": "a zip archive or a spreadsheet",
-    b"(\xb5/\xfd": "a zstd archive",
-    b"BZh": "a bzip2 archive",
-    b"\xfd7zXZ": "an xz archive",
-    b"ARROW1": "an Arrow file",
-    b"SQLite format 3": "an SQLite database",
-    b"%PDF": "a PDF",
-}
-# ShareGPT's names of who speaks.
-_SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
-# Fields that people write instead: the names of a question and of its answer.
-_PAIRS = (
-    ("prompt", ("completion", "response", "answer", "output", "chosen")),
-    ("question", ("answer", "response", "output")),
-    ("query", ("response", "answer", "output")),
-    ("input", ("output", "target", "response", "answer")),
-    ("source", ("target",)),
+_CSV_ROWS = (
+    'python -c \'import csv, json, sys; file = open(sys.argv[1], encoding="utf-8-sig", newline=""); '
+    "[print(json.dumps(row)) for row in csv.DictReader(file{delimiter})]' {{name}}"
 )
-_TEXTS = ("content", "body", "document", "sentence", "article")
+# First bytes, form, and the command that makes text of it; {name} is the file.
+_MAGIC: tuple[tuple[bytes, str, str | None], ...] = (
+    (b"PAR1", "a Parquet file", f"{_PANDAS.format(reader='read_parquet')} {{name}} {_CONVERTED}"),
+    (b"ARROW1", "an Arrow file", f"{_PANDAS.format(reader='read_feather')} {{name}} {_CONVERTED}"),
+    (b"\x1f\x8b", "compressed by gzip", f"gunzip -c < {{name}} > {_CONVERTED}"),
+    (b"\x28\xb5\x2f\xfd", "compressed by Zstandard", f"zstd -dc < {{name}} > {_CONVERTED}"),
+    (b"BZh", "compressed by bzip2", f"bunzip2 -c < {{name}} > {_CONVERTED}"),
+    (b"\xfd7zXZ\x00", "compressed by xz", f"xz -dc < {{name}} > {_CONVERTED}"),
+    (b"\xd0\xcf\x11\xe0", "an old Excel or Word document", None),
+    (b"%PDF", "a PDF document", None),
+    (b"SQLite format 3\x00", "an SQLite database", None),
+    (b"\xff\xfe", "text in UTF-16, not in UTF-8", f"iconv -f UTF-16 -t UTF-8 {{name}} > {_CONVERTED}"),
+    (b"\xfe\xff", "text in UTF-16, not in UTF-8", f"iconv -f UTF-16 -t UTF-8 {{name}} > {_CONVERTED}"),
+)
+_ZIP = b"PK\x03\x04"
+_IN_WORKBOOKS = (b"[Content_Types].xml", b"xl/")
+
+# Names that other formats give to what training files call messages, role, content, prompt, completion and text.
+_CONVERSATIONS = ("messages", "conversations", "conversation", "message", "dialogue", "dialog", "chat", "turns")
+_ROLES = ("role", "from", "speaker", "author")
+_CONTENTS = ("content", "value", "text", "message")
+_ROLE_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+_QUESTIONS = ("prompt", "instruction", "question", "query", "problem", "user", "human", "input")
+_CONTEXTS = ("input", "context")
+_ANSWERS = ("completion", "completions", "response", "output", "answer", "solution", "target", "assistant", "gpt")
+_TEXTS = ("text", "content", "document", "body", "sentence")
 
 
-def hint_for_record(record: object) -> str | None:
-    """Show a record of another form as a line that would be taken; None where nobody can tell what it means."""
-    found = _in_form(record)
-    return None if found is None else f"in the form that is needed it would be {json.dumps(found, ensure_ascii=False)}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """The form that a file or a record has, and how it becomes one of training files."""
+
+    form: str  # completes the sentence "this is …"
+    record: dict[str, Any] | None = None  # the first record in a form of training files
+    jq: str | None = None  # jq's filter that makes such records of the file
+    source: str | None = None  # the command whose output jq reads; None: it reads the file itself
+    command: str | None = None  # for what jq does not read; {name} is the file
 
 
-def hint_for_head(head: bytes) -> str | None:
-    """Tell what a file is that begins so and is not JSON lines, and how its first record would be written.
-
-    None for what may be JSON lines with a mistake in them.
-    """
-    for magic, what in _MAGICS.items():
+def foreign_file(head: bytes) -> Hint | None:
+    """Recognize a file by its first `HEAD_NBYTES` bytes; None for JSON lines, and for what is not known."""
+    for magic, form, command in _MAGIC:
         if head.startswith(magic):
-            return f"it is {what}; write JSON lines, one object a line: {_FORMATS}"
-    text = head.decode("utf-8-sig", errors="replace").strip()
+            return Hint(form=form, command=command)
+    if head.startswith(_ZIP):
+        if any(part in head for part in _IN_WORKBOOKS):
+            command = f"{_PANDAS.format(reader='read_excel')} {{name}} {_CONVERTED}"
+            return Hint(form="an Excel workbook", command=command)
+        return Hint(form="a zip archive", command=f"unzip -p {{name}} > {_CONVERTED}")
+    # The last character may be cut in two.
+    text = head.decode("utf-8-sig", errors="ignore").lstrip()
     if text.startswith("["):
-        return _with_example(
-            "it is one JSON array; write each of its elements on a line of its own (`jq -c '.[]' a.json > a.jsonl`)",
-            _first_value(text[1:].lstrip()),
-        )
+        return _json_array(text)
+    if text.startswith("{'"):
+        form = "Python's notation, with single quotes"
+        lines = "[print(json.dumps(ast.literal_eval(line))) for line in sys.stdin]"
+        return Hint(form=form, command=f"python -c 'import ast, json, sys; {lines}' < {{name}} > {_CONVERTED}")
     if text.startswith("{"):
-        lines = text.split("\n", 1)
-        if len(lines) == 1 or _is_json(lines[0]):
-            return None
-        return _with_example(
-            "its objects go over several lines; write each on one line (`jq -c . a.json > a.jsonl`)", _first_value(text)
-        )
-    rows = _csv_rows(text)
-    if rows is None:
+        return _json_objects(text)
+    if b"\0" in head:
+        return Hint(form="a binary file")
+    line = text.split("\n", 1)[0].strip()
+    return _table(text) or (Hint(form="text without JSON", record={"text": line}) if line else None)
+
+
+def near_record(record: Mapping[str, Any]) -> Hint | None:
+    """A record with names of another format, in the nearest form of training files; None where none is near."""
+    keys = {key.casefold(): key for key in reversed(list(record)) if isinstance(key, str)}
+    if (hint := _conversation(record, keys) or _two_lists(record)) is not None or {"messages", "text"} & record.keys():
+        return hint
+    return _pair(record, keys) or _text(record, keys)
+
+
+def told(hint: Hint, name: str, accepts: Callable[[dict[str, Any]], bool]) -> str:
+    """A hint's sentence for the end of an error's message about the file `name`."""
+    parts = [f"this is {hint.form}; a training file has one JSON object a line"]
+    if hint.record is not None and (line := _one_line(hint.record, accepts)) is not None:
+        parts[0] += f", such as {line}"
+    if hint.command is not None:
+        parts.append(f"convert it: {hint.command.format(name=shlex.quote(name))}")
+    elif hint.jq is not None:
+        filtered = f"jq -c {shlex.quote(hint.jq)}"
+        source = None if hint.source is None else hint.source.format(name=shlex.quote(name))
+        if source is not None:
+            command = source if hint.jq == "." else f"{source} | {filtered}"
+        else:
+            command = f"{filtered} {shlex.quote(name)}"
+        parts.append(f"convert it: {command} > {_CONVERTED}")
+    return "; ".join(parts)
+
+
+def _in(hint: Hint | None, record: dict[str, Any], *, form: str, jq: str, source: str | None = None) -> Hint:
+    """The hint for records that are inside another form; `hint` is that for the first of them."""
+    if hint is None:
+        return Hint(form=form, record=record, jq=jq, source=source)
+    inner = hint.jq if jq == "." else f"{jq} | {hint.jq}"
+    return replace(hint, form=f"{form}, with records in {hint.form}", jq=inner, source=source)
+
+
+def _json_array(text: str) -> Hint:
+    form = "one JSON array"
+    first = _decode(text[1:].lstrip())
+    if not isinstance(first, dict):
+        return Hint(form=form, jq=".[]")
+    if any(name in first for name in _ROLES) and any(name in first for name in _CONTENTS):
+        whole = _decode(text)
+        messages = {"messages": whole} if isinstance(whole, list) else None
+        return Hint(form="a list of messages without a name", record=messages, jq="{messages: .}")
+    return _in(near_record(first), first, form=form, jq=".[]")
+
+
+def _json_objects(text: str) -> Hint | None:
+    """A hint for objects that do not have a line each."""
+    try:
+        first, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
         return None
-    names, values = rows
-    return _with_example(
-        f"it is a table with the columns {', '.join(names[:8])}; write each row as a JSON object on a line of its own",
-        dict(zip(names, values, strict=False)),
+    rest = text[end:].lstrip(" \t")
+    if "\n" in text[:end].rstrip():
+        form, command = "JSON over several lines", None
+    elif rest.startswith("{"):
+        form, command = "several JSON objects in one line", None
+    elif rest.startswith(","):
+        form, command = "JSON objects with commas between them", rf"sed 's/,[[:space:]]*$//' {{name}} > {_CONVERTED}"
+    else:
+        return None
+    hint = _in(near_record(first), first, form=form, jq=".")
+    return hint if command is None else replace(hint, jq=None, command=command)
+
+
+def _table(text: str) -> Hint | None:
+    """A hint for comma-separated values, with the columns' names in the first line."""
+    begin = text.split("\n", 1)[0]
+    delimiter = next((mark for mark in "\t;," if mark in begin), ",")
+    try:
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        names, first = next(rows), next(rows)
+    except (csv.Error, StopIteration):
+        return None
+    record = dict(zip((name.strip() for name in names), first, strict=False))
+    near = near_record(record)
+    known = {*_QUESTIONS, *_ANSWERS, *_TEXTS}
+    # Prose has commas too: the names of columns tell a table from it.
+    if len(names) != len(first) or not any(name.casefold() in known for name in record):
+        return None
+    option = "" if delimiter == "," else f", delimiter={json.dumps(delimiter)}"
+    form = "tab-separated values" if delimiter == "\t" else "CSV"
+    return _in(near, record, form=form, jq=".", source=_CSV_ROWS.format(delimiter=option))
+
+
+def _conversation(record: Mapping[str, Any], keys: Mapping[str, str]) -> Hint | None:
+    key = next((keys[name] for name in _CONVERSATIONS if name in keys and _is_objects(record[keys[name]])), None)
+    if key is None:
+        return None
+    turns = record[key]
+    role = next((name for name in _ROLES if name in turns[0]), None)
+    content = next((name for name in _CONTENTS if name in turns[0] and name != role), None)
+    if role is None or content is None:
+        return None
+    if (role, content) == ("role", "content") and all(_role(turn, role) == turn.get(role) for turn in turns):
+        if key == "messages":
+            return None
+        return Hint(form=f'a conversation under "{key}"', record={"messages": turns}, jq=f"{{messages: .{key}}}")
+    messages = [{"role": _role(turn, role), "content": turn.get(content)} for turn in turns]
+    names = json.dumps(_ROLE_NAMES)
+    jq = f"[.{key}[] | {{role: ({names}[.{role}] // .{role}), content: .{content}}}]"
+    if isinstance(system := record.get("system"), str) and system:
+        messages.insert(0, {"role": "system", "content": system})
+        jq = f'[.system | select(. != null and . != "") | {{role: "system", content: .}}] + {jq}'
+        jq = f"({jq})"
+    form = (
+        "ShareGPT's form" if (role, content) == ("from", "value") else f'a conversation with "{role}" and "{content}"'
     )
+    return Hint(form=form, record={"messages": messages}, jq=f"{{messages: {jq}}}")
 
 
-def _with_example(hint: str, record: object) -> str:
-    example = hint_for_record(record)
-    return f"{hint}. Its first record: {example}" if example else f"{hint}: {_FORMATS}"
+def _role(turn: Mapping[str, Any], key: str) -> Any:
+    """A message's role under the name that training files have for it."""
+    name = turn.get(key)
+    return _ROLE_NAMES.get(name, name) if isinstance(name, str) else name
 
 
-def _in_form(record: object) -> dict[str, Any] | None:
-    if isinstance(record, list):
-        messages = _messages(record)
-        return None if messages is None else {"messages": messages}
-    if not isinstance(record, dict):
-        return {"text": _short(record)} if isinstance(record, str) else None
-    for name in ("messages", "conversations", "conversation", "dialog", "dialogue", "chat"):
-        if (messages := _messages(record.get(name))) is not None:
-            system = record.get("system")
-            if isinstance(system, str) and system and messages[0]["role"] != "system":
-                messages = [{"role": "system", "content": _short(system)}, *messages]
-            return {"messages": messages}
-    if isinstance(record.get("instruction"), str):
-        answer = next((record[name] for name in ("output", "response", "answer", "completion") if name in record), None)
-        if isinstance(answer, str):
-            parts = [record["instruction"], record.get("input")]
-            question = "\n\n".join(part for part in parts if isinstance(part, str) and part)
-            return {"messages": [_message("user", question), _message("assistant", answer)]}
-    for question, answers in _PAIRS:
-        for answer in answers:
-            if isinstance(record.get(question), str) and isinstance(record.get(answer), str):
-                return {"prompt": _short(record[question]), "completion": _short(record[answer])}
-    texts = [record[name] for name in ("text", *_TEXTS) if isinstance(record.get(name), str)]
-    return {"text": _short(texts[0])} if texts else None
-
-
-def _messages(found: object) -> list[dict[str, str]] | None:
-    """A list of messages, by the names of OpenAI or of ShareGPT; None where it is none."""
-    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
+def _two_lists(record: Mapping[str, Any]) -> Hint | None:
+    """A conversation that is divided into a prompt and a completion, each a list of messages."""
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if not (_is_objects(prompt) and _is_objects(completion)):
         return None
-    messages = []
-    for each in found[:_MOST_MESSAGES]:
-        if not isinstance(each, Mapping):
-            return None
-        speaker = each.get("role", each.get("from"))
-        content = each.get("content", each.get("value"))
-        if not isinstance(speaker, str) or not isinstance(content, str):
-            return None
-        messages.append(_message(_SPEAKERS.get(speaker.lower(), speaker), content))
+    assert isinstance(prompt, list)
+    assert isinstance(completion, list)
+    form = 'a conversation in "prompt" and "completion"'
+    return Hint(form=form, record={"messages": [*prompt, *completion]}, jq="{messages: (.prompt + .completion)}")
+
+
+def _pair(record: Mapping[str, Any], keys: Mapping[str, str]) -> Hint | None:
+    def named(names: tuple[str, ...], *, but: str | None = None) -> str | None:
+        there = (keys[name] for name in names if name in keys)
+        return next((key for key in there if key != but and isinstance(record[key], str)), None)
+
+    question, answer = named(_QUESTIONS), named(_ANSWERS)
+    if question is None or answer is None or (question, answer) == ("prompt", "completion"):
+        return None
+    form = f'a record with "{question}" and "{answer}"'
+    if question.casefold() == "prompt":
+        pair = {"prompt": record[question], "completion": record[answer]}
+        return Hint(form=form, record=pair, jq=f"{{prompt: .{question}, completion: .{answer}}}")
+    asked, told_by = record[question], f".{question}"
+    if (context := named(_CONTEXTS, but=question)) is not None:
+        asked = f"{asked}\n\n{record[context]}" if record[context] else asked
+        told_by = f'([.{question}, .{context}] | map(select(. != null and . != "")) | join("\\n\\n"))'
+    if (question, answer) == ("instruction", "output"):
+        form = "Alpaca's form"
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": record[answer]}]
+    jq = f'{{messages: [{{role: "user", content: {told_by}}}, {{role: "assistant", content: .{answer}}}]}}'
+    return Hint(form=form, record={"messages": messages}, jq=jq)
+
+
+def _text(record: Mapping[str, Any], keys: Mapping[str, str]) -> Hint | None:
+    key = next((keys[name] for name in _TEXTS if name in keys and isinstance(record[keys[name]], str)), None)
+    others = {*_QUESTIONS, *_ANSWERS, *_CONVERSATIONS}
+    if key is None or key == "text" or others & keys.keys():
+        return None
+    return Hint(form=f'a text under "{key}"', record={"text": record[key]}, jq=f"{{text: .{key}}}")
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _decode(text: str) -> Any:
+    """The first JSON value of a text; None where there is none, or where it is cut off."""
+    try:
+        return json.JSONDecoder().raw_decode(text)[0]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _one_line(record: dict[str, Any], accepts: Callable[[dict[str, Any]], bool]) -> str | None:
+    """A record in one line of JSON, with its texts cut; None where the parser would refuse it."""
+    short = _cut(record)
+    if isinstance(messages := short.get("messages"), list):
+        short["messages"] = _first_exchange(messages)
+    if not accepts(short):
+        return None
+    line = json.dumps(short, ensure_ascii=False)
+    # Terminals obey characters that nobody sees.
+    line = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
+    return line if len(line) <= _MAX_RECORD_CHARS else None
+
+
+def _first_exchange(messages: list[Any]) -> list[Any]:
+    """The messages up to the assistant's first."""
+    for number, message in enumerate(messages, start=1):
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            return messages[:number]
     return messages
 
 
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": _short(content)}
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}…"
-
-
-def _first_value(text: str) -> object:
-    try:
-        return json.JSONDecoder().raw_decode(text)[0]
-    except (ValueError, RecursionError):  # or it is longer than the head
-        return None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _csv_rows(text: str) -> tuple[list[str], list[str]] | None:
-    """A table's header and its first row; None where it is no table."""
-    first = text.split("\n", 1)[0]
-    delimiter = max(",\t;", key=first.count)
-    if not first.count(delimiter):
-        return None
-    try:
-        reader = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
-        names, values = next(reader), next(reader)
-    except (csv.Error, StopIteration):
-        return None
-    is_table = len(names) > 1 and len(values) == len(names) and all(0 < len(name.strip()) <= 64 for name in names)
-    return ([name.strip() for name in names], values) if is_table else None
+def _cut(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT_CHARS else f"{value[:_MAX_TEXT_CHARS]}…"
+    if isinstance(value, dict):
+        return {key: _cut(item) for key, item in value.items()}
+    return [_cut(item) for item in value] if isinstance(value, list) else value

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from windlass.engine.check_data import MAX_CHECK_S, check_data
-from windlass.engine.data import DataError, DataFile
-from windlass.engine.data_hints import hint_for_head
+from windlass.engine.data import DataError, DataFile, is_accepted
+from windlass.engine.data_hints import foreign_file, told
 from windlass.service.errors import ApiError, describe_value
 from windlass.service.limited_process import LimitedCommand, start_limited
 from windlass.service.limits import BusyError, Turnstile
@@ -26,10 +26,10 @@ def check_name(filename: str, head: bytes) -> None:
     """Refuse a file whose name says that it is no JSON lines; `head` is how it begins."""
     if filename.lower().endswith(".jsonl"):
         return
-    hint = hint_for_head(head)
-    told = f": {hint}" if hint else ""
+    hint = foreign_file(head)
+    advice = f"; {told(hint, filename, is_accepted)}" if hint else ""
     raise ApiError(
-        f"file: the name must end in .jsonl, got {describe_value(filename)}{told}", param=_PARAM, code="invalid_file"
+        f"file: the name must end in .jsonl, got {describe_value(filename)}{advice}", param=_PARAM, code="invalid_file"
     )
 
 

@@ -1,116 +1,208 @@
-"""Files in other forms are refused with a hint that shows their own first record in the form that is needed."""
+"""Hints for training files of another form. The commands that they name are run."""
 
 import gzip
 import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from windlass.engine.data import ChatExample, CompletionExample, DataError, DataFile, TextExample
-from windlass.engine.data_hints import HEAD_NBYTES, hint_for_head
+from windlass.engine.data import DataError, DataFile
+from windlass.engine.data_hints import Hint, told
 
-_SHARE_GPT = {"id": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
-_CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-_PAIR = {"prompt": "Hi", "completion": "Hello"}
-
-
-def _refusal(path: Path, content: bytes | str) -> str:
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError) as raised:
-        list(DataFile(path=path, param="training_file", name="mine.jsonl").examples())
-    return raised.value.message
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
+ALPACA = {"instruction": "hi", "input": "", "output": "hello"}
+PAIR = {"prompt": "hi", "completion": "hello"}
+LONG = "word " * 100
 
 
-def _shown(message: str) -> Any:
-    """The example that a message shows."""
-    return json.loads(message.split("in the form that is needed it would be ")[1])
+def lines(*records: Any) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def pretty(*records: Any) -> bytes:
+    return b"\n".join(json.dumps(record, indent=2).encode() for record in records)
+
+
+def refusal(tmp_path: Path, content: bytes, name: str = "my data.jsonl") -> str:
+    path = tmp_path / "file-1"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(DataFile(path=path, param="training_file", name=name).examples())
+    return caught.value.message
+
+
+def shown(message: str) -> dict[str, Any]:
+    """The record that a message shows."""
+    record, _ = json.JSONDecoder().raw_decode(message.split(", such as ")[1])
+    assert isinstance(record, dict)
+    return record
+
+
+CONVERTIBLE = [
+    (lines(SHAREGPT, SHAREGPT), "ShareGPT's form", CHAT),
+    (
+        lines(SHAREGPT | {"system": "be kind"}, SHAREGPT),
+        "ShareGPT's form",
+        {"messages": [{"role": "system", "content": "be kind"}, *CHAT["messages"]]},
+    ),
+    (lines({"messages": SHAREGPT["conversations"]}), "ShareGPT's form", CHAT),
+    (lines({"conversation": CHAT["messages"]}), 'a conversation under "conversation"', CHAT),
+    (
+        lines({"messages": [{"role": "human", "content": "hi"}, {"role": "bot", "content": "hello"}]}),
+        'a conversation with "role" and "content"',
+        CHAT,
+    ),
+    (lines({"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}), 'in "prompt" and "completion"', CHAT),
+    (lines(ALPACA, ALPACA), "Alpaca's form", CHAT),
+    (
+        lines({"instruction": "add", "input": "1 2", "output": "3"}),
+        "Alpaca's form",
+        {"messages": [{"role": "user", "content": "add\n\n1 2"}, {"role": "assistant", "content": "3"}]},
+    ),
+    (lines({"Question": "hi", "Answer": "hello"}), 'a record with "Question" and "Answer"', CHAT),
+    (lines({"input": "hi", "output": "hello"}), 'a record with "input" and "output"', CHAT),
+    (lines({"prompt": "hi", "response": "hello"}), 'a record with "prompt" and "response"', PAIR),
+    (lines({"content": "hi", "id": 1}), 'a text under "content"', {"text": "hi"}),
+    (json.dumps([CHAT, CHAT]).encode(), "one JSON array", CHAT),
+    (b"\xef\xbb\xbf\n" + pretty([PAIR, PAIR]), "one JSON array", PAIR),
+    (pretty([ALPACA, ALPACA]), "one JSON array, with records in Alpaca's form", CHAT),
+    (lines(CHAT["messages"], CHAT["messages"]), "a list of messages without a name", CHAT),
+    (pretty(CHAT, CHAT), "JSON over several lines", CHAT),
+    (pretty(ALPACA), "JSON over several lines, with records in Alpaca's form", CHAT),
+    (lines(PAIR).strip() * 2, "several JSON objects in one line", PAIR),
+    (lines(PAIR).replace(b"}", b"},"), "JSON objects with commas between them", PAIR),
+    (b"prompt,completion\nhi,hello\n", "CSV", PAIR),
+    (b"\xef\xbb\xbfinstruction;output\r\nhi;hello\r\n", "CSV, with records in Alpaca's form", CHAT),
+    (b'text\tsource\n"hi"\tx\n', "tab-separated values", {"text": "hi", "source": "x"}),
+    (b"text\nhi\n", "CSV", {"text": "hi"}),
+]
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the commands need jq")
+@pytest.mark.parametrize(("content", "form", "record"), CONVERTIBLE)
+def test_hint_shows_the_first_record_and_its_command_converts_the_file(
+    tmp_path: Path, content: bytes, form: str, record: dict[str, Any]
+) -> None:
+    message = refusal(tmp_path, content)
+    assert form in message
+    assert "\n" not in message
+    assert shown(message) == record
+    source = tmp_path / "my data.jsonl"
+    source.write_bytes(content)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = message.split("convert it: ")[1]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=os.environ | {"PATH": path})
+    converted = tmp_path / "converted.jsonl"
+    assert json.loads(converted.read_text().splitlines()[0]) == record
+    assert list(DataFile(path=converted, param="training_file").examples())
 
 
 @pytest.mark.parametrize(
-    ("record", "expected"),
+    ("content", "form", "command"),
     [
-        (_SHARE_GPT, _CHAT),
-        ({"conversations": _CHAT["messages"]}, _CHAT),
-        (
-            {"system": "Be short", **_SHARE_GPT},
-            {"messages": [{"role": "system", "content": "Be short"}, *_CHAT["messages"]]},
-        ),
-        (_CHAT["messages"], _CHAT),
-        ({"instruction": "Hi", "input": "", "output": "Hello"}, _CHAT),
-        (
-            {"instruction": "Add", "input": "1 and 2", "output": "3"},
-            {"messages": [{"role": "user", "content": "Add\n\n1 and 2"}, {"role": "assistant", "content": "3"}]},
-        ),
-        ({"prompt": "Hi", "response": "Hello"}, _PAIR),
-        ({"question": "Hi", "answer": "Hello"}, _PAIR),
-        ({"input": "Hi", "output": "Hello"}, _PAIR),
-        ({"content": "A text"}, {"text": "A text"}),
-        ("A text", {"text": "A text"}),
+        (b"PAR1\x15\x04", "a Parquet file", "pandas.read_parquet"),
+        (b"ARROW1\0\0", "an Arrow file", "pandas.read_feather"),
+        (gzip.compress(lines(CHAT)), "compressed by gzip", "gunzip -c < 'my data.jsonl' > converted.jsonl"),
+        (b"\x28\xb5\x2f\xfd\x04", "compressed by Zstandard", "zstd -dc"),
+        (b"BZh91AY", "compressed by bzip2", "bunzip2 -c"),
+        (b"\xfd7zXZ\x00\x00", "compressed by xz", "xz -dc"),
+        (b"PK\x03\x04\x14\x00[Content_Types].xml", "an Excel workbook", "pandas.read_excel"),
+        (b"PK\x03\x04\x14\x00train.jsonl", "a zip archive", "unzip -p"),
+        ("{}".encode("utf-16"), "text in UTF-16, not in UTF-8", "iconv -f UTF-16 -t UTF-8 'my data.jsonl'"),
+        (b"{'text': 'hi'}\n", "Python's notation, with single quotes", "ast.literal_eval"),
     ],
 )
-def test_a_record_of_another_form_is_shown_in_the_form_that_is_needed(
-    tmp_path: Path, record: Any, expected: dict[str, Any]
-) -> None:
-    message = _refusal(tmp_path / "a", json.dumps(record))
-    assert message.startswith("mine.jsonl, line 1: expected ")
-    assert _shown(message) == expected
-    (tmp_path / "b").write_text(json.dumps(_shown(message)))
-    ((_, _, example),) = DataFile(path=tmp_path / "b", param="training_file").examples()
-    assert isinstance(example, (ChatExample, CompletionExample, TextExample)), "the hint's own form is taken"
+def test_hint_names_the_form_of_a_file_that_is_no_json(tmp_path: Path, content: bytes, form: str, command: str) -> None:
+    message = refusal(tmp_path, content)
+    assert f"this is {form}; a training file has one JSON object a line; convert it: " in message
+    assert command in message.split("convert it: ")[1]
 
 
 @pytest.mark.parametrize(
-    ("content", "words", "expected"),
+    "content",
     [
-        (json.dumps([_SHARE_GPT, _SHARE_GPT]), "expected a JSON object, not a list; it is one JSON array", _CHAT),
-        (json.dumps([_SHARE_GPT, _SHARE_GPT], indent=2), "it is one JSON array", _CHAT),
-        (json.dumps([{"prompt": "Hi", "response": "Hello"}], indent=1), "`jq -c '.[]' a.json > a.jsonl`", _PAIR),
-        (json.dumps(_CHAT, indent=2), "its objects go over several lines", _CHAT),
-        ('prompt,completion\nHi,"Hello"\n', "a table with the columns prompt, completion", _PAIR),
-        ("question;answer\nHi;Hello\n", "a table with the columns question, answer", _PAIR),
-        ("instruction\toutput\nHi\tHello\n", "a table with the columns", _CHAT),
-        ('text,label\n"A, text",3\n', "a table with the columns text, label", {"text": "A, text"}),
+        b"{\n",
+        b'{"text": "hi"\n{"text": "ho"}\n',
+        lines({"foo": "bar"}),
+        lines({"messages": [{"role": ["user"], "content": "hi"}]}),
+        lines({"messages": [{"from": "human", "value": "nobody answers"}]}),
+        lines(PAIR, ALPACA)[:-3],
+        lines({"messages": [], "question": "hi", "answer": "ho"}),
     ],
 )
-def test_a_file_of_another_form_is_named_and_its_first_record_shown(
-    tmp_path: Path, content: str, words: str, expected: dict[str, Any] | None
-) -> None:
-    message = _refusal(tmp_path / "a", content)
-    assert words in message
-    if expected is not None:
-        assert _shown(message) == expected
+def test_hint_is_left_out_where_no_form_is_recognized(tmp_path: Path, content: bytes) -> None:
+    assert "this is" not in refusal(tmp_path, content)
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
-    [(b"PAR1\x15\x04", "a Parquet file"), (gzip.compress(b"{}"), "a gzip archive"), (b"PK\x03\x04..", "a spreadsheet")],
+    ("content", "form"),
+    [
+        (
+            b"Dear Ann,\nthanks, and yours,\n",
+            'text without JSON; a training file has one JSON object a line, such as {"t',
+        ),
+        (b"hello\n", 'such as {"text": "hello"}'),
+        (b"\x7fELF\0\n", "this is a binary file; a training file has one JSON object a line"),
+    ],
 )
-def test_a_binary_file_is_named(tmp_path: Path, content: bytes, what: str) -> None:
-    message = _refusal(tmp_path / "a", content)
-    assert what in message
-    assert '{"messages": ' in message
+def test_hint_tells_what_is_needed_where_there_is_no_json(tmp_path: Path, content: bytes, form: str) -> None:
+    message = refusal(tmp_path, content)
+    assert form in message
+    assert "convert it" not in message
 
 
-def test_a_table_whose_columns_nobody_knows_shows_the_forms(tmp_path: Path) -> None:
-    assert '{"prompt": "…", "completion": "…"}' in _refusal(tmp_path / "a", "x,y\n1,2\n")
-
-
-def test_long_texts_are_cut_in_the_example(tmp_path: Path) -> None:
-    shown = _shown(_refusal(tmp_path / "a", json.dumps({"question": "q" * 500, "answer": "a"})))
-    assert shown["prompt"] == "q" * 60 + "…"
+def test_hint_comes_also_for_a_later_line(tmp_path: Path) -> None:
+    message = refusal(tmp_path, lines(CHAT, ALPACA))
+    assert "line 2: expected" in message
+    assert shown(message) == CHAT
 
 
 @pytest.mark.parametrize(
-    "content", ['{"text": "a"', '{"text": "a"}\n{"text": }', "just words", "", "{" * 10_000, "[" * 100_000]
+    "content", [lines(ALPACA | {"output": LONG}), lines({**SHAREGPT, "system": LONG}), pretty([{"text": LONG}])]
 )
-def test_a_mistake_in_json_lines_or_anything_else_gives_no_wrong_hint(content: str) -> None:
-    hint = hint_for_head(content.encode())
-    assert hint is None or "in the form that is needed" not in hint
+def test_hint_cuts_long_texts(tmp_path: Path, content: bytes) -> None:
+    message = refusal(tmp_path, content)
+    assert f"{LONG[:80]}…" in json.dumps(shown(message), ensure_ascii=False)
+    assert len(message) < 1500
 
 
-def test_only_the_head_of_a_file_is_looked_at(tmp_path: Path) -> None:
-    content = json.dumps([{"text": "a" * (2 * HEAD_NBYTES)}], indent=1)
-    message = _refusal(tmp_path / "a", content)
-    assert "it is one JSON array" in message
-    assert len(message) < 1000
+def test_hint_shows_no_more_than_the_first_exchange(tmp_path: Path) -> None:
+    turns = SHAREGPT["conversations"] * 50
+    assert shown(refusal(tmp_path, lines({"conversations": turns}))) == CHAT
+
+
+def test_hint_escapes_what_terminals_obey(tmp_path: Path) -> None:
+    content = json.dumps({"prompt": "\x9b31m\u202e", "answer": "日本"}, ensure_ascii=False).encode() + b"\n"
+    message = refusal(tmp_path, content)
+    assert r'{"prompt": "\u009b31m\u202e", "completion": "日本"}' in message
+
+
+def test_hint_quotes_the_name_in_its_command(tmp_path: Path) -> None:
+    message = refusal(tmp_path, lines(ALPACA), name="$(reboot) 'x'.jsonl")
+    assert shlex.quote("$(reboot) 'x'.jsonl") + " > converted.jsonl" in message
+
+
+def test_hint_has_the_senders_name_of_an_uploaded_file_in_its_command(tmp_path: Path) -> None:
+    message = refusal(tmp_path, lines(ALPACA), name="a.jsonl (file-54f1463f)")
+    assert message.startswith("a.jsonl (file-54f1463f), line 1: ")
+    assert message.endswith(" a.jsonl > converted.jsonl")
+
+
+def test_hint_shows_no_record_that_the_parser_refuses() -> None:
+    hint = Hint(form="of another form", record=CHAT, jq=".[]")
+    assert told(hint, "a.json", lambda _record: False) == (
+        "this is of another form; a training file has one JSON object a line; "
+        "convert it: jq -c '.[]' a.json > converted.jsonl"
+    )
+
+
+def test_hint_for_an_array_of_more_than_a_head_has_no_record(tmp_path: Path) -> None:
+    message = refusal(tmp_path, json.dumps([{"text": "x" * 2**20}]).encode())
+    assert "this is one JSON array; a training file has one JSON object a line; convert it: jq -c '.[]'" in message

@@ -42,8 +42,8 @@ def test_upload_power_loss_after_the_answer_leaves_the_bytes(
         ("a.txt", b"x", "fine-tune", "file", "must end in .jsonl, got 'a.txt'"),
         ("a.jsonl", b"", "fine-tune", "file", "'a.jsonl' is empty"),
         ("a.csv", b"prompt,completion\nA,B\n", "fine-tune", "file", '{"prompt": "A", "completion": "B"}'),
-        ("a.json", b'[{"text": "A"}]', "fine-tune", "file", "it is one JSON array"),
-        ("a.parquet", b"PAR1\x15", "fine-tune", "file", "it is a Parquet file"),
+        ("a.json", b'[{"text": "A"}]', "fine-tune", "file", "this is one JSON array"),
+        ("a.parquet", b"PAR1\x15", "fine-tune", "file", "this is a Parquet file"),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": 3}',
