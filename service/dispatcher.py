@@ -71,6 +71,14 @@ _ROOM_AGAIN = "There is room on the disk again"
 _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
+# How long an attempt takes to start, at most, as far as others yield to it.
+_STARTING_S = 20.0
+
+
+def _is_starting(job: Job) -> bool:
+    return job.launched_at is not None and 0 <= time.time() - job.launched_at < _STARTING_S
+
+
 @dataclass(slots=True, kw_only=True)
 class _Over:
     """An attempt that is over, until the job's next attempt begins or nothing is left of the job."""
@@ -156,7 +164,7 @@ class Dispatcher:
         for job_id, over in tuple(self._over.items()):
             self._guarded(about(job_id, over.attempt), self._see_off, job_id, over)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
-        self._preparations.arrange(validating)
+        self._preparations.arrange(validating, is_starting=any(map(_is_starting, running)))
         for job in validating:
             self._guarded(about(job.id, job.attempt), self._preparations.tend, job, validating)
         self._launch_next()

@@ -20,7 +20,7 @@ from windlass.service.preparation import CHECK_MODEL, Preparation, PreparationEr
 from windlass.service.preparation_events import tell_warnings
 from windlass.service.preparation_memory import PreparationMemory
 from windlass.service.preparation_turns import Candidate, who_computes
-from windlass.service.settings import Settings
+from windlass.service.settings import CORES_TO_DIVIDE, Settings
 from windlass.service.text import told_jobs_beside
 from windlass.storage.durable import sync_path, sync_tree
 from windlass.storage.sql.database import Database
@@ -32,6 +32,8 @@ from windlass.storage.sql.statuses import JobStatus
 
 _LOG = logging.getLogger(__name__)
 
+# What has computed for so long leaves the cores to a job that starts, where there are few.
+_LONG_S = 5.0
 # After so long, half of what an owner's preparations have computed is forgotten.
 _HALF_LIFE_S = 300.0
 # How often progress is written, and a reason of which only numbers have changed.
@@ -77,13 +79,18 @@ class Preparations:
         """Jobs whose preparation has begun."""
         return self._running.keys()
 
-    def arrange(self, jobs: Sequence[Job]) -> None:
-        """Choose which of the jobs to validate are prepared now: those go on or may begin, the others stand still."""
+    def arrange(self, jobs: Sequence[Job], *, is_starting: bool = False) -> None:
+        """Choose which of the jobs to validate are prepared now: those go on or may begin, the others stand still.
+
+        `is_starting`: an attempt of a job has just begun. Where there are few cores, those that have computed for long
+        leave them to it: it imports and compiles, and its owner waits for the first step.
+        """
         self.drop(keep={job.id for job in jobs})
         self._account(jobs)
-        chosen = who_computes(
-            [self._candidate(job) for job in jobs], self._used_s, num_side_by_side=self._num_side_by_side
-        )
+        candidates = [self._candidate(job) for job in jobs]
+        if is_starting and self._machinery.num_cores < CORES_TO_DIVIDE:
+            candidates = [each for each in candidates if each.computed_s < _LONG_S]
+        chosen = who_computes(candidates, self._used_s, num_side_by_side=self._num_side_by_side)
         for job_id, preparation in self._running.items():
             if job_id in chosen or preparation.measures:
                 preparation.proceed()
@@ -178,6 +185,8 @@ class Preparations:
     def _why_it_stands_back(self, job: Job, jobs: Sequence[Job]) -> str:
         """For its owner: other users' jobs are counted, not named."""
         first = [each for each in jobs if each.id in self._going_on]
+        if not first:
+            return "its turn to be prepared, after a job that starts"
         told = told_jobs_beside([each.id for each in first if each.owner == job.owner], len(first))
         return f"its turn to be prepared, after {told}"
 

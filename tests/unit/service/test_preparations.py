@@ -154,6 +154,21 @@ def test_the_process_of_one_that_stands_back_is_stopped_and_goes_on(
     stage.dispatcher.close()
 
 
+def test_a_long_preparation_leaves_few_cores_to_a_job_that_starts(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = stage.submit(owner="ann")
+    stage.tick()
+    monkeypatch.setattr(StandInPreparation, "computed_s", property(lambda self: 9.0 * (self is _of(stage, long))))
+    stage.prepare_at_once(stage.submit(owner="bob"), PREPARED)
+    stage.tick(2)
+    assert _of(stage, long).is_halted
+    assert stage.job(long).waiting_reason == "its turn to be prepared, after a job that starts"
+    monkeypatch.setattr("windlass.service.dispatcher._STARTING_S", 0.0)
+    stage.tick()
+    assert not _of(stage, long).is_halted
+
+
 def test_a_step_that_measures_is_never_stopped(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage.dispatcher._preparations, "_num_side_by_side", 1)
     measuring = stage.submit(owner="ann")
