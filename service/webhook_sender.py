@@ -17,7 +17,8 @@ from windlass.storage.sql.webhooks import Due, WebhookRepository
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-# Deliveries under way, of which an endpoint has one. So an owner whose endpoints hang holds up nobody else.
+# Deliveries under way, of which an endpoint has one. So an owner whose endpoints hang holds up nobody else. Where
+# several owners have taken all places, the next place goes to the owner with the fewest.
 _NUM_AT_ONCE = 16  # in all
 _MOST_OF_OWNER = 4
 # Longer than a delivery may take: until then it is the sender's that has claimed it.
@@ -111,6 +112,7 @@ class WebhookSender:
                 now_s=now_s,
                 until_s=now_s + _CLAIM_S,
                 longest_s=_LONGEST_S,
+                in_flight=owners,
             )
 
     def _open(self, sealed: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -5,8 +5,9 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from sqlalchemy import ColumnElement, func, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, case, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from windlass.storage.sql.errors import NotFound
@@ -149,16 +150,27 @@ class WebhookRepository:
         return found
 
     def claim(
-        self, signing_secrets: Mapping[str, tuple[str, ...]], *, now_s: float, until_s: float, longest_s: float
+        self,
+        signing_secrets: Mapping[str, tuple[str, ...]],
+        *,
+        now_s: float,
+        until_s: float,
+        longest_s: float,
+        in_flight: Mapping[str | None, int] = MappingProxyType({}),
     ) -> Due | None:
-        """The delivery whose turn came first; nobody else gets it before `until_s`. None: there is none.
+        """Claim the next delivery, which no other sender claims before `until_s`; None if no delivery is due.
 
-        `signing_secrets`: by endpoint; deliveries to others are left alone.
+        The owner with the fewest deliveries `in_flight` comes first; of these, the delivery that was due first.
+        `signing_secrets`: by endpoint; deliveries to other endpoints are left alone.
         """
         query = select(WebhookDelivery, WebhookEndpoint).join(
             WebhookEndpoint, WebhookDelivery.endpoint_id == WebhookEndpoint.id
         )
         query = query.where(_is_due(now_s, longest_s), WebhookEndpoint.id.in_(signing_secrets))
+        # Owners whose endpoints hang have deliveries that were due first. By time alone they got every free place.
+        owners = [(WebhookEndpoint.owner.is_not_distinct_from(owner), number) for owner, number in in_flight.items()]
+        if owners:
+            query = query.order_by(case(*owners, else_=0))
         row = self._session.execute(query.order_by(WebhookDelivery.next_try_at).limit(1)).first()
         if row is None:
             return None

@@ -314,6 +314,54 @@ def test_an_owner_whose_endpoints_hang_holds_up_nobody_else(client: TestClient, 
     assert set(most.values()) == {1}, "of one endpoint one after the other"
 
 
+def test_sender_with_all_places_taken_gives_the_next_one_to_the_owner_with_the_fewest(
+    client: TestClient, settings: Settings
+) -> None:
+    """Owners whose endpoints hang have more that is due, and has been for longer."""
+    database = context_of(client).database
+    sealed = Seal(settings.home).close(new_signing_secret())
+    num_owners = webhook_sender._NUM_AT_ONCE // webhook_sender._MOST_OF_OWNER
+    hanging = [f"ann-{number}" for number in range(num_owners)]
+    with database.write() as session:
+        for owner in (*hanging, "bob"):
+            for number in range(webhook_sender._MOST_OF_OWNER + 1):
+                url = f"http://{owner}.example/{number}"
+                WebhookRepository(session).add(name="a", url=url, event_types=(CANCELLED,), secret=sealed, owner=owner)
+
+    def end_job(owner: str) -> None:
+        with database.write() as session:
+            jobs = JobRepository(session)
+            jobs.request_cancel(jobs.create(new_job("file-x", owner)).id)
+
+    for owner in hanging:
+        end_job(owner)
+    may_end = threading.Semaphore(0)
+    begun, changed = list[str](), threading.Condition()
+
+    def hang(url: str, **_: object) -> int:
+        with changed:
+            begun.append(url)
+            changed.notify_all()
+        if "bob" not in url:
+            may_end.acquire()
+        return 200
+
+    sender = WebhookSender(database, settings, send=hang)
+    sender.start()
+    try:
+        with changed:
+            assert changed.wait_for(lambda: len(begun) == webhook_sender._NUM_AT_ONCE, timeout=60)
+        end_job("bob")
+        may_end.release()
+        with changed:
+            assert changed.wait_for(lambda: len(begun) > webhook_sender._NUM_AT_ONCE, timeout=60)
+        next_begun = begun[webhook_sender._NUM_AT_ONCE]
+    finally:
+        may_end.release(100)
+        sender.close()
+    assert next_begun.startswith("http://bob.example/")
+
+
 def test_two_senders_do_not_send_the_same(tmp_path: Path, database_url: str, receiver: Receiver) -> None:
     """Each with connections of its own, as those of two services."""
     settings = Settings(home=tmp_path, port=8642, webhook_private_addresses=True, database_url=database_url)
