@@ -234,8 +234,9 @@ def test_endpoint(
                 allows_private=context.settings.webhook_private_addresses,
             )
     except BusyError as error:
-        told = f"samples are sent one by one: {error}"
-        raise ApiError(told, status=429, code="rate_limit_exceeded", kind="requests") from None
+        raise ApiError(
+            f"samples are sent one by one: {error}", status=429, code="webhook_test_in_progress", kind="requests"
+        ) from None
     except (DeliveryError, UrlRefusedError) as error:
         raise ApiError(f"the sample was not delivered: {error}", code="webhook_not_delivered") from error
     with context.database.write() as session:

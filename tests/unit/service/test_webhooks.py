@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.unit.service.api_client import context_of, make_model, serve, upload
 from tests.unit.service.keyed import new_job
 from tests.unit.service.test_metrics import make_job
 from tests.unit.service.webhook_receiver import Receiver, receiving
-from windlass.service import webhook_sender
+from windlass.service import webhook_sender, webhooks
 from windlass.service.sealed import Seal, SealError
 from windlass.service.settings import Settings
 from windlass.service.webhook_requests import new_signing_secret, signature
@@ -162,6 +163,30 @@ def test_a_sample_that_does_not_arrive_is_told(client: TestClient) -> None:
         made = add(client, receiver)
     response = client.post(f"{URL}/{made['id']}/test", json={"event_type": CANCELLED})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "webhook_not_delivered")
+
+
+def test_sample_while_another_of_the_same_user_is_in_flight_is_refused(
+    client: TestClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a thread of the API until the endpoint has answered: many that hang would hold up all requests."""
+    url = f"{URL}/{add(client, receiver)['id']}/test"
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hang(*_: object, **__: object) -> int:
+        begun.set()
+        assert may_end.wait(60)
+        return 200
+
+    monkeypatch.setattr(webhooks, "send", hang)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.post, url, json={"event_type": CANCELLED})
+        assert begun.wait(60)
+        refused = client.post(url, json={"event_type": CANCELLED})
+        may_end.set()
+        assert first.result().status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "webhook_test_in_progress")
+    assert "wait for its answer" in refused.json()["error"]["message"]
+    assert client.post(url, json={"event_type": CANCELLED}).status_code == 200
 
 
 # --- deliveries ---------------------------------------------------------------------------------------------------
