@@ -9,13 +9,14 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import sys
 
 from windlass.service.home import prepare_home
 from windlass.service.logs import set_up_logs
 from windlass.service.processes import die_with_parent
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
-from windlass.service.settings import KEY_VARIABLE, Settings, load_settings
+from windlass.service.settings import KEY_VARIABLE, Settings, SettingsError, load_settings
 from windlass.storage.sql.errors import NewerDatabase
 
 _OTHER_FILES = 200  # that the API has open besides connections
@@ -73,7 +74,7 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     config = uvicorn.Config(
         # In a container the first key is made beside the API that runs.
         create_app(settings, starts_without_keys=listener_fd is None),
-        http=bounded_protocol(ConnectionBounds.of(settings)),
+        http=bounded_protocol(ConnectionBounds.of(settings), tls=_tls_context(settings)),
         access_log=False,
         log_level="warning",
         # Event streams stay open until their reader goes.
@@ -82,8 +83,6 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
         timeout_keep_alive=75,
         server_header=False,
         proxy_headers=False,  # the app reads them itself, from proxies that the settings trust
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
     )
     _allow_files(settings.max_connections + _OTHER_FILES)
     opened = listening(settings.host, settings.port) if listener_fd is None else socket.socket(fileno=listener_fd)
@@ -92,6 +91,21 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     gc.freeze()
     with opened as listener:
         uvicorn.Server(config).run(sockets=[listener])
+
+
+def _tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """The certificate with which the API speaks HTTPS; None without one. Raises SettingsError."""
+    if settings.tls_certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+    except OSError as error:
+        raise SettingsError(
+            f"tls_certificate {settings.tls_certificate} and tls_key {settings.tls_key} cannot be used: {error}; "
+            "give a certificate and its own key, both as PEM without a password"
+        ) from error
+    return context
 
 
 def _allow_files(number: int) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 
 from windlass.service import __main__ as service_main
-from windlass.service.settings import Settings
+from windlass.service.settings import Settings, SettingsError
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 
@@ -97,3 +98,12 @@ def test_a_dispatcher_finds_its_folders_and_its_database_whoever_starts_first(
     monkeypatch.setattr(service_main, "_dispatch", dispatch)
     assert service_main.main(["dispatcher"]) == 0
     assert found == [{}]
+
+
+def test_tls_context_with_the_key_of_another_certificate_tells_both_files(tmp_path: Path) -> None:
+    paths = {"tls_certificate": tmp_path / "certificate.pem", "tls_key": tmp_path / "key.pem"}
+    authority = trustme.CA()
+    authority.issue_cert("box.example").cert_chain_pems[0].write_to_path(str(paths["tls_certificate"]))
+    authority.issue_cert("box.example").private_key_pem.write_to_path(str(paths["tls_key"]))
+    with pytest.raises(SettingsError, match=r"certificate\.pem and tls_key .*key\.pem cannot be used: .*its own key"):
+        service_main._tls_context(Settings.model_construct(**paths))
