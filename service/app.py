@@ -14,7 +14,7 @@ from windlass.service.error_answers import install_error_handlers
 from windlass.service.event_news import EventNews
 from windlass.service.hidden_paths import HiddenPathsMiddleware
 from windlass.service.limits import RateLimits
-from windlass.service.model_check import HubFiles, list_hub_files, one_at_a_time
+from windlass.service.model_check import HubFiles, list_hub_files
 from windlass.service.openapi import install_openapi
 from windlass.service.prometheus import JobCollector, RequestMetrics, RequestMetricsMiddleware
 from windlass.service.protection import check_protected
@@ -48,7 +48,7 @@ def create_app(
         app.state.context = Context(
             settings=settings,
             database=database,
-            hub_files=one_at_a_time(hub_files, limits.hub_questions),
+            hub_files=hub_files,
             limits=limits,
             news=EventNews(database),
         )

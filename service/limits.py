@@ -31,7 +31,6 @@ class RateLimits:
         self.plans = Turnstile(_PLANS_AT_ONCE, wait_s=_WAIT_FOR_PLAN_S)
         self.webhook_samples = Turnstile(_OTHERS_AT_ONCE, wait_s=0.0)
         self.upload_checks = Turnstile(_OTHERS_AT_ONCE, wait_s=0.0)
-        self.hub_questions = Turnstile(_OTHERS_AT_ONCE, wait_s=0.0)
         self._requests = SlidingCounts(requests_per_minute, clock)
         self._failures = SlidingCounts(_FAILURES_PER_MINUTE, clock)
 

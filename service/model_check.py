@@ -9,7 +9,6 @@ from typing import Any
 
 from windlass.service.errors import ApiError
 from windlass.service.hyperparameters import DEFAULT_SEQUENCE_LENGTH
-from windlass.service.limits import BusyError, Turnstile
 from windlass.service.model_ids import is_hub_id, model_dir
 from windlass.service.settings import Settings
 
@@ -86,19 +85,6 @@ def list_hub_files(model: str) -> list[str]:
     except Exception as error:  # noqa: BLE001 - the HTTP library below, and what it raises, depends on the hub's version
         raise LookupError(f"the hub could not be reached ({type(error).__name__})") from None
     return [str(file.rfilename) for file in info.siblings or ()]
-
-
-def one_at_a_time(hub_files: HubFiles, questions: Turnstile) -> HubFiles:
-    """Ask the hub once at a time for each model, and no more at once than there are places: an answer may be slow."""
-
-    def ask(model: str) -> list[str]:
-        try:
-            with questions.entered(model):
-                return hub_files(model)
-        except BusyError as error:
-            raise LookupError(f"the hub is being asked already: {error}") from None
-
-    return ask
 
 
 def _not_found(message: str) -> ApiError:

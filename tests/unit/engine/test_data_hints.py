@@ -109,7 +109,7 @@ def test_hint_shows_the_first_record_and_its_command_converts_the_file(
     [
         (b"PAR1\x15\x04", "a Parquet file", "pandas.read_parquet"),
         (b"ARROW1\0\0", "an Arrow file", "pandas.read_feather"),
-        (gzip.compress(lines(CHAT)), "compressed by gzip", "gunzip -c < 'my data.jsonl' > converted.jsonl"),
+        (gzip.compress(lines(CHAT), mtime=0), "compressed by gzip", "gunzip -c < 'my data.jsonl' > converted.jsonl"),
         (b"\x28\xb5\x2f\xfd\x04", "compressed by Zstandard", "zstd -dc"),
         (b"BZh91AY", "compressed by bzip2", "bunzip2 -c"),
         (b"\xfd7zXZ\x00\x00", "compressed by xz", "xz -dc"),
