@@ -17,6 +17,7 @@ from windlass.service.context import Context
 from windlass.service.error_answers import answer_to_trouble, error_response
 from windlass.service.errors import ApiError
 from windlass.service.loopback import is_loopback
+from windlass.service.request_turns import RequestTurns
 from windlass.service.security import drain
 from windlass.service.settings import Settings
 from windlass.storage.sql.audit import AuditRepository, AuditResult
@@ -32,6 +33,8 @@ OPEN_PATHS = ("/healthz", "/readyz", LOGIN_PATH)
 _OPEN_FOLDER = "/static/"
 _PAGES = ("/", "/docs", LOGOUT_PATH)  # who may not see them is sent to the login
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+# Of one user. The API works in 40 threads.
+_REQUESTS_AT_ONCE = 10
 _HOW = "send it as `Authorization: Bearer wk-…`; `windlass keys create` makes one"
 
 
@@ -99,6 +102,7 @@ class AccessMiddleware:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
+        self._turns = RequestTurns(_REQUESTS_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -129,7 +133,8 @@ class AccessMiddleware:
                 status = message["status"]
             await send(message)
 
-        await self._app(scope, receive, send_noting)
+        app = self._app if caller.user is None else self._turns.taken(caller.user, self._app)
+        await app(scope, receive, send_noting)
         # With 503 nothing was refused: the database could not be asked, or written.
         if status >= 400 and status != 503 and getattr(request.state, "changes", False):
             # The last one is what was to be changed, where it is a part of another thing.
