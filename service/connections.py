@@ -18,6 +18,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr, is_ssl
 
+from windlass.amounts import told_nbytes
 from windlass.service.error_answers import error_response
 from windlass.service.errors import ApiError
 from windlass.service.loopback import address_of
@@ -202,8 +203,8 @@ class _Connection(HttpToolsProtocol):
         super().data_received(data)
         # What came is of the head only if that has not ended by now.
         if self._is_in_head and self._num_head_bytes > self.bounds.max_head_nbytes and not self.transport.is_closing():
-            limit = self.bounds.max_head_nbytes
-            self._refuse(431, "head_too_large", f"a request's head has at most {limit} bytes; send fewer headers")
+            limit = told_nbytes(self.bounds.max_head_nbytes)
+            self._refuse(431, "head_too_large", f"a request's head has at most {limit}; send fewer headers")
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -273,8 +274,8 @@ class _Connection(HttpToolsProtocol):
             self._await_body()
             return
         message = (
-            f"of the request's body {self._num_body_bytes} bytes came in {self.bounds.body_s:g} s, and it takes "
-            f"{self.bounds.min_body_nbytes}; send the request again, faster"
+            f"of the request's body {told_nbytes(self._num_body_bytes)} came in {self.bounds.body_s:g} s, and it takes "
+            f"{told_nbytes(self.bounds.min_body_nbytes)}; send the request again, faster"
         )
         self._refuse(408, "request_timeout", message)
 

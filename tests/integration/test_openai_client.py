@@ -120,7 +120,7 @@ def test_files(client: Any, tmp_path: Path) -> None:
     assert client.files.retrieve(file.id) == file
     assert client.files.content(file.id).content == content
     assert client.files.wait_for_processing(file.id) == file
-    others = [client.files.create(file=("b.jsonl", b"{}\n"), purpose="fine-tune").id for _ in range(4)]
+    others = [client.files.create(file=("b.jsonl", b'{"text": "a"}\n'), purpose="fine-tune").id for _ in range(4)]
     assert [each.id for each in client.files.list(limit=2, order="asc")] == [file.id, *others]
     assert client.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError, match="there is no file"):
@@ -357,9 +357,9 @@ def test_errors_of_access_are_typed(client: Any, database: Database, file_id: st
     with pytest.raises(openai.NotFoundError):
         ann.files.retrieve(file_id)  # from before there were keys
     for _ in range(2):
-        ann.files.create(file=("data.jsonl", b"{}\n"), purpose="fine-tune")
+        ann.files.create(file=("data.jsonl", b'{"text": "a"}\n'), purpose="fine-tune")
     with pytest.raises(openai.PermissionDeniedError) as refused:
-        ann.files.create(file=("data.jsonl", b"{}\n"), purpose="fine-tune")
+        ann.files.create(file=("data.jsonl", b'{"text": "a"}\n'), purpose="fine-tune")
     assert refused.value.code == "file_quota_exceeded"
     for _ in range(59):  # with the one above that is what a minute allows
         with pytest.raises(openai.AuthenticationError):

@@ -10,7 +10,7 @@ from tests.unit.actors.scheduler_stage import Stage
 from windlass.actors.messages import LoadProgressed, LossComputed, Phase
 from windlass.actors.policy.pipeline import StepEnd
 from windlass.actors.policy.waits import UnexpectedEventError
-from windlass.storage.ids import JobId, Step
+from windlass.storage.ids import ActorName, JobId, Step
 
 # Added in another order these give other bits.
 LOSSES = [0.1, 1000.3, 0.7, 3e-5]
@@ -69,7 +69,9 @@ def test_how_much_is_loaded_is_told_now_and_then(stage: Stage, monkeypatch: pyte
     monkeypatch.setattr("windlass.actors.progress.time.monotonic", lambda: now[0])
     for number in range(1, 101):
         stage.scheduler._progress.note(
-            LoadProgressed(job=stage.spec.job, step=Step(0), num_params=number, total_params=100)
+            LoadProgressed(
+                job=stage.spec.job, step=Step(0), actor=ActorName("optimizer-0"), num_params=number, total_params=100
+            )
         )
         now[0] += 0.1
     told = [record.message for record in journal_of(stage.spec) if "Loaded" in record.message]
