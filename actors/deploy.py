@@ -19,7 +19,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from windlass.actors.admission import arena_free_nbytes, require_room, survey_ssds
-from windlass.actors.attempt_lock import begin_attempt, join_attempt, tell_alive
+from windlass.actors.attempt_lock import begin_attempt, has_begun, join_attempt, tell_alive
 from windlass.actors.building import build_actor, import_for
 from windlass.actors.context import (
     GPU_WORKER,
@@ -377,7 +377,10 @@ def device_here(*, has_gpus: bool) -> Any:
 
 
 def start_runner(spec: JobSpec) -> None:
-    """Launches an attempt on the caller's node; Ray must be connected. Returns when the runner has begun."""
+    """Launches an attempt on the caller's node; Ray must be connected. Returns when the runner has begun.
+
+    The runner may be over by then: one that refuses its job ends within milliseconds, and its journal tells why.
+    """
     # It asks for nothing, so that Ray would put it on any node, the head of a cluster too.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     runner = (
@@ -391,7 +394,16 @@ def start_runner(spec: JobSpec) -> None:
         )
         .remote(spec)
     )
-    ray.get(runner.start.remote(), timeout=_START_DEADLINE_S)
+    _await_beginning(runner.start.remote(), spec)
+
+
+def _await_beginning(started: Any, spec: JobSpec) -> None:
+    try:
+        ray.get(started, timeout=_START_DEADLINE_S)
+    except ray.exceptions.RayActorError:
+        # A runner that ends itself at once can take its answer to `start` with it.
+        if not has_begun(Path(spec.job_dir), spec.attempt):
+            raise
 
 
 def find_runner(job: JobId, attempt: Attempt) -> Any | None:

@@ -12,7 +12,7 @@ import ray
 
 from tests.unit.actors.specs import make_layout, make_spec
 from windlass.actors import deploy
-from windlass.actors.attempt_lock import close_attempt, has_begun, last_sign_of_life
+from windlass.actors.attempt_lock import begin_attempt, close_attempt, has_begun, last_sign_of_life
 from windlass.actors.context import make_context, optimizer_name
 from windlass.actors.deploy import Runner
 from windlass.actors.journal import Journal, read_journal
@@ -177,3 +177,32 @@ def test_the_runner_tells_that_it_lives_for_as_long_as_it_does(
             time.sleep(0.01)
     os.close(runner._attempt_lock)
     assert close_attempt(tmp_path, Attempt(2))
+
+
+def test_a_launch_of_a_runner_that_ends_before_it_answers_is_no_failed_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(job_dir=str(tmp_path))
+    launch_one_that_dies(monkeypatch)
+
+    os.close(begin_attempt(tmp_path, spec.attempt))
+    deploy.start_runner(spec)
+
+
+def test_a_launch_of_a_runner_that_dies_before_it_begins_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_one_that_dies(monkeypatch)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        deploy.start_runner(make_spec(job_dir=str(tmp_path)))
+
+
+def launch_one_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Ray answer for a runner whose process is gone."""
+
+    def get(_reference: object, timeout: float) -> None:
+        raise ray.exceptions.ActorDiedError
+
+    handle = SimpleNamespace(start=SimpleNamespace(remote=lambda: None))
+    actor_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _spec: handle))
+    monkeypatch.setattr(ray, "remote", lambda _class: actor_class)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0" * 56))
+    monkeypatch.setattr(ray, "get", get)
