@@ -1,7 +1,8 @@
 """Decides which preparations compute now: fair among owners, and short ones before long ones.
 
-A preparation that has to stand back keeps its process, which stands still. Cores are what preparations compete for; a
-download uses none, and only its owner's number of downloads is limited.
+A preparation that has to stand back keeps its process, which stands still. Cores are what preparations compete for: one
+that downloads uses none, nor does one that waits for memory, which those behind it may hold. Of both, only an owner's
+number is limited.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ class Candidate:
     computed_s: float = 0.0  # by its preparation so far
     has_process: bool = False
     uses_cores: bool = True
+    leaves_cores: bool = False  # to a job that starts: it does not go on now
 
 
 def who_computes(
@@ -47,7 +49,7 @@ def who_computes(
     rounds = zip_longest(*(_may_have_process(by_owner[owner]) for owner in owners))
     chosen, num_computing = [], 0
     for each in (candidate for round_ in rounds for candidate in round_ if candidate is not None):
-        if each.uses_cores and num_computing >= num_side_by_side:
+        if each.leaves_cores or (each.uses_cores and num_computing >= num_side_by_side):
             continue
         num_computing += each.uses_cores
         chosen.append(each.job_id)

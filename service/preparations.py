@@ -87,9 +87,8 @@ class Preparations:
         """
         self.drop(keep={job.id for job in jobs})
         self._account(jobs)
-        candidates = [self._candidate(job) for job in jobs]
-        if is_starting and self._machinery.num_cores < CORES_TO_DIVIDE:
-            candidates = [each for each in candidates if each.computed_s < _LONG_S]
+        has_few_cores = self._machinery.num_cores < CORES_TO_DIVIDE
+        candidates = [self._candidate(job, is_starting=is_starting and has_few_cores) for job in jobs]
         chosen = who_computes(candidates, self._used_s, num_side_by_side=self._num_side_by_side)
         for job_id, preparation in self._running.items():
             if job_id in chosen or preparation.measures:
@@ -154,7 +153,7 @@ class Preparations:
                 self._used_s[job.owner] += computed_s - self._computed_s.get(job.id, 0.0)
                 self._computed_s[job.id] = computed_s
 
-    def _candidate(self, job: Job) -> Candidate:
+    def _candidate(self, job: Job, *, is_starting: bool) -> Candidate:
         preparation = self._running.get(job.id)
         if preparation is None:
             folder = model_dir(
@@ -162,15 +161,17 @@ class Preparations:
             )
             uses_cores = folder.exists()  # else it is downloaded first
         else:
-            uses_cores = preparation.uses_cores
+            uses_cores = preparation.uses_cores and not preparation.waits_for_memory
+        computed_s = 0.0 if preparation is None else preparation.computed_s
         return Candidate(
             job_id=job.id,
             owner=job.owner,
             nbytes=self._nbytes_of(job),
             created_at=job.created_at,
-            computed_s=0.0 if preparation is None else preparation.computed_s,
+            computed_s=computed_s,
             has_process=preparation is not None,
             uses_cores=uses_cores,
+            leaves_cores=is_starting and computed_s >= _LONG_S,
         )
 
     def _nbytes_of(self, job: Job) -> int:

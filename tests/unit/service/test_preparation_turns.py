@@ -57,3 +57,11 @@ def test_a_download_takes_nobodys_place_but_is_limited_too() -> None:
     assert "j8" in chosen
     assert "j9" not in chosen
     assert sum(job_id in chosen for job_id in ("j0", "j1", "j2", "j3", "j4")) == MOST_BEGUN
+
+
+def test_those_that_leave_the_cores_to_a_job_that_starts_count_as_begun() -> None:
+    halted = [
+        _waiting(f"j{number}", "ann", computed_s=40.0, has_process=True, leaves_cores=True)
+        for number in range(MOST_BEGUN)
+    ]
+    assert who_computes([*halted, _waiting("j9", "ann"), _waiting("j8", "bob")], {}, num_side_by_side=9) == ["j8"]

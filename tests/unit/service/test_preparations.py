@@ -196,3 +196,28 @@ def test_a_preparation_waits_for_memory_and_says_so(stage: Stage, monkeypatch: p
     stage.tick()
     assert stage.job(job_id).waiting_reason is None
     stage.dispatcher.close()
+
+
+@pytest.mark.parametrize("owner", ["ann", "bob"])
+def test_one_that_waits_for_memory_does_not_hold_up_those_that_have_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    free_nbytes = [4 * 1024**3]
+    memory = PreparationMemory(free_nbytes=lambda: free_nbytes[0], total_nbytes=8 * 1024**3)
+    made = _real(stage, monkeypatch, _SLOW, memory)
+    monkeypatch.setattr(stage.dispatcher._preparations, "_num_side_by_side", 1)
+    first = stage.submit(owner="ann")
+    _wait_for(stage, lambda: first in made and made[first].process is not None)
+    made[first]._computed_s = 40.0  # so that any other goes before it
+    free_nbytes[0] = 0
+    second = stage.submit(owner=owner)
+    _wait_for(stage, lambda: second in made and made[second].waits_for_memory)
+    stage.tick(2)
+    assert not made[first].is_halted
+    assert not _is_stopped(made[first].process)
+    free_nbytes[0] = 16 * 1024**3
+    _wait_for(stage, lambda: made[second].process is not None)
+    stage.tick(2)
+    assert made[first].is_halted, "it stands back for the one that has its memory now"
+    assert not made[second].is_halted
+    stage.dispatcher.close()
