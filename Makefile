@@ -3,19 +3,28 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CONSTRAINTS := .ci/constraints.txt
 
 # Else each of the many processes that tests and services start compiles all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-long check bench gpu-check clean
+.PHONY: install upgrade demo test test-long check bench gpu-check clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
+
+# The newest of every package, and what they are written down. Commit that once `make check` and `make test` pass.
+upgrade: install
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]'
+	grep '^#' $(CONSTRAINTS) > $(CONSTRAINTS).new
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^torch==' | sed 's/==/<=/' >> $(CONSTRAINTS).new
+	mv $(CONSTRAINTS).new $(CONSTRAINTS)
+	touch $(STAMP)
 
 demo: install
 	$(BIN)/python -m windlass.service.demo

@@ -34,6 +34,7 @@ from windlass.engine.partition import (
     StandIn,
     hidden_of,
     restore_buffers,
+    run_beside_cache,
     run_on_meta,
     swap_buffers_to_meta,
 )
@@ -405,7 +406,7 @@ class BlockRunner:
 
         self._mode_on_call = record
         with contextlib.suppress(_PrologueDone):
-            self.model(input_ids=ids, use_cache=False, past_key_values=cache)
+            run_beside_cache(self.model, ids, cache)
         self._mode_on_call = None  # it would hold what it has recorded
         assert all(hidden is entering[0] for hidden in entering)
         return entering[0], calls

@@ -6,6 +6,7 @@ last one (the head block). What cannot be trained exactly this way is refused by
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,7 +216,17 @@ def run_on_meta(model: nn.Module, num_tokens: int) -> Any:
     sequences, and meta tensors have none.
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
-    return model(input_ids=ids, use_cache=False, past_key_values=DynamicCache())
+    return run_beside_cache(model, ids, DynamicCache())
+
+
+def run_beside_cache(model: nn.Module, ids: torch.Tensor, cache: DynamicCache) -> Any:
+    """Runs the model's own forward on `ids` (1, S) with a cache that it does not fill.
+
+    The argument for it is named `past_key_values` before transformers 5.24 and in models that bring their own code,
+    `cache` since.
+    """
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(input_ids=ids, use_cache=False, **{name: cache})
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

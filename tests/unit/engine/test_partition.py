@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Gemma3Config, Gemma3TextConfig, GPT2Config, Qwen2Config, T5Config
+from transformers import DynamicCache, Gemma3Config, Gemma3TextConfig, GPT2Config, Qwen2Config, T5Config
 
 from tests.unit.engine import odd_models
 from tests.unit.engine.architectures import ARCHITECTURES, NUM_LAYERS, Architecture, make_batch, make_model, plain_step
@@ -22,6 +22,7 @@ from windlass.engine.partition import (
     choose_chunk_numel,
     load_config,
     partition_folder,
+    run_beside_cache,
 )
 from windlass.engine.self_check import block_gradients
 from windlass.storage.ids import Precision
@@ -57,6 +58,28 @@ def test_building_a_meta_model_leaves_the_library_as_it_was() -> None:
         build_meta_model(T5Config(), Precision.FP32)
     assert torch.nn.Module.register_parameter is before
     assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+class CacheModel(torch.nn.Module):
+    """The library's names since 5.24."""
+
+    def forward(self, input_ids: torch.Tensor, cache: Any = None, use_cache: bool = True) -> tuple[Any, bool]:
+        return cache, use_cache
+
+
+class PastKeyValuesModel(torch.nn.Module):
+    """The library's names before 5.24, and those of models that bring their own code."""
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, use_cache: bool = True) -> tuple[Any, bool]:
+        return past_key_values, use_cache
+
+
+@pytest.mark.parametrize("model", [CacheModel(), PastKeyValuesModel()], ids=["cache", "past_key_values"])
+def test_a_cache_goes_in_under_the_name_that_the_model_gives_it(model: torch.nn.Module) -> None:
+    cache = DynamicCache()
+    taken, use_cache = run_beside_cache(model, torch.zeros((1, 2), dtype=torch.long), cache)
+    assert taken is cache
+    assert not use_cache
 
 
 # --- blocks ---------------------------------------------------------------------------------------------------------
