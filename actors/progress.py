@@ -302,7 +302,9 @@ class Progress:
                 of_step[span.kind] += span.nbytes
 
     def _on_kernel_chosen(self, event: KernelChosen) -> None:
-        self._journal.append("message", f"{event.actor} updates with the {event.kernel} kernel")
+        # The worker's name is that of a GPU on every machine.
+        actor = "the device" if event.actor == self._shape.gpu_worker else event.actor
+        self._journal.append("message", f"{actor} updates with the {event.kernel} kernel")
         if others := self._kernels - {event.kernel}:
             self._journal.append(
                 "message",

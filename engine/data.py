@@ -4,13 +4,14 @@ Three formats: chat (`messages`), text, and prompt with completion. An error nam
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.data_hints import HEAD_NBYTES, Hint, foreign_file, near_record, told
+from windlass.engine.data_hints import HEAD_NBYTES, Hint, foreign_file, near_encoding, near_record, told
 
 FORMAT_VERSION = 1  # of the prepared folder
 NO_TARGET = -100  # what PyTorch's cross-entropy ignores
@@ -236,13 +237,19 @@ class _Line:
             # Without its end: columns are counted from the last one.
             return json.loads(text.rstrip("\r\n"))
         except UnicodeDecodeError as error:
-            message = f"not UTF-8 text: byte {error.start + 1} of the line is 0x{raw[error.start]:02x}"
+            found = self._error(
+                f"not UTF-8 text: byte {error.start + 1} of the line is 0x{raw[error.start]:02x}",
+                code=DataErrorCode.INVALID_JSON,
+            )
+            if (encoded := near_encoding(raw)) is None:
+                raise found from None
+            raise self.file.hinted(found, encoded) from None
         except json.JSONDecodeError as error:
-            message = f"not valid JSON: {error.msg} at column {error.colno}"
+            message = f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         except RecursionError:
             message = "not usable JSON: nested too deeply"
-        except ValueError as error:  # integers of thousands of digits
-            message = f"not usable JSON: {error}"
+        except ValueError:
+            message = f"not usable JSON: a whole number has more than {sys.get_int_max_str_digits()} digits"
         raise self._error(message, code=DataErrorCode.INVALID_JSON)
 
     def _string(self, record: dict[str, Any], key: str, field: str = "") -> str:

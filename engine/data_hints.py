@@ -90,6 +90,16 @@ def foreign_file(head: bytes) -> Hint | None:
     return _table(text) or (Hint(form="text without JSON", record={"text": line}) if line else None)
 
 
+def near_encoding(line: bytes) -> Hint | None:
+    """A hint for a line that is no UTF-8: None where it is no JSON object in an encoding of one byte a character."""
+    try:
+        is_object = isinstance(json.loads(line.decode("latin-1")), dict)
+    except (ValueError, RecursionError):
+        return None
+    command = f"iconv -f WINDOWS-1252 -t UTF-8 {{name}} > {_CONVERTED}"
+    return Hint(form="text in another encoding, such as Windows-1252", command=command) if is_object else None
+
+
 def near_record(record: Mapping[str, Any]) -> Hint | None:
     """A record with names of another format, in the nearest form of training files; None where none is near."""
     keys = {key.casefold(): key for key in reversed(list(record)) if isinstance(key, str)}
@@ -121,7 +131,11 @@ def _in(hint: Hint | None, record: dict[str, Any], *, form: str, jq: str, source
     if hint is None:
         return Hint(form=form, record=record, jq=jq, source=source)
     inner = hint.jq if jq == "." else f"{jq} | {hint.jq}"
-    return replace(hint, form=f"{form}, with records in {hint.form}", jq=inner, source=source)
+    if hint.form.endswith("'s form"):
+        each = f"records in {hint.form}"
+    else:
+        each = f"{hint.form.removeprefix('a record with ')} in each record"
+    return replace(hint, form=f"{form}, with {each}", jq=inner, source=source)
 
 
 def _json_array(text: str) -> Hint:

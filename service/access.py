@@ -33,8 +33,9 @@ OPEN_PATHS = ("/healthz", "/readyz", LOGIN_PATH)
 _OPEN_FOLDER = "/static/"
 _PAGES = ("/", "/docs", LOGOUT_PATH)  # who may not see them is sent to the login
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-# Of one user. The API works in 40 threads.
+# Of one user. The API works in 40 threads, and keeps what has come of an upload on the disk.
 _REQUESTS_AT_ONCE = 10
+_UPLOADS_AT_ONCE = 4
 _HOW = "send it as `Authorization: Bearer wk-…`; `windlass keys create` makes one"
 
 
@@ -102,7 +103,7 @@ class AccessMiddleware:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._turns = RequestTurns(_REQUESTS_AT_ONCE)
+        self._turns = RequestTurns(_REQUESTS_AT_ONCE, num_uploads=_UPLOADS_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")

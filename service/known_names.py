@@ -44,10 +44,13 @@ def hint(body: object, location: Sequence[str | int]) -> str:
     if not names:
         return ""
     name, path = str(location[-1]), ".".join(map(str, location))
-    if suggestion := name_hint(name, names):
-        return suggestion
     above = path.removesuffix(name)
     here = [known.removeprefix(above) for known in names if known.startswith(above)]
+    # One at the same place before those elsewhere: several parts of a request have a batch_size.
+    if near := near_names(name, [known for known in here if "." not in known]):
+        return f"; did you mean {above}{near[0]}?"
+    if suggestion := name_hint(name, names):
+        return suggestion
     return f"; there are {', '.join(known for known in here if '.' not in known)}" if here else ""
 
 

@@ -27,9 +27,14 @@ def check_name(filename: str, head: bytes) -> None:
     if filename.lower().endswith(".jsonl"):
         return
     hint = foreign_file(head)
-    advice = f"; {told(hint, filename, is_accepted)}" if hint else ""
+    if hint is not None:
+        advice = told(hint, filename, is_accepted)
+    else:
+        advice = f"if it has one JSON object a line, name it {Path(filename).stem or 'train'}.jsonl"
     raise ApiError(
-        f"file: the name must end in .jsonl, got {describe_value(filename)}{advice}", param=_PARAM, code="invalid_file"
+        f"file: the name must end in .jsonl, got {describe_value(filename)}; {advice}",
+        param=_PARAM,
+        code="invalid_file",
     )
 
 

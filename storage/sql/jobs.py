@@ -14,7 +14,13 @@ from windlass.storage.sql.errors import NotFound, StatusConflict
 from windlass.storage.sql.events import EventRepository
 from windlass.storage.sql.models import DeletedJob, Job
 from windlass.storage.sql.paging import Page, page_of
-from windlass.storage.sql.statuses import ACTIVE_STATUSES, TERMINAL_STATUSES, JobStatus, check_transition
+from windlass.storage.sql.statuses import (
+    ACTIVE_STATUSES,
+    TERMINAL_STATUSES,
+    IllegalTransition,
+    JobStatus,
+    check_transition,
+)
 from windlass.storage.sql.webhooks import WebhookRepository
 
 
@@ -245,9 +251,11 @@ class JobRepository:
     def request_resume(self, job_id: str) -> Job:
         """Let a paused job go on, or be prepared if it was not; one that is about to pause does not rest.
 
-        Raises StatusConflict if it is neither, or is to be cancelled.
+        Raises IllegalTransition if it has ended, and StatusConflict if it is neither, or is to be cancelled.
         """
         job = self.get(job_id)
+        if job.status in TERMINAL_STATUSES:
+            raise IllegalTransition(job_id, job.status, JobStatus.RUNNING)
         if job.status is JobStatus.PAUSING:
             if job.cancel_requested:
                 raise StatusConflict(job_id, JobStatus.PAUSED, "pausing and asked to end")

@@ -128,6 +128,16 @@ def test_what_the_last_steps_time_went_to(service: LiveService, open_page: OpenP
     expect(page.locator("#timeline-trace")).to_have_attribute("href", f"/v1/fine_tuning/jobs/{job_id}/timeline")
 
 
+def test_a_job_of_one_step_without_a_gpu_is_told_of_in_fitting_words(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.run(total_steps=1)
+    busy = {"gpu-0/compute": 5.94, "gpu-0/d2h": 0.0, "ssd-0": 3.3}
+    service.train(job_id, 1, 2.0, total_steps=1, timeline=TIMELINE | {"busy_s": busy, "busiest": "gpu-0/compute"})
+    service.move(job_id, JobStatus.RUNNING, JobStatus.SUCCEEDED, "Done", fine_tuned_model="ft:tiny::1")
+    page = open_page(f"#/jobs/{job_id}")
+    expect(page.locator("#timeline-bars li")).to_have_text(["CPU computes90 %", "CPU copies out0 %", "ssd-050 %"])
+    expect(page.locator("#jobs .job-figures")).to_contain_text("1\u00a0step\u00a0· loss")
+
+
 def test_a_page_that_was_cut_off_shows_every_point_once(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.run(total_steps=12)
     other = service.run(suffix="other")

@@ -140,7 +140,7 @@ def test_a_measured_step_is_drawn_beside_the_planned_one(service: LiveService, o
     expect(page.locator("#timeline-planned-trace")).to_have_attribute("href", planned_url)
     page.click("#lanes summary")
     expect(page.locator("#lanes .lane")).to_have_text(
-        ["gpu-0/computeplannedforwardbackward", "measuredforward", "ssd-0plannedstates", "measuredstates"]
+        ["gpu-0 computesplannedforwardbackward", "measuredforward", "ssd-0plannedstates", "measuredstates"]
     )
     # One scale: the longer step fills it; what lies before a step's period is cut off.
     drawn = page.eval_on_selector_all("#lanes path", "paths => paths.map(path => path.getAttribute('d'))")

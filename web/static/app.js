@@ -192,8 +192,9 @@ function renderItem(item, entry) {
   bar.value = step;
   bar.setAttribute("aria-label", `Progress of ${nameOf(job)} (${shortId(job.id)})`);
   bar.dataset.status = job.status;
+  const all = `${format.whole(total)} ${total === 1 ? "step" : "steps"}`;
   const figures = [
-    total && (bar.hidden ? `${format.whole(total)} steps` : `${format.whole(step)}/${format.whole(total)}`),
+    total && (bar.hidden ? all : `${format.whole(step)}/${format.whole(total)}`),
     metrics && `loss ${format.loss(metrics.train_loss)}`,
     job.status === "running" && metrics?.tokens_per_s != null && `${format.rate(metrics.tokens_per_s)} tok/s`,
     timesOf(entry),

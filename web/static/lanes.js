@@ -2,6 +2,7 @@
 
 import { byId, make, setOptional, setText } from "./dom.js";
 import * as format from "./format.js";
+import { isOnCpu, titleOf } from "./timeline.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 1000;
@@ -26,13 +27,14 @@ export function drawLanes({ planned, measured }) {
   const length = Math.max(0, ...steps.map(([, trace]) => trace.otherData.summary.period_s));
   const lanes = steps.map(([name, trace]) => [name, lanesOf(trace)]);
   const resources = [...new Set(lanes.flatMap(([, found]) => [...found.keys()]))].sort();
+  const isCpu = isOnCpu(steps.map(([, trace]) => trace.otherData.summary));
   const shown = new Set();
   byId("lanes-rows").replaceChildren(
     ...resources.flatMap((resource) =>
       lanes.map(([name, found], index) => {
         const row = make("div", "", `lane ${name}`);
-        row.append(make("span", index === 0 ? resource : ""), make("span", name, "muted"));
-        row.append(picture(`${resource}, ${name}`, found.get(resource) ?? new Map(), length, shown));
+        row.append(make("span", index === 0 ? titleOf(resource, isCpu) : ""), make("span", name, "muted"));
+        row.append(picture(`${titleOf(resource, isCpu)}, ${name}`, found.get(resource) ?? new Map(), length, shown));
         return row;
       }),
     ),

@@ -43,9 +43,8 @@ function renderBars(summary, planned) {
   const key = JSON.stringify([names, steps.map(Boolean)]);
   if (list.dataset.key !== key) {
     list.dataset.key = key;
-    // What copies nothing to the device has none.
-    const isCpu = !names.some((name) => name.endsWith("/h2d"));
-    list.replaceChildren(...names.map((name) => bar(name, summary !== null, planned !== null, isCpu)));
+    const isCpu = isOnCpu(steps);
+    list.replaceChildren(...names.map((name) => bar(titleOf(name, isCpu), summary !== null, planned !== null)));
   }
   names.forEach((name, index) => {
     const item = list.children[index];
@@ -87,11 +86,18 @@ function setTrace(link, trace) {
 
 const percent = (share) => `${Math.round(100 * share)} %`;
 
-function bar(name, isMeasured, isPlanned, isCpu) {
-  const item = make("li");
+/** Whether steps, some of which may be null, were computed on the CPU: what copies nothing to the device has none. */
+export const isOnCpu = (steps) =>
+  !steps.some((step) => Object.keys(step?.busy_s ?? {}).some((name) => name.endsWith("/h2d")));
+
+/** What a resource of a step is called. */
+export function titleOf(name, isCpu) {
   const [worker, part] = name.split("/");
-  const actor = isCpu && part === "compute" ? "CPU" : worker;
-  const title = part ? `${actor} ${NAMES[part] ?? part}` : actor;
+  return part ? `${isCpu ? "CPU" : worker} ${NAMES[part] ?? part}` : worker;
+}
+
+function bar(title, isMeasured, isPlanned) {
+  const item = make("li");
   const meters = make("span", "", "meters");
   if (isMeasured) meters.append(meter(`${title}: busy share of the step`));
   if (isPlanned) meters.append(meter(`${title}: planned share of the step`, "planned"));

@@ -7,7 +7,7 @@ import pytest
 
 from tests.training import journal_of, metrics_of
 from tests.unit.actors.scheduler_stage import Stage
-from windlass.actors.messages import LoadProgressed, LossComputed, Phase
+from windlass.actors.messages import KernelChosen, LoadProgressed, LossComputed, Phase
 from windlass.actors.policy.pipeline import StepEnd
 from windlass.actors.policy.waits import UnexpectedEventError
 from windlass.storage.ids import ActorName, JobId, Step
@@ -62,6 +62,15 @@ def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_g
             progress.note(loss(Phase.HEAD, step, group))
         kept = progress.end_step(step, StepEnd(grad_norm=1.0, loss_scale=1.0, num_skipped=0))
         assert kept["metrics"]["train_loss"] == LOSSES[2] / NUM_TARGETS[2]
+
+
+def test_who_updates_is_told_without_a_gpu_that_may_not_be_there(stage: Stage) -> None:
+    for actor in ("gpu-0", "optimizer-0"):
+        stage.scheduler._progress.note(
+            KernelChosen(job=stage.spec.job, step=Step(0), actor=ActorName(actor), kernel="compiled")
+        )
+    told = [record.message for record in journal_of(stage.spec) if "updates" in record.message]
+    assert told == ["the device updates with the compiled kernel", "optimizer-0 updates with the compiled kernel"]
 
 
 def test_how_much_is_loaded_is_told_now_and_then(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,9 @@ def with_message(**message: Any) -> dict[str, Any]:
     [
         (b'{"messages": [', "invalid_json", "", "column 15"),
         (b"\xff\xfe", "invalid_json", "", "0xff"),
+        (b'{"text": "a\0"}', "invalid_json", "", "Invalid control character at column 12"),
         (b"[" * 200_000, "invalid_json", "", "nested too deeply"),
-        (b'{"text": ' + b"9" * 5000 + b"}", "invalid_json", "", "integer string"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "invalid_json", "", "a whole number has more than 4300 digits"),
         ([1], "invalid_field", "", "not a list"),
         ({"input": 1}, "unknown_format", "", "['input']"),
         ({"prompt": "a"}, "unknown_format", "", '"prompt"'),

@@ -80,6 +80,7 @@ CONVERTIBLE = [
     (lines(PAIR).replace(b"}", b"},"), "JSON objects with commas between them", PAIR),
     (b"prompt,completion\nhi,hello\n", "CSV", PAIR),
     (b"\xef\xbb\xbfinstruction;output\r\nhi;hello\r\n", "CSV, with records in Alpaca's form", CHAT),
+    (b"question,answer\nhi,hello\n", 'CSV, with "question" and "answer" in each record', CHAT),
     (b'text\tsource\n"hi"\tx\n', "tab-separated values", {"text": "hi", "source": "x"}),
     (b"text\nhi\n", "CSV", {"text": "hi"}),
 ]
@@ -115,6 +116,11 @@ def test_hint_shows_the_first_record_and_its_command_converts_the_file(
         (b"\xfd7zXZ\x00\x00", "compressed by xz", "xz -dc"),
         (b"PK\x03\x04\x14\x00[Content_Types].xml", "an Excel workbook", "pandas.read_excel"),
         (b"PK\x03\x04\x14\x00train.jsonl", "a zip archive", "unzip -p"),
+        (
+            '{"text": "café"}\n'.encode("latin-1"),
+            "text in another encoding, such as Windows-1252",
+            "iconv -f WINDOWS-1252 -t UTF-8 'my data.jsonl'",
+        ),
         ("{}".encode("utf-16"), "text in UTF-16, not in UTF-8", "iconv -f UTF-16 -t UTF-8 'my data.jsonl'"),
         (b"{'text': 'hi'}\n", "Python's notation, with single quotes", "ast.literal_eval"),
     ],

@@ -40,6 +40,7 @@ def test_upload_power_loss_after_the_answer_leaves_the_bytes(
     ("name", "content", "purpose", "param", "message"),
     [
         ("a.txt", b"x", "fine-tune", "file", "must end in .jsonl, got 'a.txt'"),
+        ("a.json", b'{"text": "A"}\n', "fine-tune", "file", "if it has one JSON object a line, name it a.jsonl"),
         ("a.jsonl", b"", "fine-tune", "file", "'a.jsonl' is empty"),
         ("a.csv", b"prompt,completion\nA,B\n", "fine-tune", "file", '{"prompt": "A", "completion": "B"}'),
         ("a.json", b'[{"text": "A"}]', "fine-tune", "file", "this is one JSON array"),

@@ -17,6 +17,7 @@ from windlass.service.request_turns import RequestTurns
 from windlass.service.settings import Settings
 
 _POST: Scope = {"type": "http", "method": "POST", "headers": [(b"content-length", b"2")]}
+_UPLOAD: Scope = {"type": "http", "method": "POST", "headers": [(b"content-length", b"2000000")]}
 _GET: Scope = {"type": "http", "method": "GET", "headers": []}
 _START: Message = {"type": "http.response.start", "status": 200, "headers": []}
 
@@ -31,7 +32,7 @@ class _Handler:
 
     def of(self, name: str) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope is _POST:
+            if scope in (_POST, _UPLOAD):
                 while (await receive()).get("more_body"):
                     pass
             self.at_work.append(name)
@@ -58,7 +59,7 @@ async def _receive() -> Message:
 
 def test_request_beyond_the_users_number_waits_until_one_is_answered_and_other_users_do_not() -> None:
     async def check() -> None:
-        handler, turns = _Handler(), RequestTurns(2)
+        handler, turns = _Handler(), RequestTurns(2, num_uploads=1)
         names = ("ann-0", "ann-1", "ann-2", "bob-0")
         async with asyncio.TaskGroup() as tasks:
             for name in names:
@@ -77,7 +78,7 @@ def test_request_beyond_the_users_number_waits_until_one_is_answered_and_other_u
 
 def test_request_whose_body_is_on_its_way_takes_no_turn() -> None:
     async def check() -> None:
-        handler, turns = _Handler(), RequestTurns(1)
+        handler, turns = _Handler(), RequestTurns(1, num_uploads=1)
         handler.may_answer.set()
         handler.may_end.set()
         parts = asyncio.Queue[Message]()
@@ -95,12 +96,61 @@ def test_request_whose_body_is_on_its_way_takes_no_turn() -> None:
     asyncio.run(check())
 
 
+def test_upload_beyond_the_users_number_waits_unread_until_one_is_over_and_other_users_do_not() -> None:
+    """What has come of an upload lies on the disk, also of one that never ends."""
+
+    async def check() -> None:
+        handler, turns = _Handler(), RequestTurns(10, num_uploads=2)
+        handler.may_answer.set()
+        handler.may_end.set()
+        parts = {name: asyncio.Queue[Message]() for name in ("ann-0", "ann-1", "ann-2", "bob-0")}
+        async with asyncio.TaskGroup() as tasks:
+            for name, queue in parts.items():
+                queue.put_nowait({"type": "http.request", "body": b"x", "more_body": True})
+                app = turns.taken(name.partition("-")[0], handler.of(name))
+                tasks.create_task(app(_UPLOAD, queue.get, _send))  # type: ignore[arg-type]
+            await _settle()
+            assert [name for name, queue in parts.items() if not queue.empty()] == ["ann-2"]
+            await turns.taken("ann", handler.of("short"))(_POST, _receive, _send)
+            assert handler.at_work == ["short"]
+            for queue in parts.values():
+                for _ in range(2):
+                    queue.put_nowait({"type": "http.request", "body": b"x", "more_body": False})
+        assert sorted(handler.at_work) == [*parts, "short"]
+        assert turns.num_users == 0
+
+    asyncio.run(check())
+
+
+def test_upload_that_finds_no_place_in_time_is_refused_and_told_why() -> None:
+    async def check() -> None:
+        handler, turns = _Handler(), RequestTurns(10, num_uploads=1, wait_s=0.05)
+        handler.may_end.set()
+        told: list[Message] = []
+
+        async def note(message: Message) -> None:
+            told.append(message)
+
+        async with asyncio.TaskGroup() as tasks:
+            first = turns.taken("ann", handler.of("first"))(_UPLOAD, _receive, _send)
+            tasks.create_task(first)  # type: ignore[arg-type]
+            await _settle()
+            await turns.taken("ann", handler.of("second"))(_UPLOAD, _receive, note)
+            assert (told[0]["status"], dict(told[0]["headers"])[b"retry-after"]) == (429, b"10")
+            assert b"you have 1 upload on the way" in told[1]["body"]
+            handler.may_answer.set()
+        assert handler.at_work == ["first"]
+        assert turns.num_users == 0
+
+    asyncio.run(check())
+
+
 def test_request_that_fails_gives_its_turn_back() -> None:
     async def fail(*_: object) -> None:
         raise RuntimeError("no")
 
     async def check() -> None:
-        turns = RequestTurns(1)
+        turns = RequestTurns(1, num_uploads=1)
         for _ in range(3):
             with pytest.raises(RuntimeError, match="no"):
                 await asyncio.wait_for(turns.taken("ann", fail)(_GET, _receive, _send), timeout=30)
