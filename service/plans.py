@@ -30,6 +30,7 @@ from windlass.service.model_ids import model_dir
 from windlass.service.plan_objects import JobPlanObject, PlanObject
 from windlass.service.plan_view import view_of
 from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, StepFailedError, plan_step
+from windlass.service.preparation_memory import PreparationMemory
 from windlass.service.schemas import TraceObject
 from windlass.service.settings import Settings
 from windlass.storage.sql.events import EventRepository
@@ -38,6 +39,8 @@ from windlass.storage.sql.jobs import JobRepository
 _LOG = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+# How long a plan waits for memory that jobs and preparations have.
+_WAIT_FOR_MEMORY_S = 60.0
 _MOST_OUTPUT_NBYTES = 4096  # of a failed planner's output that are kept
 
 router = APIRouter(prefix="/v1/fine_tuning")
@@ -172,8 +175,16 @@ def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], 
     """The plan, and warnings about processes that died meanwhile."""
     with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
         preparation = Preparation([plan_step(Path(name), question)], work_dir=Path(name))
+        memory, began_s = PreparationMemory(), time.monotonic()
+        preparation.admit = lambda step: memory.grant(name, None, step, lambda: preparation.process, is_box_free=False)
         try:
             while (results := preparation.poll()) is None:
+                if preparation.waits_for_memory and time.monotonic() - began_s >= _WAIT_FOR_MEMORY_S:
+                    raise ApiError(
+                        f"the plan was not made, as it waits for {memory.why_not()}; try again when less runs",
+                        status=503,
+                        code="no_memory",
+                    )
                 time.sleep(_POLL_S)
         except StepFailedError as error:
             _tell_log(error)

@@ -7,11 +7,12 @@ import psutil
 
 from windlass.amounts import told_nbytes
 from windlass.service.limited_process import LimitedProcess
-from windlass.service.preparation import LEAST_MEMORY_NBYTES, PREPARE_DATA, PreparationStep
+from windlass.service.preparation import DOWNLOAD_MODEL, LEAST_MEMORY_NBYTES, PREPARE_DATA, PreparationStep
 
 _GIB = 1024**3
-# What preparing data gets at most: see `engine.example_bounds` for what one example may take.
-_MOST_FOR_DATA_NBYTES = 4 * _GIB
+# What steps get at most that need not hold a model. Of data: see `engine.example_bounds` for what one example may take.
+# A download may go on for hours, and keeps what it is granted from other jobs.
+_MOST_NBYTES = {PREPARE_DATA: 4 * _GIB, DOWNLOAD_MODEL: 4 * _GIB}
 # What is left free for jobs, which take memory as they go on.
 _RESERVE = 0.05  # of the machine's memory
 
@@ -50,7 +51,7 @@ class PreparationMemory:
         own_nbytes = sum(each.nbytes for each in self._granted.values() if each.owner == owner)
         free_nbytes = self.free_nbytes()
         share_nbytes = max(0, free_nbytes + own_nbytes) // 2 - own_nbytes
-        most_nbytes = _MOST_FOR_DATA_NBYTES if step.name == PREPARE_DATA else self._total_nbytes // 2
+        most_nbytes = _MOST_NBYTES.get(step.name, self._total_nbytes // 2)
         nbytes = min(most_nbytes, share_nbytes)
         if nbytes < LEAST_MEMORY_NBYTES:
             if self._granted or not is_box_free:

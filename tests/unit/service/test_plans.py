@@ -24,13 +24,14 @@ from windlass.planner.activations import BlockActivations
 from windlass.planner.hardware import example_machines
 from windlass.planner.placement_json import from_json, to_json
 from windlass.planner.plan import Placement
-from windlass.service import cli_ids, cli_jobs, cli_plan, job_plans
+from windlass.service import cli_ids, cli_jobs, cli_plan, job_plans, plans
 from windlass.service.cli_errors import CommandError
 from windlass.service.client import ServiceClient
 from windlass.service.job_plans import expected_pace
 from windlass.service.job_specs import Machinery, job_dir
 from windlass.service.plan_view import in_words, view_of
 from windlass.service.preparation import Results
+from windlass.service.preparation_memory import PreparationMemory
 from windlass.service.settings import HARDWARE_FILE, SETTINGS_FILE, Settings
 from windlass.storage.ids import Precision
 from windlass.storage.sql.database import Database
@@ -106,6 +107,16 @@ def test_a_plan_for_this_machine_needs_its_profile(planning: TestClient) -> None
     error = response.json()["error"]
     assert (error["param"], error["code"]) == ("hardware", "not_measured")
     assert "windlass doctor" in error["message"]
+
+
+def test_a_plan_gets_memory_beside_what_runs_and_else_none(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreparationMemory, "free_nbytes", lambda _self: GIB)
+    monkeypatch.setattr(plans, "_WAIT_FOR_MEMORY_S", 0.1)
+    response = ask(planning, hardware=MACHINE, windlass={"sequence_length": 64})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_memory")
+    assert "1.00 GiB free beside what runs" in response.json()["error"]["message"]
 
 
 def test_what_does_not_fit_is_an_answer_as_well(planning: TestClient) -> None:

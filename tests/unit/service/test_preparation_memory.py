@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from windlass.service.limited_process import LimitedProcess
-from windlass.service.preparation import CHECK_MODEL, LEAST_MEMORY_NBYTES, PREPARE_DATA, PreparationStep
+from windlass.service.preparation import CHECK_MODEL, DOWNLOAD_MODEL, LEAST_MEMORY_NBYTES, PREPARE_DATA, PreparationStep
 from windlass.service.preparation_memory import PreparationMemory
 
 _GIB = 1024**3
@@ -40,6 +40,12 @@ def test_preparing_data_gets_a_few_gib_and_other_steps_half_of_the_machine() -> 
     memory = PreparationMemory(lambda: 200 * _GIB, 64 * _GIB)
     assert _grant(memory, "j1", "ann") == 4 * _GIB
     assert _grant(memory, "j2", "ann", CHECK_MODEL) == 32 * _GIB
+
+
+def test_a_download_of_hours_leaves_memory_to_other_jobs() -> None:
+    memory = PreparationMemory(lambda: 20 * _GIB, 64 * _GIB)
+    assert _grant(memory, "j1", "ann", DOWNLOAD_MODEL) == 4 * _GIB
+    assert _grant(memory, "j2", "ann", CHECK_MODEL) >= LEAST_MEMORY_NBYTES
 
 
 def test_an_owner_gets_half_of_what_is_free_and_others_still_get_theirs() -> None:
