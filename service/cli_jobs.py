@@ -1,6 +1,8 @@
 """Commands for jobs, files and models."""
 
 import json
+import re
+import shlex
 import sys
 from datetime import datetime
 from enum import StrEnum
@@ -290,8 +292,28 @@ def _file_id(client: ServiceClient, file: str) -> str:
         near = near_names(path.name, beside, separator="/")
         needed = f"give the path of a .jsonl file, or the id of an uploaded one ({FILE}…)"
         raise CommandError(f"there is no file {file}; {f'did you mean {path.with_name(near[0])}?' if near else needed}")
-    file_id: str = client.upload(path)["id"]
+    try:
+        file_id: str = client.upload(path)["id"]
+    except RequestRefusedError as error:
+        raise RequestRefusedError(_with_path(error.message, file), error.code) from None
     return file_id
+
+
+def _with_path(message: str, file: str) -> str:
+    """Name a file that was refused as its sender did; the service knows the last part of its path.
+
+    So the command that converts it works where it was sent from.
+    """
+    name = Path(file).name
+    if name == file:
+        return message
+    if message.startswith(f"file: {name}"):
+        message = f"file: {file}{message.removeprefix(f'file: {name}')}"
+    for words in (f"got {name!r}", f"file: {name!r} is"):
+        message = message.replace(words, words.replace(repr(name), repr(file)), 1)
+    before, mark, command = message.rpartition("; convert it: ")
+    in_command = re.compile(rf"(?<= ){re.escape(shlex.quote(name))}(?= )")
+    return f"{before}{mark}{in_command.sub(lambda _: shlex.quote(file), command)}" if mark else message
 
 
 def _parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -118,6 +118,11 @@ def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     message, code = str(error.detail), _HTTP_CODES.get(HTTPStatus(error.status_code))
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"unknown URL: {request.method} {request.url.path}"
+    elif isinstance(error.__cause__, (RecursionError, ValueError)):  # of Python's JSON
+        message = (
+            "the body cannot be read: it is no UTF-8, is nested too deeply, or has a number of thousands of digits"
+        )
+        code = "invalid_json"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.method} is not allowed on {request.url.path}"
         headers["Allow"] = ", ".join(_methods_of(request))

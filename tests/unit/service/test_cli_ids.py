@@ -93,6 +93,35 @@ def test_submit_file_that_is_not_there_is_refused_with_the_one_beside_it(
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "begin", "end"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{', "file: {path}, line 2: not valid JSON", "column 2"),
+        (
+            "my chats.jsonl",
+            '{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}',
+            "file: {path}, line 1: expected",
+            "}' '{path}' > converted.jsonl",
+        ),
+        ("a.json", '[{"text": "a.json is"}]', "file: the name must end in .jsonl, got '{path}'", " {path} > {out}"),
+        ("a.csv", "question,answer\na,b\n", "file: the name must end in .jsonl, got '{path}'", " {path} | jq -c "),
+        ("a.jsonl", "", "file: '{path}' is empty", ""),
+    ],
+)
+def test_submit_tells_of_a_refused_file_as_its_sender_named_it(
+    tmp_path: Path, service: ServiceClient, name: str, content: str, begin: str, end: str
+) -> None:
+    path = tmp_path / "chats of may" / name if " " in name else tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    with pytest.raises(RequestRefusedError) as caught:
+        cli_jobs.submit("tiny", str(path), home=tmp_path)
+    told = str(caught.value)
+    assert told.startswith(begin.replace("{path}", str(path)))
+    assert end.replace("{path}", str(path)).replace("{out}", "converted.jsonl") in told
+    assert '"text": "a.json is"' in told or name != "a.json"
+
+
 def test_jobs_of_one_suffix_are_told_apart_in_the_list(
     tmp_path: Path, service: ServiceClient, file_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

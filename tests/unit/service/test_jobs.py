@@ -245,6 +245,10 @@ def test_a_job_tells_all_its_settings(client: TestClient, file_id: str) -> None:
 def test_no_json_and_no_model_are_said_so(client: TestClient) -> None:
     broken = client.post(JOBS, content=b"{", headers={"Content-Type": "application/json"})
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+    for content in (b'{"suffix": "\xff"}', b"[" * 200_000, b'{"seed": ' + b"9" * 5000 + b"}"):
+        unreadable = client.post(JOBS, content=content, headers={"Content-Type": "application/json"})
+        assert unreadable.status_code == 400
+        assert unreadable.json()["error"]["message"].startswith("the body cannot be read: it is no UTF-8, is nested")
     missing = client.post(JOBS, json={"training_file": "file-1"})
     assert missing.json()["error"] == {
         "message": "missing parameter: model",
