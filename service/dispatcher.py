@@ -21,12 +21,20 @@ from windlass.service.full_disk import why_it_waits_for_room
 from windlass.service.home import is_out_of_room, room_reason
 from windlass.service.housekeeping import Housekeeping
 from windlass.service.job_plans import expected_pace, load_plan, seconds_left
-from windlass.service.job_queue import JobQueue, Verdict
+from windlass.service.job_queue import JobQueue, Verdict, is_starting
 from windlass.service.job_specs import Machinery, build_job_spec, job_dir
 from windlass.service.lease import Lease
 from windlass.service.leftovers import free_space, jobs_with_states, remove_arenas, remove_states
 from windlass.service.logs import about
-from windlass.service.outcomes import fail_attempt, fail_job, open_journal, resume, take_in
+from windlass.service.outcomes import (
+    cut_short,
+    fail_attempt,
+    fail_job,
+    last_fruitful_attempt,
+    open_journal,
+    resume,
+    take_in,
+)
 from windlass.service.plan_corrections import Ask, PlanCorrections, ask_planner
 from windlass.service.plan_renewal import PlanRenewals
 from windlass.service.preparation import (
@@ -50,6 +58,8 @@ from windlass.storage.sql.statuses import ACTIVE_STATUSES, TERMINAL_STATUSES, Jo
 
 _LOG = logging.getLogger(__name__)
 
+# What a runner is told that has only just begun.
+_CUT_SHORT = "make room at once"
 # How long a runner that was asked to end may take before it is asked again.
 _TELL_AGAIN_S = 10.0
 # How long a runner whose attempt is over may take to close its files and to end its other actors.
@@ -69,14 +79,6 @@ _LOST = (
 _FULL_LATELY_S = 30.0
 _ROOM_AGAIN = "There is room on the disk again"
 _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
-
-
-# How long an attempt takes to start, at most, as far as others yield to it.
-_STARTING_S = 20.0
-
-
-def _is_starting(job: Job) -> bool:
-    return job.launched_at is not None and 0 <= time.time() - job.launched_at < _STARTING_S
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,7 +166,7 @@ class Dispatcher:
         for job_id, over in tuple(self._over.items()):
             self._guarded(about(job_id, over.attempt), self._see_off, job_id, over)
         validating = self._jobs(JobStatus.VALIDATING_FILES)
-        self._preparations.arrange(validating, is_starting=any(map(_is_starting, running)))
+        self._preparations.arrange(validating, is_starting=any(map(is_starting, running)))
         for job in validating:
             self._guarded(about(job.id, job.attempt), self._preparations.tend, job, validating)
         self._launch_next()
@@ -235,7 +237,7 @@ class Dispatcher:
                 job,
                 records,
                 lost=lost if hangs or not alive else None,
-                when_lost=functools.partial(resume, self._settings),
+                when_lost=functools.partial(cut_short if self._left_for_another(job) else resume, self._settings),
             )
         except JournalError as error:
             with self._database.write() as session:
@@ -304,8 +306,18 @@ class Dispatcher:
         """To end the job, or the attempt; nothing is told to one that may go on."""
         if job.cancel_requested:
             self._tell(job, "cancel", self._runners.cancel)
+        elif job.status is JobStatus.RUNNING and job.yields_to is not None and not self._has_a_step(job):
+            self._tell(job, _CUT_SHORT, self._runners.kill)
         elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._corrections.tend(job):
             self._tell(job, "pause", self._runners.pause)
+
+    def _has_a_step(self, job: Job) -> bool:
+        with self._database.read() as session:
+            return last_fruitful_attempt(session, job.id) == job.attempt
+
+    def _left_for_another(self, job: Job) -> bool:
+        """Whether its runner was ended for another job, before its first step."""
+        return self._told.get(job.id, ("", 0.0))[0] == _CUT_SHORT
 
     def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
         told, told_at = self._told.get(job.id, ("", 0.0))

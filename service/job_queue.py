@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,17 @@ _LONGEST_PAUSE_S = 300.0
 _LOOK_AGAIN_S = 5.0
 # For how long a reason stays whose numbers only have changed. Such a change is no event.
 _SAY_AGAIN_S = 60.0
+# How long an attempt takes to start, at most, as far as others are concerned: its processes import, and nothing of the
+# job is lost where they end.
+_STARTING_S = 20.0
+# Attempts in a row that may be ended while they start. The next one brings the job on, however many urgent jobs come.
+_MOST_CUT_SHORT = 3
 _AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
+
+
+def is_starting(job: Job) -> bool:
+    """Whether an attempt of a running job has just begun."""
+    return job.launched_at is not None and 0 <= time.time() - job.launched_at < _STARTING_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +189,11 @@ class JobQueue:
         for victim in victims:
             with self._database.write() as session:
                 found = JobRepository(session).get(victim)
+                has_a_step = last_fruitful_attempt(session, victim) == found.attempt
+                how = "the runner ends its attempt after its step" if has_a_step else "its attempt has only just begun"
                 message = (
-                    f"Pausing for {in_words_to(session, found, job.id)} of higher priority: the runner ends its "
-                    "attempt after its step; the job goes on by itself when there is room"
+                    f"Pausing for {in_words_to(session, found, job.id)} of higher priority: {how}; the job goes on by "
+                    "itself when there is room"
                 )
                 JobRepository(session).ask_to_yield(victim, job.id, message=message, seen=found)
             _LOG.info(
@@ -271,12 +284,14 @@ class JobQueue:
             created_at=job.created_at,
             is_leaving=is_leaving,
             may_be_paused=may_be_paused,
-            has_a_step=may_be_paused and self._has_a_step(job),
+            may_leave_now=may_be_paused and self._may_leave_now(job),
         )
 
-    def _has_a_step(self, job: Job) -> bool:
+    def _may_leave_now(self, job: Job) -> bool:
+        """Once its attempt has a step, or as long as it starts: then it is ended at once, but not again and again."""
         with self._database.read() as session:
-            return last_fruitful_attempt(session, job.id) == job.attempt
+            num_fruitless = job.attempt - last_fruitful_attempt(session, job.id)
+        return num_fruitless == 0 or (num_fruitless <= _MOST_CUT_SHORT and is_starting(job))
 
     def _pause_before_retry(self, job: Job) -> float | None:
         """How long a job waits after its attempt was lost without a step of progress; None if it need not any more."""

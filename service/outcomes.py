@@ -216,6 +216,18 @@ def _go_on(settings: Settings, session: Session, job: Job) -> None:
         _leave(session, job, message, level="info", num_lost=0)
 
 
+def cut_short(settings: Settings, session: Session, job: Job, _reason: str) -> None:
+    """The attempt was ended before its first step, for a job of higher priority; another one begins anew."""
+    now = JobRepository(session).get(job.id)  # its owner may have asked for something meanwhile
+    if now.yields_to is None or now.cancel_requested or last_fruitful_attempt(session, job.id) == job.attempt:
+        _go_on(settings, session, job)
+        return
+    other = in_words_to(session, now, now.yields_to)
+    message = f"Attempt {job.attempt} ended as it began, for {other} of higher priority; "
+    message += "the job goes on by itself when there is room"
+    _leave(session, job, message, level="info", num_lost=job.num_lost)
+
+
 def _succeed(session: Session, settings: Settings, job: Job, outcome: Outcome) -> None:
     folder = output_dir(settings, job)
     if not (folder / "config.json").is_file():

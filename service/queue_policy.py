@@ -26,7 +26,7 @@ class Holder:
     created_at: float = 0.0
     is_leaving: bool = False  # it was asked to end or to pause, or its processes are about to be gone
     may_be_paused: bool = False  # by a job of higher priority
-    has_a_step: bool = True  # its attempt has committed one
+    may_leave_now: bool = True  # else it has to bring its attempt to a step first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _decide(has: Amounts, present: Sequence[Holder], waiting: Sequence[Queued], 
     chosen = _who_makes_room(has, present, waiting, each) if each.is_ready else None
     if not chosen:
         return found
-    if not all(holder.has_a_step for holder in chosen):
+    if not all(holder.may_leave_now for holder in chosen):
         return replace(found, will_pause=True)
     return replace(found, pauses=tuple(holder.job_id for holder in chosen))
 

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.service.dispatcher_stage import PREPARED, Stage, planned
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.amounts import GIB
+from windlass.service import job_queue
 from windlass.service.box import Box, SsdSpace
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.statuses import JobStatus
@@ -191,7 +192,8 @@ def test_settings_that_cannot_be_read_are_one_jobs_trouble(two_gpus: Stage, monk
 
 
 def test_jobs_go_by_priority_and_then_first_in_first_out(stage: Stage) -> None:
-    running, _ = stage.run()
+    running = stage.queue(priority=-1)
+    stage.tick()
     low, first, second, high = (stage.queue(priority=priority) for priority in (1, 0, 0, -1))
     for expected in (high, first, second, low):
         end(stage, started(stage)[-1][0])
@@ -238,7 +240,10 @@ def test_a_paused_job_goes_on_before_those_of_its_priority_that_came_later(stage
     assert stage.status(other) is JobStatus.QUEUED
 
 
-def test_a_job_is_paused_once_its_attempt_has_a_step_and_not_before(stage: Stage) -> None:
+def test_a_job_is_paused_once_its_attempt_has_a_step_and_not_before(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queue, "_STARTING_S", 0.0)  # all attempts are beyond that
     low = stage.queue(priority=1)
     stage.tick()
     high = stage.queue()
@@ -257,6 +262,46 @@ def test_a_job_is_paused_once_its_attempt_has_a_step_and_not_before(stage: Stage
     stage.tick()
     assert stage.runners.paused == [(low, 1), (low, 2)]
     assert stage.status(higher) is JobStatus.QUEUED
+
+
+def test_an_attempt_that_has_just_begun_ends_at_once_and_counts_as_no_loss(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    high = stage.queue()
+    stage.tick(3)
+    assert stage.runners.paused == []
+    assert started(stage) == [(low, 1), (high, 1)]
+    assert f"Pausing for job {high} of higher priority: its attempt has only just begun" in stage.messages(low)[-3]
+    assert stage.messages(low)[-2] == (
+        f"Attempt 1 ended as it began, for job {high} of higher priority; the job goes on by itself when there is room"
+    )
+    assert (stage.job(low).num_lost, stage.job(low).yields_to) == (0, None)
+    end(stage, high)
+    assert started(stage)[-1] == (low, 2)
+
+
+def test_attempts_are_not_cut_short_again_and_again(stage: Stage) -> None:
+    """However many urgent jobs come, the job moves on."""
+    low = stage.queue(priority=1)
+    stage.tick()
+    for number in range(1, 4):
+        urgent = stage.queue()
+        stage.tick(3)
+        assert started(stage)[-1] == (urgent, 1)
+        end(stage, urgent)
+        assert started(stage)[-1] == (low, number + 1)
+    urgent = stage.queue()
+    stage.tick(3)
+    assert stage.status(urgent) is JobStatus.QUEUED
+    train(stage, low, 1)
+    stage.tick()
+    assert stage.runners.paused == [(low, 4)]
+    end(stage, low, PAUSED)
+    end(stage, urgent)
+    stage.queue()
+    stage.tick(3)
+    assert started(stage)[-2:][0] == (low, 5), "its count begins anew after a step"
+    assert stage.status(low) is JobStatus.QUEUED
 
 
 def test_no_job_is_paused_for_one_that_would_not_fit_even_then(two_gpus: Stage) -> None:

@@ -16,8 +16,10 @@ def takes(memory: int, devices: int = 1) -> Amounts:
     return {"devices": devices, "memory": memory}
 
 
-def running(job_id: str, memory: int, *, priority: int = 0, has_a_step: bool = True) -> Holder:
-    return Holder(job_id=job_id, takes=takes(memory), priority=priority, may_be_paused=True, has_a_step=has_a_step)
+def running(job_id: str, memory: int, *, priority: int = 0, may_leave_now: bool = True) -> Holder:
+    return Holder(
+        job_id=job_id, takes=takes(memory), priority=priority, may_be_paused=True, may_leave_now=may_leave_now
+    )
 
 
 def waiting(job_id: str, memory: int, *, priority: int = 0, is_ready: bool = True) -> Queued:
@@ -123,7 +125,7 @@ def test_nobody_is_paused_where_those_that_leave_make_enough_room() -> None:
 
 
 def test_a_job_is_not_paused_before_its_attempt_has_a_step() -> None:
-    found = decided([running("low", 6, priority=1, has_a_step=False)], [waiting("a", 6)])["a"]
+    found = decided([running("low", 6, priority=1, may_leave_now=False)], [waiting("a", 6)])["a"]
     assert (found.pauses, found.will_pause) == ((), True)
 
 
@@ -156,7 +158,7 @@ def situations(draw: st.DrawFn) -> tuple[Amounts, list[Holder], list[Queued]]:
             priority=draw(st.integers(0, 3)),
             is_leaving=draw(st.booleans()),
             may_be_paused=True,
-            has_a_step=draw(st.booleans()),
+            may_leave_now=draw(st.booleans()),
         )
         if not missing(box, total(each.takes for each in holders), holder.takes):
             holders.append(holder)
@@ -186,7 +188,7 @@ def test_whatever_comes_nobody_gets_what_is_not_there_and_priorities_hold(
         if decision.pauses:
             chosen = [by_id[name] for name in decision.pauses]
             assert each.is_ready
-            assert all(h.priority > each.priority and h.has_a_step and not h.is_leaving for h in chosen)
+            assert all(h.priority > each.priority and h.may_leave_now and not h.is_leaving for h in chosen)
 
     # Of those that could have a place, the first that has none waits for nobody below it, if it need not.
     first = next((pair for pair in zip(queued, decisions, strict=True) if not (pair[1].begins or pair[1].never)), None)
