@@ -1,20 +1,29 @@
 """A service with keys: two users and an admin, each with a file, a job and a model, and keys that open nothing."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Mount, Route
 
 from tests.unit.service.api_client import context_of, make_model, serve
+from windlass.actors.journal import METRICS, JournalRecord
+from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.spans_file import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
+from windlass.planner.report import PlanReport
+from windlass.service.caller import Caller
+from windlass.service.job_specs import job_dir
 from windlass.service.sealed import Seal
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.files import FileRepository
 from windlass.storage.sql.jobs import JobRepository, NewJob
+from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.keys import KeyRepository, Role
 from windlass.storage.sql.models import Checkpoint
 from windlass.storage.sql.statuses import JobStatus
@@ -180,3 +189,36 @@ def make_things(database: Database, settings: Settings, owner: str | None, *, nu
         endpoint_id=endpoint.id,
         checkpoint_id=checkpoint_id,
     )
+
+
+def leave_traces(database: Database, settings: Settings, job_id: str, *, message: str = "Step 1") -> None:
+    """All that a job leaves which was planned and has trained. `message`: of its event."""
+    folder = job_dir(settings, job_id)
+    (folder / "prepare").mkdir(parents=True)
+    span = WorkSpan("ssd-0", SpanKind.READ_STATES, 1, 2, 7, 10.5, 11.0, 4096)
+    spans = StepSpans(step=1, start_s=10.0, end_s=11.0, summary={"period_s": 1.0}, spans=(span,))
+    for kept in (folder / FOLDER, folder / "prepare" / SIMULATED_FOLDER):
+        keep_step(kept, spans)
+    plan = {
+        **asdict(PlanReport(feasible=True, reasons=("it fits",), step_s=1.0)),
+        "engine_gib": dict.fromkeys(("gpu", "host", "ssd"), 1.0),
+    }
+    (folder / "prepare" / "plan_job.json").write_text(json.dumps({"ok": True, "plan": plan}))
+    told = {"step": 1, "train_loss": 1.0, "measured": {"step_s": 2.0, "num_steps": 1, "peak_bytes": {"gpu": 1}}}
+    record = JournalRecord(attempt=1, seq=1, created_at=1.0, kind=METRICS, level="info", message=message, data=told)
+    with database.write() as session:
+        import_journal(session, job_id, 1, [record])
+
+
+def end_streams(patch: pytest.MonkeyPatch) -> None:
+    """Each stream of events looks for them once, and ends."""
+    seen: dict[int, Caller] = {}  # kept, as another caller could get the place in memory of one that is gone
+
+    def is_still_in(caller: Caller, _session: object) -> bool:
+        is_first = id(caller) not in seen
+        seen[id(caller)] = caller
+        return is_first
+
+    patch.setattr(Caller, "is_still_in", is_still_in)
+    patch.setattr("windlass.service.events._POLL_INTERVAL_S", 0)
+    patch.setattr("windlass.service.events._LOOK_AGAIN_S", 0)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.service.api_client import context_of, make_model, serve, upload
-from tests.unit.service.keyed import ADMIN, NOTHING, Things, World, keyed_world, new_job, routes_of
+from tests.unit.service.keyed import ADMIN, NOTHING, Things, World, end_streams, keyed_world, new_job, routes_of
 from windlass.service.access import LOGIN_COOKIE
 from windlass.service.caller import Caller
 from windlass.service.event_news import News
@@ -104,17 +104,7 @@ def jobs_there(world: World) -> int:
 
 @pytest.fixture
 def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream looks for events once, and ends."""
-    seen: list[Caller] = []  # kept, as another caller could get the place in memory of one that is gone
-
-    def is_still_in(caller: Caller, _session: object) -> bool:
-        is_first = not any(caller is each for each in seen)
-        seen.append(caller)
-        return is_first
-
-    monkeypatch.setattr(Caller, "is_still_in", is_still_in)
-    monkeypatch.setattr("windlass.service.events._POLL_INTERVAL_S", 0)
-    monkeypatch.setattr("windlass.service.events._LOOK_AGAIN_S", 0)
+    end_streams(monkeypatch)
 
 
 @pytest.mark.usefixtures("_short_streams")

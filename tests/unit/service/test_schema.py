@@ -3,18 +3,20 @@ what the description does not have, and nobody gets in without a key.
 
 Each request is made of a service that asks for no key, and of one that does: without one, with a wrong one, and with
 those of a user and of an admin. Every second one names things that its sender has. The long form makes thousands, on
-both databases, and prints how many; `make test` makes a few of each operation.
+both databases, and prints how many; `make test` makes a few of each operation. `python -m benchmarks.schema` makes a
+hundred thousand different ones, each of one sender.
 """
 
 import itertools
 import json
+import os
 import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hypothesis
 import pytest
@@ -30,24 +32,21 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.unit.service.api_client import make_model, no_hub
-from tests.unit.service.keyed import ADMIN, USERS, Things, make_keys, make_things, routes_in
-from windlass.actors.journal import METRICS, JournalRecord
-from windlass.actors.messages import SpanKind, WorkSpan
-from windlass.actors.spans_file import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
+from tests.unit.service.keyed import ADMIN, USERS, Things, end_streams, leave_traces, make_keys, make_things, routes_in
 from windlass.planner.hardware import Hardware, example_machines
 from windlass.planner.report import PlanReport
 from windlass.service.app import create_app
-from windlass.service.caller import Caller
-from windlass.service.job_specs import job_dir
 from windlass.service.settings import Settings
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.journal import import_journal
 from windlass.storage.sql.webhooks import EVENT_TYPES, WebhookRepository
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 HOST = "127.0.0.1:8642"
 NUM_CASES, NUM_CASES_LONG = 3, 100
+# Of each operation, and into which file the numbers of answers go; `python -m benchmarks.schema` sets them.
+NUM_CASES_ONCE = int(os.environ.get("SCHEMA_CASES", "0"))
+TOLD_FILE = os.environ.get("SCHEMA_TOLD")
 STRANGERS, USER = (None, "wrong", "expired", "revoked"), USERS[0]
 NUMBERS = itertools.count()
 ALL_CHECKS = list(hypothesis.HealthCheck)
@@ -115,31 +114,16 @@ class Service:
                 WebhookRepository(session).get(things.endpoint_id).secret = "gAAAAA"
         if case.method == "GET":
             self.kept[who] = things
-            self._leave_traces(things.done_id)
+            leave_traces(self.database, self.settings, things.done_id)
         return things
 
-    def _leave_traces(self, job_id: str) -> None:
-        """All that a job leaves which was planned and has trained."""
-        folder = job_dir(self.settings, job_id)
-        (folder / "prepare").mkdir(parents=True)
-        span = WorkSpan("ssd-0", SpanKind.READ_STATES, 1, 2, 7, 10.5, 11.0, 4096)
-        spans = StepSpans(step=1, start_s=10.0, end_s=11.0, summary={"period_s": 1.0}, spans=(span,))
-        for kept in (folder / FOLDER, folder / "prepare" / SIMULATED_FOLDER):
-            keep_step(kept, spans)
-        plan = {
-            **asdict(PlanReport(feasible=True, reasons=("it fits",), step_s=1.0)),
-            "engine_gib": dict.fromkeys(("gpu", "host", "ssd"), 1.0),
-        }
-        (folder / "prepare" / "plan_job.json").write_text(json.dumps({"ok": True, "plan": plan}))
-        told = {"step": 1, "train_loss": 1.0, "measured": {"step_s": 2.0, "num_steps": 1, "peak_bytes": {"gpu": 1}}}
-        record = JournalRecord(
-            attempt=1, seq=1, created_at=1.0, kind=METRICS, level="info", message="Step 1", data=told
-        )
-        with self.database.write() as session:
-            import_journal(session, job_id, 1, [record])
+
+def _scope(fixture_name: str, config: pytest.Config) -> Literal["function", "module"]:
+    """One for all operations; or one of each, where so many cases would leave it with too much to list."""
+    return "function" if NUM_CASES_ONCE else "module"
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
+@pytest.fixture(scope=_scope, params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def urls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Two databases."""
     if request.param == "sqlite":
@@ -151,7 +135,7 @@ def urls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             yield [first, second]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope=_scope)
 def services(
     urls: list[str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[list[Service]]:
@@ -166,7 +150,7 @@ def services(
         patch.setattr("windlass.service.plans._run", lambda *_: (plan, []))
         machine = Hardware.model_validate(yaml.safe_load(example_machines()["rtx4090-server"].read_text()))
         patch.setattr("windlass.service.plans.measured_hardware", lambda _: machine)
-        _end_streams(patch)
+        end_streams(patch)
         for is_keyed, url in enumerate(urls):
             home = tmp_path_factory.mktemp("home")
             settings = Settings(home=home, port=8642, max_file_mib=1, database_url=url, requests_per_minute=10**9)
@@ -184,18 +168,13 @@ def services(
     _print_numbers(request.config, found)
 
 
-def _end_streams(patch: pytest.MonkeyPatch) -> None:
-    """Each looks for events once."""
-    looks = itertools.count()
-    patch.setattr(Caller, "is_still_in", lambda *_: next(looks) % 2 == 0)
-    patch.setattr("windlass.service.events._POLL_INTERVAL_S", 0)
-    patch.setattr("windlass.service.events._LOOK_AGAIN_S", 0)
-
-
 def _print_numbers(config: pytest.Config, services: list[Service]) -> None:
     """How many requests there were, for who runs this alone."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     told = services[0].told + services[1].told
+    if TOLD_FILE is not None:
+        with Path(TOLD_FILE).open("a") as file:
+            file.write(json.dumps([[*key, number] for key, number in told.items()]) + "\n")
     if terminal is None or not told:
         return
     statuses: Counter[int] = Counter()
@@ -245,11 +224,15 @@ def _right(case: Case, things: Things, *, with_options: bool) -> dict[str, Any]:
 
 
 def check(case: Case, services: list[Service]) -> None:
-    """Ask everybody's way."""
+    """Ask everybody's way; of very many cases each in one way, a stranger's one in eight times."""
     keyless, keyed = services
     is_open = case.operation.definition.raw.get("security") == []
     luck = zlib.crc32(repr((case.path_parameters, case.query, case.body)).encode())
-    for service, who in ((keyless, None), *((keyed, who) for who in (*STRANGERS, USER, ADMIN))):
+    ways = [(keyless, None), *((keyed, who) for who in (*STRANGERS, USER, ADMIN))]
+    if NUM_CASES_ONCE and (case.path_parameters or case.query or isinstance(case.body, dict)):
+        place = (luck >> 4) % 8
+        ways = [ways[1 + (luck >> 8) % len(STRANGERS)] if place == 0 else ways[(0, -2, -1)[place % 3]]]
+    for service, who in ways:
         more = name_what_is_there(service, case, who, luck) if luck & 1 and who not in STRANGERS[1:] else {}
         status = service.ask(case, who, **more)
         if service is keyed and who in STRANGERS and not is_open:
@@ -270,7 +253,7 @@ def test_no_request_is_answered_with_what_is_not_described(case: Case, services:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @many.parametrize()
-@hypothesis.settings(max_examples=NUM_CASES_LONG, deadline=None, suppress_health_check=ALL_CHECKS)
+@hypothesis.settings(max_examples=NUM_CASES_ONCE or NUM_CASES_LONG, deadline=None, suppress_health_check=ALL_CHECKS)
 def test_no_request_of_thousands_is_answered_with_what_is_not_described(case: Case, services: list[Service]) -> None:
     check(case, services)
 

@@ -1,0 +1,87 @@
+"""Does the API keep to its own description, whatever it is asked?
+
+`python -m benchmarks.schema`: a hundred thousand requests that schemathesis makes from the description, right
+ones and wrong ones, each sent by one of: who needs no key, a user, an admin, and in one of eight cases somebody without
+a right key. None may fail inside, none may be answered with what the description does not have, and nobody gets in who
+may not. Every second one names a model, files, jobs and webhooks that its sender has. What is asked and checked is in
+`tests/unit/service/test_schema.py`, of which `make test` and `make test-long` run a part.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.report import Report
+
+_TESTS = "tests/unit/service/test_schema.py"
+_ROOT = Path(__file__).parent.parent
+
+
+def main() -> int:
+    """Ask, and print the report; 0 when every answer was as described."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.schema", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="50 drawn requests of each operation")
+    parser.add_argument("--cases", type=int, default=3300, help="drawn requests of each operation (default: 3300)")
+    parser.add_argument("--processes", type=int, default=2, help="that ask side by side (default: 2)")
+    options = parser.parse_args()
+    cases = 50 if options.quick else options.cases
+    report = Report(
+        title="Requests made from the API's description",
+        directory=Path(tempfile.gettempdir()),
+        configuration={
+            "requests": f"{cases} drawn of each operation that can be asked so differently, and all that its schemas "
+            "have parts for",
+            "service": "the app itself, in process, on SQLite; an operation's database is its own",
+            "schemathesis, hypothesis": f"{version('schemathesis')}, {version('hypothesis')}",
+        },
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "told"
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "long", _TESTS, "--timeout=0"]
+        command += ["-k", "thousands and sqlite", f"--numprocesses={options.processes}"]
+        environment = {**os.environ, "SCHEMA_CASES": str(cases), "SCHEMA_TOLD": str(file)}
+        begun = time.monotonic()
+        ended = subprocess.run(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        took_s = time.monotonic() - begun
+        _tell(report, _read(file), ended, took_s)
+    return ended.returncode
+
+
+def _read(file: Path) -> Counter[tuple[str, int]]:
+    """How many answers of each status there were to each operation."""
+    told: Counter[tuple[str, int]] = Counter()
+    for line in file.read_text().splitlines() if file.exists() else ():
+        for operation, status, number in json.loads(line):
+            told[operation, status] += number
+    return told
+
+
+def _tell(
+    report: Report, told: Counter[tuple[str, int]], ended: subprocess.CompletedProcess[str], took_s: float
+) -> None:
+    statuses = sorted({status for _, status in told})
+    rows = []
+    for operation in sorted({operation for operation, _ in told}):
+        numbers = [told[operation, status] for status in statuses]
+        rows.append([operation, f"{sum(numbers):,}", *(f"{number:,}" if number else "" for number in numbers)])
+    sums = [sum(told[operation, status] for operation, _ in {(o, 0) for o, _ in told}) for status in statuses]
+    rows.append(["all", f"{told.total():,}", *(f"{number:,}" for number in sums)])
+    report.add_table(("operation", "requests", *map(str, statuses)), rows)
+    failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if ended.returncode == 0:
+        report.add("Every answer was one that the description has; none was a failure of the service.")
+    else:
+        report.add("Not as described:", "", *(f"    {line}" for line in failed or ended.stdout.splitlines()[-20:]))
+    report.add("")
+    report.finish({"requests": told.total(), "operations": len(rows) - 1, "failed": len(failed), "took_s": took_s})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
