@@ -12,7 +12,6 @@ import socket
 import ssl
 import sys
 
-from windlass.service.home import prepare_home
 from windlass.service.logs import set_up_logs
 from windlass.service.processes import die_with_parent
 from windlass.service.reported_error import ERROR_PREFIX, ReportedError
@@ -39,15 +38,13 @@ def main(arguments: list[str]) -> int:
         if options.role == "supervisor":
             _supervise(settings)
         elif options.role == "api":
-            prepare_home(settings.home)
+            if options.listener is None:  # else the supervisor has done it
+                _open_database(settings)
             _serve_api(settings, options.listener)
         else:
             if options.parent_pid is None:  # else the supervisor has done it
-                from windlass.storage.sql.database import migrate
-
-                prepare_home(settings.home)
+                _open_database(settings)
                 settings.make_dirs()
-                migrate(settings.database_url)
             _dispatch(settings)
     except (ReportedError, NewerDatabase) as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
@@ -56,6 +53,12 @@ def main(arguments: list[str]) -> int:
 
 
 # Each role imports what it alone needs.
+
+
+def _open_database(settings: Settings) -> None:
+    from windlass.service.protection import migrate_database
+
+    migrate_database(settings)
 
 
 def _supervise(settings: Settings) -> None:

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -14,12 +14,13 @@ from windlass.service.cli_errors import CommandError
 from windlass.service.cli_service import Home
 from windlass.service.cli_table import print_columns
 from windlass.service.command_audit import record_command
-from windlass.service.home import prepare_home
+from windlass.service.database_away import telling_of_database
 from windlass.service.local_key import keep_local_key, kept_key
+from windlass.service.protection import migrate_database
 from windlass.service.settings import Settings, load_settings
 from windlass.service.user_limits import KeyLimits
 from windlass.storage.sql.audit import AuditRepository, audit_id
-from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.errors import NotFound
 from windlass.storage.sql.keys import KeyRepository, Role, is_active
 from windlass.storage.sql.models import ApiKey, AuditEvent
@@ -167,13 +168,9 @@ def audit(
 
 @contextmanager
 def _database(settings: Settings) -> Iterator[Database]:
-    prepare_home(settings.home)
-    migrate(settings.database_url)
-    database = Database(settings.database_url)
-    try:
+    migrate_database(settings)
+    with telling_of_database(), closing(Database(settings.database_url)) as database:
         yield database
-    finally:
-        database.close()
 
 
 @contextmanager

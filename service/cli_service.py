@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from windlass.service.cli_table import print_columns
-from windlass.service.home import find_killed, find_serving, prepare_home
+from windlass.service.home import find_killed, find_serving
 from windlass.service.launch import start_detached
 from windlass.service.local_key import open_client, told_killed
 from windlass.service.machine import Drive, inspect_machine
@@ -45,14 +45,14 @@ def up(
         os.environ["WINDLASS_PORT"] = str(port)
     os.environ.pop(KEY_VARIABLE, None)  # for requests only: no process of the service, and no job, is to know it
     settings = load_settings(home)
-    if settings.is_for_others:  # refused before anything takes time
+    measures = (settings.measure if measure is None else measure) and find_serving(settings.home) is None
+    if measures or settings.is_for_others:  # refused before anything takes time
         from windlass.service.protection import prepare_database
 
         prepare_database(settings)
-    if (settings.measure if measure is None else measure) and find_serving(settings.home) is None:
+    if measures:
         from windlass.service.measured_machine import ensure_measured
 
-        prepare_home(settings.home)
         ensure_measured(settings, lambda line: print(line, flush=True))
     if detach:
         serving = start_detached(settings)

@@ -20,12 +20,17 @@ def prepare_database(settings: Settings) -> None:
     Raises UnprotectedError where a service with these settings would not start for want of a key, and
     DatabaseAwayError.
     """
+    migrate_database(settings)
+    with telling_of_database(), closing(Database(settings.database_url)) as database:
+        check_protected(settings, database)
+
+
+def migrate_database(settings: Settings) -> None:
+    """The same, whoever has a key; for commands and processes that open the database beside the service."""
     prepare_home(settings.home)
     with telling_of_database():
         check_whole(settings.database_url, has_rows=settings.jobs_dir.exists() and any(settings.jobs_dir.iterdir()))
         migrate(settings.database_url)
-        with closing(Database(settings.database_url)) as database:
-            check_protected(settings, database)
 
 
 def check_protected(settings: Settings, database: Database) -> None:

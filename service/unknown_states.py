@@ -4,13 +4,13 @@ from contextlib import closing
 
 from windlass.service.cli_errors import CommandError
 from windlass.service.command_audit import record_command
-from windlass.service.home import prepare_home
 from windlass.service.job_specs import ARENA_DIR
 from windlass.service.leftovers import free_states, states_nbytes
+from windlass.service.protection import migrate_database
 from windlass.service.settings import Settings
 from windlass.storage.arena import arenas_in
 from windlass.storage.ids import JobId
-from windlass.storage.sql.database import Database, migrate
+from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
 
 
@@ -20,8 +20,7 @@ def free_unknown_states(settings: Settings, job: JobId) -> int:
     Raises:
         CommandError: the job is known here, or runs on this machine, or no SSD that is there holds states of it.
     """
-    prepare_home(settings.home)
-    migrate(settings.database_url)
+    migrate_database(settings)
     with closing(Database(settings.database_url)) as database:
         with database.read() as session:
             is_known = JobRepository(session).find(job) is not None

@@ -9,12 +9,14 @@ from fastapi.testclient import TestClient
 
 from tests.unit.service.api_client import context_of, upload
 from tests.unit.service.keyed import new_job
-from windlass.service import lifecycle
+from windlass.service import __main__ as process
+from windlass.service import cli_keys, cli_service, lifecycle, measured_machine
 from windlass.service.database_away import DatabaseAwayError
 from windlass.service.home import Serving
 from windlass.service.processes import ProcessId
 from windlass.service.protection import prepare_database
 from windlass.service.settings import Settings
+from windlass.service.unknown_states import free_unknown_states
 from windlass.storage.sql.database import Database, check_whole, migrate
 from windlass.storage.sql.errors import DamagedDatabase
 from windlass.storage.sql.jobs import JobRepository
@@ -113,12 +115,62 @@ def test_shut_down_with_a_damaged_database_ends_the_service_where_it_is_forced(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overwrite(database_of(settings))
-    process, ended = ProcessId(pid=os.getpid(), start="boot 1"), []
-    monkeypatch.setattr(lifecycle, "find_serving", lambda _home: Serving(process=process, url="http://127.0.0.1:1"))
+    serving, ended = ProcessId(pid=os.getpid(), start="boot 1"), []
+    monkeypatch.setattr(lifecycle, "find_serving", lambda _home: Serving(process=serving, url="http://127.0.0.1:1"))
     monkeypatch.setattr(lifecycle, "end_processes", lambda processes, grace_s: ended.extend(processes))
     with pytest.raises(DatabaseAwayError, match="its file is damaged"):
         lifecycle.shut_down(settings, force=False)
     assert ended == []
     with pytest.raises(DatabaseAwayError, match="its file is damaged"):
         lifecycle.shut_down(settings, force=True)
-    assert ended == [process]
+    assert ended == [serving]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda settings: cli_keys.list_(settings.home),
+        lambda settings: cli_keys.create(name="ann", home=settings.home),
+        lambda settings: cli_keys.revoke("key-1", settings.home),
+        lambda settings: cli_keys.audit(home=settings.home),
+        lambda settings: free_unknown_states(settings, "ftjob-1"),
+        lambda settings: cli_service.up(detach=True, measure=True, home=settings.home),
+    ],
+    ids=["keys list", "keys create", "keys revoke", "keys audit", "delete --states", "up"],
+)
+def test_commands_on_a_damaged_file_name_it_and_what_to_do(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+    command: Callable[[Settings], None],
+) -> None:
+    monkeypatch.setattr(measured_machine, "ensure_measured", lambda *_: pytest.fail("that takes half a minute"))
+    damage(database_of(settings))
+    with pytest.raises(DatabaseAwayError) as raised:
+        command(settings)
+    assert str(raised.value).startswith(f"the database {database_of(settings)} is damaged (")
+    assert str(raised.value).endswith("bring a backup back with `windlass restore`")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("role", ["api", "dispatcher"])
+def test_processes_without_a_supervisor_say_it_in_one_line(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    role: str,
+) -> None:
+    """As in containers."""
+    monkeypatch.setenv("WINDLASS_HOME", str(settings.home))
+    for name in ("_serve_api", "_dispatch"):
+        monkeypatch.setattr(process, name, lambda *_: pytest.fail("it goes on"))
+    damage(database_of(settings))
+    before = os.umask(0o022)
+    try:
+        assert process.main([role]) == 1
+    finally:
+        os.umask(before)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: the database {database_of(settings)} is damaged (")

@@ -14,6 +14,7 @@ import pytest
 import trustme
 
 from windlass.service import __main__ as service_main
+from windlass.service import cli
 from windlass.service.settings import Settings, SettingsError
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.jobs import JobRepository
@@ -107,3 +108,34 @@ def test_tls_context_with_the_key_of_another_certificate_tells_both_files(tmp_pa
     authority.issue_cert("box.example").private_key_pem.write_to_path(str(paths["tls_key"]))
     with pytest.raises(SettingsError, match=r"certificate\.pem and tls_key .*key\.pem cannot be used: .*its own key"):
         service_main._tls_context(Settings.model_construct(**paths))
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    """That of most users, who let others read what they make."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+def test_what_the_command_line_makes_is_for_its_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever command it is: models that are exported, machines that were measured, plans that are saved."""
+    monkeypatch.setattr(sys, "argv", ["windlass", "plan", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").touch()
+    assert [path.stat().st_mode & 0o077 for path in (tmp_path / "made", tmp_path / "made" / "file")] == [0, 0]
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize("role", ["supervisor", "api", "dispatcher"])
+def test_what_the_services_processes_make_is_for_their_user_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    for name in ("_supervise", "_serve_api", "_dispatch"):
+        monkeypatch.setattr(service_main, name, lambda *_: (tmp_path / "file").touch())
+    assert service_main.main([role]) == 0
+    assert (tmp_path / "file").stat().st_mode & 0o077 == 0
