@@ -132,11 +132,12 @@ def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
 def _methods_of(request: Request) -> list[str]:
     """All that the path answers to; the route that refused the request knows its own methods only."""
     routes = request.app.router.routes
-    return [
+    found = [
         method
         for method in _METHODS
         if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
     ]
+    return found or ["GET", "HEAD"]  # a folder of files, which refuses by itself
 
 
 def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -192,6 +192,7 @@ def test_every_failure_has_the_envelope(client: TestClient, method: str, path: s
         ("PATCH", "/v1/files/file-1", {"GET", "DELETE"}),
         ("DELETE", "/v1/fine_tuning/jobs/ftjob-1/cancel", {"POST"}),
         ("PUT", "/login", {"GET", "POST"}),
+        ("PUT", "/static/style.css", {"GET"}),
     ],
 )
 def test_allow_names_all_methods_of_the_path(client: TestClient, method: str, path: str, allowed: set[str]) -> None:
