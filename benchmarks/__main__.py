@@ -12,6 +12,7 @@ NAMES = (
     "api",
     "chaos",
     "device_memory",
+    "fairness",
     "memory",
     "optimizer",
     "overflow",

@@ -14,12 +14,12 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
-from benchmarks.machine import num_cores
-from benchmarks.report import Report, parse_options, ratio, spread
+from benchmarks.peers.contenders import Contender, ContenderRun, rounds, run_contender
+from benchmarks.peers.workload import ModelShape, Workload
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import Report, parse_options, ratio, spread
 from benchmarks.step import contenders, describe
-from benchmarks.workload import ModelShape, Workload
-from windlass.planner.update_order import UpdateOrder
+from windlass.engine.memory_plan import UpdateOrder
 from windlass.storage.ids import StatePrecision
 
 ORDERS = {

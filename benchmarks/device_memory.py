@@ -11,13 +11,12 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.activation_run import ActivationRun, job_spec, run_in_process
-from benchmarks.report import Report, parse_options
-from windlass.actors.context import make_context
-from windlass.actors.device_room import device_need_of_job
-from windlass.engine.partition import partition_folder
-from windlass.planner.activations import ActivationChoice
-from windlass.planner.device_need import DeviceNeed
+from benchmarks.activations.run import ActivationRun, job_spec, run_in_process
+from benchmarks.reporting.report import Report, parse_options
+from windlass.actors.job import make_context
+from windlass.actors.job.device_memory_check import device_need_of_job
+from windlass.engine.memory_plan import ActivationChoice, DeviceNeed
+from windlass.engine.model import partition_folder
 
 MIB = 2**20
 _RECOMPUTE, _KEEP = ActivationChoice.RECOMPUTE, ActivationChoice.KEEP

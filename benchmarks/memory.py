@@ -8,11 +8,11 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.contenders import Contender, rounds, run_contender
-from benchmarks.machine import num_cores
-from benchmarks.report import GIB, Report, parse_options, spread
+from benchmarks.peers.contenders import Contender, rounds, run_contender
+from benchmarks.peers.workload import ModelShape, Workload
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import GIB, Report, parse_options, spread
 from benchmarks.step import contenders
-from benchmarks.workload import ModelShape, Workload
 
 _STATE_NBYTES = 14  # a parameter at rest: bf16 param, fp32 master and moments
 MIB = 1 << 20

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import num_cores
-from benchmarks.report import Report, ratio, spread
-from windlass.engine.grad_norm import squared_norm
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import Report, ratio, spread
+from windlass.engine.optimizer import squared_norm
 
 MIB = 1 << 20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

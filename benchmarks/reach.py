@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from benchmarks.page import Page, write_page
-from windlass.actors.planning import PlanQuestion, Profiles, fastest_plan, planned
-from windlass.actors.planning_trials import fits, with_part
+from benchmarks.papers.published_models import RATEL_SHAPES
+from benchmarks.reporting.page import Page, write_page
 from windlass.amounts import GIB
-from windlass.engine.model_profile import config_of_shape
-from windlass.planner.hardware import Hardware, example_machines
-from windlass.planner.published_models import RATEL_SHAPES
-from windlass.planner.report import PlanReport
-from windlass.planner.yaml_files import load
+from windlass.planner.hardware import Hardware, example_machines, load
+from windlass.planner.planning import PlanQuestion, PlanReport
+from windlass.planner.planning.feasibility import fits, with_part
+from windlass.planner.planning.planner import Profiles, fastest_plan, planned
+from windlass.planner.profiling import config_of_shape
 
 _MACHINE = "rtx4090-server"
 _NUM_EXAMPLES, _NUM_TOKENS = 32, 1024

@@ -4,7 +4,7 @@
 ones and wrong ones, each sent by one of: who needs no key, a user, an admin, and in one of eight cases somebody without
 a right key. None may fail inside, none may be answered with what the description does not have, and nobody gets in who
 may not. Every second one names a model, files, jobs and webhooks that its sender has. What is asked and checked is in
-`tests/unit/service/test_schema.py`, of which `make test` and `make test-long` run a part.
+`tests/unit/service/api/test_schema.py`, of which `make test` and `make test-long` run a part.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Report
+from benchmarks.reporting.report import Report
 
-_TESTS = "tests/unit/service/test_schema.py"
+_TESTS = "tests/unit/service/api/test_schema.py"
 _ROOT = Path(__file__).parent.parent
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
-from benchmarks.machine import num_cores
-from benchmarks.report import Report, parse_options, ratio, spread
+from benchmarks.peers.contenders import Contender, ContenderRun, rounds, run_contender
+from benchmarks.peers.workload import ModelShape, Workload
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import Report, parse_options, ratio, spread
 from benchmarks.step import contenders, describe
-from benchmarks.workload import ModelShape, Workload
-from windlass.actors.journal import METRICS, read_journal
+from windlass.actors.job import read_journal
+from windlass.actors.job.journal import METRICS
 
 # One SSD takes so many times what the compute takes: with that many, both take the same.
 _ONE_OVER_COMPUTE = 6.0

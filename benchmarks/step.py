@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import Contender, ContenderFailedError, ContenderRun, rounds, run_contender
-from benchmarks.machine import num_cores
-from benchmarks.report import GIB, Report, parse_options, ratio, spread
-from benchmarks.ssd_mix import SETTINGS, MixFiles, mixed_bytes_per_s
-from benchmarks.workload import ModelShape, Workload
+from benchmarks.peers.contenders import Contender, ContenderFailedError, ContenderRun, rounds, run_contender
+from benchmarks.peers.workload import ModelShape, Workload
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import GIB, Report, parse_options, ratio, spread
+from benchmarks.ssd.mix import SETTINGS, MixFiles, mixed_bytes_per_s
 
 # Bytes of a step per parameter: params twice and the states once in, params and states out.
 _READ_SHARE = 16 / (16 + 14)
@@ -76,13 +76,13 @@ class SizeResults:
 def contenders(ssd_dir: Path) -> list[Contender]:
     """Windlass first, with its states on each tier; then its peers."""
     ssd_dirs = tuple(str(ssd_dir / f"windlass-{index}") for index in range(_NUM_SSD_DIRS))
-    deepspeed = "benchmarks.peers_deepspeed"
+    deepspeed = "benchmarks.peers.deepspeed_runner"
 
     def windlass(name: str, where: str, *options: str) -> Contender:
         return Contender(
             name=name,
             title=f"windlass, states {where}",
-            module="benchmarks.windlass_runner",
+            module="benchmarks.peers.windlass_runner",
             arguments=(*ssd_dirs, *options),
             shm_pattern=_ARENAS,
         )
@@ -91,7 +91,7 @@ def contenders(ssd_dir: Path) -> list[Contender]:
         windlass("ssd", "on SSD"),
         windlass("host", "in host memory", "--place", f"host_blocks={_ALL_BLOCKS}"),
         windlass("plan", "on the device, as planned", "--place", f"device_blocks={_ALL_BLOCKS}"),
-        Contender(name="plain", title="plain PyTorch, in memory", module="benchmarks.peers_plain"),
+        Contender(name="plain", title="plain PyTorch, in memory", module="benchmarks.peers.plain_runner"),
         Contender(
             name="deepspeed_cpu",
             title="DeepSpeed ZeRO-3, CPU offload",

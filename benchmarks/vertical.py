@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import Contender, ContenderRun, rounds, run_contender
-from benchmarks.machine import num_cores
-from benchmarks.report import Report, parse_options, ratio, spread
+from benchmarks.peers.contenders import Contender, ContenderRun, rounds, run_contender
+from benchmarks.peers.workload import ModelShape, Workload
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import Report, parse_options, ratio, spread
 from benchmarks.step import contenders, describe
-from benchmarks.workload import ModelShape, Workload
 from windlass.actors.messages import SpanKind
-from windlass.actors.spans_file import held_steps, load_step
+from windlass.actors.timeline import held_steps, load_step
 
 NUM_MICROBATCHES = (1, 4, 16)
 _PARTIAL = (SpanKind.COPY_PARTIAL_OUT, SpanKind.COPY_PARTIAL_IN)

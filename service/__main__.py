@@ -12,11 +12,16 @@ import socket
 import ssl
 import sys
 
-from windlass.service.logs import set_up_logs
-from windlass.service.processes import die_with_parent
-from windlass.service.reported_error import ERROR_PREFIX, ReportedError
-from windlass.service.settings import KEY_VARIABLE, Settings, SettingsError, load_settings
-from windlass.storage.sql.errors import NewerDatabase
+from windlass.service.installation import (
+    KEY_VARIABLE,
+    Settings,
+    SettingsError,
+    die_with_parent,
+    load_settings,
+    set_up_logs,
+)
+from windlass.service.validation import ERROR_PREFIX, ReportedError
+from windlass.storage.sql import NewerDatabase
 
 _OTHER_FILES = 200  # that the API has open besides connections
 
@@ -56,13 +61,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _open_database(settings: Settings) -> None:
-    from windlass.service.protection import migrate_database
+    from windlass.service.auth import migrate_database
 
     migrate_database(settings)
 
 
 def _supervise(settings: Settings) -> None:
-    from windlass.service.supervisor import Supervisor
+    from windlass.service.processes import Supervisor
 
     Supervisor(settings).run()
 
@@ -70,9 +75,9 @@ def _supervise(settings: Settings) -> None:
 def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     import uvicorn
 
-    from windlass.service.app import create_app
-    from windlass.service.connections import ConnectionBounds, bounded_protocol
-    from windlass.service.supervisor import listening
+    from windlass.service.api import create_app
+    from windlass.service.api.middleware import ConnectionBounds, bounded_protocol
+    from windlass.service.processes import listening
 
     config = uvicorn.Config(
         # In a container the first key is made beside the API that runs.
@@ -120,7 +125,7 @@ def _allow_files(number: int) -> None:
 
 
 def _dispatch(settings: Settings) -> None:
-    from windlass.service.dispatcher_process import RayLostError, run_dispatcher
+    from windlass.service.dispatcher import RayLostError, run_dispatcher
 
     try:
         run_dispatcher(settings)

@@ -16,9 +16,9 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.postgresql import PostgresServer, find_programs, postgres_server
-from windlass.engine.kernel_cache import load_kernel
-from windlass.engine.optimizer_formulas import Format
+from tests.support.postgresql import PostgresServer, find_programs, postgres_server
+from windlass.engine.optimizer.adam_formulas import Format
+from windlass.engine.optimizer.kernel_cache import load_kernel
 from windlass.storage.ids import StatePrecision
 
 # How long an example takes says more of the machine's other load than of the code.

@@ -6,8 +6,8 @@ since, that one. They differ between a skipped step and the next commit.
 """
 
 from windlass.actors.messages import CommitStore, FlushBlock
-from windlass.actors.policy.shape import JobShape
-from windlass.actors.policy.waits import Instruction
+from windlass.actors.policy.config import SchedulerConfig
+from windlass.actors.policy.pending_replies import Instruction
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
@@ -17,7 +17,7 @@ class Commits:
     Without SSDs nothing is kept, and a step counts as committed as soon as it is over.
     """
 
-    def __init__(self, shape: JobShape, initial_step: Step | None) -> None:
+    def __init__(self, shape: SchedulerConfig, initial_step: Step | None) -> None:
         """`initial_step` None: nothing is written yet."""
         first = -1 if initial_step is None else initial_step
         self.committed: int = first

@@ -19,7 +19,7 @@ from windlass.actors.messages import (
     ComputeBlock,
     ExportModel,
     GradChunk,
-    GradDropped,
+    GradDiscarded,
     GradOffloaded,
     LoadModel,
     Message,
@@ -35,11 +35,11 @@ from windlass.actors.messages import (
 )
 from windlass.actors.policy.clipping import clip_scale
 from windlass.actors.policy.commits import Commits
+from windlass.actors.policy.config import Operation, SchedulerConfig, program
 from windlass.actors.policy.folding import fold
 from windlass.actors.policy.ordering import BlockQueue
-from windlass.actors.policy.shape import JobShape, Operation, program
-from windlass.actors.policy.trainer import StepResult, Trainer
-from windlass.actors.policy.waits import Instruction, UnexpectedEventError, Waits
+from windlass.actors.policy.pending_replies import Instruction, PendingReplies, UnexpectedEventError
+from windlass.actors.policy.trainer_state import StepResult, TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
@@ -74,12 +74,12 @@ class StepEnd:
 class Pipeline:
     """Order of one job's work. `handle` takes one event and returns what to send; `committed` is the last safe step."""
 
-    def __init__(self, shape: JobShape, trainer: Trainer, initial_step: Step | None = None) -> None:
+    def __init__(self, shape: SchedulerConfig, trainer: TrainerState, initial_step: Step | None = None) -> None:
         """`trainer`: as the initial step left it."""
         self.shape = shape
         self.trainer = trainer
         self.commits = Commits(shape, initial_step)
-        self.waits = Waits(shape.deadline_s, shape.num_groups)
+        self.waits = PendingReplies(shape.deadline_s, shape.num_groups)
         self.ends: dict[int, StepEnd] = {}  # of steps whose gradients are known; the caller takes them out
         self._program = program(shape, max(self.committed, 0) + 1)
         self._next: Operation | None = next(self._program, None)
@@ -270,7 +270,7 @@ class Pipeline:
             self._queue_update(step, block, chunks)
 
     def _drop(self, step: Step, block: BlockIndex, chunks: tuple[GradChunk, ...]) -> Instruction:
-        message = GradDropped(job=self.shape.job, step=step, block=block, chunks=chunks)
+        message = GradDiscarded(job=self.shape.job, step=step, block=block, chunks=chunks)
         return Instruction(self.shape.gpu_worker, message)
 
     def _on_block_updated(self, event: BlockUpdated) -> list[Instruction]:

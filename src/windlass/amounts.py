@@ -15,7 +15,7 @@ _UNITS = (
 )
 
 
-def told_nbytes(nbytes: float) -> str:
+def bytes_text(nbytes: float) -> str:
     """An amount with two decimals: "1.50 GiB".
 
     KiB are told from one on, MiB and GiB from a tenth of one, TiB and PiB from ten: the amounts of one sentence mostly
@@ -27,10 +27,10 @@ def told_nbytes(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def largest_in_words(parts: Mapping[str, float], *, most: int = 4) -> str:
+def describe_largest(parts: Mapping[str, float], *, most: int = 4) -> str:
     """The largest parts of an amount by name, the largest first, without those that are 0."""
     named = sorted(((nbytes, name) for name, nbytes in parts.items() if nbytes), reverse=True)
-    return ", ".join(f"{name} {told_nbytes(nbytes)}" for nbytes, name in named[:most])
+    return ", ".join(f"{name} {bytes_text(nbytes)}" for nbytes, name in named[:most])
 
 
 def least_gib(nbytes: float) -> str:

@@ -1,0 +1,5 @@
+"""The database: its tables, its sessions, its errors."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

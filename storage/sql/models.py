@@ -6,7 +6,7 @@ from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, Str
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
-from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.job_status import JobStatus
 
 # SQLite numbers rows by itself only where the type is exactly INTEGER.
 _Ordinal = BigInteger().with_variant(Integer(), "sqlite")

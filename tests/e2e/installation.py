@@ -18,9 +18,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from windlass.service.home import find_serving
-from windlass.service.processes import ProcessId, find_process, with_descendants
-from windlass.service.ray_cluster import RayCluster
+from windlass.service.installation.home import find_serving
+from windlass.service.installation.process_ids import ProcessId, find_process, with_descendants
+from windlass.service.machine.ray_cluster import RayCluster
 
 
 @dataclass(frozen=True)

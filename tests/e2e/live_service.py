@@ -10,16 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.api_fill import HYPERPARAMETERS
-from windlass.actors.journal import JournalRecord
-from windlass.service.local_key import open_client
-from windlass.service.settings import SETTINGS_FILE, Settings
+from benchmarks.api.fill import HYPERPARAMETERS
+from windlass.actors.job.journal import JournalRecord
+from windlass.service.installation.local_key import open_client
+from windlass.service.installation.settings import SETTINGS_FILE, Settings
 from windlass.storage.sql.database import Database, migrate
-from windlass.storage.sql.files import FileRepository
-from windlass.storage.sql.jobs import JobRepository, NewJob
-from windlass.storage.sql.journal import import_journal
+from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.repositories.files import FileRepository
+from windlass.storage.sql.repositories.jobs import JobRepository, NewJob
+from windlass.storage.sql.repositories.journal_import import import_journal
 
 
 class LiveService:

@@ -18,8 +18,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.e2e.live_service import LiveService
 from tests.e2e.pages import PATIENCE_MS
-from windlass.service.client import ServiceClient, ServiceUnreachableError
-from windlass.service.local_key import KEY_VARIABLE, open_client
+from windlass.service.installation.client import ServiceClient, ServiceUnreachableError
+from windlass.service.installation.local_key import KEY_VARIABLE, open_client
 
 NAME = "windlass.localhost"  # browsers take it for this machine
 
@@ -28,7 +28,7 @@ def windlass(service: LiveService, *arguments: str) -> str:
     """What a command prints, run as its own process."""
     environment = {**os.environ, "WINDLASS_HOME": str(service.settings.home), "WINDLASS_PORT": str(service.port)}
     environment.pop(KEY_VARIABLE, None)
-    command = [sys.executable, "-c", "from windlass.service.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from windlass.service.cli.main import main; main()", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.removesuffix("\n")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import Stages, do_run, run_undisturbed
-from benchmarks.chaos_plan import DatabaseKind, Injury, Kind, Run
+from benchmarks.chaos.benchmark import Stages, do_run, run_undisturbed
+from benchmarks.chaos.plan import DatabaseKind, Injury, Kind, Run
 
 INJURIES = (
     Injury(kind=Kind.DISPATCHER, after=0.1, lasts_s=0.0, by_step=80),  # while the job is prepared

@@ -7,9 +7,9 @@ from playwright.sync_api import Page, expect
 
 from tests.e2e.live_service import LiveService
 from tests.e2e.pages import TIMELINE, OpenPage
-from windlass.service.local_key import open_client
-from windlass.storage.sql.files import FileRepository
-from windlass.storage.sql.statuses import JobStatus
+from windlass.service.installation.local_key import open_client
+from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.repositories.files import FileRepository
 
 SCRIPT = "<script>window.wasInjected = 1</script><img src=x onerror='window.wasInjected = 1'>"
 
@@ -181,7 +181,7 @@ def test_an_event_that_the_first_answer_contains_counts_once(open_page: OpenPage
     page = open_page()
     points = page.evaluate(
         """async () => {
-            const { Curve } = await import("/static/curve.js");
+            const { Curve } = await import("/static/charts/curve.js");
             const data = { step: [1, 2], attempt: [1, 2], train_loss: [3, 2], valid_loss: [null, null] };
             const curve = new Curve({ data, last_event_ordinal: 20 });
             const event = (attempt, step, train_loss) => ({ type: "metrics", attempt, data: { step, train_loss } });

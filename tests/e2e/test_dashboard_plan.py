@@ -6,13 +6,13 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from benchmarks.api_fill import HYPERPARAMETERS
+from benchmarks.api.fill import HYPERPARAMETERS
 from tests.e2e.live_service import LiveService
 from tests.e2e.pages import TIMELINE, OpenPage
 from windlass.actors.messages import SpanKind, WorkSpan
-from windlass.actors.spans_file import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
-from windlass.service.job_specs import job_dir
-from windlass.storage.sql.statuses import JobStatus
+from windlass.actors.timeline.span_files import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
+from windlass.service.jobs.spec_builder import job_dir
+from windlass.storage.sql.job_status import JobStatus
 
 PLANNED_SUMMARY: dict[str, Any] = {
     "period_s": 6.0,

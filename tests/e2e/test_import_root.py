@@ -38,8 +38,8 @@ def test_the_trap_shuts(trap: Path, name: str) -> None:
     ("command", "expected"),
     [
         ([WINDLASS, "--help"], "submit"),
-        ([sys.executable, "-m", "windlass.engine.check_model", "--help"], "--model-dir"),
-        ([sys.executable, "-m", "windlass.engine.prepare", "--help"], "usage"),
+        ([sys.executable, "-m", "windlass.engine.checkpoint.check_model", "--help"], "--model-dir"),
+        ([sys.executable, "-m", "windlass.engine.data.prepare", "--help"], "usage"),
         ([sys.executable, "-m", "windlass.service", "--help"], "dispatcher"),
     ],
     ids=lambda value: " ".join(value[-3:]) if isinstance(value, list) else None,

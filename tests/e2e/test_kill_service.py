@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.installation import Installation, make_tiny_model, write_examples
 from tests.pretend_gpus import pretend_gpus, visible_gpus
-from windlass.actors.journal import read_journal
-from windlass.service.processes import wait_until_gone
+from windlass.actors.job.journal import read_journal
+from windlass.service.installation.process_ids import wait_until_gone
 
 _NUM_STEPS = 60
 # Only a hang takes as long; a kernel that must be compiled takes minutes on a machine that is busy with other things.

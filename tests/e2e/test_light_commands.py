@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 from tests.e2e.live_service import LiveService
-from windlass.service.home import HomeLock
+from windlass.service.installation.home import HomeLock
 
 # Each line of its input is a command; what all of them together have imported comes last.
 _PROGRAM = """
 import sys
-from windlass.service.cli import main
+from windlass.service.cli.main import main
 
 for line in sys.stdin:
     sys.argv = ["windlass", *line.split()]

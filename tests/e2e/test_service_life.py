@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from tests.e2e.installation import Installation
-from windlass.planner.hardware import Hardware
-from windlass.planner.yaml_files import load
-from windlass.service.home import find_serving
-from windlass.service.processes import wait_until_gone
+from windlass.planner.hardware.hardware import Hardware
+from windlass.planner.hardware.yaml_files import load
+from windlass.service.installation.home import find_serving
+from windlass.service.installation.process_ids import wait_until_gone
 
 
 def _wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

@@ -17,16 +17,16 @@ import httpx
 import pytest
 
 from tests.e2e.installation import Installation, free_port, make_tiny_model, write_examples
-from tests.postgresql import PostgresServer
-from windlass.service.home import find_serving, node_of
-from windlass.service.processes import wait_until_gone
-from windlass.service.schemas import event_ordinal
+from tests.support.postgresql import PostgresServer
+from windlass.service.api.schemas.objects import event_ordinal
+from windlass.service.installation.home import find_serving, node_of
+from windlass.service.installation.process_ids import wait_until_gone
 from windlass.storage.sql.database import Database
-from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.leases import LeaseRepository
+from windlass.storage.sql.job_status import TERMINAL_STATUSES, JobStatus
 from windlass.storage.sql.models import Job, JobEvent
-from windlass.storage.sql.statuses import TERMINAL_STATUSES, JobStatus
+from windlass.storage.sql.repositories.events import EventRepository
+from windlass.storage.sql.repositories.jobs import JobRepository
+from windlass.storage.sql.repositories.leases import LeaseRepository
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 

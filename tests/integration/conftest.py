@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk_images import IMAGE_NBYTES
 from tests.integration.resume_stage import ResumeStage, Undisturbed, resume_stage
-from tests.training import has_direct_io
+from tests.support.disk_images import IMAGE_NBYTES
+from tests.support.training import has_direct_io
 
 MakeLoop = Callable[..., Path]
 

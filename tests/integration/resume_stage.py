@@ -14,20 +14,20 @@ from types import MappingProxyType
 import psutil
 import pytest
 
-from tests.training import CHUNK_NUMEL, HYPERPARAMETERS, NUM_VALIDATION_EXAMPLES, keep_calibration, make_dataset
-from tests.training import make_model as make_tiny_model
-from windlass.actors.journal import JournalRecord, read_journal
-from windlass.engine.partition import Partition, build_meta_model, load_config
-from windlass.service.job_specs import ARENA_DIR
-from windlass.service.processes import find_process
-from windlass.service.ray_cluster import RayCluster
-from windlass.service.settings import Settings
+from tests.support.training import CHUNK_NUMEL, HYPERPARAMETERS, NUM_VALIDATION_EXAMPLES, keep_calibration, make_dataset
+from tests.support.training import make_model as make_tiny_model
+from windlass.actors.job.journal import JournalRecord, read_journal
+from windlass.engine.model.partition import Partition, build_meta_model, load_config
+from windlass.service.installation.process_ids import find_process
+from windlass.service.installation.settings import Settings
+from windlass.service.jobs.spec_builder import ARENA_DIR
+from windlass.service.machine.ray_cluster import RayCluster
 from windlass.storage.sql.database import Database, migrate
-from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.jobs import JobRepository, NewJob
+from windlass.storage.sql.job_status import TERMINAL_STATUSES, JobStatus
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.statuses import TERMINAL_STATUSES, JobStatus
-from windlass.storage.volume import Volume
+from windlass.storage.sql.repositories.events import EventRepository
+from windlass.storage.sql.repositories.jobs import JobRepository, NewJob
+from windlass.storage.ssd.volume import Volume
 
 # Only a hang takes as long.
 DEADLINE_S = 150.0

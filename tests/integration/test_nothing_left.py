@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.cut_off import CutOff
-from tests.training import has_direct_io, leftovers_of, make_partition, make_spec
-from windlass.actors.job_spec import JobSpec
-from windlass.actors.local import run_local
+from tests.support.cut_off import CutOff
+from tests.support.training import has_direct_io, leftovers_of, make_partition, make_spec
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import BlockComputed, CommitStore, LoadModel, Message, UpdateBlock
-from windlass.planner.plan import PlanError
-from windlass.storage.arena import remove_leftovers
+from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.memory_plan.plan import PlanError
 from windlass.storage.ids import ActorName, Attempt, JobId
-from windlass.storage.ssd_device import SsdDevice
-from windlass.storage.store_errors import StoreError
-from windlass.storage.tensor_store import TensorStore
-from windlass.storage.volume import Volume
-from windlass.storage.volume_format import HEADER_UNITS, UNIT_NBYTES
+from windlass.storage.integrity.errors import StoreError
+from windlass.storage.memory.arena import remove_leftovers
+from windlass.storage.ssd.device import SsdDevice
+from windlass.storage.ssd.volume import Volume
+from windlass.storage.ssd.volume_format import HEADER_UNITS, UNIT_NBYTES
+from windlass.storage.store.tensor_store import TensorStore
 
 # Trains a pickled job until it is killed by its own hand, from within the sending of a message.
 _KILLED = """
 import os, pickle, random, signal, sys
-from tests.training import make_partition
-from windlass.actors.local import run_local
+from tests.support.training import make_partition
+from windlass.actors.runtime.local_runner import run_local
 spec, after = pickle.loads(bytes.fromhex(sys.argv[1]))
 num = 0
 def look(to, message):

@@ -20,16 +20,16 @@ from sqlalchemy import select, update
 
 from tests.integration.cutting_proxy import cutting_proxy
 from tests.integration.waiting_client import Waiting
-from tests.unit.service.keyed import new_job
-from windlass.actors.journal import JournalRecord
-from windlass.service.app import create_app
-from windlass.service.settings import Settings
+from tests.support.service.keyed import new_job
+from windlass.actors.job.journal import JournalRecord
+from windlass.service.api.app import create_app
+from windlass.service.installation.settings import Settings
 from windlass.storage.sql.database import Database
-from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.journal import import_journal
-from windlass.storage.sql.keys import KeyRepository, Role
+from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.repositories.api_keys import KeyRepository, Role
+from windlass.storage.sql.repositories.jobs import JobRepository
+from windlass.storage.sql.repositories.journal_import import import_journal
 
 _DEADLINE_S = 20.0
 MADE = "ft:tiny:mine:0123456789ab"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk_images import IMAGE_NBYTES, format_with, write_at, write_gpt, write_lvm, write_mbr, write_md
 from tests.integration.conftest import MakeLoop, require, run
-from windlass.storage.raw_device import (
+from tests.support.disk_images import IMAGE_NBYTES, format_with, write_at, write_gpt, write_lvm, write_mbr, write_md
+from windlass.storage.ssd.raw_device import (
     DeviceRefused,
     device_nbytes,
     is_block_device,

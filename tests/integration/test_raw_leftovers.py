@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk_images import IMAGE_NBYTES
 from tests.integration.conftest import MakeLoop
-from windlass.service.leftovers import jobs_with_states, remove_states
-from windlass.service.settings import Settings
+from tests.support.disk_images import IMAGE_NBYTES
+from windlass.service.data.job_remains import jobs_with_states, remove_states
+from windlass.service.installation.settings import Settings
 from windlass.storage.ids import JobId
 from windlass.storage.sql.models import Job
-from windlass.storage.volume import Volume
-from windlass.storage.volume_format import UNIT_NBYTES, Demand
+from windlass.storage.ssd.volume import Volume
+from windlass.storage.ssd.volume_format import UNIT_NBYTES, Demand
 
 JOB = JobId("ftjob-1")
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cut_off import CutOff
 from tests.integration.conftest import MakeLoop
-from tests.training import exported_params, losses_of, make_partition, make_spec
-from windlass.actors.local import run_local
+from tests.support.cut_off import CutOff
+from tests.support.training import exported_params, losses_of, make_partition, make_spec
 from windlass.actors.messages import Message, UpdateBlock
-from windlass.storage.calibration import Calibration
+from windlass.actors.runtime.local_runner import run_local
 from windlass.storage.ids import ActorName, Attempt
-from windlass.storage.volume import Volume
+from windlass.storage.ssd.calibration import Calibration
+from windlass.storage.ssd.volume import Volume
 
 _IMAGE_NBYTES = 256 << 20
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from windlass.service.processes import find_process, wait_until_gone
-from windlass.service.ray_cluster import RayCluster
+from windlass.service.installation.process_ids import find_process, wait_until_gone
+from windlass.service.machine.ray_cluster import RayCluster
 
 _DRIVER = """
 import sys
 from pathlib import Path
-from windlass.service.ray_cluster import RayCluster
+from windlass.service.machine.ray_cluster import RayCluster
 RayCluster(Path(sys.argv[1])).connect()
 import ray
 
@@ -113,7 +113,7 @@ def test_a_reused_pid_is_not_ended(cluster: RayCluster, tmp_path: Path) -> None:
 def test_a_failed_start_says_where_to_look_and_leaves_nothing(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from windlass.service import ray_cluster
+    from windlass.service.machine import ray_cluster
 
     monkeypatch.setattr(ray_cluster, "_OBJECT_STORE_NBYTES", 1)
     with pytest.raises(ray_cluster.RayStartError, match=r"exit code 1.*ray-start\.log"):

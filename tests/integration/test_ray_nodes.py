@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from windlass.service.processes import end_processes, find_process
+from windlass.service.installation.process_ids import end_processes, find_process
 
 pytestmark = pytest.mark.long
 
@@ -31,8 +31,8 @@ from types import SimpleNamespace
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 ray.init = functools.partial(ray.init, _node_ip_address=sys.argv[2])
-from windlass.actors import deploy
-from windlass.service.ray_node import RayNode
+from windlass.actors.runtime import ray_runner as deploy
+from windlass.service.machine.ray_node import RayNode
 
 class Where:
     def __init__(self, spec):

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.integration.resume_stage import NUM_STEPS, ResumeStage, Undisturbed
-from windlass.service.job_specs import ARENA_DIR
-from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.statuses import JobStatus
+from windlass.service.jobs.spec_builder import ARENA_DIR
+from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 
 def pause(stage: ResumeStage, job_id: str) -> None:

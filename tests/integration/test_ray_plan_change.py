@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from tests.integration.resume_stage import NUM_STEPS, ResumeStage, Undisturbed
-from windlass.planner.activations import ActivationChoice
-from windlass.planner.placement_json import to_json
-from windlass.planner.plan import Placement
-from windlass.service.job_plans import keep_plan
-from windlass.storage.sql.jobs import JobRepository
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.placement_json import to_json
+from windlass.engine.memory_plan.plan import Placement
+from windlass.service.jobs.plan_files import keep_plan
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 OTHER = Placement(
     host_blocks=(0, 2),

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from tests.integration.resume_stage import NUM_STEPS, RAY, ResumeStage, Undisturbed
-from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.repositories.events import EventRepository
 
 NUM_JOBS, KILLS_PER_JOB = 14, 3
 LEAST_KILLS = 30

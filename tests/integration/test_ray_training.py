@@ -15,23 +15,17 @@ import psutil
 import pytest
 
 from tests.pretend_gpus import pretend_gpus, visible_gpus
-from tests.training import (
-    journal_of,
-    leftovers_of,
-    losses_of,
-    make_spec,
-    metrics_of,
-    train_plainly,
-)
-from windlass.actors.job_spec import JobSpec
+from tests.support.reference_loop import train_plainly
+from tests.support.training import journal_of, leftovers_of, losses_of, make_spec, metrics_of
+from windlass.actors.job.spec import JobSpec
 from windlass.amounts import GIB
-from windlass.engine.layout import BlockLayout, ModelLayout, ParamSlice
-from windlass.planner.activations import ActivationChoice, BlockActivations
-from windlass.planner.plan import Placement
-from windlass.service.processes import find_process, wait_until_gone
-from windlass.service.ray_cluster import RayCluster
+from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.service.installation.process_ids import find_process, wait_until_gone
+from windlass.service.machine.ray_cluster import RayCluster
 from windlass.storage.ids import BlockIndex, Precision
-from windlass.storage.volume import VOLUME_FILE
+from windlass.storage.ssd.volume import VOLUME_FILE
 
 # Only a hang takes as long.
 DEADLINE_S = 150.0
@@ -43,10 +37,10 @@ NUM_GPUS = 2
 DRIVER = """
 import json, os, pickle, sys
 from pathlib import Path
-from windlass.service.ray_cluster import RayCluster
+from windlass.service.machine.ray_cluster import RayCluster
 RayCluster(Path(sys.argv[1])).connect()
 import ray
-from windlass.actors.deploy import cancel_runner, find_runner, start_runner
+from windlass.actors.runtime.ray_runner import cancel_runner, find_runner, start_runner
 
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
@@ -190,7 +184,7 @@ ACTIVATIONS = (
 @pytest.mark.parametrize(
     ("precision", "num_microbatches", "placement"),
     [
-        # Each precision once; all placements agree in one process, too (tests/unit/actors/test_parity_matrix.py).
+        # Each precision once. All placements agree in one process (tests/unit/actors/parity/test_parity_matrix.py).
         pytest.param(Precision.FP32, 1, Placement(), id="fp32", marks=pytest.mark.long),
         pytest.param(Precision.FP32, 4, Placement(host_blocks=(1,), device_blocks=(3,), commit_every=4), id="mixed"),
         pytest.param(

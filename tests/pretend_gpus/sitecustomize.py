@@ -32,9 +32,9 @@ def _note_visible_gpus(deploy: ModuleType) -> None:
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    "windlass.engine.compute_device": _compute_on_the_cpu,
-    "windlass.actors.deploy": _note_visible_gpus,
+    "windlass.engine.device.device_choice": _compute_on_the_cpu,
+    "windlass.actors.runtime.ray_runner": _note_visible_gpus,
 }
 
 
-runpy.run_path(str(Path(__file__).parents[1] / "changed_imports.py"))["change_when_imported"](_CHANGES)
+runpy.run_path(str(Path(__file__).parents[1] / "support/changed_imports.py"))["change_when_imported"](_CHANGES)

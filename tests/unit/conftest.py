@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.postgresql import PostgresServer
+from tests.support.postgresql import PostgresServer
 from windlass.storage.sql.database import Database, migrate
 
 

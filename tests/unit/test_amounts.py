@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.amounts import GIB, largest_in_words, least_gib, told_nbytes
+from windlass.amounts import GIB, bytes_text, describe_largest, least_gib
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("actors", "engine", "planner", "service", "storage")
 # Errors whose exact number of bytes is what one looks for: they tell of files, records or slots that are damaged, or of
 # a defect of the caller's, and not of how much memory there is.
 EXACT = {
-    "actors/journal.py",
-    "engine/dataset.py",
-    "engine/optimizer_kernel.py",
-    "storage/arena.py",
-    "storage/calibration.py",
-    "storage/raw_device.py",
-    "storage/records.py",
-    "storage/scratch.py",
-    "storage/store_format.py",
-    "storage/tensor_store.py",
-    "storage/transfers.py",
+    "actors/job/journal.py",
+    "engine/data/dataset.py",
+    "engine/optimizer/adam_kernel.py",
+    "storage/memory/arena.py",
+    "storage/ssd/calibration.py",
+    "storage/ssd/raw_device.py",
+    "storage/integrity/records.py",
+    "storage/store/scratch.py",
+    "storage/store/format.py",
+    "storage/store/tensor_store.py",
+    "storage/io/engines.py",
 }
 
 
@@ -41,7 +41,7 @@ EXACT = {
     ],
 )
 def test_told_nbytes_takes_the_unit_that_people_read(nbytes: int, words: str) -> None:
-    assert told_nbytes(nbytes) == words
+    assert bytes_text(nbytes) == words
 
 
 @given(st.integers(1, 2**50))
@@ -51,7 +51,7 @@ def test_least_gib_as_a_budget_is_enough_and_hardly_more(nbytes: int) -> None:
 
 
 def test_largest_in_words_names_the_largest_first_and_nothing_that_is_0() -> None:
-    assert largest_in_words({"a": 2**20, "b": 0, "c": 2**30}) == "c 1.00 GiB, a 1.00 MiB"
+    assert describe_largest({"a": 2**20, "b": 0, "c": 2**30}) == "c 1.00 GiB, a 1.00 MiB"
 
 
 def raw_counts(path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What must stay light does not import what is heavy. That imports run one way is held by `make check`."""
+"""Imports: light code loads nothing heavy, and rooms are entered by their door. `make check` holds their direction."""
 
 import ast
 import subprocess
@@ -7,21 +7,30 @@ from pathlib import Path
 
 import pytest
 
+from windlass.exports import exported_names
+
 ROOT = Path(__file__).parents[2]
+FLOORS = ("service", "planner", "actors", "engine", "storage")
 STANDARD = sys.stdlib_module_names
+# The arithmetic of plans, and the plans that a job obeys.
+ARITHMETIC = ("planner/baselines", "planner/cost", "planner/hardware", "planner/solver", "engine/memory_plan")
 
 
-def imported(path: Path) -> set[str]:
-    """Modules that a file imports, wherever in it; relative imports are refused."""
-    found: set[str] = set()
+def import_statements(path: Path) -> list[tuple[str, list[str]]]:
+    """Each import of a file, wherever in it: the module, and the names taken from it. Relative ones are refused."""
+    statements: list[tuple[str, list[str]]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Import():
-                found |= {alias.name for alias in node.names}
+                statements += [(alias.name, []) for alias in node.names]
             case ast.ImportFrom():
                 assert node.level == 0, f"{path} has a relative import"
-                found.add(str(node.module))
-    return found
+                statements.append((str(node.module), [alias.name for alias in node.names]))
+    return statements
+
+
+def imported(path: Path) -> set[str]:
+    return {module for module, _ in import_statements(path)}
 
 
 def outside(path: Path, *allowed: str) -> list[str]:
@@ -33,47 +42,99 @@ def outside(path: Path, *allowed: str) -> list[str]:
     )
 
 
-def python_files(folder: str) -> list[Path]:
-    found = sorted((ROOT / folder).rglob("*.py"))
-    assert found
-    return found
+def python_files(*folders: str) -> list[Path]:
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    assert paths
+    return paths
 
 
-def test_messages_know_ids_only() -> None:
-    assert outside(ROOT / "actors/messages.py", "windlass.storage.ids") == []
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", python_files("actors/messages"), ids=name_of)
+def test_messages_know_ids_only(path: Path) -> None:
+    assert outside(path, "windlass.storage.ids", "windlass.actors.messages", "windlass.exports") == []
+
+
+def test_ids_know_nothing() -> None:
     assert outside(ROOT / "storage/ids.py") == []
 
 
-@pytest.mark.parametrize("path", python_files("actors/policy"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", python_files("actors/policy"), ids=name_of)
 def test_policy_is_standard_library_and_ids(path: Path) -> None:
-    allowed = ("windlass.storage.ids", "windlass.actors.messages", "windlass.actors.policy")
+    allowed = ("windlass.storage.ids", "windlass.actors.messages", "windlass.actors.policy", "windlass.exports")
     assert outside(path, *allowed) == []
     # Events in, instructions out: no clock, no I/O, no randomness.
     assert not imported(path) & {"time", "datetime", "random", "os", "pathlib", "threading", "queue", "socket"}
 
 
-@pytest.mark.parametrize("path", python_files("planner"), ids=lambda path: path.name)
-def test_the_planner_is_arithmetic_only(path: Path) -> None:
+@pytest.mark.parametrize("path", python_files(*ARITHMETIC), ids=name_of)
+def test_the_planners_arithmetic_is_arithmetic_only(path: Path) -> None:
     # Beside arithmetic there are the files that people write: profiles of machines, shapes of models.
-    assert outside(path, "numpy", "scipy", "pydantic", "yaml", "windlass.amounts", "windlass.planner") == []
+    rooms = [f"windlass.{folder.replace('/', '.')}" for folder in ARITHMETIC]
+    assert outside(path, "numpy", "scipy", "pydantic", "yaml", "windlass.amounts", "windlass.exports", *rooms) == []
 
 
-def test_only_the_service_and_deploy_know_ray() -> None:
+def test_only_the_service_and_the_ray_runner_know_ray() -> None:
     users = {
-        str(path.relative_to(ROOT))
-        for folder in ("storage", "planner", "engine", "actors")
-        for path in python_files(folder)
+        name_of(path)
+        for path in python_files("storage", "planner", "engine", "actors")
         if any(name.partition(".")[0] == "ray" for name in imported(path))
     }
-    assert users == {"actors/deploy.py"}
+    assert users == {"actors/runtime/ray_runner.py"}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_room_is_entered_by_its_exported_names(floor: str) -> None:
+    """A module of another room is imported from that room's package, which exports what others may use."""
+    reaching = []
+    for path in python_files(floor):
+        own_room = ".".join(("windlass", *path.relative_to(ROOT).parent.parts))
+        for module, names in import_statements(path):
+            floor_folders = module.split(".")[1:]
+            if module.split(".")[0] != "windlass" or len(floor_folders) < 2:
+                continue
+            target = ROOT.joinpath(*floor_folders)
+            room = module if target.is_dir() else module.rpartition(".")[0]
+            if room in (own_room, f"windlass.{floor_folders[0]}"):
+                continue
+            if room != module:
+                reaching.append(f"{name_of(path)} imports {module}")
+                continue
+            exported = exported_names(target / "__init__.pyi")
+            reaching += [f"{name_of(path)} imports {name} of {module}" for name in names if name not in exported]
+    assert reaching == []
+
+
+def test_no_exported_name_is_a_modules_name_too() -> None:
+    """Python would put the module in the name's place as soon as the module is imported."""
+    clashes = [
+        f"{stub.relative_to(ROOT)}: {name}"
+        for floor in FLOORS
+        for stub in (ROOT / floor).rglob("__init__.pyi")
+        for name, module in exported_names(stub).items()
+        if (stub.with_name(f"{name}.py").exists() or stub.with_name(name).is_dir())
+        and module != ".".join(("windlass", *stub.relative_to(ROOT).parent.parts))
+    ]
+    assert clashes == []
+
+
+def test_rooms_are_small_enough_to_overlook() -> None:
+    """At most 12 modules a room and 13 rooms a folder; `versions` grows with each migration."""
+    folders = {path.parent for path in python_files(*FLOORS) if path.parent.name != "versions"}
+    modules = {folder: [path for path in folder.glob("*.py") if path.name != "__init__.py"] for folder in folders}
+    rooms = {folder: [each for each in folders if each.parent == folder] for folder in folders}
+    assert {name_of(folder): len(paths) for folder, paths in modules.items() if len(paths) > 12} == {}
+    assert {name_of(folder): len(each) for folder, each in rooms.items() if len(each) > 13} == {}
 
 
 @pytest.mark.parametrize(
     "modules",
     [
-        ("windlass.actors.ssd_server", "windlass.actors.scheduler", "windlass.storage.tensor_store"),
-        ("windlass.actors.policy.pipeline", "windlass.planner.plan", "windlass.engine.layout"),
-        ("windlass.actors.simulation",),
+        ("windlass.actors.ssd.server", "windlass.actors.scheduler.scheduler", "windlass.storage.store.tensor_store"),
+        ("windlass.actors.policy.pipeline", "windlass.engine.memory_plan.plan", "windlass.engine.model.layout"),
+        ("windlass.planner.simulation.simulate",),
     ],
     ids=["actors", "policy", "simulation"],
 )
@@ -91,10 +152,10 @@ def test_light_actors_do_not_load_what_is_heavy(modules: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize(
     ("role", "absent"),
     [
-        ("windlass.service.supervisor", ("torch", "transformers", "ray", "fastapi", "numpy", "alembic")),
-        ("windlass.service.app", ("torch", "transformers", "ray", "alembic")),
-        ("windlass.service.dispatcher_process", ("torch", "transformers", "fastapi", "alembic")),
-        ("windlass.service.lifecycle", ("torch", "transformers", "ray", "fastapi", "alembic")),
+        ("windlass.service.processes.supervisor", ("torch", "transformers", "ray", "fastapi", "numpy", "alembic")),
+        ("windlass.service.api.app", ("torch", "transformers", "ray", "alembic")),
+        ("windlass.service.dispatcher.process", ("torch", "transformers", "fastapi", "alembic")),
+        ("windlass.service.processes.shutdown", ("torch", "transformers", "ray", "fastapi", "alembic")),
     ],
     ids=["supervisor", "api", "dispatcher", "down"],
 )

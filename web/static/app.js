@@ -1,10 +1,10 @@
 // The dashboard: reads the jobs once, then follows one stream of events for as long as the page is open.
 
-import * as api from "./api.js";
-import { Detail, timesOf } from "./detail.js";
-import { byId, installCopyButtons, setBadge, setOptional, setText } from "./dom.js";
-import * as format from "./format.js";
-import { Jobs, TERMINAL, missingFrom, nameOf, progressOf, reasonOf } from "./jobs.js";
+import * as api from "./support/api.js";
+import { Detail, timesOf } from "./views/detail.js";
+import { byId, installCopyButtons, setBadge, setOptional, setText } from "./support/dom.js";
+import * as format from "./support/format.js";
+import { Jobs, TERMINAL, missingFrom, nameOf, progressOf, reasonOf } from "./views/jobs.js";
 
 const PAGE_SIZE = 50;
 const RETRY_MS = 1000;

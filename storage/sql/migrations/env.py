@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from windlass.storage.sql.models import Base
+from windlass.storage.sql import Base
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
 with context.begin_transaction():

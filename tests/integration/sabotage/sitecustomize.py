@@ -62,10 +62,10 @@ def _shorten_silence(dispatcher: ModuleType) -> None:
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    "windlass.actors.deploy": _change_actors,
-    "windlass.service.job_specs": _shorten_deadlines,
-    "windlass.service.dispatcher": _shorten_silence,
+    "windlass.actors.runtime.ray_runner": _change_actors,
+    "windlass.service.jobs.spec_builder": _shorten_deadlines,
+    "windlass.service.dispatcher.dispatcher": _shorten_silence,
 }
 
 
-runpy.run_path(str(Path(__file__).parents[2] / "changed_imports.py"))["change_when_imported"](_CHANGES)
+runpy.run_path(str(Path(__file__).parents[2] / "support/changed_imports.py"))["change_when_imported"](_CHANGES)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.actors.ssd_bench import WAIT_S, Hang
-from windlass.actors import gpu_worker
-from windlass.planner import plan
+from tests.support.actors.ssd_bench import WAIT_S, Hang
+from windlass.actors.gpu_worker import worker as gpu_worker
+from windlass.engine.memory_plan import plan
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from benchmarks.peer import emit
+from benchmarks.peers.peer import emit
 
 
 def main(mode: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.report import Report
+from benchmarks.reporting.report import Report
 
 
 class Tables(Report):

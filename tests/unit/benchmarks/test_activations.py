@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.activation_run import ActivationResult, ActivationRun
-from benchmarks.activations import WAYS, Budget, Form, add_curve, add_limits, form_of, largest, ratios_of
+from benchmarks.activations.benchmark import WAYS, Budget, Form, add_curve, add_limits, form_of, largest, ratios_of
+from benchmarks.activations.run import ActivationResult, ActivationRun
 from tests.unit.benchmarks.tables import Tables
-from windlass.planner.activations import ActivationChoice
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
 
 BUDGET = Budget(device_nbytes=100, host_nbytes=50, ssd_nbytes=1000)
 RECOMPUTE, HOST, SSD = WAYS

@@ -6,16 +6,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.api import _percentile
-from benchmarks.api_fill import fill
-from benchmarks.api_first_step import _holders
-from benchmarks.api_load import MIX, Order, _Load
-from windlass.service.schemas import EventObject, JobObject
+from benchmarks.api.benchmark import _percentile
+from benchmarks.api.fill import fill
+from benchmarks.api.first_step import _holders
+from benchmarks.api.load import MIX, Order, _Load
+from windlass.service.api.schemas.objects import EventObject, JobObject
 from windlass.storage.sql.database import Database
-from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.files import FileRepository
-from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.statuses import TERMINAL_STATUSES
+from windlass.storage.sql.job_status import TERMINAL_STATUSES
+from windlass.storage.sql.repositories.events import EventRepository
+from windlass.storage.sql.repositories.files import FileRepository
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 
 def test_the_database_is_filled_with_what_the_service_can_show(database_url: str) -> None:

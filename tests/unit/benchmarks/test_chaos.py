@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_plan import DatabaseKind, Injury, Kind, Run, plan_runs
-from benchmarks.chaos_record import Record, complaints, read_record
-from benchmarks.chaos_results import Done, Result, Results
-from tests.unit.service.dispatcher_stage import Stage
+from benchmarks.chaos.plan import DatabaseKind, Injury, Kind, Run, plan_runs
+from benchmarks.chaos.record import Record, complaints, read_record
+from benchmarks.chaos.results import Done, Result, Results
+from tests.support.service.dispatcher_stage import Stage
 from windlass.storage.sql.database import Database, migrate
-from windlass.storage.sql.events import EventRepository
+from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.statuses import JobStatus
+from windlass.storage.sql.repositories.events import EventRepository
 
 BOTH = list(DatabaseKind)
 

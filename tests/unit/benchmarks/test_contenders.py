@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import Contender, ContenderFailedError, rounds, run_contender, without_paths
-from benchmarks.workload import ModelShape, Workload
+from benchmarks.peers.contenders import Contender, ContenderFailedError, rounds, run_contender, without_paths
+from benchmarks.peers.workload import ModelShape, Workload
 
 MIB = 1 << 20
 WORKLOAD = Workload(

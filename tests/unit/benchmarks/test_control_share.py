@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.control_share import _MOVERS, _UPDATERS, Overhead, Role, overhead, role_of
-from benchmarks.pss import ThreadSeconds
-from windlass.actors.device_states import DeviceStates
-from windlass.actors.grad_offload import GradOffload
-from windlass.actors.guarded_threads import shown_name
-from windlass.actors.param_feed import ParamFeed
-from windlass.actors.partial_grads import PartialGrads
-from windlass.actors.ssd_server import SsdServer
+from benchmarks.reporting.control_share import _MOVERS, _UPDATERS, Overhead, Role, overhead, role_of
+from benchmarks.reporting.pss import ThreadSeconds
+from windlass.actors.gpu_worker.device_optimizer import DeviceStates
+from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
+from windlass.actors.gpu_worker.grad_offload import GradOffload
+from windlass.actors.gpu_worker.param_prefetcher import ParamFeed
+from windlass.actors.lifecycle.threads import shown_name
+from windlass.actors.ssd.server import SsdServer
 
 
 def seconds(user_s: float, system_s: float, name: str = "ray::ActorShell") -> ThreadSeconds:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.device_memory import CASES, error_of
-from windlass.planner.device_need import DeviceNeed, Moment, MomentNeed, Pass
+from windlass.engine.memory_plan.device_moments import DeviceNeed, Moment, MomentNeed, Pass
 
 
 def need(leaving_nbytes: int) -> DeviceNeed:

@@ -17,18 +17,21 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_parity, gpu_peers, gpu_speed
-from benchmarks.contenders import ContenderRun
-from benchmarks.gpu_cases import CAPS, SHAPES, SpeedCase, States, cases, tiny_cases
-from benchmarks.report import Report
-from benchmarks.workload import model_config
+from benchmarks.gpu_check import benchmark as gpu_check
+from benchmarks.gpu_check import parity as gpu_parity
+from benchmarks.gpu_check import peers as gpu_peers
+from benchmarks.gpu_check import speed as gpu_speed
+from benchmarks.gpu_check.cases import CAPS, SHAPES, SpeedCase, States, cases, tiny_cases
+from benchmarks.peers.contenders import ContenderRun
+from benchmarks.peers.workload import model_config
+from benchmarks.reporting.report import Report
 from tests.unit.benchmarks.torch_only import link_torch_only
-from windlass.actors.context import SCHEDULER
+from windlass.actors.job.context import SCHEDULER
 from windlass.actors.messages import LossComputed, Phase
-from windlass.engine.partition import build_meta_model
-from windlass.planner.activations import ActivationChoice
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.model.partition import build_meta_model
 from windlass.storage.ids import JobId, Kernel, Precision, Step
-from windlass.storage.room import NotEnoughRoom
+from windlass.storage.memory.capacity import InsufficientSpaceError
 
 FAR_S = 1e9
 
@@ -38,7 +41,7 @@ def torch_only(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a Python that finds torch, transformers and small packages, and no others."""
     site = tmp_path_factory.mktemp("torch-only") / "site"
     link_torch_only(site)
-    root = Path(gpu_check.__file__).parents[1]
+    root = Path(gpu_check.__file__).parents[2]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, root / "src", root)))}
 
 
@@ -152,7 +155,7 @@ def test_every_case_has_a_name_of_its_own_and_keeps_to_the_caps() -> None:
 @pytest.mark.long
 def test_a_case_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: dict[str, BaseException] = {
-        "1.5B host 16": NotEnoughRoom("the arena", "/dev/shm", 2 << 30, 1 << 30, "enlarge it"),
+        "1.5B host 16": InsufficientSpaceError("the arena", "/dev/shm", 2 << 30, 1 << 30, "enlarge it"),
         "1.5B SSD 16": torch.OutOfMemoryError("CUDA out of memory"),
     }
     train = gpu_speed._train
@@ -167,7 +170,7 @@ def test_a_case_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [run.is_failure for run in runs] == [False, True, False]
     assert [run.tokens_per_s is None for run in runs] == [True, True, False]
     text = "\n".join(gpu_speed.tables(runs))
-    assert "| not timed | NotEnoughRoom: not enough room in shm for the arena: 2.00 GiB" in text
+    assert "| not timed | InsufficientSpaceError: not enough room in shm for the arena: 2.00 GiB" in text
     assert "| failed    | OutOfMemoryError: CUDA out of memory" in text
     assert list(tmp_path.iterdir()) == []
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.optimizer import Plan as OptimizerPlan
-from benchmarks.optimizer import measure, name_of, ratios_of, rows_of
-from benchmarks.optimizer_contenders import LEARNING_RATE, Contender, copies, memory_of, torch_fused
+from benchmarks.optimizer.benchmark import Plan as OptimizerPlan
+from benchmarks.optimizer.benchmark import measure, name_of, ratios_of, rows_of
+from benchmarks.optimizer.contenders import LEARNING_RATE, Contender, copies, memory_of, torch_fused
 from windlass.storage.ids import StatePrecision
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import papers
-from benchmarks.page import DOCS, Page, compared, write_page
+from benchmarks.papers import benchmark as papers
+from benchmarks.reporting.page import DOCS, Page, compared, write_page
 
 
 def test_the_page_in_docs_is_up_to_date() -> None:

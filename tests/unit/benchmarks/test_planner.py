@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planned_case import Predicted, predict, question_of
-from benchmarks.planned_run import JOB_FILE, Measured, planned_spec
-from benchmarks.planned_swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps, only
-from benchmarks.planner import CASES, QUICK_CASES, add_choices, add_promises, errors_of, solve_times
+from benchmarks.planner.benchmark import CASES, QUICK_CASES, add_choices, add_promises, errors_of, solve_times
+from benchmarks.planner.case import Predicted, predict, question_of
+from benchmarks.planner.run import JOB_FILE, Measured, planned_spec
+from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps, only
 from tests.unit.benchmarks.tables import Tables
-from windlass.actors.planning import Profiles, best_plan
-from windlass.planner.hardware import Hardware
-from windlass.planner.yaml_files import parse
+from windlass.planner.hardware.hardware import Hardware
+from windlass.planner.hardware.yaml_files import parse
+from windlass.planner.planning.planner import Profiles, best_plan
 
 CHOICES = {
     "num_microbatches": 4,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pss import Memory, MemorySampler, memory_of, process_tree, thread_seconds
+from benchmarks.reporting.pss import Memory, MemorySampler, memory_of, process_tree, thread_seconds
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
@@ -129,7 +129,7 @@ def test_sampler_takes_no_more_than_its_share() -> None:
 def test_anonymous_memory_of_this_process_is_seen() -> None:
     # Not in the tests' own process: its share of torch's libraries changes whenever another process loads them.
     code = (
-        "import mmap, os\nfrom benchmarks.pss import memory_of\nbefore = memory_of([os.getpid()]).nbytes\n"
+        "import mmap, os\nfrom benchmarks.reporting.pss import memory_of\nbefore = memory_of([os.getpid()]).nbytes\n"
         "block = mmap.mmap(-1, 50 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
         "for place in range(0, len(block), mmap.PAGESIZE): block[place] = 1\n"
         "print(memory_of([os.getpid()]).nbytes - before)"
@@ -141,7 +141,8 @@ def test_anonymous_memory_of_this_process_is_seen() -> None:
 def test_own_memory_by_the_kernels_counts(shm_file: Path) -> None:
     """In a process of its own: what else this one holds may be paged out meanwhile, or come back."""
     code = (
-        "import mmap, pathlib, sys\nfrom benchmarks.pss import resident_memory\nbefore = resident_memory([])\n"
+        "import mmap, pathlib, sys\nfrom benchmarks.reporting.pss import resident_memory\n"
+        "before = resident_memory([])\n"
         "held = mmap.mmap(-1, 100 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\nheld.write(b'x' * (100 << 20))\n"
         "after = resident_memory([pathlib.Path(sys.argv[1])])\n"
         "print(after.private_nbytes - before.private_nbytes, before.shm_nbytes, after.shm_nbytes)"

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import reach
-from benchmarks.page import DOCS
+from benchmarks.reporting.page import DOCS
 
 
 @pytest.mark.long

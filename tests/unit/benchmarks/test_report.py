@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import describe_machine, file_system
-from benchmarks.report import Report, ratio, rounded, spread, table
+from benchmarks.reporting.machine import describe_machine, file_system
+from benchmarks.reporting.report import Report, ratio, rounded, spread, table
 
 
 def test_table_columns_are_aligned_and_cells_cannot_break_it() -> None:

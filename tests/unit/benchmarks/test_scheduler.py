@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import Report
-from benchmarks.scheduler import add_table, bottlenecks, bound_s, cases, ratios_of, workload_of
-from benchmarks.scheduler_cases import Bench, Bottleneck, Case, Reference, Result, result_of
-from benchmarks.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
-from benchmarks.workload import ModelShape, Workload
-from tests.training import has_direct_io
-from tests.unit.actors.specs import make_layout
+from benchmarks.peers.workload import ModelShape, Workload
+from benchmarks.reporting.report import Report
+from benchmarks.scheduler.benchmark import add_table, bottlenecks, bound_s, cases, ratios_of, workload_of
+from benchmarks.scheduler.cases import Bench, Bottleneck, Case, Reference, Result, result_of
+from benchmarks.scheduler.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
+from tests.support.actors.specs import make_layout
+from tests.support.training import has_direct_io
 from windlass.actors.policy.ordering import QueueOrder
 
 OPTIMIZER = Bottleneck(resource="optimizer", over_compute=2.0)

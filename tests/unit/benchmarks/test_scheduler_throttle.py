@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks import throttle as module
-from benchmarks.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Gate, Throttle, ThrottledEngine
-from benchmarks.windlass_runner import ordering_of, throttle_of
-from tests.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of
-from windlass.actors import cpu_optimizer, gpu_worker, ssd_server
-from windlass.actors.local import run_local
-from windlass.actors.messages import Message, SpanKind, SpansTold, WorkSpan
+from benchmarks.peers.windlass_runner import ordering_of, throttle_of
+from benchmarks.scheduler import throttle as module
+from benchmarks.scheduler.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Gate, Throttle, ThrottledEngine
+from tests.support.training import has_direct_io, losses_of, make_partition, make_spec, metrics_of
+from windlass.actors.gpu_worker import worker as gpu_worker
+from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
+from windlass.actors.optimizer import worker as cpu_optimizer
 from windlass.actors.policy.ordering import Ordering, QueueOrder
-from windlass.engine.dataset import PreparedDataset
+from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.ssd import server as ssd_server
+from windlass.engine.data.dataset import PreparedDataset
 from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey
-from windlass.storage.transfers import Transfer
+from windlass.storage.io.engines import Transfer
 
 OPERATIONS = (SpanKind.FORWARD, SpanKind.HEAD, SpanKind.BACKWARD)
 
@@ -134,7 +136,7 @@ def test_a_throttled_job_moves_all_its_bytes_and_learns_the_same(
     spans: list[WorkSpan] = []
 
     def look(to: ActorName, message: Message) -> None:
-        if isinstance(message, SpansTold):
+        if isinstance(message, SpansReported):
             spans.extend(message.spans)
 
     partition = make_partition(slow)
@@ -169,7 +171,7 @@ def test_a_throttled_job_moves_all_its_bytes_and_learns_the_same(
 def test_what_was_replaced_is_put_back() -> None:
     def found() -> list[Any]:
         modules = (ssd_server, cpu_optimizer, gpu_worker)
-        names = ("open_engine", "ChunkUpdater", "BlockRunner", "SpanLog")
+        names = ("open_engine", "ChunkUpdater", "BlockRunner", "SpanRecorder")
         return [vars(module)[name] for module in modules for name in names if name in vars(module)]
 
     before = found()
@@ -187,7 +189,7 @@ def test_what_was_replaced_is_put_back() -> None:
 def test_an_actor_in_a_process_of_its_own_is_held_back_for_good(
     name: str, module: ModuleType, attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in ("SpanLog", attribute):
+    for each in ("SpanRecorder", attribute):
         monkeypatch.setattr(module, each, vars(module)[each])  # put back in the end
     before, runner = vars(module)[attribute], gpu_worker.BlockRunner
     Throttle(compute_flop_per_s=1.0).slow_actor(name)

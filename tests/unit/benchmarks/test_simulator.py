@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulator import QUICK_CASES, add_table, ratios_of
-from benchmarks.simulator_cases import CASES, Comparison, Run
+from benchmarks.simulator.benchmark import QUICK_CASES, add_table, ratios_of
+from benchmarks.simulator.cases import CASES, Comparison, Run
 from tests.unit.benchmarks.tables import Tables
 from windlass.actors.messages import SpanKind
 

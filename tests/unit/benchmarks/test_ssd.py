@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.ssd import Comparison, best_setting, in_flight_of, together
-from benchmarks.ssd_contenders import LocalServer, Setup
-from benchmarks.ssd_peers import DeepSpeedAio, Fio, FioSetting, PeerMissingError
-from benchmarks.ssd_requests import Traffic, geometry_of
-from tests.training import has_direct_io
-from windlass.storage.transfers import DEFAULT_IO
-from windlass.storage.volume import Volume
+from benchmarks.ssd.benchmark import Comparison, best_setting, in_flight_of, together
+from benchmarks.ssd.contenders import LocalServer, Setup
+from benchmarks.ssd.peers import DeepSpeedAio, Fio, FioSetting, PeerMissingError
+from benchmarks.ssd.requests import Traffic, geometry_of
+from tests.support.training import has_direct_io
+from windlass.storage.io.engines import DEFAULT_IO
+from windlass.storage.ssd.volume import Volume
 
 MIB = 1 << 20
 
@@ -84,7 +84,7 @@ def test_fio_is_asked_for_the_mix_and_its_bytes_are_added(tmp_path: Path, monkey
         return SimpleNamespace(stdout='{"jobs": [{"read": {"bw_bytes": 10}, "write": {"bw_bytes": 14}}]}')
 
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("benchmarks.ssd_peers.subprocess.run", run)
+    monkeypatch.setattr("benchmarks.ssd.peers.subprocess.run", run)
     fio = Fio(tmp_path / "file", 4 * MIB)
     assert fio.measure(Traffic.MIX, 0.5, FioSetting(block_nbytes=MIB, depth=8)) == 24
     assert {"--rw=rw", "--rwmixread=46", "--bs=1048576", "--iodepth=8", "--ioengine=io_uring", "--direct=1"} <= set(

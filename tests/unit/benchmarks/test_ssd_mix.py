@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ssd_mix import MIB, DirectIoError, MixFiles, MixSetting, mixed_bytes_per_s
+from benchmarks.ssd.mix import MIB, DirectIoError, MixFiles, MixSetting, mixed_bytes_per_s
 
 SETTING = MixSetting(num_threads=4, block_nbytes=MIB)
 

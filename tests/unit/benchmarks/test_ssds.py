@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import ContenderRun
+from benchmarks.peers.contenders import ContenderRun
+from benchmarks.peers.windlass_runner import throttle_of
 from benchmarks.ssds import Reference, Setup, contender_of, ratios_of
-from benchmarks.windlass_runner import throttle_of
 
 REFERENCE = Reference(compute_s=1.0, ssd_nbytes=600)
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import ContenderRun
 from benchmarks.memory import growth_share
-from benchmarks.peers_deepspeed import deepspeed_config
+from benchmarks.peers.contenders import ContenderRun
+from benchmarks.peers.deepspeed_runner import deepspeed_config
+from benchmarks.peers.windlass_runner import placement_of
 from benchmarks.step import SizeResults, contenders, full_plan, loss_difference, quick_plan, ratios_of
-from benchmarks.windlass_runner import placement_of
 
 KEYS = (
     "step_over_plain",

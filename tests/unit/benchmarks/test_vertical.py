@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import ContenderRun
+from benchmarks.peers.contenders import ContenderRun
+from benchmarks.peers.windlass_runner import changed, placement_of
 from benchmarks.vertical import CASES, Results, contender_of, horizontal, moved_a_step, ratios_of
-from benchmarks.windlass_runner import changed, placement_of
-from tests.unit.actors.specs import HYPERPARAMETERS
+from tests.support.actors.specs import HYPERPARAMETERS
 from windlass.actors.messages import SpanKind, WorkSpan
-from windlass.actors.spans_file import StepSpans, keep_step
+from windlass.actors.timeline.span_files import StepSpans, keep_step
 
 
 def test_orders_are_sizes_of_groups(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.windlass_runner import placement_of, with_room
-from tests.training import make_spec
-from windlass.planner.activations import ActivationChoice
-from windlass.planner.plan import ACTIVATION_SLOT_NBYTES, Placement
+from benchmarks.peers.windlass_runner import placement_of, with_room
+from tests.support.training import make_spec
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES, Placement
 
 NUM_LAYERS = 3
 

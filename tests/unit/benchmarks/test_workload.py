@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.contenders import Contender, run_contender
-from benchmarks.workload import BATCHES_FILE, DATASET_DIR, MODEL_DIR, ModelShape, Workload, read_workload
-from windlass.engine.dataset import PreparedDataset
+from benchmarks.peers.contenders import Contender, run_contender
+from benchmarks.peers.workload import BATCHES_FILE, DATASET_DIR, MODEL_DIR, ModelShape, Workload, read_workload
+from windlass.engine.data.dataset import PreparedDataset
 
 WORKLOAD = Workload(
     shape=ModelShape(hidden=64, num_layers=2, vocab=96, intermediate=160, num_heads=2),
@@ -47,7 +47,9 @@ def test_batches_are_what_windlass_trains_on(folder: Path) -> None:
 
 @pytest.mark.long
 def test_plain_peer_trains_as_a_naive_loop_does(folder: Path) -> None:
-    run = run_contender(Contender(name="plain", title="plain", module="benchmarks.peers_plain"), WORKLOAD, folder)
+    run = run_contender(
+        Contender(name="plain", title="plain", module="benchmarks.peers.plain_runner"), WORKLOAD, folder
+    )
     assert len(run.step_s) == 2
     assert run.losses == pytest.approx(naive_losses(folder), rel=2e-3)
     assert run.losses[0] != pytest.approx(run.losses[2], rel=2e-3)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.unit.helm.kuberay import RAY_CLUSTER
-from windlass.service.settings import Settings, load_settings
+from windlass.service.installation.settings import Settings, load_settings
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: Helm, as a library")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="it has Kubernetes' schemas")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.unit.service.api_client import make_model, serve, upload
-from tests.unit.service.dispatcher_stage import Stage
-from windlass.service.settings import Settings
+from tests.support.service.api_client import make_model, serve, upload
+from tests.support.service.dispatcher_stage import Stage
+from windlass.service.installation.settings import Settings
 from windlass.storage.sql.database import Database
 
 

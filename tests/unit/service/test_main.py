@@ -14,10 +14,10 @@ import pytest
 import trustme
 
 from windlass.service import __main__ as service_main
-from windlass.service import cli
-from windlass.service.settings import Settings, SettingsError
+from windlass.service.cli import main as cli
+from windlass.service.installation.settings import Settings, SettingsError
 from windlass.storage.sql.database import Database
-from windlass.storage.sql.jobs import JobRepository
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 _DEADLINE_S = 120.0
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.training import has_direct_io, leftovers_of, losses_of, make_partition, make_spec
-from windlass.actors.context import optimizer_name
-from windlass.actors.job_spec import JobSpec, System, behaving_as
-from windlass.actors.local import run_local
+from tests.support.training import has_direct_io, leftovers_of, losses_of, make_partition, make_spec
+from windlass.actors.job.context import optimizer_name
+from windlass.actors.job.spec import JobSpec, System, behaving_as
 from windlass.actors.messages import (
     BlockUpdated,
     ComputeBlock,
@@ -21,8 +20,9 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy.ordering import Ordering, QueueOrder
-from windlass.planner.plan import Placement
-from windlass.planner.update_order import UpdateOrder
+from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.storage.ids import ActorName, Precision
 
 NUM_STEPS = 4

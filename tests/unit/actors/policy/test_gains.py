@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.actors.policy.jobs import JOB, grad_chunks, make_shape
+from tests.support.policy.jobs import JOB, grad_chunks, make_shape
 from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
@@ -24,10 +24,10 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy.ordering import QueueOrder
+from windlass.actors.policy.pending_replies import Instruction
 from windlass.actors.policy.pipeline import Pipeline
-from windlass.actors.policy.trainer import Trainer
-from windlass.actors.policy.waits import Instruction
-from windlass.planner.plan import most_passing_blocks
+from windlass.actors.policy.trainer_state import TrainerState
+from windlass.engine.memory_plan.plan import most_passing_blocks
 from windlass.storage.ids import ActorName, Step
 
 NUM_BLOCKS = 42
@@ -47,7 +47,7 @@ class Timed:
 
     def __init__(self, update_s: float, room: int, num_chunks: int = 4, **options: Any) -> None:
         options = {"total_steps": NUM_STEPS, "chunks_per_block": (1,) * NUM_BLOCKS, **options}
-        self.pipeline = Pipeline(make_shape(**options), Trainer(scales_loss=False), Step(0))
+        self.pipeline = Pipeline(make_shape(**options), TrainerState(scales_loss=False), Step(0))
         self.update_s = update_s
         self.room = room
         self.num_chunks = num_chunks

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.actors.policy.jobs import make_shape
-from tests.unit.actors.policy.world import World, deliver_all_but
+from tests.support.policy.jobs import make_shape
+from tests.support.policy.world import World, deliver_all_but
 from windlass.actors.messages import GradChunk, Message, Phase
 from windlass.actors.policy import pipeline as pipeline_module
+from windlass.actors.policy.config import Operation, SchedulerConfig, program
 from windlass.actors.policy.ordering import QueueOrder
-from windlass.actors.policy.shape import JobShape, Operation, program
-from windlass.actors.policy.waits import UnexpectedEventError
+from windlass.actors.policy.pending_replies import UnexpectedEventError
 
 ORDERS: dict[str, dict[str, Any]] = {
     "active": {"clip_norm": None, "keeps_grads": False},
@@ -39,7 +39,7 @@ TIERS: list[dict[str, Any]] = [
 ]
 
 
-def tiered_shape(order: dict[str, Any], tiers: dict[str, Any], **options: Any) -> JobShape:
+def tiered_shape(order: dict[str, Any], tiers: dict[str, Any], **options: Any) -> SchedulerConfig:
     """A small job; of the tiers, what it has blocks for. Only gradients that are kept are spilled."""
     if "spilled_blocks" in tiers and not order["keeps_grads"]:
         tiers = {}
@@ -107,7 +107,7 @@ def run(
 @given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, bad=bad_gradients, scales_loss=st.booleans())
 @many
 def test_every_order_ends_with_everything_committed(
-    shape: JobShape, seed: int, slow: set[str], bad: frozenset[tuple[int, int]], scales_loss: bool
+    shape: SchedulerConfig, seed: int, slow: set[str], bad: frozenset[tuple[int, int]], scales_loss: bool
 ) -> None:
     world = World(shape, bad=bad, scales_loss=scales_loss)
     run(world, random.Random(seed), slow)
@@ -117,7 +117,7 @@ def test_every_order_ends_with_everything_committed(
 @given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, stop_at=st.integers(0, 120), bad=bad_gradients)
 @many
 def test_a_stop_at_any_moment_ends_after_the_step_that_had_begun(
-    shape: JobShape, seed: int, slow: set[str], stop_at: int, bad: frozenset[tuple[int, int]]
+    shape: SchedulerConfig, seed: int, slow: set[str], stop_at: int, bad: frozenset[tuple[int, int]]
 ) -> None:
     world = World(shape, bad=bad)
     run(world, random.Random(seed), slow, stop_at)
@@ -127,7 +127,7 @@ def test_a_stop_at_any_moment_ends_after_the_step_that_had_begun(
 @given(shape=shapes, seed=st.integers(0, 2**32), slow=slow_actors, data=st.data(), bad=bad_gradients)
 @many
 def test_a_resumed_job_goes_on_at_the_next_step(
-    shape: JobShape, seed: int, slow: set[str], data: st.DataObject, bad: frozenset[tuple[int, int]]
+    shape: SchedulerConfig, seed: int, slow: set[str], data: st.DataObject, bad: frozenset[tuple[int, int]]
 ) -> None:
     """Also where the steps before were skipped: the trainer's counts go on, too."""
     initial_step = data.draw(st.integers(0, shape.total_steps - 1))
@@ -150,7 +150,7 @@ def test_a_resumed_job_goes_on_at_the_next_step(
 )
 @many
 def test_checkpoints_that_are_asked_for_come_before_the_next_step_and_an_early_end_has_its_model(
-    shape: JobShape,
+    shape: SchedulerConfig,
     seed: int,
     slow: set[str],
     bad: frozenset[tuple[int, int]],
@@ -171,7 +171,7 @@ def test_checkpoints_that_are_asked_for_come_before_the_next_step_and_an_early_e
 @given(shape=shapes, seed=st.integers(0, 2**32), data=st.data(), bad=bad_gradients)
 @many
 def test_an_event_that_comes_twice_is_refused(
-    shape: JobShape, seed: int, data: st.DataObject, bad: frozenset[tuple[int, int]]
+    shape: SchedulerConfig, seed: int, data: st.DataObject, bad: frozenset[tuple[int, int]]
 ) -> None:
     world, order = World(shape, bad=bad), random.Random(seed)
     world.start()

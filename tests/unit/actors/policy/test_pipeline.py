@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.actors.policy.jobs import GPU, JOB, grad_chunks, make_shape
-from tests.unit.actors.policy.world import World, deliver_all_but, sent
+from tests.support.policy.jobs import GPU, JOB, grad_chunks, make_shape
+from tests.support.policy.world import World, deliver_all_but, sent
 from windlass.actors.messages import (
     BlockBackwardDone,
     BlockComputed,
@@ -18,7 +18,7 @@ from windlass.actors.messages import (
     BlockUpdated,
     CommitStore,
     ComputeBlock,
-    GradDropped,
+    GradDiscarded,
     GradOffloaded,
     LossComputed,
     Message,
@@ -31,9 +31,9 @@ from windlass.actors.messages import (
     UpdateBlock,
 )
 from windlass.actors.policy.ordering import QueueOrder
+from windlass.actors.policy.pending_replies import DeadlineMissedError, Instruction, UnexpectedEventError
 from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
-from windlass.actors.policy.trainer import Trainer
-from windlass.actors.policy.waits import DeadlineMissedError, Instruction, UnexpectedEventError
+from windlass.actors.policy.trainer_state import TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 STEP, BLOCK = Step(1), BlockIndex(2)
@@ -143,7 +143,7 @@ def test_kept_gradients_are_updated_in_forward_order_or_as_they_came(queues: Que
 def test_the_clipping_factor_is_torchs(size: float, scales_loss: bool) -> None:
     shape = make_shape(chunks_per_block=(1, 1, 1), clip_norm=0.75, total_steps=1)
     loss_scale = 65536.0 if scales_loss else 1.0
-    pipeline = Pipeline(shape, Trainer(scales_loss=scales_loss), Step(0))
+    pipeline = Pipeline(shape, TrainerState(scales_loss=scales_loss), Step(0))
     instructions = pipeline.start(0.0)
     grads = [torch.full((3,), value, dtype=torch.float64) for value in (0.2, 0.3, size)]
     scales = []
@@ -192,7 +192,7 @@ def test_pipeline_with_squared_norms_in_any_order_gives_the_bits_of_one_worker(
 ) -> None:
     """One worker tells them last to first, and each is added as it comes."""
     shape = make_shape(chunks_per_block=(1,) * 6, clip_norm=0.75, total_steps=1, max_prefetched=20)
-    pipeline = Pipeline(shape, Trainer(scales_loss=False), Step(0))
+    pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
     pipeline.start(0.0)
     instructions: list[Instruction] = []
     for block in order:
@@ -225,7 +225,7 @@ def test_a_skipped_step_is_committed_as_it_was_and_counts_for_nothing() -> None:
     assert {m.optimizer_step for m in messages if isinstance(m, UpdateBlock)} == {2}
     assert {m.grad_scale for m in messages if isinstance(m, UpdateBlock)} == {1 / 32768}
     assert [(m.step, m.states_step) for m in messages if isinstance(m, CommitStore)] == [(2, 1), (3, 3)]
-    dropped = [(m.step, m.block) for m in messages if isinstance(m, GradDropped)]
+    dropped = [(m.step, m.block) for m in messages if isinstance(m, GradDiscarded)]
     assert sorted(dropped) == [(2, block) for block in range(4)]
 
 
@@ -235,8 +235,8 @@ def test_a_skipped_step_is_not_committed_while_a_gradient_is_on_its_way() -> Non
     deliver_all_but(world, "offload 1 2")
     assert world.asked_commits == [0]
     assert world.computed[-1] == (1, Phase.BACKWARD, 0, 0)
-    assert sent(world, GradDropped) == [
-        GradDropped(job=JOB, step=STEP, block=BLOCK, chunks=grad_chunks(world.shape, BLOCK))
+    assert sent(world, GradDiscarded) == [
+        GradDiscarded(job=JOB, step=STEP, block=BLOCK, chunks=grad_chunks(world.shape, BLOCK))
     ]
     world.check_end()
 
@@ -320,7 +320,9 @@ def test_where_updates_have_begun_a_bad_gradient_ends_the_job_at_once(block: int
 
 @pytest.mark.parametrize("sizes", [(math.inf, 1.0), (1.0, math.nan), (math.nan, math.inf), (math.inf, math.inf)])
 def test_any_gradient_that_is_not_finite_makes_the_step_bad(sizes: tuple[float, float]) -> None:
-    pipeline = Pipeline(make_shape(chunks_per_block=(1, 1), clip_norm=1.0, max_bad_steps=0), Trainer(False), Step(0))
+    pipeline = Pipeline(
+        make_shape(chunks_per_block=(1, 1), clip_norm=1.0, max_bad_steps=0), TrainerState(False), Step(0)
+    )
     pipeline.start(0.0)
     head = {"job": JOB, "step": STEP, "op": 2, "phase": Phase.HEAD, "block": BlockIndex(1), "compute_s": 0.1}
     first = {"job": JOB, "step": STEP, "op": 1, "phase": Phase.FORWARD, "block": BlockIndex(0), "compute_s": 0.1}
@@ -399,7 +401,7 @@ UNASKED = [
 
 @pytest.mark.parametrize("event", UNASKED, ids=lambda event: type(event).__name__)
 def test_an_event_that_nothing_asked_for_is_refused(event: Message) -> None:
-    pipeline = Pipeline(make_shape(), Trainer(scales_loss=False), Step(0))
+    pipeline = Pipeline(make_shape(), TrainerState(scales_loss=False), Step(0))
     pipeline.start(0.0)
     with pytest.raises(UnexpectedEventError) as caught:
         pipeline.handle(event, 0.0)
@@ -408,7 +410,7 @@ def test_an_event_that_nothing_asked_for_is_refused(event: Message) -> None:
 
 def test_an_operation_that_is_passed_over_is_missed_at_once() -> None:
     """Were its step committed meanwhile, nobody would make it up: an evaluation would be missing for good."""
-    pipeline = Pipeline(make_shape(), Trainer(scales_loss=False), Step(0))
+    pipeline = Pipeline(make_shape(), TrainerState(scales_loss=False), Step(0))
     asked = [i.message for i in pipeline.start(0.0) if isinstance(i.message, ComputeBlock)]
     done: dict[str, Any] = {"job": JOB, "step": STEP, "phase": Phase.FORWARD, "compute_s": 0.0, "is_finite": True}
     with pytest.raises(UnexpectedEventError, match="the forward of block 1 in step 1, and not the forward of block 0"):

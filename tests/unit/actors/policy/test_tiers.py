@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 
-from tests.unit.actors.policy.jobs import GPU, make_shape
-from tests.unit.actors.policy.world import World, deliver_all_but, sent
+from tests.support.policy.jobs import GPU, make_shape
+from tests.support.policy.world import World, deliver_all_but, sent
 from windlass.actors.messages import (
     CommitStore,
     FlushBlock,
-    GradDropped,
+    GradDiscarded,
     OffloadGrad,
     Phase,
     RestoreStates,
     UpdateBlock,
 )
-from windlass.actors.policy.waits import DeadlineMissedError
+from windlass.actors.policy.pending_replies import DeadlineMissedError
 
 ALL = frozenset(range(4))
 HOST_0_DEVICE_3 = {"host_blocks": frozenset({0}), "device_blocks": frozenset({3})}
@@ -136,10 +136,10 @@ def test_a_stop_after_a_skipped_step_renames_nothing_that_is_read() -> None:
 def test_gradients_of_device_blocks_stay_where_they_are() -> None:
     device = frozenset({1, 3})
     world = begun(device_blocks=device, keeps_grads=True, total_steps=2, bad=frozenset({(2, 0)}))
-    messages = sent(world, OffloadGrad, UpdateBlock, GradDropped)
+    messages = sent(world, OffloadGrad, UpdateBlock, GradDiscarded)
     assert {m.block for m in messages if isinstance(m, OffloadGrad)} == {0, 2}
     assert {m.block for m in messages if isinstance(m, UpdateBlock) and not m.chunks} == device
-    assert {m.block for m in messages if isinstance(m, GradDropped) and not m.chunks} == device
+    assert {m.block for m in messages if isinstance(m, GradDiscarded) and not m.chunks} == device
     world.check_end()
 
 

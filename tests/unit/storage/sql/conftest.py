@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.postgresql import PostgresServer
+from tests.support.postgresql import PostgresServer
 from windlass.storage.sql.database import Database
-from windlass.storage.sql.jobs import JobRepository, NewJob
 from windlass.storage.sql.models import Job
+from windlass.storage.sql.repositories.jobs import JobRepository, NewJob
 
 
 @pytest.fixture

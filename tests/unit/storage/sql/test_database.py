@@ -12,11 +12,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from tests.postgresql import PostgresServer
+from tests.support.postgresql import PostgresServer
 from windlass.storage.sql.database import Database, migrate, why_unavailable
-from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.jobs import JobRepository
 from windlass.storage.sql.models import Base, Job
+from windlass.storage.sql.repositories.events import EventRepository
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 
 def test_migrations_build_the_schema_that_the_models_describe(url: str) -> None:

@@ -14,7 +14,7 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
 
-from tests.unit.storage.sql.old_rows import (
+from tests.support.storage.old_rows import (
     DONE,
     HYPERPARAMETERS,
     METHOD,
@@ -24,18 +24,18 @@ from tests.unit.storage.sql.old_rows import (
     SETTINGS,
     insert_rows,
 )
-from windlass.storage.sql.audit import AuditRepository
 from windlass.storage.sql.database import Database, migrate
-from windlass.storage.sql.deletion import DeletionRepository
 from windlass.storage.sql.errors import NewerDatabase
-from windlass.storage.sql.events import EventRepository
-from windlass.storage.sql.files import FileRepository
-from windlass.storage.sql.jobs import JobRepository
-from windlass.storage.sql.keys import KeyRepository
-from windlass.storage.sql.leases import LeaseRepository
+from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Base
-from windlass.storage.sql.statuses import JobStatus
-from windlass.storage.sql.webhooks import WebhookRepository
+from windlass.storage.sql.repositories.api_keys import KeyRepository
+from windlass.storage.sql.repositories.audit import AuditRepository
+from windlass.storage.sql.repositories.deletions import DeletionRepository
+from windlass.storage.sql.repositories.events import EventRepository
+from windlass.storage.sql.repositories.files import FileRepository
+from windlass.storage.sql.repositories.jobs import JobRepository
+from windlass.storage.sql.repositories.leases import LeaseRepository
+from windlass.storage.sql.repositories.webhooks import WebhookRepository
 
 VERSIONS = Path(__file__).parents[4] / "storage" / "sql" / "migrations" / "versions"
 

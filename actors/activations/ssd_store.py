@@ -1,0 +1,396 @@
+"""Activations on the SSDs: out through staging buffers in host memory, and back through the same.
+
+A tensor is cut into parts of a few slots. A part needs one buffer for its way out and one for its way back, takes it
+when nothing else is missing for that way, and gives it back at its end. So parts never wait for each other in a circle,
+however few buffers there are. One thread copies each way; the SSD servers do the rest.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from windlass.actors.activations.parts import At, BufferQueue, Moment, Part, SsdSwap, cut, slots_of_part
+from windlass.actors.activations.scratch_slots import ScratchSlots
+from windlass.actors.job import JobContext, aligned, ssd_name
+from windlass.actors.lifecycle import ActorThreads
+from windlass.actors.messages import (
+    ActivationIoDone,
+    Message,
+    ReadActivations,
+    SsdRequest,
+    WriteActivations,
+)
+from windlass.amounts import bytes_text
+from windlass.engine.activations import (
+    ActivationMemoryError,
+    ActivationTimeoutError,
+    SwapCounter,
+    SwapCounts,
+    SwapWatch,
+)
+from windlass.engine.device import Device
+from windlass.storage.ids import ActorName, CorrelationId, Span
+from windlass.storage.memory import SlotPool
+
+# What took no longer was no wait.
+_LEAST_WAIT_S = 1e-4
+
+
+class SsdActivations:
+    """Tensors in the scratch of the job's SSDs. One thread puts and prefetches; another may wait and drop."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        device: Device,
+        memory: torch.Tensor,
+        send: Callable[[ActorName, Message], None],
+        name: ActorName,
+        watch: SwapWatch,
+        *,
+        max_leaving_nbytes: int,
+    ) -> None:
+        """`memory`: the arena, flat uint8. `name`: who asks the SSD servers; `take` must be given their answers.
+
+        `max_leaving_nbytes`: bytes on their way out that may still lie on the device; one put is always let through.
+        """
+        plan, num_ssds = context.plan, len(context.ssds)
+        pool, num_staged = plan.activations, plan.num_staged_activations
+        self._spec = context.spec
+        self._device = device
+        self._memory = memory
+        self._send = send
+        self._name = name
+        self._watch = watch
+        self._max_leaving_nbytes = max_leaving_nbytes
+        self._slot_nbytes = pool.slot_nbytes
+        self._part_slots = slots_of_part(num_staged, num_ssds)
+        self._buffers = SlotPool(
+            pool.offset + (pool.num_slots - num_staged) * pool.slot_nbytes,
+            pool.slot_nbytes * self._part_slots,
+            num_staged // self._part_slots,
+            name="staging buffers",
+        )
+        self._num_slots = plan.num_ssd_activations
+        self._slots = ScratchSlots(
+            [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [each.weight for each in context.ssds]
+        )
+        self._to_copy_out: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._to_copy_in: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        # All below is guarded by `_changed`.
+        self._now = Moment()
+        self._turns = BufferQueue()
+        self._correlations = itertools.count()
+        self._asked: dict[CorrelationId, tuple[float, Part]] = {}  # of the SSD servers, since when, in that order
+        self._num_settling = 0  # parts of dropped tensors that still hold something
+        self._leaving_nbytes = 0
+        self._counter = SwapCounter()
+        self._stopping = False
+        self._threads = ActorThreads(name, context.spec.job, send, lambda: self._stopping)
+        self._threads.start((self._run_out, self._run_in))
+
+    # --- what its owner calls ---------------------------------------------------------------------------------------
+
+    def begin(self, moment: Moment) -> None:
+        """What is put and prefetched from now on belongs to this operation."""
+        with self._changed:
+            self._now = moment
+
+    def put(self, tensor: torch.Tensor) -> SsdSwap:
+        """Takes a flat uint8 tensor of the device, as ActivationStore says.
+
+        Raises:
+            ActivationMemoryError: there are not enough free slots.
+            ActivationTimeoutError: earlier puts hang.
+            InterruptedError: the job was stopped.
+        """
+        nbytes = tensor.nbytes
+        with self._changed:
+            self._wait_to_leave(nbytes)
+            self._wait_for_slots(nbytes)
+            swap = SsdSwap(nbytes, self._now, tensor, self._device.after_now())
+            swap.parts = list(cut(swap, self._slots, self._slot_nbytes, self._part_slots))
+            swap.num_on_device = swap.num_missing = len(swap.parts)
+            self._line_up(swap)
+            self._leaving_nbytes += nbytes
+            self._counter.hold(nbytes)
+            requests = self._hand_out_buffers()
+        self._ask(requests)
+        return swap
+
+    def prefetch(self, swap: SsdSwap, target: torch.Tensor) -> None:
+        """Begins to bring it back, once, into device memory of the same size that is the caller's."""
+        with self._changed:
+            swap.target, swap.target_ready, swap.wanted_in = target, self._device.after_now(), self._now
+            self._line_up(swap)
+            requests = self._hand_out_buffers()
+        self._ask(requests)
+
+    def wait_for(self, swap: SsdSwap) -> None:
+        """Returns when what was prefetched lies in its target. Its owner forgets it.
+
+        Raises:
+            ActivationTimeoutError: it did not come. A failed copy raises its own error.
+            InterruptedError: the job was stopped.
+        """
+        with self._changed:
+            swap.is_demanded = True
+            for part in swap.parts:
+                self._turns.wait(part)
+            requests = self._hand_out_buffers()
+        self._ask(requests)
+        with self._changed:
+            try:
+                self._wait_until(lambda: swap.num_missing == 0 or swap.error is not None, lambda: self._lateness(swap))
+                if swap.error is not None:
+                    raise swap.error
+            finally:
+                self._drop(swap)
+
+    def drop(self, swap: SsdSwap) -> None:
+        """Forgets what nobody needs; its owner forgets it too."""
+        with self._changed:
+            self._drop(swap)
+
+    def take(self, done: ActivationIoDone) -> None:
+        """An SSD server's answer."""
+        with self._changed:
+            _, part = self._asked.pop(done.correlation)
+            if part.swap.is_dropped or self._stopping:
+                self._free(part)
+            elif part.at is At.RETURNING:
+                self._to_copy_in.put(part)
+            else:
+                self._release_buffer(part)
+                part.at = At.SSD
+                self._turns.wait(part)
+            requests = self._hand_out_buffers()
+        self._ask(requests)
+
+    def describe_overdue(self) -> str:
+        """What each SSD server has owed for longest, the longest first; empty where none owes anything."""
+        oldest: dict[ActorName, str] = {}
+        with self._changed:
+            for since_s, part in self._asked.values():
+                verb, left_in = "read" if part.at is At.RETURNING else "write", part.swap.left_in
+                what = f"a {verb} of activations of block {left_in.block}, step {left_in.step}"
+                owing_s = time.monotonic() - since_s
+                ssd = ssd_name(part.ssd)
+                oldest.setdefault(ssd, f"{ssd} has owed {what} for {owing_s:.1f} s: check its SSD")
+        return "; ".join(oldest.values())
+
+    @property
+    def counts(self) -> SwapCounts:
+        """What was moved so far."""
+        with self._changed:
+            return self._counter.counts
+
+    def stop(self) -> None:
+        """Nothing is begun any more, and who waits is told so. What the SSDs were asked for is still taken."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._to_copy_out.put(None)
+        self._to_copy_in.put(None)
+
+    def close(self) -> None:
+        """Ends the threads, after `stop`: from then on the memory is not touched from here."""
+        self._threads.join(self._spec.deadline_s)
+
+    # --- inside: what waits for what ----------------------------------------------------------------------------------
+
+    def _wait_until(self, condition: Callable[[], bool], lateness: Callable[[], str]) -> None:
+        start_s = time.monotonic()
+        in_time = self._changed.wait_for(lambda: self._stopping or condition(), self._spec.deadline_s)
+        if (end_s := time.monotonic()) - start_s > _LEAST_WAIT_S:
+            self._watch.waited(self._watch.owner(), start_s, end_s)
+        if self._stopping:
+            raise InterruptedError("the job was stopped")
+        if not in_time:
+            raise ActivationTimeoutError(lateness())
+
+    def _wait_to_leave(self, nbytes: int) -> None:
+        self._wait_until(
+            lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= self._max_leaving_nbytes,
+            lambda: (
+                f"{bytes_text(self._leaving_nbytes)} of activations did not leave the device for the SSDs within "
+                f"{self._spec.deadline_s:g} s; the copies or the SSDs are stuck"
+            ),
+        )
+
+    def _wait_for_slots(self, nbytes: int) -> None:
+        count = -(-nbytes // self._slot_nbytes)
+        self._wait_until(
+            lambda: self._slots.num_free >= count or not self._num_settling,
+            lambda: (
+                f"activations that nobody needs were not off the SSDs within {self._spec.deadline_s:g} s; the copies "
+                "or the SSDs are stuck"
+            ),
+        )
+        if self._slots.num_free < count:
+            raise ActivationMemoryError(
+                f"no room for {bytes_text(nbytes)} of activations: {count} slots of {bytes_text(self._slot_nbytes)} "
+                f"are needed on the SSDs, as host memory is full, and {self._num_slots - self._slots.num_free} "
+                f"of {self._num_slots} are in use; raise ssd_activation_nbytes of the placement, or let "
+                "fewer layers swap"
+            )
+
+    def _lateness(self, swap: SsdSwap) -> str:
+        missing = [part for part in swap.parts if part.at is not At.GONE]
+        ssds = ", ".join(sorted({ssd_name(part.ssd) for part in missing}))
+        return (
+            f"{bytes_text(sum(part.nbytes for part in missing))} of {bytes_text(swap.nbytes)} of activations of "
+            f"block {swap.left_in.block}, step {swap.left_in.step} did not come back from {ssds} within "
+            f"{self._spec.deadline_s:g} s; see the logs of the SSD servers, and check the disks"
+        )
+
+    # --- inside: all these are called under the lock ------------------------------------------------------------------
+
+    def _line_up(self, swap: SsdSwap) -> None:
+        self._turns.begin(swap)
+        for part in swap.parts:
+            self._turns.wait(part)
+
+    def _hand_out_buffers(self) -> list[tuple[ActorName, SsdRequest]]:
+        """To those whose turn it is, as long as there are some; returns what the SSDs must be asked for."""
+        requests: list[tuple[ActorName, SsdRequest]] = []
+        while not self._stopping and (part := self._turns.first()) is not None:
+            buffers = self._buffers.try_acquire(1)
+            if not buffers:
+                break
+            (part.buffer,) = buffers
+            if part.at is At.DEVICE:
+                part.at = At.LEAVING
+                self._to_copy_out.put(part)
+            else:
+                part.at = At.RETURNING
+                requests.append(self._request(part))
+        return requests
+
+    def _request(self, part: Part) -> tuple[ActorName, SsdRequest]:
+        assert part.buffer is not None
+        kind: type[ReadActivations] | type[WriteActivations]
+        kind = ReadActivations if part.at is At.RETURNING else WriteActivations
+        correlation = CorrelationId(next(self._correlations))
+        self._asked[correlation] = time.monotonic(), part
+        return ssd_name(part.ssd), kind(
+            job=self._spec.job,
+            step=part.asked_in.step,
+            correlation=correlation,
+            reply_to=self._name,
+            priority=part.priority,
+            deadline_s=self._spec.deadline_s,
+            block=part.swap.left_in.block,
+            slots=part.slots,
+            span=Span(part.buffer.offset, aligned(part.nbytes)),
+        )
+
+    def _drop(self, swap: SsdSwap) -> None:
+        """What is under way ends first; everything else is free at once."""
+        if swap.num_missing:
+            self._counter.held_nbytes -= swap.nbytes
+        else:
+            swap.target = None  # the owner's alone
+        for part in swap.parts:
+            if part.at in (At.LEAVING, At.RETURNING):
+                self._num_settling += 1
+            elif part.at is not At.GONE:
+                if part.at is At.DEVICE:
+                    self._leave(part)
+                self._free(part)
+        swap.is_dropped = True
+        self._changed.notify_all()
+
+    def _leave(self, part: Part) -> None:
+        """It does not need the source any more."""
+        swap = part.swap
+        swap.num_on_device -= 1
+        self._leaving_nbytes -= part.nbytes
+        if swap.num_on_device == 0:
+            swap.source = None
+
+    def _free(self, part: Part) -> None:
+        """It holds nothing from here on."""
+        part.at = At.GONE
+        self._slots.give_back(part.ssd, part.slots)
+        self._release_buffer(part)
+        if part.swap.is_dropped:
+            self._num_settling -= 1
+            self._changed.notify_all()
+
+    def _release_buffer(self, part: Part) -> None:
+        if part.buffer is not None:
+            self._buffers.release([part.buffer])
+            part.buffer = None
+
+    # --- inside: the threads ------------------------------------------------------------------------------------------
+
+    def _ask(self, requests: list[tuple[ActorName, SsdRequest]]) -> None:
+        for to, request in requests:
+            self._send(to, request)
+
+    def _run_out(self) -> None:
+        while (part := self._to_copy_out.get()) is not None:
+            swap, error = part.swap, self._copy(part, self._copy_out)
+            requests = []
+            with self._changed:
+                self._leave(part)
+                if error is None:
+                    self._counter.out_nbytes += part.nbytes
+                if error is not None or swap.is_dropped or self._stopping:
+                    swap.error = swap.error or error
+                    self._free(part)
+                else:
+                    requests = [self._request(part)]
+                requests += self._hand_out_buffers()
+                self._changed.notify_all()
+            self._ask(requests)
+
+    def _run_in(self) -> None:
+        while (part := self._to_copy_in.get()) is not None:
+            swap, error = part.swap, self._copy(part, self._copy_in)
+            with self._changed:
+                if error is None:
+                    self._counter.in_nbytes += part.nbytes
+                    swap.num_missing -= 1
+                    if swap.num_missing == 0 and not swap.is_dropped:
+                        self._counter.held_nbytes -= swap.nbytes
+                swap.error = swap.error or error
+                self._free(part)
+                requests = self._hand_out_buffers()
+                self._changed.notify_all()
+            self._ask(requests)
+
+    def _copy(self, part: Part, copy: Callable[[Part, torch.Tensor], None]) -> Exception | None:
+        """Whoever waits for the bytes is to hear of a failure."""
+        assert part.buffer is not None
+        try:
+            copy(part, self._memory[part.buffer.offset : part.buffer.offset + part.nbytes])
+        except Exception as error:  # noqa: BLE001
+            return error
+        return None
+
+    def _copy_out(self, part: Part, host: torch.Tensor) -> None:
+        swap = part.swap
+        assert swap.source is not None
+        swap.source_ready()
+        start_s = time.monotonic()
+        self._device.copy_out(host, swap.source[part.range])
+        self._note(part, start_s, is_out=True)
+
+    def _copy_in(self, part: Part, host: torch.Tensor) -> None:
+        swap = part.swap
+        assert swap.target is not None
+        swap.target_ready()
+        start_s = time.monotonic()
+        self._device.copy_in(swap.target[part.range], host)
+        self._note(part, start_s, is_out=False)
+
+    def _note(self, part: Part, start_s: float, *, is_out: bool) -> None:
+        left_in = part.swap.left_in
+        self._watch.moved((left_in.step, left_in.block), start_s, time.monotonic(), part.nbytes, is_out=is_out)

@@ -1,0 +1,206 @@
+"""Model states that rest on the device: updated there, with gradients that never leave it.
+
+A param that follows from its master is not kept: whoever needs it rounds the master (AutoHete, footnote 2).
+"""
+
+import functools
+import queue
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+
+from windlass.actors.job import JobContext
+from windlass.actors.lifecycle import working_at, works_at
+from windlass.actors.messages import (
+    BlockFlushed,
+    BlockUpdated,
+    ChunkIo,
+    FlushBlock,
+    Message,
+    RestoreStates,
+    SpanKind,
+    StatesRestored,
+    UpdateBlock,
+    UserMessage,
+)
+from windlass.actors.optimizer import ChunkUpdater
+from windlass.actors.ssd import ChunkClient, chunk_io
+from windlass.actors.timeline import COMPUTE, FROM_DEVICE, WHOLE_BLOCK, SpanRecorder
+from windlass.engine.device import Device, Event, copy, release_team, state_dtype
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Kernel, Span, StateKind, Step
+from windlass.storage.memory import SlotPool
+
+_Command = UpdateBlock | FlushBlock | RestoreStates
+
+
+class DeviceStates:
+    """The states of the plan's device blocks, each a flat tensor a block. Commands run in one thread of their own."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        device: Device,
+        memory: torch.Tensor,
+        io: ChunkClient,
+        *,
+        name: ActorName,
+        take_grad: Callable[[BlockIndex], torch.Tensor],
+        give_back_grad: Callable[[torch.Tensor], None],
+        report: Callable[[Message], None],
+        spans: SpanRecorder,
+    ) -> None:
+        """`take_grad` hands over a block's gradient; it is given back once the compute stream was given the update."""
+        self._context = context
+        self._device = device
+        self._memory = memory
+        self._io = io
+        self._name = name
+        self._take_grad = take_grad
+        self._give_back_grad = give_back_grad
+        self._report = report
+        self._spans = spans
+        self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
+        self._offsets = context.state_offsets()
+        pool = context.plan.transit
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of states on their way")
+        self._updater: ChunkUpdater | None = None
+        if context.plan.device_blocks:
+            self._updater = ChunkUpdater(context, device.device, holds_params=False, announce=self._announce)
+        self._states: dict[BlockIndex, dict[StateKind, torch.Tensor]] = {}
+        for index in context.plan.device_blocks:
+            block = BlockIndex(index)
+            numel = context.layout.blocks[block].numel
+            self._states[block] = {
+                kind: torch.zeros(numel, dtype=state_dtype(context.formats, kind), device=device.device)
+                for kind in context.formats.kinds_to_update
+            }
+        device.synchronize()  # copies to the device run on a stream of their own
+        self._commands: queue.Queue[_Command | None] = queue.Queue()
+        self._arrived: queue.Queue[ChunkKey | None] = queue.Queue()
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """What updates here; None where no states rest here."""
+        return None if self._updater is None else self._updater.kernel
+
+    def __contains__(self, block: BlockIndex) -> bool:
+        return block in self._states
+
+    def params(self, block: BlockIndex) -> torch.Tensor | None:
+        """The params of a block that rests here, or the master that they follow from; None for others."""
+        states, formats = self._states.get(block), self._context.formats
+        kind = StateKind.MASTER if formats.derives_param else formats.param_kind
+        return None if states is None else states[kind]
+
+    def post(self, command: _Command) -> None:
+        """Takes a command and returns at once."""
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._slots.close()
+        self._commands.put(None)
+        self._arrived.put(None)
+
+    def run(self) -> None:
+        """What the thread runs."""
+        while (command := self._commands.get()) is not None:
+            works_at(command)
+            match command:
+                case UpdateBlock():
+                    self._update(command)
+                case FlushBlock():
+                    self._flush(command)
+                case RestoreStates():
+                    self._restore(command)
+            if not self._device.is_cuda:
+                release_team()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _announce(self, text: str) -> None:
+        self._report(UserMessage(job=self._context.spec.job, step=Step(0), text=text))
+
+    def _update(self, update: UpdateBlock) -> None:
+        assert self._updater is not None, "only blocks that rest here are updated here"
+        grad, compute = self._take_grad(update.block), self._device.compute
+        begun = compute.record()
+        compute.run(functools.partial(self._updater.update, update, 0, grad, self._states[update.block]))
+        updated = compute.record()
+        self._give_back_grad(grad)
+        compute.then(working_at(update, functools.partial(self._updated, update, begun, updated)))
+
+    def _updated(self, update: UpdateBlock, begun: Event, updated: Event) -> None:
+        job, step, block = update.job, update.step, update.block
+        self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, begun.time_s(), updated.time_s())
+        self._num_updated[step] += 1
+        if self._num_updated[step] == len(self._states):
+            del self._num_updated[step]
+            self._spans.tell(step)
+        self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
+
+    def _flush(self, message: FlushBlock) -> None:
+        """A block is flushed only once its update is done, and updated again only once it is flushed."""
+        d2h = self._device.d2h
+        for key in self._context.layout.chunk_keys(message.block):
+            (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
+            begun = d2h.record()
+            for kind, here in self._parts(key).items():
+                d2h.run(functools.partial(copy, self._view(slot, key, kind), here))
+            write = functools.partial(self._write, message, key, slot, begun, d2h.record())
+            d2h.then(working_at(message, write))
+        self._slots.drain(self._context.spec.deadline_s)
+        job, step, block = message.job, message.step, message.block
+        self._spans.tell(step)  # of the last commit nobody else would
+        self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
+
+    def _write(self, message: FlushBlock, key: ChunkKey, slot: Span, begun: Event, copied: Event) -> None:
+        """A chunk that was copied out, to the SSDs."""
+        kind, start_s, end_s = SpanKind.COPY_STATES_OUT, begun.time_s(), copied.time_s()
+        nbytes = sum(here.nbytes for here in self._parts(key).values())
+        self._spans.note(FROM_DEVICE, kind, message.step, key.block, key.chunk, start_s, end_s, nbytes)
+        formats, priority = self._context.formats, (message.step, message.block)
+        if formats.derives_param:
+            self._view(slot, key, StateKind.PARAM).copy_(self._view(slot, key, StateKind.MASTER))
+            if not self._device.is_cuda:
+                release_team()
+        item = self._chunk_io(slot, key, formats.itemsizes)
+        self._io.write([item], message.step, priority, lambda key: self._slots.release([slot]))
+
+    def _restore(self, message: RestoreStates) -> None:
+        for block in self._states:
+            for key in self._context.layout.chunk_keys(block):
+                (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
+                priority = (message.step, block)
+                item = self._chunk_io(slot, key, self._context.formats.kinds_to_update)
+                self._io.read([item], message.step, priority, self._arrived.put)
+                self._await_chunk(key, message.step)
+                for kind, here in self._parts(key).items():
+                    self._device.copy_in(here, self._view(slot, key, kind))
+                self._slots.release([slot])
+        self._report(StatesRestored(job=message.job, step=message.step, actor=self._name))
+
+    def _await_chunk(self, key: ChunkKey, step: Step) -> None:
+        deadline_s = self._context.spec.deadline_s
+        try:
+            arrived = self._arrived.get(timeout=deadline_s)
+        except queue.Empty:
+            raise TimeoutError(
+                f"the states of {key} as step {step} left them did not come from the SSDs within {deadline_s:g} s; "
+                "check the disks"
+            ) from None
+        if arrived is None:
+            raise InterruptedError("the job was stopped")
+
+    def _parts(self, key: ChunkKey) -> dict[StateKind, torch.Tensor]:
+        start, stop = self._context.layout.chunk_range(key)
+        return {kind: state[start:stop] for kind, state in self._states[key.block].items()}
+
+    def _view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
+        dtype, offset = state_dtype(self._context.formats, kind), slot.offset + self._offsets[kind]
+        return self._memory[offset : offset + self._context.chunk_numel(key) * dtype.itemsize].view(dtype)
+
+    def _chunk_io(self, slot: Span, key: ChunkKey, kinds: Iterable[StateKind]) -> ChunkIo:
+        offsets = {kind: slot.offset + self._offsets[kind] for kind in kinds}
+        return chunk_io(key, self._context.chunk_numel(key), offsets, self._context.formats.itemsizes)

@@ -1,0 +1,143 @@
+"""Sums of gradients that one group of micro-batches leaves to the next: in host memory between the two.
+
+A group's backward operation goes on with the sums of the group before, to the bit: in their type, and with what no
+micro-batch has reached yet. So results do not depend on the size of the groups. What comes back is on the device by the
+time its operation is computed: one operation's sums at a time, beside those that are being added to and copied out.
+No thread waits for a copy; those that bring sums back wait for memory alone.
+"""
+
+import functools
+import threading
+from collections import deque
+
+import torch
+
+from windlass.actors.job import JobContext
+from windlass.actors.lifecycle import working_at, works_at
+from windlass.actors.messages import ComputeBlock, Phase, SpanKind
+from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, SpanRecorder
+from windlass.engine.device import Device, DeviceBuffers, Event, copy
+from windlass.engine.model import GradBuffer
+from windlass.storage.ids import BlockIndex, ChunkKey
+
+# The block whose operation adds to a sum, and the block whose gradient it is: the same, unless they share tensors.
+Use = tuple[BlockIndex, BlockIndex]
+
+
+class PartialGrads:
+    """Keeps a sum for each use of a block's params, in slots of its own; those of device blocks stay on the device."""
+
+    def __init__(
+        self, context: JobContext, device: Device, flats: DeviceBuffers, memory: torch.Tensor, spans: SpanRecorder
+    ) -> None:
+        self._context = context
+        self._device = device
+        self._flats = flats
+        self._memory = memory
+        self._spans = spans
+        self._slots = context.partial_slots()
+        self._changed = threading.Condition()
+        self._expected: deque[ComputeBlock] = deque()
+        self._left: dict[Use, tuple[torch.dtype, set[str]]] = {}  # in slots: in which type, and what was reached
+        # Of the first operation that is expected, with the event after which it is there.
+        self._back: dict[Use, tuple[GradBuffer, Event]] = {}
+        self._stopping = False
+
+    def uses(self, operation: ComputeBlock) -> list[Use]:
+        """The sums of an operation that leave the device after its group."""
+        resident = self._context.plan.device_blocks
+        return [(operation.block, block) for block in operation.blocks if block not in resident]
+
+    def expect(self, operation: ComputeBlock) -> None:
+        """The operation will be computed, after those that were expected before: its sums are brought back in time."""
+        if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self.uses(operation):
+            with self._changed:
+                self._expected.append(operation)
+                self._changed.notify_all()
+
+    def take(self, operation: ComputeBlock, use: Use) -> GradBuffer:
+        """A sum of the group before, for what the compute stream is given from now on.
+
+        Raises:
+            TimeoutError: it did not come back within the job's deadline.
+            InterruptedError: the job was stopped.
+        """
+        deadline_s = self._context.spec.deadline_s
+        with self._changed:
+            is_there = self._changed.wait_for(lambda: self._stopping or use in self._back, deadline_s)
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+            if not is_there:
+                raise TimeoutError(
+                    f"the gradient of block {use[1]} in step {operation.step}, as group {operation.group - 1} of its "
+                    f"micro-batches left it, did not come back to the device within {deadline_s:g} s; the copies "
+                    "between the device and host memory are stuck"
+                )
+            found, copied = self._back.pop(use)
+            self._changed.notify_all()
+        self._device.compute.wait(copied)
+        return found
+
+    def leave(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
+        """Has the D2H stream copy a sum to its slots."""
+        self._copy(operation, use, grad.flat, is_out=True)
+        self._device.d2h.then(working_at(operation, functools.partial(self._has_left, use, grad)))
+
+    def run(self) -> None:
+        """What its thread runs: brings sums back."""
+        while (operation := self._next()) is not None:
+            works_at(operation)
+            back = {use: self._bring_back(operation, use) for use in self.uses(operation)}
+            with self._changed:
+                self._back = back
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the thread, and the waits of others."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> ComputeBlock | None:
+        """What to bring back the sums of, once there is something; None where the job was stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._is_due())
+            return None if self._stopping else self._expected.popleft()
+
+    def _is_due(self) -> bool:
+        if not self._expected or self._back:
+            return False
+        return all(use in self._left for use in self.uses(self._expected[0]))
+
+    def _has_left(self, use: Use, grad: GradBuffer) -> None:
+        with self._changed:
+            self._left[use] = (grad.flat.dtype, grad.touched)
+            self._changed.notify_all()
+
+    def _bring_back(self, operation: ComputeBlock, use: Use) -> tuple[GradBuffer, Event]:
+        with self._changed:
+            dtype, touched = self._left.pop(use)
+        flat = self._flats.take(self._context.layout.blocks[use[1]].numel, dtype, self._device.h2d)
+        return GradBuffer(flat, touched), self._copy(operation, use, flat, is_out=False)
+
+    def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, *, is_out: bool) -> Event:
+        """The event after the copies."""
+        stream = self._device.d2h if is_out else self._device.h2d
+        for key in self._context.layout.chunk_keys(use[1]):
+            start, stop = self._context.layout.chunk_range(key)
+            here, offset = flat[start:stop], self._slots[use[0], key].offset
+            there = self._memory[offset : offset + here.nbytes].view(here.dtype)
+            begun = stream.record()
+            stream.run(functools.partial(copy, there, here) if is_out else functools.partial(copy, here, there))
+            note = functools.partial(self._note, operation, key, begun, stream.record(), here.nbytes, is_out=is_out)
+            stream.then(working_at(operation, note))
+        return stream.record()
+
+    def _note(
+        self, operation: ComputeBlock, key: ChunkKey, begun: Event, copied: Event, nbytes: int, *, is_out: bool
+    ) -> None:
+        resource, kind = (FROM_DEVICE, SpanKind.COPY_PARTIAL_OUT) if is_out else (TO_DEVICE, SpanKind.COPY_PARTIAL_IN)
+        start_s, end_s = begun.time_s(), copied.time_s()
+        self._spans.note(resource, kind, operation.step, key.block, key.chunk, start_s, end_s, nbytes)

@@ -1,0 +1,293 @@
+"""Brings params to the device: from the SSDs, from host memory where they rest or were kept, or as they lie there.
+
+Two threads: one asks for what is not at hand, one has the device copy what is. A block's params are one flat buffer,
+held from its request until its operation has been given to the device. The buffers are made at set-up, two of each size
+that follows itself; what reuses one waits for what used it on the device, not in these threads. Of a streamed block
+only norms and biases come so; the operation copies its matrices in pieces, and holds their chunks in host memory.
+"""
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from windlass.actors.gpu_worker.param_cache import ParamCache
+from windlass.actors.gpu_worker.streamed_params import HostChunks
+from windlass.actors.job import JobContext, piece_bounds
+from windlass.actors.lifecycle import working_at, works_at
+from windlass.actors.messages import (
+    AcquireParamSlots,
+    ComputeBlock,
+    ParamSlotReleased,
+    ParamSlotsGranted,
+    PrefetchParams,
+    SpanKind,
+)
+from windlass.actors.ssd import ChunkClient, chunk_io
+from windlass.actors.timeline import TO_DEVICE, SpanRecorder
+from windlass.engine.device import TORCH_DTYPE, Device, DeviceBuffers, Event, copy
+from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
+from windlass.engine.model import PieceBuffers, StreamedParams
+from windlass.storage.ids import BlockIndex, ChunkKey, Span
+from windlass.storage.memory import SlotPool
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Params of one block on their way to a device buffer; of a streamed one, to host memory."""
+
+    request: PrefetchParams
+    buffer: torch.Tensor
+    params: torch.Tensor | StreamedParams  # what an operation is lent: the buffer, or that and what comes later
+    num_missing: int  # chunks
+    is_lent: bool = False  # the buffer is where these params rest
+    master: torch.Tensor | None = None  # that these params follow from: they are made of it when they are needed
+    chunks: HostChunks | None = None  # of a streamed block: where pieces come from
+    arrivals: list["_Arrival"] = field(default_factory=list)  # of a streamed block: in use until it is computed
+    ready: threading.Event = field(default_factory=threading.Event)  # the device was given all copies
+    copied: Event | None = None  # then, and when they are done; None where none were needed
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Params of a chunk that lie in host memory."""
+
+    fetch: Fetch
+    key: ChunkKey
+    span: Span
+    is_slot: bool  # one of the pool's; else where these params rest
+
+
+class ParamFeed:
+    """The params' way to the device.
+
+    `resident` gives the params of a block that rest there, or the master that they follow from; None for others.
+    """
+
+    def __init__(
+        self,
+        context: JobContext,
+        device: Device,
+        memory: torch.Tensor,
+        io: ChunkClient,
+        resident: Callable[[BlockIndex], torch.Tensor | None],
+        spans: SpanRecorder,
+    ) -> None:
+        self._context = context
+        self._spans = spans
+        self._device = device
+        self._memory = memory
+        self._io = io
+        self._resident = resident
+        self._dtype = TORCH_DTYPE[context.formats.precision]
+        self._host_slots = context.host_slots()
+        self._param_offset = context.state_offsets()[context.formats.param_kind]
+        pool = context.plan.params
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="param slots")
+        self._cache = ParamCache.of_job(context, self._slots)
+        self._batch = context.plan.fetch_batch
+        self._bounds = piece_bounds(context)
+        num_buffers = param_buffers(
+            [block.numel - self._first(block.index) for block in context.layout.blocks],
+            context.layout.shared,
+            resident=context.formats.lent(context.plan.device_blocks),
+            num_ahead=context.spec.effective_ordering.max_prefetched,
+        )
+        self._buffers = DeviceBuffers(
+            device,
+            {(numel, self._dtype): number for numel, number in num_buffers.items()},
+            name="params",
+            deadline_s=context.spec.deadline_s,
+        )
+        self._pieces: PieceBuffers | None = None
+        if self._bounds:
+            numel = largest_piece(list(self._bounds.values()))
+            self._pieces = PieceBuffers(device, numel, self._dtype, NUM_PIECE_BUFFERS)
+        self._requests: queue.Queue[PrefetchParams | None] = queue.Queue()
+        self._arrived: queue.Queue[_Arrival | None] = queue.Queue()
+        self._changed = threading.Condition()
+        self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
+        self._stopping = False
+
+    @property
+    def loops(self) -> tuple[Callable[[], None], ...]:
+        """What its threads run."""
+        return (self._run_requests, self._run_arrivals)
+
+    def stop(self) -> None:
+        """Ends the threads, and the waits of others."""
+        with self._changed:
+            self._stopping = True
+            for fetch in self._fetches.values():
+                fetch.ready.set()
+            self._changed.notify_all()
+        self._slots.close()
+        self._buffers.close()
+        if self._pieces is not None:
+            self._pieces.close()
+        self._requests.put(None)
+        self._arrived.put(None)
+
+    # --- what the worker calls --------------------------------------------------------------------------------------
+
+    def request(self, message: PrefetchParams) -> None:
+        """Begins to bring a block's params."""
+        self._requests.put(message)
+
+    def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Fetch:
+        """The params of a block that an operation needs, for what the compute stream is given from now on.
+
+        Waits until they are in host memory, or on the device, and not for their copies. `release` must follow.
+
+        Raises:
+            TimeoutError: they did not come within the job's deadline.
+            InterruptedError: the job was stopped.
+        """
+        key, deadline_s = (operation.op, block), self._context.spec.deadline_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._stopping or key in self._fetches, deadline_s):
+                raise TimeoutError(f"the params of block {block} in step {operation.step} were never asked for")
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+            fetch = self._fetches[key]
+        arrived = fetch.ready.wait(deadline_s)
+        with self._changed:
+            del self._fetches[key]
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+        if not arrived:
+            raise TimeoutError(
+                f"the params of block {block} in step {operation.step} did not arrive within {deadline_s:g} s; "
+                f"{fetch.num_missing} chunks are missing; see the logs of the SSD servers, and check the disks"
+            )
+        if fetch.copied is not None:
+            self._device.compute.wait(fetch.copied)
+        return fetch
+
+    def round_master(self, fetch: Fetch) -> None:
+        """Makes the params that follow from a master. Before the operation is given to the compute stream."""
+        if fetch.master is not None:
+            self._device.compute.run(functools.partial(fetch.buffer.copy_, fetch.master))
+
+    def release(self, fetch: Fetch) -> None:
+        """The compute stream was given the operation."""
+        if not fetch.is_lent:
+            self._buffers.give(fetch.buffer, self._device.compute)
+        if fetch.arrivals:
+            self._device.compute.then(functools.partial(self._give_back, fetch.arrivals))
+
+    def lend(self, message: AcquireParamSlots) -> ParamSlotsGranted:
+        """Slots for an optimizer, as far as there are some."""
+        loans = (self._cache.lend(key, message.from_step) for key in message.keys)
+        return ParamSlotsGranted(
+            job=message.job,
+            step=message.step,
+            block=message.block,
+            loans=tuple(loan for loan in loans if loan is not None),
+        )
+
+    def take_back(self, message: ParamSlotReleased) -> None:
+        """A slot comes back with new params."""
+        self._cache.take_back(message.key, message.step, message.span)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _first(self, block: BlockIndex) -> int:
+        """The first of a block's elements that have a buffer for themselves; those before it come in pieces."""
+        return self._bounds[block][-1] if block in self._bounds else 0
+
+    def _run_requests(self) -> None:
+        layout = self._context.layout
+        while (request := self._requests.get()) is not None:
+            works_at(request)
+            keys = layout.chunk_keys(request.block)
+            resident = self._resident(request.block)
+            if resident is not None and resident.dtype is self._dtype:
+                fetch = Fetch(request, resident, resident, 0, is_lent=True)
+                fetch.ready.set()
+            elif resident is not None:
+                buffer = self._buffers.take(resident.numel(), self._dtype, self._device.compute)
+                fetch = Fetch(request, buffer, buffer, 0, master=resident)
+                fetch.ready.set()
+            else:
+                numel = layout.blocks[request.block].numel - self._first(request.block)
+                buffer = self._buffers.take(numel, self._dtype, self._device.h2d)
+                fetch = Fetch(request, buffer, buffer, len(keys))
+                if self._pieces is not None and request.block in self._bounds:
+                    fetch.chunks = HostChunks(layout.chunk_numel, request, self._spans)
+                    fetch.params = StreamedParams(self._pieces, fetch.chunks, self._bounds[request.block], buffer)
+            with self._changed:
+                self._fetches[(request.op, request.block)] = fetch
+                self._changed.notify_all()
+            if resident is None:
+                self._fetch(fetch, keys)
+
+    def _fetch(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
+        missing = []
+        for key in keys:
+            if (slot := self._host_slots.get(key)) is not None:
+                rest = Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
+                self._arrived.put(_Arrival(fetch, key, rest, is_slot=False))
+            elif (kept := self._cache.take(key, fetch.request.step)) is not None:
+                self._arrived.put(_Arrival(fetch, key, kept, is_slot=True))
+            else:
+                missing.append(key)
+        for start in range(0, len(missing), self._batch):
+            self._read(fetch, missing[start : start + self._batch])
+
+    def _read(self, fetch: Fetch, keys: list[ChunkKey]) -> None:
+        spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
+        kind, request = self._context.formats.param_kind, fetch.request
+        itemsizes = {kind: self._dtype.itemsize}
+        items = [
+            chunk_io(key, self._context.chunk_numel(key), {kind: span.offset}, itemsizes) for key, span in spans.items()
+        ]
+        # Before all updates that follow on these params, and all of the step that made them which are still to come.
+        urgency = (request.step, 0)
+        self._io.read(
+            items,
+            request.step,
+            urgency,
+            lambda key: self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=True)),
+        )
+
+    def _run_arrivals(self) -> None:
+        h2d = self._device.h2d
+        while (arrival := self._arrived.get()) is not None:
+            fetch, span = arrival.fetch, arrival.span
+            works_at(fetch.request)
+            start, stop = self._context.layout.chunk_range(arrival.key)
+            nbytes = (stop - start) * self._dtype.itemsize
+            source = self._memory[span.offset : span.offset + nbytes].view(self._dtype)
+            begun = h2d.record()
+            if fetch.chunks is not None:
+                fetch.chunks.add(arrival.key.chunk, source)
+                fetch.arrivals.append(arrival)
+                first = self._first(arrival.key.block)
+                start, source = max(start, first) - first, source[max(0, first - start) :]
+                stop, nbytes = start + source.numel(), source.nbytes
+            h2d.run(functools.partial(copy, fetch.buffer[start:stop], source))
+            copied = h2d.record()
+            h2d.then(working_at(fetch.request, functools.partial(self._copied, arrival, begun, copied, nbytes)))
+            fetch.num_missing -= 1
+            if fetch.num_missing == 0:
+                fetch.copied = copied
+                fetch.ready.set()
+
+    def _copied(self, arrival: _Arrival, begun: Event, copied: Event, nbytes: int) -> None:
+        key, request = arrival.key, arrival.fetch.request
+        kind, start_s, end_s = SpanKind.COPY_PARAMS_IN, begun.time_s(), copied.time_s()
+        self._spans.note(TO_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
+        if arrival.fetch.chunks is None:
+            self._give_back([arrival])
+
+    def _give_back(self, arrivals: list[_Arrival]) -> None:
+        """Nothing is copied from there any more."""
+        for arrival in arrivals:
+            key, request = arrival.key, arrival.fetch.request
+            if arrival.is_slot:
+                is_last_group = request.group == self._context.plan.num_groups - 1
+                self._cache.put(key, request.step, arrival.span, request.phase, is_last_group=is_last_group)

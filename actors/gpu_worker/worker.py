@@ -1,0 +1,389 @@
+"""One rank: owns the device and runs the block loop.
+
+Six threads: two bring params (`param_feed`), one computes, one moves gradients out (`grad_offload`), one brings sums of
+them back (`partial_grads`), one updates the states that rest on the device (`device_states`). `post` only hands
+messages to them. Scheduler messages are about blocks; SSD servers and optimizers are spoken to in chunks.
+
+None of the six waits for a GPU. They give its streams work, which waits there for what it needs; the threads of the
+streams tell what is done, with the numbers that were computed. An operation is given while the one before is computed:
+the scheduler grants so many that are not done (`Ordering.max_prefetched`).
+"""
+
+import contextlib
+import functools
+import queue
+import time
+from collections.abc import Callable
+
+import torch
+
+from windlass.actors.activations import ActivationTiers
+from windlass.actors.gpu_worker.activation_memory_check import (
+    layer_activations,
+    require_activation_room,
+    unknown_operators,
+)
+from windlass.actors.gpu_worker.compute import Computation
+from windlass.actors.gpu_worker.device_optimizer import DeviceStates
+from windlass.actors.gpu_worker.grad_offload import GradOffload
+from windlass.actors.gpu_worker.kernel_selection import settle_kernels
+from windlass.actors.gpu_worker.memory_usage import DeviceMemory, limit_device_memory
+from windlass.actors.gpu_worker.operation import LaunchedOperation
+from windlass.actors.gpu_worker.param_prefetcher import Fetch, ParamFeed
+from windlass.actors.job import (
+    GPU_WORKER,
+    SCHEDULER,
+    JobContext,
+    JobSpec,
+    evaluation_batch_size,
+    grad_precision,
+    require_device_room,
+)
+from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE, ActorThreads, working_at, works_at
+from windlass.actors.messages import (
+    AcquireParamSlots,
+    ActivationIoDone,
+    ChunkIoDone,
+    ComputeBlock,
+    FlushBlock,
+    GradDiscarded,
+    GradSlotsReleased,
+    KernelChosen,
+    MemoryKind,
+    MemoryReported,
+    Message,
+    ModelKernelsChosen,
+    OffloadGrad,
+    ParamSlotReleased,
+    Phase,
+    PrefetchParams,
+    RestoreStates,
+    SpanKind,
+    UpdateBlock,
+    UserMessage,
+)
+from windlass.actors.ssd import ChunkClient
+from windlass.actors.timeline import SpanRecorder
+from windlass.engine.data import MicroBatch, PreparedDataset
+from windlass.engine.device import TORCH_DTYPE, Device, release_team
+from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
+from windlass.engine.memory_plan import RECOMPUTE_ALL, summed_in_fp32
+from windlass.engine.model import BlockRunner, GradBuffer, Partition, check_architecture
+from windlass.engine.optimizer import squared_norm
+from windlass.storage.ids import BlockIndex, Span, Step
+from windlass.storage.memory import Arena
+
+
+class GpuWorker:
+    """The compute of one rank. `send` carries messages to other actors and must not block."""
+
+    name = GPU_WORKER
+
+    def __init__(
+        self,
+        context: JobContext,
+        partition: Partition,
+        send: Callable[..., None],
+        *,
+        device: str = "cpu",
+        poison_released: bool = False,
+    ) -> None:
+        self.context = context
+        self.spec = context.spec
+        self.hyper = context.spec.hyperparameters
+        self.partition = partition
+        self.send = send
+        self._io = ChunkClient(self.name, context, send)
+        self._activations: ActivationTiers | None = None
+        self._given: list[ComputeBlock] = []  # operations that the device is not through with
+        self._threads = ActorThreads(
+            self.name,
+            context.spec.job,
+            send,
+            lambda: self._stopping,
+            owed=self._owed_in_words,
+            under_way=lambda: next(iter(self._given[:1]), None),
+        )
+        self.device = Device(
+            torch.device(device),
+            poison_released=poison_released,
+            deadline_s=context.spec.deadline_s,
+            start_threads=self._threads.start,
+        )
+        self._spans = SpanRecorder(self.name, context.spec.job, send)
+        self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
+        # In host memory: of the operations that are given, all groups of their step, or the group of an evaluation.
+        self._batch: list[MicroBatch] = []
+        self._num_targets = 0  # of all its micro-batches
+        self._evaluation: list[list[MicroBatch]] = []
+        self._told_nbytes: dict[MemoryKind, int] = {}  # of what the job takes
+        self._stopping = False
+
+    # --- life cycle -------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Maps the arena, opens the data, starts the threads.
+
+        Raises:
+            PlanError: the job needs more of the device than it may take.
+        """
+        if self.spec.device_memory_nbytes is not None:
+            limit_device_memory(self.device.device, self.spec.device_memory_nbytes)
+        self._arena = Arena.open(self.context.arena_path)
+        self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
+        self.device.pin(self._memory)
+        if kernels := settle_kernels(self.context, self.partition, self.device.device, self._announce):
+            chosen = ModelKernelsChosen(job=self.spec.job, step=Step(0), actor=self.name, kernels=kernels)
+            self.send(SCHEDULER, chosen)
+        self._require_room()
+        self._device_memory = DeviceMemory(self.device.device)
+        if self.context.plan.activations.num_slots:
+            self._activations = ActivationTiers(
+                self.context, self.device, self._memory, self.send, self.name, self._spans
+            )
+        self.runner = BlockRunner(
+            self.partition,
+            self.device.device,
+            self.hyper.seed,
+            activations=layer_activations(self.context),
+            store=self._activations,
+        )
+        group_size = self.context.plan.group_size
+        self._computation = Computation(self.runner, self.device, group_size, self._activations)
+        self._grads = GradOffload(
+            self.context,
+            self.device,
+            self._memory,
+            self._io,
+            self._spans,
+            lambda message: self.send(SCHEDULER, message),
+            summed_in_fp32=summed_in_fp32(self.context.layout.shared, is_sliced=self._may_be_sliced()),
+        )
+        self._states = DeviceStates(
+            self.context,
+            self.device,
+            self._memory,
+            self._io,
+            name=self.name,
+            take_grad=self._grads.take,
+            give_back_grad=self._grads.give_back,
+            report=lambda message: self.send(SCHEDULER, message),
+            spans=self._spans,
+        )
+        if (kernel := self._states.kernel) is not None:
+            self.send(SCHEDULER, KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=kernel))
+        self._feed = ParamFeed(self.context, self.device, self._memory, self._io, self._states.params, self._spans)
+        self._device_memory.pause()
+        self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
+        self._evaluation = evaluation_groups(self.spec)
+        self._check_activations()
+        release_team()  # of whoever starts this: from here on only one thread computes
+        others = (*self._feed.loops, *self._grads.loops, self._states.run, self._io.watch)
+        self._threads.start(others, niceness=0 if self.device.is_cuda else NICENESS_BESIDE_COMPUTE)
+        self._threads.start((self._run_compute,))
+
+    def post(self, message: Message) -> None:
+        """Takes a message and returns at once."""
+        match message:
+            case PrefetchParams():
+                self._feed.request(message)
+            case ComputeBlock():
+                self._grads.expect(message)
+                self._to_compute.put(message)
+            case OffloadGrad():
+                self._grads.request(message)
+            case UpdateBlock() | FlushBlock() | RestoreStates():
+                self._states.post(message)
+            case ChunkIoDone():
+                self._io.take(message)
+            case ActivationIoDone():
+                assert self._activations is not None
+                self._activations.take(message)
+            case GradSlotsReleased():
+                self._grads.take_back(message.spans)
+            case GradDiscarded():
+                self._grads.drop(message)
+            case AcquireParamSlots():
+                self.send(message.actor, self._feed.lend(message))
+            case ParamSlotReleased():
+                self._feed.take_back(message)
+            case _:
+                raise ValueError(f"{self.name} does not take {type(message).__name__}")
+
+    def stop(self) -> None:
+        """Ends the threads, whatever they wait for, and unmaps the arena.
+
+        Raises:
+            TimeoutError: a thread hangs; the arena stays mapped, as it may still use it.
+        """
+        self._stopping = True
+        self._io.stop()
+        self._feed.stop()
+        self._states.stop()
+        self._grads.stop()
+        if self._activations is not None:
+            self._activations.stop()
+        self._to_compute.put(None)
+        self.device.close()
+        self._threads.join(self.spec.deadline_s)
+        self.runner.forget()
+        if self._activations is not None:
+            self._activations.close()
+        self.device.unpin(self._memory)
+        del self._memory
+        self._arena.close()
+
+    def _require_room(self) -> None:
+        """On the device, before anything of the job is there.
+
+        Raises:
+            PlanError: its budget is too small.
+        """
+        try:
+            require_device_room(self.context, self.partition, device=self.device.device.type)
+        except DeviceNeedUnknownError as error:
+            self._announce(f"whether the budget of device memory suffices shows only when it is computed: {error}")
+
+    def _check_activations(self) -> None:
+        """Whether the model is computed rightly as the plan says, and whether there is room for what it swaps.
+
+        Raises:
+            UnsupportedArchitectureError: a tiny model of its class is not.
+            ActivationMemoryError: there is not.
+        """
+        config, plan = self.partition.model.config, self.context.plan
+        if plan.streamed_blocks:
+            check_architecture(config, set(plan.layer_activations) or {RECOMPUTE_ALL}, True)
+        choices = set(plan.layer_activations) - {RECOMPUTE_ALL}
+        if not choices:
+            return  # a job's preparation has checked the default
+        check_architecture(config, choices)
+        shapes = self.dataset.largest_shapes(self.hyper.batch_size, self.hyper.num_microbatches)
+        try:
+            require_activation_room(self.context, self.runner, shapes[: plan.group_size])
+            for block, names in unknown_operators(self.context, self.runner, shapes[0]).items():
+                self._announce(f"layers like block {block} do not call {', '.join(names)} here: it is computed again")
+        except ActivationNeedUnknownError as error:
+            self._announce(f"{error}. If they find too little room, the job ends in its first step")
+
+    def _owed_in_words(self) -> str:
+        """By the SSD servers."""
+        activations = "" if self._activations is None else self._activations.describe_overdue()
+        return "; ".join(filter(None, (self._io.describe_overdue(), activations)))
+
+    def _announce(self, text: str) -> None:
+        self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
+
+    # --- compute ----------------------------------------------------------------------------------------------------
+
+    def _run_compute(self) -> None:
+        if not self.device.is_cuda:
+            self.device.compute.run(lambda: torch.set_num_threads(self.spec.compute_threads))
+        start_s = time.monotonic()
+        while (message := self._to_compute.get()) is not None:
+            works_at(message)
+            self._device_memory.begin()
+            self._load_batch(message)
+            operation = LaunchedOperation(message, self.device, self._num_targets, is_last=self._is_last(message))
+            operation.waited(SpanKind.WAIT_OPERATION, message.block, start_s)
+            self._give(operation)
+            start_s = time.monotonic()
+
+    def _give(self, operation: LaunchedOperation) -> None:
+        """Gives the compute stream an operation; waits until the device was given its params' copies, not for them."""
+        message, compute = operation.message, self.device.compute
+        fetches = [self._wait_for_params(operation, block) for block in message.blocks]
+        flats = {fetch.request.block: fetch.params for fetch in fetches}
+        grads = self._grad_buffers(operation) if operation.goes_backward else {}
+        self._given.append(message)
+        operation.begun = compute.record()
+        for fetch in fetches:
+            self._feed.round_master(fetch)
+        compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads))
+        operation.computed = compute.record()
+        for fetch in fetches:
+            self._feed.release(fetch)
+        if operation.goes_backward and operation.is_last:
+            self._grads.complete(message.block, lambda grad: operation.numbers.update(grad_sq_sum=squared_norm(grad)))
+        elif operation.goes_backward:
+            self._grads.set_aside(message)
+        compute.run(operation.download)
+        operation.ended = compute.record()
+        compute.then(working_at(message, functools.partial(self._has_ended, operation)))
+
+    def _has_ended(self, operation: LaunchedOperation) -> None:
+        """The device is through with it."""
+        message = operation.message
+        self._given.pop(0)
+        operation.note(self._spans)
+        if operation.goes_backward and operation.is_last and message.block == 0:
+            if self._activations is not None:
+                self._activations.flush()
+            self._grads.backward_over(message.step)
+            self._tell_memory(message)
+        for event in operation.messages():
+            self.send(SCHEDULER, event)
+
+    def _tell_memory(self, message: ComputeBlock) -> None:
+        """Once a step, and what has grown only."""
+        peaks = self._device_memory.peaks()
+        with contextlib.suppress(OSError):  # somebody has removed its file: no reason to lose the job
+            peaks[MemoryKind.HOST] = self._arena.held_nbytes
+        for kind, nbytes in peaks.items():
+            if nbytes > self._told_nbytes.get(kind, 0):
+                self._told_nbytes[kind] = nbytes
+                self.send(
+                    SCHEDULER,
+                    MemoryReported(job=message.job, step=message.step, actor=self.name, kind=kind, nbytes=nbytes),
+                )
+
+    def _load_batch(self, message: ComputeBlock) -> None:
+        """For the first operation of a step, or of an evaluation's group, and those that follow."""
+        hyper = self.hyper
+        match message.phase, message.block, message.group:
+            case Phase.EVALUATE, 0, group:
+                self._batch = self._evaluation[group]
+            case Phase.FORWARD, 0, 0:
+                step = message.step - 1
+                self._batch = self.dataset.batch(step, hyper.batch_size, hyper.num_microbatches, hyper.seed)
+            case _:
+                return
+        self._num_targets = sum(microbatch.num_targets for microbatch in self._batch)
+
+    def _is_last(self, message: ComputeBlock) -> bool:
+        """Whether an operation is of its step's last group; what evaluation computes is of no step."""
+        is_training = message.phase in (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
+        return not is_training or message.group == self.context.plan.num_groups - 1
+
+    def _wait_for_params(self, operation: LaunchedOperation, block: BlockIndex) -> Fetch:
+        start_s = time.monotonic()
+        fetch = self._feed.wait_for(operation.message, block)
+        operation.waited(SpanKind.WAIT_PARAMS, block, start_s)
+        return fetch
+
+    def _grad_buffers(self, operation: LaunchedOperation) -> dict[BlockIndex, GradBuffer]:
+        """The gradient buffers an operation adds to."""
+        start_s, message = time.monotonic(), operation.message
+        tokens = self._batch[0].targets.numel()
+        is_sliced = message.phase is Phase.HEAD and tokens > self.runner.num_tokens_of_head_slice
+        in_fp32 = summed_in_fp32(self.context.layout.shared, is_sliced=is_sliced)
+        buffers = {}
+        for block in message.blocks:
+            dtype = torch.float32 if block in in_fp32 else TORCH_DTYPE[grad_precision(self.spec)]
+            buffers[block] = self._grads.buffer(message, block, dtype)
+        operation.waited(SpanKind.WAIT_GRAD_BUFFER, message.block, start_s)
+        return buffers
+
+    def _may_be_sliced(self) -> bool:
+        longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length
+        return longest > self.runner.num_tokens_of_head_slice
+
+
+def evaluation_groups(spec: JobSpec) -> list[list[MicroBatch]]:
+    """The validation data in groups as large as a training batch; empty without validation data."""
+    if not spec.has_validation:
+        return []
+    dataset = PreparedDataset.open(spec.dataset_dir, "validation")
+    num_microbatches = spec.hyperparameters.num_microbatches
+    microbatches = list(dataset.evaluation_batches(evaluation_batch_size(spec)))
+    return [microbatches[i : i + num_microbatches] for i in range(0, len(microbatches), num_microbatches)]

@@ -1,0 +1,173 @@
+"""Before anything of a job is written: how its SSDs are used, and whether there is room."""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from windlass.actors.job.context import JobContext, SsdFacts
+from windlass.actors.job.spec import JobSpec
+from windlass.storage.ids import JobId
+from windlass.storage.integrity import StoreError
+from windlass.storage.io import Backend, uring_refusal
+from windlass.storage.memory import arena_room_nbytes, require_arena_room
+from windlass.storage.ssd import (
+    UNIT_NBYTES,
+    Calibration,
+    Demand,
+    Volume,
+    calibrate,
+    is_block_device,
+    is_device_path,
+    stripe_weights,
+)
+from windlass.storage.store import scratch_demand, stored_geometry
+
+_SCRATCH_NBYTES = 128 << 20
+_MIN_SCRATCH_NBYTES = 16 << 20
+_SCRATCH = JobId("calibration")
+_MEASURE_DEADLINE_S = 60.0
+
+
+def survey_ssds(spec: JobSpec, *, direct: bool = True) -> tuple[SsdFacts, ...]:
+    """How each SSD of a job is to be used: as it was measured, now if never before. Makes missing SSD directories.
+
+    A job keeps the weights that it began with, as they tell where its chunks lie.
+    """
+    calibrations: list[Calibration] = []
+    weights: tuple[int, ...] | None = None
+    measured: dict[int, Calibration] = {}
+    for name in spec.ssd_dirs:
+        with calibrated(Path(name), measured, direct=direct) as (volume, calibration):
+            geometry = stored_geometry(volume, spec.job)
+        calibrations.append(calibration)
+        if geometry is not None and geometry.num_ssds == len(spec.ssd_dirs):
+            weights = geometry.ssd_weights
+    weights = weights or stripe_weights([each.mixed_bytes_per_s for each in calibrations])
+    return tuple(SsdFacts(io=each.io, weight=weight) for each, weight in zip(calibrations, weights, strict=True))
+
+
+@contextlib.contextmanager
+def calibrated(
+    path: Path, measured: dict[int, Calibration], *, direct: bool = True
+) -> Iterator[tuple[Volume, Calibration]]:
+    """An SSD's volume, open meanwhile, and how fast it is: as it was measured, now if never before. Makes a missing
+    directory.
+
+    `measured`: by the disk below, which two directories may share; this one is added.
+    """
+    if not is_device_path(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    volume = Volume.open(path, direct=direct)
+    try:
+        disk = disk_of(path)
+        measured[disk] = calibration_of(volume, measured.get(disk))
+        yield volume, measured[disk]
+    finally:
+        volume.close()
+
+
+def calibration_of(volume: Volume, of_same_disk: Calibration | None = None) -> Calibration:
+    """What a volume knows of its SSD; if nothing, what is known of the same disk, or is measured now. Kept there."""
+    calibration = _known_calibration(volume)
+    if calibration is None:
+        calibration = of_same_disk or _measure(volume)
+        volume.keep_calibration(calibration.to_json())
+    return calibration
+
+
+def arena_free_nbytes(spec: JobSpec) -> int:
+    """Host memory that a job without a budget may take for its arena: a quarter stays for its processes, and others."""
+    return arena_room_nbytes(Path(spec.arena_dir)) // 4 * 3
+
+
+def require_room(context: JobContext, *, direct: bool = True) -> None:
+    """Checks the SSDs, together where several directories share a disk, and the memory for the arena.
+
+    What a resumed job holds already counts. Raises InsufficientSpaceError with the bytes needed and free.
+    """
+    needed: dict[int, int] = defaultdict(int)
+    volumes: dict[int, Volume] = {}
+    try:
+        for index, name in enumerate(context.spec.ssd_dirs):
+            volume = Volume.open(name, direct=direct)
+            disk = disk_of(Path(name))
+            volumes.setdefault(disk, volume)
+            needed[disk] += _missing_nbytes(context, index, volume)
+            if volumes[disk] is not volume:
+                volume.close()
+        for disk, volume in volumes.items():
+            volume.require_room("the model states and swapped activations", needed[disk])
+    finally:
+        for volume in volumes.values():
+            volume.close()
+    require_arena_room(Path(context.spec.arena_dir), context.plan.arena_nbytes)
+
+
+def _missing_nbytes(context: JobContext, ssd: int, volume: Volume) -> int:
+    """What the job has yet to reserve there."""
+    scratch = scratch_demand(context.plan.activations.slot_nbytes, context.num_scratch_slots(ssd)).nbytes
+    held = volume.allocations().get(context.spec.job)
+    if held is None:
+        return context.geometry(ssd).demand.nbytes + scratch
+    return max(0, scratch - UNIT_NBYTES * sum(part.count for part in held.scratch))
+
+
+def _known_calibration(volume: Volume) -> Calibration | None:
+    """None also where what is kept is of another version, or needs io_uring, which is not here any more."""
+    if (known := volume.calibration()) is None:
+        return None
+    try:
+        calibration = Calibration.from_json(known)
+    except ValueError:
+        return None
+    is_usable = calibration.io.backend is not Backend.URING or uring_refusal() is None
+    return calibration if is_usable else None
+
+
+def disk_of(path: Path) -> int:
+    """A number that is the same for all SSD directories on one disk."""
+    facts = path.stat()
+    return facts.st_rdev if is_block_device(path) else facts.st_dev
+
+
+def _measure(volume: Volume) -> Calibration:
+    with measuring(volume):
+        if (known := _known_calibration(volume)) is not None:
+            return known  # by whom we waited for
+        with scratch(volume) as (offset, nbytes):
+            return calibrate(volume.device, offset, nbytes)
+
+
+@contextlib.contextmanager
+def measuring(volume: Volume) -> Iterator[None]:
+    """One process at a time measures an SSD: two would find half of what it can.
+
+    Raises:
+        StoreError: somebody else has been at it for too long.
+    """
+    until_s = time.monotonic() + _MEASURE_DEADLINE_S
+    while not volume.device.claim():
+        if time.monotonic() > until_s:
+            raise StoreError(
+                f"SSD {volume.path}: another process has been measuring it for {_MEASURE_DEADLINE_S:g} s; end it"
+            )
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        volume.device.release()
+
+
+@contextlib.contextmanager
+def scratch(volume: Volume) -> Iterator[tuple[int, int]]:
+    """Offset and bytes of a region that may be overwritten meanwhile, by whoever is `measuring` the volume."""
+    volume.free(_SCRATCH)  # of a process that was killed in here
+    fits = min(_SCRATCH_NBYTES, volume.free_nbytes() // 2 // UNIT_NBYTES * UNIT_NBYTES)
+    nbytes = max(_MIN_SCRATCH_NBYTES, fits)
+    allocation = volume.reserve(_SCRATCH, Demand(head_nbytes=nbytes, extent_nbytes=UNIT_NBYTES, num_extents=0))
+    try:
+        yield allocation.head_offset, nbytes
+    finally:
+        volume.free(_SCRATCH)

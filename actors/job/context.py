@@ -1,0 +1,207 @@
+"""What every actor of a job derives from its spec in the same way: names, sizes, the plan."""
+
+import itertools
+from dataclasses import dataclass
+
+from windlass.actors.job.spec import JobSpec
+from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, ModelSize, Plan, PlanError, cut_layers, make_plan
+from windlass.engine.model import ModelLayout
+from windlass.storage.ids import (
+    ActorName,
+    BlockIndex,
+    ChunkKey,
+    Formats,
+    Precision,
+    Rank,
+    Span,
+    SsdIndex,
+    StateKind,
+)
+from windlass.storage.io import DEFAULT_IO, IoSettings
+from windlass.storage.store import StoreGeometry
+
+SCHEDULER = ActorName("scheduler")
+GPU_WORKER = ActorName("gpu-0")
+
+
+def optimizer_name(index: int) -> ActorName:
+    """Name of an optimizer of the pool."""
+    return ActorName(f"optimizer-{index}")
+
+
+def optimizer_index(name: ActorName) -> int | None:
+    """Which optimizer of the pool it is; None for other actors."""
+    kind, _, number = name.partition("-")
+    return int(number) if kind == "optimizer" else None
+
+
+def ssd_name(index: int) -> ActorName:
+    """Name of the server of one SSD."""
+    return ActorName(f"ssd-{index}")
+
+
+def grad_precision(spec: JobSpec) -> Precision:
+    """The type of gradients on their way to the optimizer; see `GradientSettings.precision_in_transit`."""
+    return spec.hyperparameters.gradients.precision_in_transit(spec.hyperparameters.num_microbatches)
+
+
+def grad_itemsize(spec: JobSpec) -> int:
+    """Bytes an element of a gradient takes on its way to the optimizer."""
+    return 4 if grad_precision(spec) is Precision.FP32 else 2
+
+
+def evaluation_batch_size(spec: JobSpec) -> int:
+    """Examples of a micro-batch in evaluation: as many as in training."""
+    return -(-spec.hyperparameters.batch_size // spec.hyperparameters.num_microbatches)
+
+
+def num_evaluation_groups(spec: JobSpec) -> int:
+    """Groups of micro-batches that an evaluation takes; 0 without validation data."""
+    num_microbatches = -(-spec.num_validation_examples // evaluation_batch_size(spec))
+    return -(-num_microbatches // spec.hyperparameters.num_microbatches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdFacts:
+    """How one SSD is used by a job."""
+
+    io: IoSettings
+    weight: int  # its share of the chunks, beside the other SSDs' weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """One attempt at a job, as its actors see it."""
+
+    spec: JobSpec
+    layout: ModelLayout
+    plan: Plan
+    arena_path: str
+    ssds: tuple[SsdFacts, ...]  # of each of the job's SSDs
+
+    @property
+    def formats(self) -> Formats:
+        """The job's number formats."""
+        return self.spec.hyperparameters.formats
+
+    def geometry(self, ssd: int) -> StoreGeometry:
+        """The share of one SSD."""
+        return StoreGeometry(
+            job=self.spec.job,
+            rank=Rank(0),
+            attempt=self.spec.attempt,
+            ssd=SsdIndex(ssd),
+            ssd_weights=tuple(each.weight for each in self.ssds),
+            formats=self.formats,
+            chunk_numel=self.layout.chunk_numel,
+            chunks_per_block=tuple(self.layout.num_chunks(block.index) for block in self.layout.blocks),
+        )
+
+    def num_scratch_slots(self, ssd: int) -> int:
+        """One SSD's share of the slots for activations, by its weight; all SSDs together have as many as the plan."""
+        weights, num_slots = [each.weight for each in self.ssds], self.plan.num_ssd_activations
+        stop, start = sum(weights[: ssd + 1]), sum(weights[:ssd])
+        return num_slots * stop // sum(weights) - num_slots * start // sum(weights)
+
+    def chunk_numel(self, key: ChunkKey) -> int:
+        """Elements that a chunk really holds; the last of a block may be short."""
+        start, stop = self.layout.chunk_range(key)
+        return stop - start
+
+    def state_offsets(self) -> dict[StateKind, int]:
+        """Where each state begins inside a slot for states, in bytes; a gradient that was on an SSD comes last."""
+        offsets, offset = {}, 0
+        for kind, itemsize in self.formats.itemsizes.items():
+            offsets[kind] = offset
+            offset += itemsize * self.layout.chunk_numel
+        offsets[StateKind.GRAD] = offset
+        return offsets
+
+    def host_slots(self) -> dict[ChunkKey, Span]:
+        """Where the states of each chunk lie that rest in host memory."""
+        pool = self.plan.host_states
+        keys = (key for block in self.plan.host_blocks for key in self.layout.chunk_keys(BlockIndex(block)))
+        return {key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(keys)}
+
+    def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
+        """Where one group's sums wait for the next group, by the block whose operation makes them."""
+        pool, resident = self.plan.partial_grads, self.plan.device_blocks
+        if not pool.num_slots:
+            return {}
+        uses = (
+            (BlockIndex(user), key)
+            for user, shared in enumerate(self.layout.shared)
+            for block in shared
+            for key in self.layout.chunk_keys(block)
+            if block not in resident
+        )
+        return {use: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, use in enumerate(uses)}
+
+
+def aligned(nbytes: int, alignment: int = 4096) -> int:
+    """`nbytes` rounded up to what O_DIRECT moves; never nothing, as the chunk of a block without params moves too."""
+    return max(1, -(-nbytes // alignment)) * alignment
+
+
+def piece_bounds(context: JobContext) -> dict[BlockIndex, tuple[int, ...]]:
+    """Where the plan's streamed blocks are cut (`planner.param_pieces`).
+
+    Raises:
+        PlanError: a module holds more pieces itself than there are buffers for.
+    """
+    streamed = [BlockIndex(block) for block in context.plan.streamed_blocks]
+    layers = [context.layout.blocks[block].decay_numels_by_module for block in streamed]
+    bounds = dict(zip(streamed, cut_layers(layers), strict=True))
+    for block, modules in zip(streamed, layers, strict=True):
+        stop = 0
+        for module in modules:
+            start, stop = stop, stop + sum(module)
+            num_pieces = sum(low < stop and start < high for low, high in itertools.pairwise(bounds[block]))
+            if num_pieces > NUM_PIECE_BUFFERS:
+                raise PlanError(
+                    f"block {block} cannot be streamed: a module of it holds params in {num_pieces} pieces and uses "
+                    f"them at once, and there are {NUM_PIECE_BUFFERS} buffers; leave it out of streamed_blocks"
+                )
+    return bounds
+
+
+def make_context(
+    spec: JobSpec,
+    layout: ModelLayout,
+    arena_path: str,
+    ssds: tuple[SsdFacts, ...] | None = None,
+    *,
+    free_nbytes: int | None = None,
+) -> JobContext:
+    """Plans the job; `ssds` None: all alike; `free_nbytes`: of host memory, for a job without a budget.
+
+    Raises:
+        PlanError: the budget, or what is free, is too small, or the job has no SSDs and needs some.
+    """
+    ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
+    formats = spec.hyperparameters.formats
+    itemsizes = formats.itemsizes
+    size = ModelSize(
+        block_numels=tuple(block.numel for block in layout.blocks),
+        chunk_numel=layout.chunk_numel,
+        param_itemsize=itemsizes[formats.param_kind],
+        state_itemsize=sum(itemsizes.values()),
+        shared_blocks=tuple(block for shared in layout.shared for block in shared[1:]),
+    )
+    plan = make_plan(
+        size,
+        num_optimizers=spec.num_cpu_optimizers,
+        grad_itemsize=grad_itemsize(spec),
+        keep_grads=spec.hyperparameters.keeps_grads,
+        is_naive=spec.hyperparameters.order_of_updates.is_naive,
+        host_memory_nbytes=spec.host_memory_nbytes,
+        num_microbatches=spec.hyperparameters.num_microbatches,
+        free_nbytes=free_nbytes,
+        placement=spec.placement,
+    )
+    if not spec.ssd_dirs and (len(plan.host_blocks) < len(layout.blocks) or plan.num_ssd_activations):
+        raise PlanError(
+            "the job has no SSDs: then the states of all blocks must rest in host memory, and activations must not go "
+            f"to SSDs; host_blocks names {len(plan.host_blocks)} of {len(layout.blocks)} blocks"
+        )
+    return JobContext(spec=spec, layout=layout, plan=plan, arena_path=arena_path, ssds=ssds)

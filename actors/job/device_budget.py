@@ -1,0 +1,32 @@
+"""A job's budget on its device beside its plan: known without going through the model."""
+
+from windlass.actors.job.context import evaluation_batch_size
+from windlass.actors.job.spec import JobSpec
+from windlass.amounts import bytes_text, least_gib
+from windlass.engine.memory_plan import PlanError
+
+
+def require_planned_device_room(spec: JobSpec) -> None:
+    """Compares the job's budget on its device with what its plan needs there; without either nothing happens.
+
+    Raises:
+        PlanError: the budget is too small, as it is another one than the plan was made for.
+    """
+    limit_nbytes, needed_nbytes = spec.device_memory_nbytes, spec.planned_device_nbytes
+    if limit_nbytes is not None and needed_nbytes is not None and needed_nbytes > limit_nbytes:
+        raise too_little_device_memory(spec, limit_nbytes, needed_nbytes, "by its plan, made for another budget")
+
+
+def too_little_device_memory(spec: JobSpec, limit_nbytes: int, needed_nbytes: int, what: str) -> PlanError:
+    """The error of a job whose budget on its device is too small. `what`: takes so much, in words."""
+    hyper = spec.hyperparameters
+    size, least = evaluation_batch_size(spec), least_gib(needed_nbytes)
+    others = [f"sequence_length (now {hyper.sequence_length}) to less"]
+    if size > 1:
+        others.insert(0, f"num_microbatches (now {hyper.num_microbatches}, of up to {size} examples) to more")
+    return PlanError(
+        f"the job needs {bytes_text(needed_nbytes)} of device memory ({what}), "
+        f"{bytes_text(needed_nbytes - limit_nbytes)} more than its budget of {bytes_text(limit_nbytes)}; set "
+        f"gpu_memory_gib, in the job's budgets and in the settings, to at least {least}, or {', or '.join(others)}",
+        param="windlass.budgets.gpu_memory_gib",
+    )

@@ -1,0 +1,61 @@
+"""How much device memory a job takes, as its GPU worker allocates it, and whether it may."""
+
+from windlass.actors.job.context import JobContext, evaluation_batch_size, grad_precision
+from windlass.actors.job.device_budget import require_planned_device_room, too_little_device_memory
+from windlass.actors.job.spec import JobSpec
+from windlass.engine.data import PreparedDataset
+from windlass.engine.memory_estimate import device_need
+from windlass.engine.memory_plan import DeviceNeed
+from windlass.engine.memory_plan import evaluation_shapes as shapes_of_evaluation
+from windlass.engine.model import Partition
+
+
+def device_need_of_job(context: JobContext, partition: Partition, *, device: str = "cpu") -> DeviceNeed:
+    """At the worst moment of a step or an evaluation; its dataset must be there. No runner of the partition may be in
+    use.
+
+    Raises:
+        DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
+    """
+    spec, hyper = context.spec, context.spec.hyperparameters
+    dataset = PreparedDataset.open(spec.dataset_dir, "train")
+    shapes = dataset.largest_shapes(hyper.batch_size, hyper.num_microbatches)
+    return device_need(
+        partition,
+        context.plan,
+        shapes[: context.plan.group_size],
+        formats=context.formats,
+        grad_precision=grad_precision(spec),
+        num_microbatches=hyper.num_microbatches,
+        num_ahead=spec.effective_ordering.max_prefetched,
+        max_tokens=evaluation_batch_size(spec) * hyper.sequence_length,
+        evaluation_shapes=evaluation_shapes(spec) if spec.has_validation else (),
+        device=device,
+    )
+
+
+def require_device_room(context: JobContext, partition: Partition, *, device: str = "cpu") -> None:
+    """Compares the job's budget on its device, where it has one, with what it needs there: by its plan, or, where it
+    has none, as it is counted now. As for `device_need_of_job`.
+
+    Raises:
+        PlanError: the budget is too small.
+        DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
+    """
+    require_planned_device_room(context.spec)
+    limit_nbytes = context.spec.device_memory_nbytes
+    if limit_nbytes is None or context.spec.planned_device_nbytes is not None:
+        return
+    need = device_need_of_job(context, partition, device=device)
+    # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
+    needed_nbytes = need.settled_nbytes if device == "cpu" else need.nbytes
+    if needed_nbytes > limit_nbytes:
+        raise too_little_device_memory(context.spec, limit_nbytes, needed_nbytes, need.in_words())
+
+
+def evaluation_shapes(spec: JobSpec) -> list[tuple[int, int]]:
+    """(examples, tokens) of the micro-batches of an evaluation's first group, if all were as long as the longest."""
+    dataset, size = PreparedDataset.open(spec.dataset_dir, "validation"), evaluation_batch_size(spec)
+    return shapes_of_evaluation(
+        dataset.num_examples, dataset.longest_width, size, spec.hyperparameters.num_microbatches
+    )

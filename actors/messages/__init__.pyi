@@ -1,0 +1,55 @@
+"""What actors say to each other: ids and descriptors, never tensors.
+
+Commands are imperative, events past tense, failures are events too. Every message carries its job and a correlation:
+a step and block, or a correlation id. The scheduler speaks blocks; workers speak chunks, directly to each other.
+"""
+
+from windlass.actors.messages.base import Message as Message
+from windlass.actors.messages.compute import BlockBackwardDone as BlockBackwardDone
+from windlass.actors.messages.compute import BlockComputed as BlockComputed
+from windlass.actors.messages.compute import ComputeBlock as ComputeBlock
+from windlass.actors.messages.compute import GradChunk as GradChunk
+from windlass.actors.messages.compute import GradDiscarded as GradDiscarded
+from windlass.actors.messages.compute import GradOffloaded as GradOffloaded
+from windlass.actors.messages.compute import LossComputed as LossComputed
+from windlass.actors.messages.compute import OffloadGrad as OffloadGrad
+from windlass.actors.messages.compute import Phase as Phase
+from windlass.actors.messages.compute import PrefetchParams as PrefetchParams
+from windlass.actors.messages.failures import ActorFailed as ActorFailed
+from windlass.actors.messages.failures import FailureKind as FailureKind
+from windlass.actors.messages.failures import in_words as in_words
+from windlass.actors.messages.model import ExportModel as ExportModel
+from windlass.actors.messages.model import KernelChosen as KernelChosen
+from windlass.actors.messages.model import LoadModel as LoadModel
+from windlass.actors.messages.model import LoadProgressed as LoadProgressed
+from windlass.actors.messages.model import ModelExported as ModelExported
+from windlass.actors.messages.model import ModelKernelsChosen as ModelKernelsChosen
+from windlass.actors.messages.model import ModelLoaded as ModelLoaded
+from windlass.actors.messages.optimizer import AcquireParamSlots as AcquireParamSlots
+from windlass.actors.messages.optimizer import BlockFlushed as BlockFlushed
+from windlass.actors.messages.optimizer import BlockUpdated as BlockUpdated
+from windlass.actors.messages.optimizer import FlushBlock as FlushBlock
+from windlass.actors.messages.optimizer import GradSlotsReleased as GradSlotsReleased
+from windlass.actors.messages.optimizer import ParamSlotLease as ParamSlotLease
+from windlass.actors.messages.optimizer import ParamSlotReleased as ParamSlotReleased
+from windlass.actors.messages.optimizer import ParamSlotsGranted as ParamSlotsGranted
+from windlass.actors.messages.optimizer import RestoreStates as RestoreStates
+from windlass.actors.messages.optimizer import StatesRestored as StatesRestored
+from windlass.actors.messages.optimizer import UpdateBlock as UpdateBlock
+from windlass.actors.messages.ssd import ActivationIoDone as ActivationIoDone
+from windlass.actors.messages.ssd import ChunkIo as ChunkIo
+from windlass.actors.messages.ssd import ChunkIoDone as ChunkIoDone
+from windlass.actors.messages.ssd import ChunkPart as ChunkPart
+from windlass.actors.messages.ssd import CommitStore as CommitStore
+from windlass.actors.messages.ssd import ReadActivations as ReadActivations
+from windlass.actors.messages.ssd import ReadChunks as ReadChunks
+from windlass.actors.messages.ssd import SsdRequest as SsdRequest
+from windlass.actors.messages.ssd import StoreCommitted as StoreCommitted
+from windlass.actors.messages.ssd import WriteActivations as WriteActivations
+from windlass.actors.messages.ssd import WriteChunks as WriteChunks
+from windlass.actors.messages.telemetry import MemoryKind as MemoryKind
+from windlass.actors.messages.telemetry import MemoryReported as MemoryReported
+from windlass.actors.messages.telemetry import SpanKind as SpanKind
+from windlass.actors.messages.telemetry import SpansReported as SpansReported
+from windlass.actors.messages.telemetry import UserMessage as UserMessage
+from windlass.actors.messages.telemetry import WorkSpan as WorkSpan

@@ -1,0 +1,13 @@
+"""The base of every message between actors."""
+
+from dataclasses import dataclass
+
+from windlass.storage.ids import JobId, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Base of all messages."""
+
+    job: JobId
+    step: Step  # the step this is about: for a command, the step whose states it produces

@@ -1,0 +1,343 @@
+"""One offloaded model: lends parameters to its layers, takes their gradients, and knows when each may be updated."""
+
+import atexit
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from windlass.actors.offload.errors import OffloadClosedError, OffloadMisuseError
+from windlass.actors.offload.layer import OffloadedLayer
+from windlass.actors.offload.layers import OffloadedBlock, outside_params
+from windlass.actors.offload.param_prefetcher import ParamFeed
+from windlass.actors.offload.resident_params import OutsideParams
+from windlass.actors.offload.settings import Hyper, OffloadSettings, OffloadStatistics, plan_offload
+from windlass.actors.offload.store import OffloadStore
+from windlass.actors.offload.updates import BlockUpdate, Kernels, LayerUpdates, Run
+from windlass.actors.policy import clip_scale
+from windlass.engine.device import Device
+from windlass.engine.model import GradBuffer, choose_chunk_numel
+from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Precision, Span, StateKind, StatePrecision, Step
+
+
+class OffloadEngine:
+    """All calls come from the thread that trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[OffloadedBlock],
+        settings: OffloadSettings,
+        hyper_of: Callable[[str], Hyper | None],
+    ) -> None:
+        """Moves the states to where they rest, block by block, freeing each; then the layers are wrapped.
+
+        `hyper_of`: of a parameter of the layers by its name, as the optimizer has it set now; None: it has none.
+        """
+        self.settings = settings
+        self.blocks = blocks
+        self.device = settings.device
+        self._hyper_of = hyper_of
+        self._device = Device(settings.device, poison_released=settings.poison_released)
+        self._closed = False
+        self._pinned = False
+        self._layers: list[OffloadedLayer] = []
+        self._threads: list[threading.Thread] = []
+        self.num_steps = 0
+        self._grads: dict[BlockIndex, GradBuffer] = {}  # being computed
+        self._touched: dict[BlockIndex, set[str]] = {}  # params with a gradient in this step
+        self._num_backwards: Counter[BlockIndex] = Counter()  # of this step
+        self._begun: dict[BlockIndex, dict[str, Hyper]] = {}  # updates of this step, begun in backward
+        self._num_updates: Counter[str] = Counter()  # of each param
+        torch.get_num_threads()  # settled for this thread, before others choose theirs
+        self._open_store(blocks)
+        try:
+            self._start(model)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- what layers call (ParamLender) -----------------------------------------------------------------------------
+
+    def borrow(self, block: OffloadedBlock, *, is_backward: bool) -> torch.Tensor:
+        """The block's flat parameters on the device, until `give_back`."""
+        self._require_open()
+        if self._begun and not is_backward:
+            raise OffloadMisuseError(
+                f"{block.name} was called between the backward and the step, when layers are being updated already; "
+                "set backwards_per_step of `windlass.offload` to the number of backwards before each step, or "
+                "call the model after the step"
+            )
+        return self._feed.borrow(block, is_backward=is_backward)
+
+    def give_back(self, block: OffloadedBlock) -> None:
+        """They are not read any more."""
+        self._feed.give_back(block)
+
+    def grads(self, block: OffloadedBlock) -> GradBuffer:
+        """Where the gradients of a backward are summed."""
+        if block.index in self._begun:
+            raise OffloadMisuseError(
+                f"a second backward reached {block.name} before the step, when its update had begun; set "
+                "backwards_per_step of `windlass.offload` to the number of backwards before each step"
+            )
+        if block.index not in self._grads:
+            self._grads[block.index] = GradBuffer(self._device.take(block.numel, self._feed.dtype))
+        return self._grads[block.index]
+
+    def backward_done(self, block: OffloadedBlock, *, is_last: bool) -> None:
+        """The gradient leaves the device when no other call waits; in the step's last backward the update begins."""
+        if not is_last:
+            return
+        grads = self._grads.pop(block.index)
+        if not grads.touched:
+            self._device.give(grads.flat)
+            return
+        grads.finish(
+            [
+                *((param.name, param.offset, param.numel) for param in block.params),
+                *((f"padding at {offset}", offset, numel) for offset, numel in block.paddings()),
+            ]
+        )
+        self._num_backwards[block.index] += 1
+        self._touched.setdefault(block.index, set()).update(grads.touched)
+        update = None
+        is_complete = self._num_backwards[block.index] >= self.settings.backwards_per_step
+        if is_complete and self.settings.clip_norm is None:
+            update = self._updated(block, grad_scale=1.0)
+        self._updates.offload(block, grads.flat, update)
+
+    # --- what the optimizer calls -----------------------------------------------------------------------------------
+
+    def step(self, outside: Mapping[nn.Parameter, Hyper]) -> float | None:
+        """Updates all that has gradients, and returns their norm before clipping; None without clipping.
+
+        Updates of layers go on in the background. Raises OffloadMisuseError.
+        """
+        self._require_open()
+        for index in list(self._grads):  # of layers one of whose calls never went backward
+            self.backward_done(self.blocks[index], is_last=True)
+        for hyper in self._begun.values():
+            for name, used in hyper.items():
+                if self._hyper_of(name) != used:
+                    raise OffloadMisuseError(
+                        f"the learning rate or another setting of {name} was changed between the backward and the "
+                        "step, when its update had begun; change it after the step"
+                    )
+        self._outside.check_grads()
+        norm, scale = None, 1.0
+        if self.settings.clip_norm is not None:
+            norm = math.sqrt(self._updates.squared_norm() + self._outside.squared_norm())
+            scale = clip_scale(self.settings.clip_norm, norm)
+        pending = [block for block in self.blocks if block.index in self._touched and block.index not in self._begun]
+        if pending:
+            self._updates.await_grads()
+        for block in pending:  # the next forward needs the first ones first
+            self._updates.update(self._updated(block, grad_scale=scale))
+        for param, now in outside.items():
+            self._outside.update(param, now.settings, now.learning_rate, scale)
+        self._begin_step()
+        self.num_steps += 1
+        self._feed.prefetch(frozenset())
+        return norm
+
+    def zero_grad(self) -> None:
+        """Drops gradients. Raises OffloadMisuseError where updates with them have begun."""
+        self._require_open()
+        if self._begun:
+            raise OffloadMisuseError(
+                "zero_grad() was called between the backward and the step, when layers are being updated already; set "
+                "backwards_per_step of `windlass.offload` to more than 1, or clip_norm, to be able to drop gradients"
+            )
+        for grads in self._grads.values():
+            self._device.give(grads.flat)
+        if self._touched:
+            self._updates.drop_grads()
+        self._outside.drop_grads()
+        self._begin_step()
+
+    # --- reading and closing ----------------------------------------------------------------------------------------
+
+    def read_params(self, block: OffloadedBlock) -> dict[str, torch.Tensor]:
+        """The parameters of a layer by name, as the last step leaves them: new tensors in host memory."""
+        self._require_open()
+        self._feed.await_unchanging(block.index)
+        flat = torch.empty(block.numel, dtype=self._feed.dtype)
+        for key in block.chunk_keys(self._store.chunk_numel):
+            start, stop = block.chunk_range(key, self._store.chunk_numel)
+            with self._feed.host_chunk(key) as params:
+                flat[start:stop].copy_(params)
+        return {param.name: flat[param.offset : param.stop].view(param.shape).clone() for param in block.params}
+
+    @property
+    def statistics(self) -> OffloadStatistics:
+        """What has moved so far."""
+        self._require_open()
+        return OffloadStatistics(
+            ssd_read_nbytes=self._store.bytes_read,
+            ssd_written_nbytes=self._store.bytes_written,
+            num_layers_fetched=self._feed.num_moves,
+            arena_nbytes=self._plan.arena_nbytes,
+            num_host_layers=len(self._plan.host_blocks),
+        )
+
+    def close(self) -> None:
+        """Ends the threads and gives memory and SSD space back; the layers' parameters are gone. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._feed.stop()
+        self._updates.stop()
+        for thread in self._threads:
+            thread.join(self.settings.deadline_s)
+        if self._pinned:
+            self._device.unpin(self._store.memory)
+        self._store.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _open_store(self, blocks: Sequence[OffloadedBlock]) -> None:
+        """Takes the room, or raises and takes none."""
+        settings = self.settings
+        dtype = blocks[0].params[0].stand_in.dtype
+        precision = Precision.FP32 if dtype is torch.float32 else Precision.BF16
+        formats = Formats(precision, settings.state_precision if precision is Precision.BF16 else StatePrecision.FP32)
+        chunk_numel = settings.chunk_numel or choose_chunk_numel([block.numel for block in blocks])
+        self._plan = plan_offload(blocks, formats, chunk_numel, settings)
+        host_slots: dict[ChunkKey, Span] = {}
+        pool = self._plan.host_states
+        for index in self._plan.host_blocks:
+            for key in blocks[index].chunk_keys(chunk_numel):
+                host_slots[key] = Span(pool.offset + len(host_slots) * pool.slot_nbytes, pool.slot_nbytes)
+        offsets: dict[StateKind, int] = {}
+        offset = 0
+        for kind, itemsize in formats.itemsizes.items():
+            offsets[kind] = offset
+            offset += itemsize * chunk_numel
+        kernels = Kernels(formats, settings.kernel, settings.kernel_dir)
+        for name in (param.name for block in blocks for param in block.params):
+            if (hyper := self._hyper_of(name)) is not None:
+                kernels.of(hyper.settings)  # what takes long, or cannot be had, shows now
+        self._store = OffloadStore(
+            settings.ssd_dirs,
+            formats=formats,
+            chunk_numel=chunk_numel,
+            chunks_per_block=tuple(len(block.chunk_keys(chunk_numel)) for block in blocks),
+            arena_dir=settings.arena_dir,
+            arena_nbytes=self._plan.arena_nbytes,
+            deadline_s=settings.deadline_s,
+            direct_io=settings.direct_io,
+            on_failure=self._fail,
+        )
+        try:
+            self._make_workers(kernels, host_slots, offsets)
+        except BaseException:
+            self._store.close()
+            raise
+
+    def _make_workers(self, kernels: Kernels, host_slots: dict[ChunkKey, Span], offsets: dict[StateKind, int]) -> None:
+        settings, blocks = self.settings, self.blocks
+        self._feed = ParamFeed(
+            blocks,
+            self._store,
+            self._device,
+            self._plan.params,
+            host_slots,
+            offsets[self._store.formats.param_kind],
+            deadline_s=settings.deadline_s,
+            poison_released=settings.poison_released,
+        )
+        self._updates = LayerUpdates(
+            blocks,
+            self._store,
+            self._feed,
+            self._device,
+            self._plan,
+            kernels,
+            host_slots,
+            offsets,
+            num_threads=settings.optimizer_threads,
+            with_norms=settings.clip_norm is not None,
+            deadline_s=settings.deadline_s,
+        )
+
+    def _start(self, model: nn.Module) -> None:
+        """Nothing of the model changes before here."""
+        self._device.pin(self._store.memory)
+        self._pinned = True
+        for target in (*self._feed.loops, *self._updates.loops):
+            thread = threading.Thread(target=self._guard, args=(target,), name=target.__name__, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        atexit.register(self.close)
+        for block in self.blocks:
+            originals = {param.name: _param_at(*param.sites[0]) for param in block.params}
+            self._updates.load(block, originals)
+            block.install({})
+            for original in originals.values():  # whoever still holds it, its memory is free
+                original.data = torch.empty(0, dtype=original.dtype)
+        self._outside = OutsideParams(
+            outside_params(model, self.blocks), self.settings.state_precision, self.settings.device
+        )
+        _move_buffers(model, self.settings.device)
+        self._layers = [OffloadedLayer(block, self) for block in self.blocks]
+
+    def _guard(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except Exception as error:  # noqa: BLE001 - a thread has nobody else to tell
+            if not self._closed:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._feed.fail(error)
+        self._updates.fail(error)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise OffloadClosedError("the model was closed, and the parameters of its layers are gone")
+
+    def _begin_step(self) -> None:
+        self._grads.clear()
+        self._touched.clear()
+        self._num_backwards.clear()
+        self._begun.clear()
+
+    def _updated(self, block: OffloadedBlock, *, grad_scale: float) -> BlockUpdate:
+        """The update of a block: of its params that have gradients, in runs of neighbours that are alike."""
+        runs: list[Run] = []
+        used: dict[str, Hyper] = {}
+        for param in block.params:
+            hyper = self._hyper_of(param.name)
+            if hyper is None or param.name not in self._touched[block.index]:
+                continue
+            used[param.name] = hyper
+            self._num_updates[param.name] += 1
+            run = Run(
+                param.offset, param.padded_stop, hyper.settings, hyper.learning_rate, self._num_updates[param.name]
+            )
+            joined = runs[-1].joined(run) if runs else None
+            if joined is not None:
+                runs[-1] = joined
+            else:
+                runs.append(run)
+        self._begun[block.index] = used
+        return BlockUpdate(block, Step(self.num_steps + 1), tuple(runs), grad_scale)
+
+
+def _param_at(module: nn.Module, attribute: str) -> nn.Parameter:
+    param = module._parameters[attribute]
+    assert param is not None, "it was there when the layers were laid out"
+    return param
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first keeps the id its own
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), (buffer, buffer.to(device)))[1]

@@ -1,0 +1,301 @@
+"""Brings the parameters of layers to the device, each before it is called for, in the order that was seen before."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from windlass.actors.offload.errors import OffloadFailedError
+from windlass.actors.offload.layers import OffloadedBlock
+from windlass.actors.offload.store import OffloadStore
+from windlass.engine.device import Device, state_dtype
+from windlass.engine.memory_plan import Pool
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, StateKind, Step
+from windlass.storage.memory import SlotPool
+
+# Layers on their way, or there, beside the one that is computed.
+PREFETCH_DEPTH = 2
+# A layer's call: its block, and whether in backward.
+_Call = tuple[BlockIndex, bool]
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """Memory on the device for any one layer."""
+
+    flat: torch.Tensor
+    used: torch.cuda.Event | None = None  # when the device has done what last read it
+
+
+class _State(Enum):
+    QUEUED = auto()
+    MOVING = auto()
+    READY = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A block's parameters on the device, or on their way there."""
+
+    block: OffloadedBlock
+    buffer: _Buffer
+    state: _State = _State.QUEUED
+    num_users: int = 0
+    num_missing: int = 0
+
+
+class ParamFeed:
+    """Borrowing is for the thread that computes; all else is safe from any thread."""
+
+    def __init__(
+        self,
+        blocks: Sequence[OffloadedBlock],
+        store: OffloadStore,
+        device: Device,
+        pool: Pool,
+        host_slots: Mapping[ChunkKey, Span],
+        param_offset: int,
+        *,
+        deadline_s: float,
+        poison_released: bool = False,
+    ) -> None:
+        """`host_slots`: states that rest in memory, their params at `param_offset`.
+
+        `poison_released` fills buffers with NaN as they lose their layer: reading one too late shows at once.
+        """
+        self._blocks = {block.index: block for block in blocks}
+        self._store = store
+        self._device = device
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of params")
+        self._host_slots = host_slots
+        self._param_offset = param_offset
+        self._deadline_s = deadline_s
+        self._poison_released = poison_released
+        self._kind = store.formats.param_kind
+        self.dtype = state_dtype(store.formats, self._kind)
+        self.labels: dict[ChunkKey, Step] = {}  # the step that last changed each chunk; set before it is unblocked
+        largest = max(block.numel for block in blocks)
+        self._free = [_Buffer(device.take(largest, self.dtype)) for _ in range(PREFETCH_DEPTH + 1)]
+        self._num_moves = 0
+        self._arrived: queue.Queue[tuple[_Entry, ChunkKey, Span, bool] | None] = queue.Queue()
+        self._changed = threading.Condition()
+        # All below is guarded by `_changed`.
+        self._entries: dict[BlockIndex, _Entry] = {}
+        self._waiting: deque[_Entry] = deque()
+        self._changing: set[BlockIndex] = set()
+        self._following: dict[_Call, _Call] = {}  # what came after each call, last time
+        self._last: _Call | None = None
+        self._failure: Exception | None = None
+        self._stopping = False
+
+    @property
+    def loops(self) -> tuple[Callable[[], None], ...]:
+        """What threads are to run."""
+        return (self._run_reads, self._run_copies)
+
+    @property
+    def num_moves(self) -> int:
+        """Layers brought to the device so far."""
+        return self._num_moves
+
+    def borrow(self, block: OffloadedBlock, *, is_backward: bool) -> torch.Tensor:
+        """The flat parameters on the device, until `give_back`. Raises OffloadFailedError."""
+        call = (block.index, is_backward)
+        with self._changed:
+            if self._last is not None:
+                self._following[self._last] = call
+            self._last = call
+            entry = self._await(block)
+            entry.num_users += 1
+            self._prefetch(frozenset())
+            return entry.buffer.flat[: block.numel]
+
+    def give_back(self, block: OffloadedBlock) -> None:
+        """What was queued on the device until now is all that reads them."""
+        with self._changed:
+            entry = self._entries[block.index]
+            if self._device.is_cuda:
+                entry.buffer.used = torch.cuda.current_stream(self._device.device).record_event()
+            entry.num_users -= 1
+            self._changed.notify_all()
+
+    def prefetch(self, skip: frozenset[BlockIndex]) -> None:
+        """Fetch ahead of the last call, but for blocks that will change first."""
+        with self._changed:
+            self._prefetch(skip)
+
+    def block(self, index: BlockIndex) -> None:
+        """Its params are about to change: what is on the device is void, and nothing is read until `unblock`."""
+        with self._changed:
+            self._wait(lambda: not self._is_moving(index), f"the params of {self._blocks[index].name} to arrive")
+            entry = self._entries.get(index)
+            if entry is not None:
+                self._drop(entry)
+            self._changing.add(index)
+
+    def unblock(self, index: BlockIndex) -> None:
+        """They have changed, and may be read."""
+        with self._changed:
+            self._changing.remove(index)
+            self._changed.notify_all()
+
+    def await_unchanging(self, index: BlockIndex) -> None:
+        """Waits until an update under way is written. Raises OffloadFailedError."""
+        with self._changed:
+            self._wait(lambda: index not in self._changing, f"the update of {self._blocks[index].name}")
+
+    @contextmanager
+    def host_chunk(self, key: ChunkKey) -> Iterator[torch.Tensor]:
+        """A chunk's params in host memory; no update of its block may be under way."""
+        if key in self._host_slots:
+            yield self._view(key, self._host_slots[key].offset + self._param_offset)
+            return
+        (slot,) = self._slots.acquire(1, self._deadline_s)
+        done = threading.Event()
+        self._read(key, slot, done.set)
+        if not done.wait(self._deadline_s):
+            raise self._late(f"{key} from the SSDs")
+        try:
+            yield self._view(key, slot.offset)
+        finally:
+            self._slots.release([slot])
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits, now or later, is told."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the threads."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._slots.close()
+        self._arrived.put(None)
+
+    # --- inside, with the lock held ---------------------------------------------------------------------------------
+
+    def _await(self, block: OffloadedBlock) -> _Entry:
+        def is_there() -> bool:
+            entry = self._entries.get(block.index)
+            if entry is None:
+                self._enqueue(block, keep=frozenset(), urgent=True)
+                return False
+            if entry.state is _State.QUEUED and entry is not self._waiting[0]:
+                self._waiting.remove(entry)
+                self._waiting.appendleft(entry)
+            return entry.state is _State.READY
+
+        self._wait(is_there, f"the params of {block.name}")
+        return self._entries[block.index]
+
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        if not self._changed.wait_for(lambda: self._failure is not None or is_done(), self._deadline_s):
+            raise self._late(what)
+        if self._failure is not None:
+            raise OffloadFailedError(f"training cannot go on: {self._failure}") from self._failure
+
+    def _late(self, what: str) -> OffloadFailedError:
+        return OffloadFailedError(f"waited {self._deadline_s:g} s for {what}; a disk hangs or is too slow")
+
+    def _prefetch(self, skip: frozenset[BlockIndex]) -> None:
+        """Queue what followed the last call before; what follows is not thrown out for it."""
+        call, wanted = self._last, []
+        for _ in range(PREFETCH_DEPTH):
+            call = None if call is None else self._following.get(call)
+            if call is not None and call[0] not in skip:
+                wanted.append(call[0])
+        keep = frozenset(wanted)
+        for index in wanted:
+            if index not in self._entries:
+                self._enqueue(self._blocks[index], keep=keep, urgent=False)
+
+    def _enqueue(self, block: OffloadedBlock, *, keep: frozenset[BlockIndex], urgent: bool) -> None:
+        """Queue a block if there is a buffer, taken from a block that is not to be kept."""
+        if not self._free:
+            idle = (each for each in self._entries.values() if not each.num_users and each.state is not _State.MOVING)
+            victim = next((each for each in idle if each.block.index not in keep), None)
+            if victim is None:
+                return
+            self._drop(victim)
+        entry = self._entries[block.index] = _Entry(block, self._free.pop())
+        if urgent:
+            self._waiting.appendleft(entry)
+        else:
+            self._waiting.append(entry)
+        self._changed.notify_all()
+
+    def _drop(self, entry: _Entry) -> None:
+        assert not entry.num_users, "params in use are not dropped"
+        if entry.state is _State.QUEUED:
+            self._waiting.remove(entry)
+        del self._entries[entry.block.index]
+        if self._poison_released:
+            entry.buffer.flat.fill_(float("nan"))
+            self._device.synchronize()
+        self._free.append(entry.buffer)
+
+    def _is_moving(self, index: BlockIndex) -> bool:
+        entry = self._entries.get(index)
+        return entry is not None and entry.state is _State.MOVING
+
+    # --- inside: threads --------------------------------------------------------------------------------------------
+
+    def _run_reads(self) -> None:
+        while (entry := self._next()) is not None:
+            if entry.buffer.used is not None:
+                entry.buffer.used.synchronize()
+            for key in entry.block.chunk_keys(self._store.chunk_numel):
+                if key in self._host_slots:
+                    self._arrived.put((entry, key, self._host_slots[key], True))
+                    continue
+                (slot,) = self._slots.acquire(1, self._deadline_s)
+                self._read(key, slot, lambda e=entry, k=key, s=slot: self._arrived.put((e, k, s, False)))  # type: ignore[misc]
+
+    def _next(self) -> _Entry | None:
+        def readable() -> _Entry | None:
+            return next((each for each in self._waiting if each.block.index not in self._changing), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or readable() is not None)
+            if self._stopping:
+                return None
+            entry = readable()
+            assert entry is not None
+            self._waiting.remove(entry)
+            entry.state = _State.MOVING
+            entry.num_missing = len(entry.block.chunk_keys(self._store.chunk_numel))
+            return entry
+
+    def _run_copies(self) -> None:
+        while (arrived := self._arrived.get()) is not None:
+            entry, key, slot, rests_here = arrived
+            start, stop = entry.block.chunk_range(key, self._store.chunk_numel)
+            offset = slot.offset + (self._param_offset if rests_here else 0)
+            self._device.copy_in(entry.buffer.flat[start:stop], self._view(key, offset))
+            if not rests_here:
+                self._slots.release([slot])
+            with self._changed:
+                entry.num_missing -= 1
+                if entry.num_missing == 0:
+                    entry.state = _State.READY
+                    self._num_moves += 1
+                    self._changed.notify_all()
+
+    def _read(self, key: ChunkKey, slot: Span, on_done: Callable[[], None]) -> None:
+        # The compute waits for these: before everything that updates read and write.
+        offsets: dict[StateKind, int] = {self._kind: slot.offset}
+        self._store.read(key, self._numel(key), self.labels[key], offsets, (0, 0), on_done)
+
+    def _numel(self, key: ChunkKey) -> int:
+        start, stop = self._blocks[key.block].chunk_range(key, self._store.chunk_numel)
+        return stop - start
+
+    def _view(self, key: ChunkKey, offset: int) -> torch.Tensor:
+        return self._store.memory[offset : offset + self._numel(key) * self.dtype.itemsize].view(self.dtype)

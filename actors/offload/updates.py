@@ -1,0 +1,378 @@
+"""Takes layers' gradients off the device and updates their states, while the compute goes on.
+
+A gradient is copied into host slots, and added there to what an earlier backward of the step left. An update reads a
+chunk's states, changes them in place and writes them back; successive chunks overlap.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from windlass.actors.offload.errors import OffloadFailedError
+from windlass.actors.offload.layers import OffloadedBlock
+from windlass.actors.offload.param_prefetcher import ParamFeed
+from windlass.actors.offload.store import OffloadStore
+from windlass.actors.policy import fold
+from windlass.engine.device import TORCH_DTYPE, Device, state_dtype
+from windlass.engine.memory_plan import Plan
+from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, element_position, squared_norm
+from windlass.storage.ids import BlockIndex, ChunkKey, Formats, Kernel, Span, StateKind, Step
+from windlass.storage.memory import SlotPool
+
+# Gradients of layers that wait on the device for their way out.
+_MAX_WAITING_GRADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements of a block that are updated alike."""
+
+    start: int
+    stop: int
+    settings: AdamSettings
+    learning_rate: float
+    num_updates: int  # of these elements, this one included
+
+    def joined(self, following: "Run") -> "Run | None":
+        """This run and the one behind it as one; None where they are not alike or not neighbours."""
+        is_one = self.stop == following.start and replace(following, start=self.start, stop=self.stop) == self
+        return replace(self, stop=following.stop) if is_one else None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUpdate:
+    """What is to become of a block in a step; elements outside of the runs stay as they are."""
+
+    block: OffloadedBlock
+    step: Step
+    runs: tuple[Run, ...]
+    grad_scale: float
+
+
+@dataclass(slots=True, eq=False)
+class _Grad:
+    """A gradient on its way out."""
+
+    block: OffloadedBlock
+    flat: torch.Tensor
+    computed: torch.cuda.Event | None
+    update: BlockUpdate | None  # to begin then
+
+
+@dataclass(slots=True, eq=False)
+class _ChunkUpdate:
+    update: BlockUpdate
+    key: ChunkKey
+    grad: Span
+    slot: Span  # its states lie there
+    rests_here: bool  # they stay there, and are not written
+
+
+class Kernels:
+    """Update kernels by their settings, which may change from step to step. One thread at a time."""
+
+    def __init__(self, formats: Formats, kernel: Kernel | None, cache_dir: Path | None) -> None:
+        self._formats = formats
+        self._cache_dir = cache_dir
+        self._kernels: dict[AdamSettings, OptimizerKernel] = {}
+        self.kernel = kernel
+
+    def of(self, settings: AdamSettings) -> OptimizerKernel:
+        """Made when it is first asked for; all are of the kind that the first one turned out to be."""
+        if settings not in self._kernels:
+            dtype = TORCH_DTYPE[self._formats.precision]
+            made = OptimizerKernel(
+                settings,
+                grad_dtype=dtype,
+                param_dtype=None if self._formats.param_kind is StateKind.MASTER else dtype,
+                state_precision=self._formats.states,
+                kernel=self.kernel,
+                cache_dir=self._cache_dir,
+            )
+            self.kernel = made.kernel
+            self._kernels[settings] = made
+        return self._kernels[settings]
+
+
+class LayerUpdates:
+    """Gradients out and updates of all layers. Commands come from one thread."""
+
+    def __init__(
+        self,
+        blocks: Sequence[OffloadedBlock],
+        store: OffloadStore,
+        feed: ParamFeed,
+        device: Device,
+        plan: Plan,
+        kernels: Kernels,
+        host_slots: Mapping[ChunkKey, Span],
+        offsets: Mapping[StateKind, int],
+        *,
+        num_threads: int,
+        with_norms: bool,
+        deadline_s: float,
+    ) -> None:
+        """`offsets`: of each state in a slot for states. `num_threads`: of torch, in updates."""
+        self._store = store
+        self._feed = feed
+        self._device = device
+        self._kernels = kernels
+        self._host_slots = host_slots
+        self._offsets = offsets
+        self._num_threads = num_threads
+        self._with_norms = with_norms
+        self._deadline_s = deadline_s
+        self._formats = store.formats
+        grads, states = plan.grads, plan.states[0]
+        self._grad_slots = SlotPool(grads.offset, grads.slot_nbytes, grads.num_slots, name="slots of gradients")
+        self._state_slots = SlotPool(states.offset, states.slot_nbytes, states.num_slots, name="slots of states")
+        self._scratch = torch.empty(store.chunk_numel, dtype=feed.dtype)  # a gradient that is added to another
+        self._permits = threading.Semaphore(_MAX_WAITING_GRADS)
+        self._to_offload: queue.Queue[_Grad | None] = queue.Queue()
+        self._to_feed: queue.Queue[tuple[BlockUpdate, dict[ChunkKey, Span]] | None] = queue.Queue()
+        self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
+        self._changed = threading.Condition()
+        # All below is guarded by `_changed`.
+        self._kept: dict[BlockIndex, dict[ChunkKey, Span]] = {}  # gradients in host memory
+        self._squares: dict[ChunkKey, float] = {}  # their squared norms
+        self._num_offloading = 0
+        self._num_left: dict[BlockIndex, int] = {}  # chunks of updates under way
+        self._failure: Exception | None = None
+
+    @property
+    def loops(self) -> tuple[Callable[[], None], ...]:
+        """What threads are to run."""
+        return (self._run_offloads, self._run_feeds, self._run_updates)
+
+    def offload(self, block: OffloadedBlock, grad: torch.Tensor, update: BlockUpdate | None) -> None:
+        """Takes a gradient, whose buffer goes back to the device's; begins the update as soon as it is out, if any.
+
+        Waits while too many are on their way.
+        """
+        if not self._permits.acquire(timeout=self._deadline_s):
+            raise OffloadFailedError(f"gradients did not leave the device for {self._deadline_s:g} s; a disk hangs?")
+        self._check()
+        done = torch.cuda.current_stream(self._device.device).record_event() if self._device.is_cuda else None
+        with self._changed:
+            self._num_offloading += 1
+        if update is not None:
+            self._feed.block(block.index)
+        self._to_offload.put(_Grad(block, grad, done, update))
+
+    def update(self, update: BlockUpdate) -> None:
+        """Begins the update of a block whose gradient is in host memory, as `await_grads` makes sure."""
+        self._feed.block(update.block.index)
+        self._to_feed.put((update, self._take_grad(update.block)))
+
+    def await_grads(self) -> None:
+        """Waits for gradients on their way."""
+        self._await(lambda: self._num_offloading == 0, "gradients to leave the device")
+
+    def squared_norm(self) -> float:
+        """Of all gradients in host memory, added blocks last to first; waits for those on their way."""
+        self.await_grads()
+        with self._changed:
+            keys = sorted(self._squares, key=lambda key: (-key.block, key.chunk))
+            return fold(self._squares[key] for key in keys)
+
+    def drop_grads(self) -> None:
+        """Gradients in host memory, for which no update has begun, are not needed."""
+        self.await_grads()
+        with self._changed:
+            for spans in self._kept.values():
+                self._grad_slots.release(list(spans.values()))
+            self._kept.clear()
+            self._squares.clear()
+
+    def load(self, block: OffloadedBlock, params: Mapping[str, torch.Tensor]) -> None:
+        """Writes a block's first states: these params, as they are, and moments of zero."""
+        for key in block.chunk_keys(self._store.chunk_numel):
+            start, stop = block.chunk_range(key, self._store.chunk_numel)
+            host_slot = self._host_slots.get(key)
+            slot = host_slot or self._state_slots.acquire(1, self._deadline_s)[0]
+            views = {kind: self._view(slot, key, kind, stop - start).zero_() for kind in self._offsets}
+            for param in block.params:
+                first, last = max(start, param.offset), min(stop, param.stop)
+                if first < last:
+                    part = params[param.name].detach().reshape(-1)[first - param.offset : last - param.offset]
+                    for kind in (StateKind.PARAM, StateKind.MASTER):
+                        if kind in views:
+                            views[kind][first - start : last - start].copy_(part)
+            self._feed.labels[key] = Step(0)
+            if host_slot is None:
+                self._write(key, stop - start, Step(0), slot, lambda s=slot: self._state_slots.release([s]))  # type: ignore[misc]
+        self._state_slots.drain(self._deadline_s)
+        self._check()
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits, now or later, is told."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+        self._permits.release()
+
+    def stop(self) -> None:
+        """Ends the threads; updates under way may be lost."""
+        for pool in (self._grad_slots, self._state_slots):
+            pool.close()
+        self._to_offload.put(None)
+        self._to_feed.put(None)
+        self._arrived.put(None)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise OffloadFailedError(f"training cannot go on: {self._failure}") from self._failure
+
+    def _await(self, is_done: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._failure is not None or is_done(), self._deadline_s):
+                raise OffloadFailedError(f"waited {self._deadline_s:g} s for {what}; a disk hangs or is too slow")
+        self._check()
+
+    def _take_grad(self, block: OffloadedBlock) -> dict[ChunkKey, Span]:
+        """A gradient in host memory; its slots are the caller's."""
+        with self._changed:
+            spans = self._kept.pop(block.index)
+            for key in spans:
+                del self._squares[key]
+            return spans
+
+    def _view(self, slot: Span, key: ChunkKey, kind: StateKind, numel: int) -> torch.Tensor:
+        dtype, offset = state_dtype(self._formats, kind), slot.offset + self._offsets[kind]
+        return self._store.memory[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def _grad_view(self, span: Span, numel: int) -> torch.Tensor:
+        dtype = self._feed.dtype
+        return self._store.memory[span.offset : span.offset + numel * dtype.itemsize].view(dtype)
+
+    def _write(self, key: ChunkKey, numel: int, step: Step, slot: Span, on_done: Callable[[], None]) -> None:
+        offsets = {kind: slot.offset + offset for kind, offset in self._offsets.items()}
+        self._store.write(key, numel, step, offsets, (1, key.block), on_done)
+
+    # --- inside: threads --------------------------------------------------------------------------------------------
+
+    def _run_offloads(self) -> None:
+        torch.set_num_threads(1)
+        while (grad := self._to_offload.get()) is not None:
+            if grad.computed is not None:
+                grad.computed.synchronize()
+            self._copy_out(grad.block, grad.flat)
+            self._device.give(grad.flat)
+            self._permits.release()
+            if grad.update is not None:
+                self._to_feed.put((grad.update, self._take_grad(grad.block)))
+            with self._changed:
+                self._num_offloading -= 1
+                self._changed.notify_all()
+
+    def _copy_out(self, block: OffloadedBlock, flat: torch.Tensor) -> None:
+        keys = block.chunk_keys(self._store.chunk_numel)
+        with self._changed:
+            spans = self._kept.get(block.index)
+        is_first = spans is None
+        if spans is None:
+            spans = dict(zip(keys, self._grad_slots.acquire(len(keys), self._deadline_s), strict=True))
+        squares = {}
+        for key, span in spans.items():
+            start, stop = block.chunk_range(key, self._store.chunk_numel)
+            kept = self._grad_view(span, stop - start)
+            if is_first:
+                self._device.copy_out(kept, flat[start:stop])
+            else:
+                added = self._scratch[: stop - start]
+                self._device.copy_out(added, flat[start:stop])
+                kept.add_(added)
+            squares[key] = float(squared_norm(kept)) if self._with_norms else 0.0
+        with self._changed:
+            self._kept[block.index] = spans
+            self._squares |= squares
+
+    def _run_feeds(self) -> None:
+        while (taken := self._to_feed.get()) is not None:
+            update, spans = taken
+            block = update.block
+            touched = {}
+            for key, span in spans.items():
+                start, stop = block.chunk_range(key, self._store.chunk_numel)
+                if any(run.start < stop and start < run.stop for run in update.runs):
+                    touched[key] = span
+                else:
+                    self._grad_slots.release([span])
+            with self._changed:
+                self._num_left[block.index] = len(touched) or 1
+            for key, span in touched.items():
+                self._fetch(update, key, span)
+            if not touched:
+                self._finish(update)
+
+    def _fetch(self, update: BlockUpdate, key: ChunkKey, grad: Span) -> None:
+        host_slot = self._host_slots.get(key)
+        if host_slot is not None:
+            self._arrived.put(_ChunkUpdate(update, key, grad, host_slot, rests_here=True))
+            return
+        (slot,) = self._state_slots.acquire(1, self._deadline_s)
+        chunk = _ChunkUpdate(update, key, grad, slot, rests_here=False)
+        start, stop = update.block.chunk_range(key, self._store.chunk_numel)
+        offsets = {kind: slot.offset + self._offsets[kind] for kind in self._formats.kinds_to_update}
+        label = self._feed.labels[key]
+        self._store.read(key, stop - start, label, offsets, (1, key.block), lambda: self._arrived.put(chunk))
+
+    def _run_updates(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while (chunk := self._arrived.get()) is not None:
+            update, key = chunk.update, chunk.key
+            start, stop = update.block.chunk_range(key, self._store.chunk_numel)
+            grad = self._grad_view(chunk.grad, stop - start)
+            states = {kind: self._view(chunk.slot, key, kind, stop - start) for kind in self._offsets}
+            for run in update.runs:
+                first, last = max(run.start, start), min(run.stop, stop)
+                if first < last:
+                    self._update(update, run, first, last, start, grad, states)
+            self._grad_slots.release([chunk.grad])
+            if chunk.rests_here:
+                self._finish(update)
+                continue
+
+            def written(chunk: _ChunkUpdate = chunk) -> None:
+                self._state_slots.release([chunk.slot])
+                self._feed.labels[chunk.key] = chunk.update.step
+                self._finish(chunk.update)
+
+            self._write(key, stop - start, update.step, chunk.slot, written)
+
+    def _update(
+        self, update: BlockUpdate, run: Run, first: int, last: int, start: int, grad: torch.Tensor,
+        states: Mapping[StateKind, torch.Tensor],
+    ) -> None:  # fmt: skip
+        parts = {kind: state[first - start : last - start] for kind, state in states.items()}
+        self._kernels.of(run.settings).update(
+            ChunkStates(
+                grad=grad[first - start : last - start],
+                param=parts.get(StateKind.PARAM),
+                master=parts.get(StateKind.MASTER),
+                residual=parts.get(StateKind.RESIDUAL),
+                exp_avg=parts[StateKind.EXP_AVG],
+                exp_avg_sq=parts[StateKind.EXP_AVG_SQ],
+            ),
+            learning_rate=run.learning_rate,
+            step=run.num_updates,
+            grad_scale=update.grad_scale,
+            decay_numel=last - first,
+            position=element_position(update.block.index, first),
+        )
+
+    def _finish(self, update: BlockUpdate) -> None:
+        """One chunk more is done."""
+        index = update.block.index
+        with self._changed:
+            self._num_left[index] -= 1
+            if self._num_left[index]:
+                return
+            del self._num_left[index]
+        self._feed.unblock(index)

@@ -1,0 +1,5 @@
+"""The actor that updates chunks on the CPU, and that loads and exports the model."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,6 @@
+"""The actor that updates chunks on the CPU, and that loads and exports the model."""
+
+from windlass.actors.optimizer.chunk_updater import ChunkUpdater as ChunkUpdater
+from windlass.actors.optimizer.priority_queue import UrgentQueue as UrgentQueue
+from windlass.actors.optimizer.read_ahead import Ahead as Ahead
+from windlass.actors.optimizer.worker import CpuOptimizer as CpuOptimizer

@@ -1,0 +1,78 @@
+"""The update of a range of a block's elements, as every holder of states computes it: pool or GPU worker."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from windlass.actors.job import JobContext, Optimizer, grad_precision
+from windlass.actors.messages import UpdateBlock
+from windlass.engine.device import TORCH_DTYPE
+from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel, element_position
+from windlass.storage.ids import Kernel, StateKind
+
+
+class ChunkUpdater:
+    """A kernel for a job's formats, on one device. One thread at a time."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        device: torch.device | str = "cpu",
+        *,
+        holds_params: bool = True,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        """`holds_params`: False where a param that follows from its master is made of it for each use, and not kept.
+
+        `announce` is told before something takes long.
+
+        Raises:
+            KernelUnavailable: the job is bound to a kernel that cannot be had.
+        """
+        hyper, formats, kernel_dir = context.spec.hyperparameters, context.formats, context.spec.kernel_dir
+        self._context = context
+        is_in_master = formats.param_kind is StateKind.MASTER or (formats.derives_param and not holds_params)
+        self._kernel = OptimizerKernel(
+            AdamSettings(
+                beta1=hyper.beta1,
+                beta2=hyper.beta2,
+                epsilon=hyper.epsilon,
+                weight_decay=hyper.weight_decay,
+                decoupled=hyper.optimizer is Optimizer.ADAMW,
+            ),
+            grad_dtype=TORCH_DTYPE[grad_precision(context.spec)],
+            param_dtype=None if is_in_master else TORCH_DTYPE[formats.precision],
+            state_precision=formats.states,
+            kernel=hyper.kernel,
+            cache_dir=None if kernel_dir is None else Path(kernel_dir),
+            device=device,
+            announce=announce,
+        )
+
+    @property
+    def kernel(self) -> Kernel:
+        """The one that runs."""
+        return self._kernel.kernel
+
+    def update(
+        self, update: UpdateBlock, start: int, grad: torch.Tensor, states: Mapping[StateKind, torch.Tensor]
+    ) -> None:
+        """Update the elements of a block from the `start`th on, in place; flat tensors of one length."""
+        decay_numel = self._context.layout.blocks[update.block].decay_numel
+        self._kernel.update(
+            ChunkStates(
+                grad=grad,
+                param=states.get(StateKind.PARAM),
+                master=states.get(StateKind.MASTER),
+                residual=states.get(StateKind.RESIDUAL),
+                exp_avg=states[StateKind.EXP_AVG],
+                exp_avg_sq=states[StateKind.EXP_AVG_SQ],
+            ),
+            learning_rate=update.learning_rate,
+            step=update.optimizer_step,
+            grad_scale=update.grad_scale,
+            decay_numel=min(max(decay_numel - start, 0), grad.numel()),
+            seed=self._context.spec.hyperparameters.seed,
+            position=element_position(update.block, start),
+        )

@@ -1,0 +1,437 @@
+"""One optimizer of the pool: updates chunks, read from the SSD servers and written back to them.
+
+Reading, updating and writing back of successive chunks overlap: a feeder thread asks for states as slots come free, one
+thread updates what has arrived, and write-backs are reported by the SSD servers. Of the chunks that wait to begin,
+those of the most urgent block go first, whichever block was begun before; few begin long before they are updated.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from windlass.actors.job import GPU_WORKER, SCHEDULER, JobContext, grad_precision
+from windlass.actors.lifecycle import ActorThreads, works_at
+from windlass.actors.messages import (
+    AcquireParamSlots,
+    BlockFlushed,
+    BlockUpdated,
+    ChunkIo,
+    ChunkIoDone,
+    ExportModel,
+    FlushBlock,
+    GradChunk,
+    GradSlotsReleased,
+    KernelChosen,
+    LoadModel,
+    LoadProgressed,
+    Message,
+    ModelExported,
+    ModelLoaded,
+    ParamSlotLease,
+    ParamSlotReleased,
+    ParamSlotsGranted,
+    RestoreStates,
+    SpanKind,
+    StatesRestored,
+    UpdateBlock,
+    UserMessage,
+)
+from windlass.actors.optimizer.chunk_updater import ChunkUpdater
+from windlass.actors.optimizer.model_io import ModelIo
+from windlass.actors.optimizer.priority_queue import UrgentQueue
+from windlass.actors.optimizer.read_ahead import ReadAhead
+from windlass.actors.ssd import ChunkClient, chunk_io
+from windlass.actors.timeline import SpanRecorder
+from windlass.engine.device import TORCH_DTYPE, release_team, state_dtype
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
+from windlass.storage.memory import Arena, SlotPool
+
+# Chunks of states that rest in host memory, on their way there at once.
+RESTORE_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _FeedChunk:
+    """Begin with the most urgent chunk that waits."""
+
+    because_of: UpdateBlock  # the urgent one may be another's
+
+
+_Command = _FeedChunk | FlushBlock | RestoreStates | LoadModel | ExportModel
+
+
+@dataclass(slots=True, eq=False)
+class _ChunkUpdate:
+    """One chunk of an update in flight."""
+
+    update: UpdateBlock
+    grad: GradChunk
+    slot: Span  # its states lie there
+    rests_here: bool  # they stay there, and are not written
+    loan: ParamSlotLease | None = None  # its params lie there instead
+    num_missing: int = 1  # requests that must be answered first
+
+
+class CpuOptimizer:
+    """Updates its share of the chunks. The first of the pool also loads and exports the model."""
+
+    def __init__(self, name: ActorName, index: int, context: JobContext, send: Callable[..., None]) -> None:
+        self.name = name
+        self.context = context
+        self.spec = context.spec
+        self.send = send
+        self._pool = context.plan.states[index]
+        self._host_slots = {
+            key: slot
+            for key, slot in context.host_slots().items()
+            if key.chunk % context.spec.num_cpu_optimizers == index
+        }
+        self._borrows = context.plan.num_cached_params > 0
+        self._offsets = context.state_offsets()
+        self._formats = context.formats
+        self._grad_dtype = TORCH_DTYPE[grad_precision(self.spec)]
+        # Chunks come last: each waits for its turn, and what is to be flushed would wait for all of them.
+        self._commands: queue.PriorityQueue[tuple[int, int, _Command | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()  # differ, so commands are never compared
+        self._to_begin: UrgentQueue[tuple[UpdateBlock, GradChunk]] = UrgentQueue(self.spec.effective_ordering.queues)
+        # As they came: what has a slot would keep it for as long as something is more urgent.
+        self._arrived: queue.Queue[_ChunkUpdate | None] = queue.Queue()
+        self._read_ahead = ReadAhead()
+        self._io = ChunkClient(name, context, send)
+        self._spans = SpanRecorder(name, context.spec.job, send)
+        self._num_blocks = _num_blocks_of(context, index)
+        self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
+        self._lock = threading.Condition()
+        self._num_left: dict[tuple[type[Message], Step, BlockIndex], int] = {}  # chunks of what is being done
+        # Asked for in updates that are not done; None: they have not come.
+        self._loans: dict[tuple[Step, BlockIndex], dict[ChunkKey, ParamSlotLease] | None] = {}
+        self._restore_permits = threading.Semaphore(RESTORE_DEPTH)
+        self._threads = ActorThreads(
+            name, context.spec.job, send, lambda: self._stopping, owed=self._io.describe_overdue
+        )
+        self._stopping = False
+
+    # --- life cycle -------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Maps the arena and starts the threads."""
+        self._updater = ChunkUpdater(self.context, announce=self._announce)
+        self._arena = Arena.open(self.context.arena_path)
+        self._memory = torch.frombuffer(self._arena.buffer(Span(0, self._arena.nbytes)), dtype=torch.uint8)
+        pool = self._pool
+        self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=f"state slots of {self.name}")
+        self._model_io = ModelIo(self.context, self._slots, self.chunk_view, self.read, self.write)
+        chosen = KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=self._updater.kernel)
+        self.send(SCHEDULER, chosen)
+        self._threads.start((self._run_commands, self._run_updates, self._io.watch))
+
+    def post(self, message: Message) -> None:
+        """Takes a message and returns at once."""
+        match message:
+            case UpdateBlock():
+                self._begin(message)
+            case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
+                self._commands.put((0, next(self._numbers), message))
+            case ChunkIoDone():
+                self._io.take(message)
+            case ParamSlotsGranted():
+                with self._lock:
+                    self._loans[(message.step, message.block)] = {loan.key: loan for loan in message.loans}
+                    self._lock.notify_all()
+            case _:
+                raise ValueError(f"{self.name} does not take {type(message).__name__}")
+
+    def stop(self) -> None:
+        """Ends the threads, whatever they wait for, and unmaps the arena.
+
+        Raises:
+            TimeoutError: a thread hangs; the arena stays mapped, as it may still use it.
+        """
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        self._io.stop()
+        self._model_io.abort()
+        self._read_ahead.close()
+        self._slots.close()
+        self._restore_permits.release()
+        self._commands.put((-1, next(self._numbers), None))
+        self._arrived.put(None)
+        self._threads.join(self.spec.deadline_s)
+        del self._memory
+        self._arena.close()
+
+    def _announce(self, text: str) -> None:
+        self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
+
+    # --- what a chunk's states are ----------------------------------------------------------------------------------
+
+    def chunk_view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
+        """One state of a chunk inside a slot: a flat tensor of as many elements as the chunk holds."""
+        return self._view(slot.offset + self._offsets[kind], key, self._dtype(kind))
+
+    def grad_view(self, span: Span, key: ChunkKey) -> torch.Tensor:
+        """A chunk's gradient in its slot."""
+        return self._view(span.offset, key, self._grad_dtype)
+
+    def _dtype(self, kind: StateKind) -> torch.dtype:
+        return self._grad_dtype if kind is StateKind.GRAD else state_dtype(self._formats, kind)
+
+    def _view(self, offset: int, key: ChunkKey, dtype: torch.dtype) -> torch.Tensor:
+        return self._memory[offset : offset + self.context.chunk_numel(key) * dtype.itemsize].view(dtype)
+
+    def _chunk_io(
+        self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], loan: ParamSlotLease | None = None
+    ) -> ChunkIo:
+        offsets = {kind: slot.offset + self._offsets[kind] for kind in kinds}
+        if loan is not None and self._formats.param_kind in offsets:
+            offsets[self._formats.param_kind] = loan.span.offset
+        itemsizes = {kind: self._dtype(kind).itemsize for kind in kinds}
+        return chunk_io(key, self.context.chunk_numel(key), offsets, itemsizes)
+
+    def read(
+        self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], step: Step, on_done: Callable[[], None]
+    ) -> None:
+        """Asks for states of `step`; `on_done` is called when they lie in the slot."""
+        self._io.read([self._chunk_io(slot, key, kinds)], step, (step + 1, key.block), lambda _: on_done())
+
+    def write(self, slot: Span, key: ChunkKey, step: Step, on_done: Callable[[], None]) -> None:
+        """Writes all states of a chunk as those of `step`; `on_done` is called when the slot is free again."""
+        item = self._chunk_io(slot, key, tuple(self._formats.itemsizes))
+        self._io.write([item], step, (step, key.block), lambda _: on_done())
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def _run_commands(self) -> None:
+        while (message := self._commands.get()[2]) is not None:
+            works_at(message.because_of if isinstance(message, _FeedChunk) else message)
+            match message:
+                case _FeedChunk():
+                    self._feed()
+                case FlushBlock():
+                    self._flush(message)
+                case RestoreStates():
+                    self._restore(message)
+                case LoadModel():
+                    for progress in self._model_io.load():
+                        self._tell_progress(**progress)
+                    self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0)))
+                case ExportModel():
+                    self._model_io.export(message.path, message.step, message.copy_of)
+                    exported = ModelExported(job=self.spec.job, step=message.step, path=message.path)
+                    self.send(SCHEDULER, exported)
+            release_team()  # in one process with others, one of which may compute on the CPU
+
+    def _count(self, message: FlushBlock | UpdateBlock, num_chunks: int) -> None:
+        with self._lock:
+            self._num_left[(type(message), message.step, message.block)] = num_chunks
+
+    def _is_last(self, message: FlushBlock | UpdateBlock) -> bool:
+        """One chunk more is done."""
+        key = (type(message), message.step, message.block)
+        with self._lock:
+            self._num_left[key] -= 1
+            if self._num_left[key]:
+                return False
+            del self._num_left[key]
+            return True
+
+    def _flush(self, message: FlushBlock) -> None:
+        slots = {key: slot for key, slot in self._host_slots.items() if key.block == message.block}
+        self._count(message, len(slots))
+
+        def written(_: ChunkKey) -> None:
+            if self._is_last(message):
+                done = BlockFlushed(job=self.spec.job, step=message.step, block=message.block, actor=self.name)
+                self.send(SCHEDULER, done)
+
+        kinds = tuple(self._formats.itemsizes)
+        # As urgent as the updates of the next step, but not as the params that its forward pass waits for.
+        priority = (message.step + 1, message.block)
+        self._io.write(
+            [self._chunk_io(slot, key, kinds) for key, slot in slots.items()], message.step, priority, written
+        )
+
+    def _restore(self, message: RestoreStates) -> None:
+        """A few chunks at a time: one that waits for others would miss its deadline."""
+        kinds = tuple(self._formats.itemsizes)
+        total = sum(self.context.chunk_numel(key) for key in self._host_slots)
+        num_params = told = 0
+        for key, slot in self._host_slots.items():
+            self._take_permit(message.step)
+            self.read(slot, key, kinds, message.step, self._restore_permits.release)
+            num_params += self.context.chunk_numel(key)
+            if num_params - told >= total // 20:
+                told = num_params
+                self._tell_progress(num_params=num_params, total_params=total)
+        for _ in range(RESTORE_DEPTH):  # the last ones
+            self._take_permit(message.step)
+        self.send(SCHEDULER, StatesRestored(job=self.spec.job, step=message.step, actor=self.name))
+
+    def _take_permit(self, step: Step) -> None:
+        deadline_s = self.spec.deadline_s
+        if not self._restore_permits.acquire(timeout=deadline_s):
+            raise TimeoutError(f"no states of step {step} came from the SSDs for {deadline_s:g} s; check the disks")
+        if self._stopping:
+            raise InterruptedError("the job was stopped")
+
+    def _tell_progress(self, *, num_params: int, total_params: int) -> None:
+        progress = LoadProgressed(
+            job=self.spec.job, step=Step(0), actor=self.name, num_params=num_params, total_params=total_params
+        )
+        self.send(SCHEDULER, progress)
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, update: UpdateBlock) -> None:
+        self._count(update, len(update.chunks))
+        for grad in update.chunks:
+            self._to_begin.put(update.step, update.block, (update, grad))
+            self._commands.put((1, next(self._numbers), _FeedChunk(update)))
+
+    def _borrow(self, update: UpdateBlock, chunk: ChunkKey) -> ParamSlotLease | None:
+        """A slot to update a chunk's params in, from which the next forward pass will take them.
+
+        Asked for with those of the whole block as its first chunk begins: lent earlier, they would be missing
+        elsewhere.
+        """
+        if not self._borrows:
+            return None
+        key = (update.step, update.block)
+        if key not in self._loans:
+            self._loans[key] = None
+            request = AcquireParamSlots(
+                job=self.spec.job,
+                step=update.step,
+                actor=self.name,
+                block=update.block,
+                from_step=update.from_step,
+                keys=tuple(chunk.key for chunk in update.chunks),
+            )
+            self.send(GPU_WORKER, request)
+        with self._lock:
+            self._lock.wait_for(lambda: self._stopping or self._loans[key] is not None, self.spec.deadline_s)
+            if self._stopping:
+                raise InterruptedError("the job was stopped")
+            if (loans := self._loans[key]) is None:
+                raise TimeoutError(
+                    f"{GPU_WORKER} did not say within {self.spec.deadline_s:g} s whether it lends slots for the params "
+                    f"of block {update.block} in step {update.step}"
+                )
+            return loans.get(chunk)
+
+    def _feed(self) -> None:
+        self._read_ahead.begin(self.spec.deadline_s)
+        slots = self._slots.acquire(min(1, self._slots.num_slots), self.spec.deadline_s)
+        # Only now: what is more urgent may have come meanwhile.
+        update, grad = self._to_begin.get()
+        works_at(update)
+        if (rest := self._host_slots.get(grad.key)) is not None:
+            self._slots.release(slots)
+            self._arrive(_ChunkUpdate(update, grad, rest, rests_here=True))
+        else:
+            (slot,) = slots
+            loan = self._borrow(update, grad.key)
+            self._read_states(_ChunkUpdate(update, grad, slot, rests_here=False, loan=loan))
+
+    def _arrive(self, chunk: _ChunkUpdate) -> None:
+        self._read_ahead.arrived()
+        self._arrived.put(chunk)
+
+    def _read_states(self, chunk: _ChunkUpdate) -> None:
+        update, key, loan = chunk.update, chunk.grad.key, chunk.loan
+        is_spilled = chunk.grad.span is None
+        chunk.num_missing = 1 + is_spilled
+
+        def arrived(_: ChunkKey) -> None:
+            with self._lock:
+                chunk.num_missing -= 1
+                is_whole = chunk.num_missing == 0
+            if is_whole:
+                self._arrive(chunk)
+
+        kinds = self._formats.kinds_to_update
+        if loan is not None and loan.is_filled:
+            kinds = tuple(kind for kind in kinds if kind is not self._formats.param_kind)
+        urgency = (update.step, key.block)
+        if is_spilled:
+            self._io.read([self._chunk_io(chunk.slot, key, (StateKind.GRAD,))], update.step, urgency, arrived)
+        self._io.read([self._chunk_io(chunk.slot, key, kinds, loan)], update.from_step, urgency, arrived)
+
+    def _run_updates(self) -> None:
+        torch.set_num_threads(self.spec.optimizer_threads)
+        while (chunk := self._arrived.get()) is not None:
+            works_at(chunk.update)
+            self._read_ahead.updating()
+            start_s, key = time.monotonic(), chunk.grad.key
+            self._update(chunk)
+            self._read_ahead.updated()
+            self._spans.note(
+                self.name, SpanKind.UPDATE, chunk.update.step, key.block, key.chunk, start_s, time.monotonic()
+            )
+            if chunk.grad.span is not None:
+                self.send(
+                    GPU_WORKER,
+                    GradSlotsReleased(job=self.spec.job, step=chunk.update.step, spans=(chunk.grad.span,)),
+                )
+            if chunk.rests_here:
+                self._done(chunk.update)
+            else:
+                self._write_back(chunk)
+
+    def _update(self, chunk: _ChunkUpdate) -> None:
+        key = chunk.grad.key
+        held = {kind: self.chunk_view(chunk.slot, key, kind) for kind in self._formats.itemsizes}
+        if chunk.loan is not None:
+            kind = self._formats.param_kind
+            held[kind] = self._view(chunk.loan.span.offset, key, self._dtype(kind))
+        if chunk.grad.span is None:
+            grad = self.chunk_view(chunk.slot, key, StateKind.GRAD)
+        else:
+            grad = self.grad_view(chunk.grad.span, key)
+        start, _ = self.context.layout.chunk_range(key)
+        self._updater.update(chunk.update, start, grad, held)
+
+    def _write_back(self, chunk: _ChunkUpdate) -> None:
+        update, key = chunk.update, chunk.grad.key
+
+        def written(_: ChunkKey) -> None:
+            self._slots.release([chunk.slot])
+            if chunk.loan is not None:  # before the block is reported: then the forward pass finds it
+                returned = ParamSlotReleased(job=self.spec.job, step=update.step, key=key, span=chunk.loan.span)
+                self.send(GPU_WORKER, returned)
+            self._done(update)
+
+        item = self._chunk_io(chunk.slot, key, tuple(self._formats.itemsizes), chunk.loan)
+        self._io.write([item], update.step, (update.step, key.block), written)
+
+    def _done(self, update: UpdateBlock) -> None:
+        if self._is_last(update):
+            with self._lock:
+                self._loans.pop((update.step, update.block), None)
+            self._tell_spans(update.step)
+            updated = BlockUpdated(job=self.spec.job, step=update.step, block=update.block, actor=self.name)
+            self.send(SCHEDULER, updated)
+
+    def _tell_spans(self, step: Step) -> None:
+        """Once a step, when the last block of it is updated."""
+        with self._lock:
+            self._num_updated[step] += 1
+            is_over = self._num_updated[step] == self._num_blocks
+            if is_over:
+                del self._num_updated[step]
+        if is_over:
+            self._spans.tell(step)
+
+
+def _num_blocks_of(context: JobContext, index: int) -> int:
+    """How many blocks an optimizer updates in a step, its share of each."""
+    layout, num_optimizers = context.layout, context.spec.num_cpu_optimizers
+    blocks = (block.index for block in layout.blocks if block.index not in context.plan.device_blocks)
+    return sum(any(key.chunk % num_optimizers == index for key in layout.chunk_keys(block)) for block in blocks)

@@ -1,0 +1,166 @@
+"""What the scheduler's policy knows of a job: its blocks, its program of operations, its limits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from windlass.actors.messages import Phase
+from windlass.actors.policy.ordering import Ordering
+from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, JobId, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """A job, as far as order matters. Block 0 is the embedding, the last one the head."""
+
+    job: JobId
+    attempt: Attempt
+    chunks: tuple[tuple[ChunkKey, ...], ...]  # of each block
+    shared: tuple[tuple[BlockIndex, ...], ...]  # per block: whose params its operation needs, its own first
+    total_steps: int
+    num_evaluation_groups: int  # 0: no validation data
+    evaluate_every: int  # steps; 0: never
+    checkpoint_every: int  # steps; 0: never
+    clip_norm: float | None
+    keeps_grads: bool  # no update before all gradients of the step are known
+    max_bad_steps: int  # skipped in a row
+    learning_rate: Callable[[int], float]  # of a step, from 1
+    trainer_state: Callable[[int], str]  # JSON that a commit of a step keeps for a restart; asked for once a step
+    gpu_worker: ActorName
+    optimizers: tuple[ActorName, ...]
+    ssd_servers: tuple[ActorName, ...]  # none: the states of all blocks rest in host memory, and nothing is kept
+    output_dir: str
+    # Where the states of blocks rest: in host memory, on the device, and all others' on the SSDs.
+    host_blocks: frozenset[int] = frozenset()
+    device_blocks: frozenset[int] = frozenset()
+    spilled_blocks: frozenset[int] = frozenset()  # whose kept gradients go to the SSDs, over the states to come
+    commit_every: int = 1  # steps
+    # What an evaluation finds may ask for a checkpoint or end the job: evaluated steps are committed, and nothing of
+    # the next step is granted before the evaluation is over.
+    evaluation_decides: bool = False
+    num_groups: int = 1  # of a step: micro-batches that go through the blocks together
+    ordering: Ordering = field(default_factory=Ordering)
+    deadline_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.commit_every < 1:
+            raise ValueError(
+                f"commit_every is {self.commit_every}; states are committed every so many steps, at least 1"
+            )
+        if self.num_groups < 1:
+            raise ValueError(f"num_groups is {self.num_groups}; a step has at least 1 group of micro-batches")
+        if both := self.host_blocks & self.device_blocks:
+            raise ValueError(
+                f"the states of blocks {sorted(both)} rest either in host memory or on the device, not both"
+            )
+        if not self.ssd_servers and len(self.host_blocks) < self.num_blocks:
+            raise ValueError(
+                f"without SSDs the states of all {self.num_blocks} blocks must rest in host memory, not of "
+                f"{len(self.host_blocks)}"
+            )
+        if self.spilled_blocks and (self.resident_blocks or self.commit_every > 1):
+            raise ValueError(
+                f"gradients of blocks {sorted(self.spilled_blocks)} go to the SSDs: then every step must be committed, "
+                f"not every {self.commit_every}, and no states rest in memory, as those of {self.resident_blocks} do"
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """Embedding, layers and head."""
+        return len(self.chunks)
+
+    @property
+    def resident_blocks(self) -> tuple[BlockIndex, ...]:
+        """Blocks whose states rest in memory, smallest first."""
+        return tuple(BlockIndex(block) for block in sorted(self.host_blocks | self.device_blocks))
+
+    @property
+    def flushed_blocks(self) -> tuple[BlockIndex, ...]:
+        """Blocks whose states a commit must write first, and a resumed job read: in memory, where there are SSDs."""
+        return self.resident_blocks if self.ssd_servers else ()
+
+    def optimizer_of(self, key: ChunkKey) -> ActorName:
+        """Which of the optimizers has a chunk, where its block's states do not rest on the device."""
+        return self.optimizers[key.chunk % len(self.optimizers)]
+
+    def holders(self, block: int) -> tuple[ActorName, ...]:
+        """Who updates a block, and holds its states where they rest in memory."""
+        if block in self.device_blocks:
+            return (self.gpu_worker,)
+        return tuple(dict.fromkeys(self.optimizer_of(key) for key in self.chunks[block]))
+
+    def is_commit_step(self, step: int) -> bool:
+        """Whether a step is committed, wherever the job stops."""
+        return step == self.total_steps or any(step % every == 0 for every in self._commit_intervals)
+
+    def commit_before(self, step: int) -> int:
+        """The last step before this one that is committed."""
+        return max((step - 1) // every * every for every in self._commit_intervals)
+
+    def commit_after(self, step: int) -> int:
+        """The first step after this one that is committed."""
+        return min(self.total_steps, *((step // every + 1) * every for every in self._commit_intervals))
+
+    @property
+    def _commit_intervals(self) -> tuple[int, ...]:
+        decides = self.evaluation_decides and self.num_evaluation_groups > 0
+        found = (self.commit_every, self.checkpoint_every, self.evaluate_every if decides else 0)
+        return tuple(every for every in found if every)
+
+    def path_of_checkpoint(self, step: int) -> str:
+        """Beside the output folder, which the final model takes."""
+        return f"{self.output_dir}-step-{step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One entry of the program. A compute operation, or, with `phase` None, an export that everything waits for."""
+
+    op: int
+    step: Step
+    version: Step  # the step whose params it reads
+    phase: Phase | None
+    block: BlockIndex
+    group: int = 0  # of micro-batches: of the step's or, in an evaluation, of its
+
+
+def program(shape: SchedulerConfig, first_step: int) -> Iterator[Operation]:
+    """All operations from `first_step` on, in the order in which they run.
+
+    First what follows the step before: a runner may have been lost between its commit and its evaluation or export.
+    """
+    before = first_step - 1
+    resumed = ((before, *operation) for operation in _afterwards(shape, before)) if before > 0 else ()
+    trained = (
+        (step, *operation)
+        for step in range(first_step, shape.total_steps + 1)
+        for operation in (*_training(shape, step), *_afterwards(shape, step))
+    )
+    for op, (step, phase, block, group, version) in enumerate(chain(resumed, trained), start=1):
+        yield Operation(
+            op=op, step=Step(step), version=Step(version), phase=phase, block=BlockIndex(block), group=group
+        )
+
+
+def _training(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
+    """One group of micro-batches after the other: forward through all blocks, and backward."""
+    head = shape.num_blocks - 1
+    for group in range(shape.num_groups):
+        for block in range(head):
+            yield Phase.FORWARD, block, group, step - 1
+        yield Phase.HEAD, head, group, step - 1
+        for block in reversed(range(head)):
+            yield Phase.BACKWARD, block, group, step - 1
+
+
+def _afterwards(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
+    """Evaluation and export, where they are due."""
+    head = shape.num_blocks - 1
+    last = step == shape.total_steps
+    if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
+        for group in range(shape.num_evaluation_groups):
+            for block in range(head):
+                yield Phase.EVALUATE, block, group, step
+            yield Phase.EVALUATE_HEAD, head, group, step
+    if last or (shape.checkpoint_every and step % shape.checkpoint_every == 0):
+        yield None, 0, 0, step

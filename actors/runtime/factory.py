@@ -1,0 +1,61 @@
+"""The actors of a job by their names, each with the imports that it alone needs: an SSD server never loads torch."""
+
+import importlib
+from typing import Any
+
+from windlass.actors.job import GPU_WORKER, JobContext, optimizer_index
+from windlass.storage.ids import ActorName
+
+# Of all models; transformers loads it when the first one is built, which takes a second or two.
+_MODELS = "transformers.modeling_utils"
+
+
+def import_for(name: ActorName, context: JobContext) -> None:
+    """What an actor will import, for most of the time that it takes to start."""
+    if name == GPU_WORKER:
+        modules = ["windlass.actors.gpu_worker.worker", _MODELS]
+    elif (index := optimizer_index(name)) is not None:
+        modules = ["windlass.actors.optimizer.worker"]
+        if index == 0 and context.spec.attempt == 1:  # it loads the weights
+            modules.append(_MODELS)
+    else:
+        modules = ["windlass.actors.ssd.server"]
+    for module in modules:
+        importlib.import_module(module)
+
+
+def build_actor(name: ActorName, context: JobContext, send: Any, *, uses_gpu: bool) -> Any:
+    """The actor of a name, not set up yet. `uses_gpu`: this process was given a GPU to compute on.
+
+    Raises:
+        GpuUnusableError: it was, and PyTorch cannot use it.
+    """
+    kind, _, number = name.partition("-")
+    index = int(number)
+    if kind == "ssd":
+        from windlass.actors.ssd import SsdServer
+
+        path, facts = context.spec.ssd_dirs[index], context.ssds[index]
+        return SsdServer(
+            name,
+            path,
+            context.geometry(index),
+            context.arena_path,
+            send,
+            io=facts.io,
+            scratch_slot_nbytes=context.plan.activations.slot_nbytes,
+            num_scratch_slots=context.num_scratch_slots(index),
+        )
+    if kind == "optimizer":
+        from windlass.actors.optimizer import CpuOptimizer
+
+        return CpuOptimizer(name, index, context, send)
+    from windlass.actors.gpu_worker import GpuWorker
+    from windlass.engine.device import compute_device, retain_freed_memory
+    from windlass.engine.model import partition_folder
+
+    device = compute_device(uses_gpu=uses_gpu)
+    if device.type == "cpu":
+        retain_freed_memory()
+    partition = partition_folder(context.spec.model_dir, context.formats.precision)
+    return GpuWorker(context, partition, send, device=device.type)

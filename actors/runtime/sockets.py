@@ -1,0 +1,89 @@
+"""How messages reach another process of the job on this machine: over Unix sockets, one way each.
+
+Ray starts the processes, places them and tells of their deaths; a message sent as an actor call costs both sides ten
+times the processor time of one sent so (`docs/decisions/0006-messages-over-sockets.md`).
+"""
+
+import os
+import pickle
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+
+from windlass.actors.messages import Message
+from windlass.storage.ids import ActorName
+
+_UCRED = struct.Struct("3i")  # pid, uid, gid; see unix(7)
+
+
+class MessageServer:
+    """Where an actor's messages arrive. They are handed on one batch at a time, in order from each sender."""
+
+    def __init__(self, post: Callable[[Sequence[Message]], None]) -> None:
+        """Open at once; a sender finds it by `address`."""
+        self._post = post
+        self._one_at_a_time = threading.Lock()
+        # In the abstract namespace: the name is gone with the process, however that ends.
+        self.address = f"\0windlass-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(self.address)
+        self._socket.listen()
+        threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no new senders."""
+        # Closing alone would leave the thread in `accept`.
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sender, _ = self._socket.accept()
+            except OSError:
+                return
+            # Any user of this machine can connect, and to unpickle is to run code.
+            if _user_of(sender) != os.getuid():
+                sender.close()
+                continue
+            connection = Connection(sender.detach())
+            threading.Thread(target=self._receive, args=(connection,), name="mail", daemon=True).start()
+
+    def _receive(self, connection: Connection) -> None:
+        with connection:
+            while True:
+                try:
+                    raw = connection.recv_bytes()
+                except (EOFError, OSError):
+                    return  # the sender has ended; who waits for it has a deadline, and Ray tells of its death
+                messages = pickle.loads(raw)
+                with self._one_at_a_time:
+                    self._post(messages)
+
+
+class MessageClient:
+    """Delivers to the mailboxes of other actors; for one thread."""
+
+    def __init__(self, addresses: Mapping[ActorName, str]) -> None:
+        self._addresses = addresses
+        self._connections: dict[ActorName, Connection] = {}
+
+    def deliver(self, to: ActorName, messages: Sequence[Message]) -> None:
+        """Send, waiting while the other side is behind. Raises OSError when it is gone."""
+        if to not in self._connections:
+            self._connections[to] = _connect(self._addresses[to])
+        self._connections[to].send_bytes(pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+
+
+def _connect(address: str) -> Connection:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as mine:
+        mine.connect(address)
+        return Connection(mine.detach())
+
+
+def _user_of(sender: socket.socket) -> int:
+    credentials = sender.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return int(_UCRED.unpack(credentials)[1])

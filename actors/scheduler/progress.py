@@ -1,0 +1,444 @@
+"""What people are told of an attempt: metrics, messages and checkpoints, written to the job's journal."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.job import NUM_FIRST_STEPS, Journal, Pace, pace_of_attempt, read_journal
+from windlass.actors.messages import (
+    BlockBackwardDone,
+    BlockComputed,
+    KernelChosen,
+    LoadProgressed,
+    LossComputed,
+    MemoryReported,
+    Message,
+    ModelExported,
+    ModelKernelsChosen,
+    ModelLoaded,
+    Phase,
+    SpanKind,
+    SpansReported,
+    StoreCommitted,
+)
+from windlass.actors.policy import SchedulerConfig, StepEnd, UnexpectedEventError, fold
+from windlass.actors.timeline import FOLDER, Measured, Timeline, keep_step
+from windlass.engine.checkpoint import folder_nbytes
+from windlass.storage.ids import ActorName
+
+# What a step's metrics call the bytes that activations move.
+_ACTIVATION_BYTES = {
+    SpanKind.COPY_ACTIVATIONS_OUT: "activation_bytes_out",
+    SpanKind.COPY_ACTIVATIONS_IN: "activation_bytes_in",
+}
+_TELL_LOADED_EVERY_S = 5.0
+_CHECKPOINT_METRICS = (
+    "train_loss",
+    "train_mean_token_accuracy",
+    "valid_loss",
+    "full_valid_loss",
+    "valid_mean_token_accuracy",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SsdBytes:
+    """What one SSD has moved, as of its last commit."""
+
+    step: int  # the commit's
+    read: int  # since the attempt began
+    written: int
+    written_a_step: int | None = None  # since the commit before; None: there is none with a step in between
+
+
+@dataclass(slots=True)
+class _History:
+    """What earlier attempts have told in the journal."""
+
+    steps: set[int]  # whose training loss is there
+    ssd_bytes_written_by_ssd: list[int]  # as of the last step; zeros where the number of SSDs has changed
+    ssd_bytes_read: int = 0  # on all SSDs that the job has had, as of the last step
+    ssd_bytes_written: int = 0
+    measured: dict[str, Any] | None = None  # what the job had taken
+
+
+def _history(journal: Path, num_ssds: int) -> _History:
+    history = _History(set(), [0] * num_ssds)
+    attempt = num_read_before = 0
+    for record in read_journal(journal):
+        if record.attempt != attempt:
+            attempt, num_read_before = record.attempt, history.ssd_bytes_read
+        if "train_loss" in record.data:
+            history.steps.add(record.data["step"])
+        history.measured = record.data.get("measured", history.measured)
+        if "ssd_bytes_read" not in record.data:
+            continue
+        written = record.data.get("ssd_bytes_written_by_ssd", ())
+        num_read, num_written = record.data["ssd_bytes_read"], record.data["ssd_bytes_written"]
+        # Earlier releases told what the attempt had read and written, and only by SSD what the job had written.
+        of_attempt = num_written < sum(written)
+        history.ssd_bytes_read = num_read + num_read_before if of_attempt else num_read
+        history.ssd_bytes_written = max(num_written, sum(written))
+        if len(written) == num_ssds:  # else of other SSDs
+            history.ssd_bytes_written_by_ssd = written
+    return history
+
+
+class Progress:
+    """Takes in events, and says at the right time what they mean.
+
+    A step is told of when it is committed or, where no commit is due, when it is over.
+    """
+
+    def __init__(
+        self,
+        shape: SchedulerConfig,
+        journal: Journal,
+        *,
+        num_params: int,
+        initial_step: int | None,
+        scales_loss: bool,
+        on_evaluation: Callable[[int, float | None], None],
+        expected_pace: Pace | None = None,
+    ) -> None:
+        """`initial_step`: the commit that the attempt goes on from. `expected_pace`: what is known of its steps.
+
+        `on_evaluation` gets a step and its validation loss, None where that is not finite, as soon as it is told.
+        """
+        self._on_evaluation = on_evaluation
+        self._expected_pace = expected_pace
+        self._shape = shape
+        self._journal = journal
+        self._num_params = num_params
+        self._scales_loss = scales_loss
+        self._history = _history(journal.path, len(shape.ssd_servers))
+        self._started_s = 0.0
+        self._step_began_s = 0.0
+        self._first_step = (initial_step or 0) + 1
+        self._loaded_at_s = -math.inf  # when it was told last how much is loaded
+        self._measured = Measured(self._first_step, self._history.measured)
+        # The last step but which the time to come is estimated by those that follow, and when it was over.
+        self._paced_from = (self._first_step - 1, 0.0)
+        self._num_tokens = 0  # trained on in all steps that are over
+        self.trained_tokens = 0  # in those that were told of
+        self._told = initial_step or 0
+        self._losses: dict[int, LossComputed] = {}  # of each step: over its groups up to the last one known
+        self._has_loss = False  # of the head that will be told of next
+        self._num_heads = 0  # of a step's groups of micro-batches, since the last loss
+        self._metrics: dict[int, dict[str, Any]] = {}  # of steps that are over and not told of
+        self._compute_s: dict[int, float] = {}  # of each step, evaluation included
+        self._swapped: dict[int, dict[SpanKind, int]] = {}  # of each step: bytes of activations, by their way
+        self._kernels: set[str] = set()  # that this job's attempts were given
+        self._model_kernels: list[str] = []  # the same in all attempts
+        self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
+        self._evaluations: dict[int, dict[int, LossComputed]] = {}  # of each step, by group
+        self._last_metrics: dict[str, Any] = {}  # of the last step that was told of
+        self._evaluation: dict[str, Any] = {"step": 0}  # the last one
+        self._timeline = Timeline(
+            shape.num_blocks, keeps_grads=shape.keeps_grads, overlaps_steps=shape.ordering.overlaps_steps
+        )
+        self._keeps_spans = True
+        self._ssd_bytes: dict[ActorName, _SsdBytes] = {}  # empty until the model is loaded
+        if initial_step is not None:
+            nothing = _SsdBytes(step=initial_step, read=0, written=0)
+            self._ssd_bytes = dict.fromkeys(shape.ssd_servers, nothing)
+
+    @property
+    def last_step_in_journal(self) -> int:
+        """That any attempt has told of; 0 for none."""
+        return max(self._history.steps, default=0)
+
+    def begin(self, resumed: dict[str, Any] | None) -> None:
+        """The attempt begins. `resumed`: what the commit that it goes on from keeps, as `end_step` gave it.
+
+        The attempt before may have died before it could tell of that step.
+        """
+        self._started_s = self._step_began_s = time.monotonic()
+        self._timeline.begin(self._started_s)
+        self._paced_from = (self._first_step - 1, self._started_s)
+        if resumed is None:
+            self._journal.append("message", "Loading the model's weights into the tensor store")
+            return
+        self._num_tokens = self.trained_tokens = resumed["trained_tokens"]
+        self._kernels = set(resumed["kernels"])
+        self._model_kernels = resumed.get("model_kernels", [])
+        self._journal.append("message", f"Resuming after step {self._told}")
+        if resumed["metrics"]:
+            data: dict[str, Any] = {"step": self._told, "total_steps": self._shape.total_steps, **resumed["metrics"]}
+            data["trained_tokens"] = self.trained_tokens
+            data |= self._ssd_metrics()
+            self._last_metrics = data
+            if self._told not in self._history.steps:
+                self._journal.append("metrics", self._step_message(data), **data)
+
+    def end_step(self, step: int, end: StepEnd | None) -> dict[str, Any]:
+        """Takes stock of a step as soon as it is known what became of it; step 0 has no end.
+
+        Returns what its commit keeps for `begin`.
+        """
+        kept: dict[str, Any] = {}
+        if end is not None:
+            data = self._metrics[step] = self._take_stock(step, end)
+            kept = {name: data[name] for name in ("train_loss", "train_mean_token_accuracy", "grad_norm")}
+        return {
+            "kernels": sorted(self._kernels),
+            "model_kernels": self._model_kernels,
+            "trained_tokens": self._num_tokens,
+            "metrics": kept,
+        }
+
+    def _tell_loaded(self, event: LoadProgressed) -> None:
+        """Tell how much is loaded now and then: many blocks are loaded in a second."""
+        if (now_s := time.monotonic()) - self._loaded_at_s >= _TELL_LOADED_EVERY_S:
+            self._loaded_at_s = now_s
+            share = event.num_params / event.total_params
+            self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
+
+    def note(self, event: Message) -> None:
+        """Something has happened."""
+        match event:
+            case LoadProgressed():
+                self._tell_loaded(event)
+            case ModelLoaded():
+                now_s = time.monotonic()
+                text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"
+                self._journal.append("message", text)
+                self._step_began_s = now_s
+                self._paced_from = (self._first_step - 1, now_s)
+                self._timeline.begin(now_s)
+            case SpansReported():
+                self._timeline.add(event.spans)
+                self._note_swapped(event)
+            case MemoryReported():
+                self._measured.note_memory(event)
+            case KernelChosen():
+                self._on_kernel_chosen(event)
+            case ModelKernelsChosen():
+                self._model_kernels = [str(kernel) for kernel in event.kernels]
+                self._journal.append("message", f"{event.actor} computes with {' and '.join(event.kernels)}")
+            case LossComputed():
+                self._on_loss(event)
+            case BlockComputed():
+                self._check_loss(event)
+                self._compute_s[event.step] = self._compute_s.get(event.step, 0.0) + event.compute_s
+                if not event.is_finite and event.phase is Phase.FORWARD:
+                    self._not_finite.setdefault(event.step, f"the {event.phase} of block {event.block}")
+            case BlockBackwardDone():
+                if not math.isfinite(event.grad_sq_sum):
+                    self._not_finite.setdefault(event.step, f"the gradient of block {event.block}")
+            case StoreCommitted():
+                self._on_store_committed(event)
+
+    def first_not_finite(self, step: int) -> str:
+        """What of a step was not finite, in words; the first where it was several."""
+        return self._not_finite[step]
+
+    def tell_up_to(self, step: int) -> None:
+        """Nothing of these steps is outstanding."""
+        while self._told < step:
+            self._told += 1
+            self._tell(self._told)
+
+    def tell_export(self, event: ModelExported, reasons: list[str], kept: list[tuple[int, list[str]]]) -> None:
+        """A step is exported. `kept`: the steps of which there are exports from now on, and why."""
+        metrics = {"step": event.step}
+        for told in (self._last_metrics, self._evaluation):
+            if told.get("step") == event.step:
+                metrics |= {name: told[name] for name in _CHECKPOINT_METRICS if name in told}
+        folder = Path(event.path)
+        self._journal.append(
+            "checkpoint",
+            f"Checkpoint of step {event.step} written",
+            step_number=event.step,
+            fine_tuned_model_checkpoint=folder.name,
+            path=event.path,
+            metrics=metrics,
+            nbytes=folder_nbytes(folder),
+            reasons=reasons,
+            kept=kept,
+        )
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _take_stock(self, step: int, end: StepEnd) -> dict[str, Any]:
+        loss, now_s = self._losses.pop(step), time.monotonic()
+        step_s, self._step_began_s = now_s - self._step_began_s, now_s
+        self._num_tokens += loss.num_targets
+        return {
+            "step": step,
+            "total_steps": self._shape.total_steps,
+            "train_loss": _finite(loss.loss_sum / loss.num_targets),
+            "train_mean_token_accuracy": loss.num_correct / loss.num_targets,
+            "learning_rate": self._shape.learning_rate(step),
+            "grad_norm": _finite(end.grad_norm),
+            "loss_scale": end.loss_scale,
+            "skipped_steps": end.num_skipped,
+            "step_s": step_s,
+            "tokens_per_s": loss.num_targets / step_s,
+            "trained_tokens": self._num_tokens,
+        }
+
+    def _on_store_committed(self, event: StoreCommitted) -> None:
+        before, a_step = self._ssd_bytes.get(event.actor), None
+        if before is not None and event.step > before.step:
+            a_step = (event.bytes_written - before.written) // (event.step - before.step)
+        self._ssd_bytes[event.actor] = _SsdBytes(
+            step=event.step, read=event.bytes_read, written=event.bytes_written, written_a_step=a_step
+        )
+
+    def _note_swapped(self, event: SpansReported) -> None:
+        for span in event.spans:
+            if span.kind in _ACTIVATION_BYTES:
+                of_step = self._swapped.setdefault(span.step, dict.fromkeys(_ACTIVATION_BYTES, 0))
+                of_step[span.kind] += span.nbytes
+
+    def _on_kernel_chosen(self, event: KernelChosen) -> None:
+        # The worker's name is that of a GPU on every machine.
+        actor = "the device" if event.actor == self._shape.gpu_worker else event.actor
+        self._journal.append("message", f"{actor} updates with the {event.kernel} kernel")
+        if others := self._kernels - {event.kernel}:
+            self._journal.append(
+                "message",
+                f"Other states of this job were updated with the {', '.join(others)} kernel: the results may differ in "
+                "the last bit from those of one kernel",
+                level="warn",
+            )
+        self._kernels.add(event.kernel)
+
+    def _check_loss(self, event: BlockComputed) -> None:
+        """The GPU worker tells a head's loss just before the head itself; without it a number would be missing.
+
+        In training the last group's head tells it, of all groups.
+        """
+        if event.phase not in (Phase.HEAD, Phase.EVALUATE_HEAD):
+            return
+        self._num_heads += event.phase is Phase.HEAD
+        if event.phase is Phase.HEAD and self._num_heads < self._shape.num_groups:
+            return
+        if not self._has_loss:
+            where = f"the {event.phase} of block {event.block} in step {event.step}"
+            raise UnexpectedEventError(f"{self._shape.gpu_worker} told of {where} without its loss")
+        self._has_loss = False
+        self._num_heads = 0
+
+    def _on_loss(self, event: LossComputed) -> None:
+        self._has_loss = True
+        if event.phase is Phase.HEAD:  # where it is not finite, neither are the gradients
+            if not math.isfinite(event.loss_sum):
+                self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
+            known = self._losses.get(event.step)
+            if known is None or known.group < event.group:
+                self._losses[event.step] = event
+            return
+        groups = self._evaluations.setdefault(event.step, {})
+        if event.group in groups:
+            raise UnexpectedEventError(
+                f"{self._shape.gpu_worker} told the loss of group {event.group} in the evaluation of step {event.step} "
+                "a second time"
+            )
+        groups[event.group] = event
+        if len(groups) < self._shape.num_evaluation_groups:
+            return
+        del self._evaluations[event.step]
+        in_order = [groups[group] for group in sorted(groups)]
+        num_targets = sum(each.num_targets for each in in_order)
+        loss = _finite(fold(each.loss_sum for each in in_order) / num_targets)
+        data: dict[str, Any] = {
+            "step": event.step,
+            "total_steps": self._shape.total_steps,
+            "valid_loss": loss,
+            "full_valid_loss": loss,
+            "valid_mean_token_accuracy": sum(each.num_correct for each in in_order) / num_targets,
+        }
+        message = f"Step {event.step}: validation loss={_in_words(loss)}"
+        self._journal.append("metrics", message, **data)
+        self._evaluation = data
+        self._on_evaluation(event.step, loss)
+
+    def _tell(self, step: int) -> None:
+        """A step is committed or, where none is due, over."""
+        data = self._metrics.pop(step)
+        self.trained_tokens = data["trained_tokens"]
+        elapsed_s = time.monotonic() - self._started_s
+        data["compute_s"] = self._compute_s.get(step, 0.0)
+        self._compute_s = {each: seconds for each, seconds in self._compute_s.items() if each > step}
+        swapped = self._swapped.get(step, {})
+        self._swapped = {each: moved for each, moved in self._swapped.items() if each > step}
+        data |= {name: swapped.get(kind, 0) for kind, name in _ACTIVATION_BYTES.items()}
+        data["elapsed_s"] = elapsed_s
+        data |= self._time_left(step)
+        data |= self._ssd_metrics() | self._where_time_went(step)
+        data["measured"] = self._measured.data
+        self._last_metrics = data
+        where = self._not_finite.pop(step, None)
+        if data["grad_norm"] is None:
+            text = f"Step {step} skipped: {where} was not finite"
+            if self._scales_loss:
+                text += f"; the loss was scaled by {data['loss_scale']:g}"
+            self._journal.append("message", text, level="warn")
+        self._journal.append("metrics", self._step_message(data), **data)
+
+    def _time_left(self, step: int) -> dict[str, Any]:
+        """The time that the steps to come take: as long as the last ones each, evaluations and all.
+
+        Loading is left out, and so are the first steps as soon as there are others. `remaining_s` is null where no
+        number can be relied on; `remaining_is_estimate`: it does not follow from enough measured steps.
+        """
+        now_s, (paced_from, began_s) = time.monotonic(), self._paced_from
+        if step == self._first_step + NUM_FIRST_STEPS - 1:
+            self._paced_from = (step, now_s)
+        mean_s = (now_s - began_s) / (step - paced_from)
+        pace = pace_of_attempt(step - self._first_step + 1, mean_s, self._expected_pace)
+        num_left = self._shape.total_steps - step
+        if not num_left:
+            return {"remaining_s": 0.0, "remaining_is_estimate": False}
+        if pace is None:
+            return {"remaining_s": None, "remaining_is_estimate": True}
+        return {"remaining_s": pace.step_s * num_left, "remaining_is_estimate": not pace.is_measured}
+
+    def _ssd_metrics(self) -> dict[str, Any]:
+        """Bytes as of the last commit. The totals count all attempts, and so the steps that were trained again.
+
+        The bytes of a step are the mean since the commit before, and missing until they are known.
+        """
+        ssds = [self._ssd_bytes[name] for name in self._shape.ssd_servers]
+        data: dict[str, Any] = {
+            "ssd_bytes_read": self._history.ssd_bytes_read + sum(each.read for each in ssds),
+            "ssd_bytes_written": self._history.ssd_bytes_written + sum(each.written for each in ssds),
+            "ssd_bytes_written_by_ssd": [
+                before + each.written for before, each in zip(self._history.ssd_bytes_written_by_ssd, ssds, strict=True)
+            ],
+        }
+        a_step = [each.written_a_step for each in ssds if each.written_a_step is not None]
+        if len(a_step) == len(ssds):
+            data |= {"ssd_bytes_written_step": sum(a_step), "ssd_bytes_written_step_by_ssd": a_step}
+        return data
+
+    def _where_time_went(self, step: int) -> dict[str, Any]:
+        """For the step's metrics; the spans themselves go to a file."""
+        found = self._timeline.end_step(step)
+        if found is None:
+            return {}
+        self._measured.note_step(found)
+        if self._keeps_spans:
+            try:
+                keep_step(self._journal.path.parent / FOLDER, found)
+            except OSError as error:  # no reason to lose the job
+                self._keeps_spans = False
+                self._journal.append("message", f"Timelines are not kept any more: {error}", level="warn")
+        return {"timeline": found.summary}
+
+    def _step_message(self, data: dict[str, Any]) -> str:
+        return f"Step {data['step']}/{self._shape.total_steps}: training loss={_in_words(data['train_loss'])}"
+
+
+def _finite(number: float) -> float | None:
+    """JSON has neither infinities nor NaN."""
+    return number if math.isfinite(number) else None
+
+
+def _in_words(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"

@@ -1,0 +1,5 @@
+"""The actor that moves chunks between one SSD and the arena, and the client that others ask it with."""
+
+from windlass.actors.ssd.client import ChunkClient as ChunkClient
+from windlass.actors.ssd.client import chunk_io as chunk_io
+from windlass.actors.ssd.server import SsdServer as SsdServer

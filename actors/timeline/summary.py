@@ -1,0 +1,218 @@
+"""One timeline of all actors: where a step's time went, from the spans that they tell. No clock, no I/O.
+
+A step's *period* is the time from the end of the backward pass before to the end of its own. Periods follow each other
+without gaps, so that in steady state each holds one step's worth of everybody's work, of whichever step it is.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from windlass.actors.messages import Phase, SpanKind, WorkSpan
+from windlass.actors.timeline.critical_path import dependency_bound_s
+from windlass.actors.timeline.intervals import Interval, clip, intersect, length, subtract, union
+from windlass.actors.timeline.recorder import COMPUTE
+from windlass.actors.timeline.span_files import StepSpans
+
+# Spans that are held, of two periods; what comes beyond is counted and dropped.
+MAX_SPANS = 200_000
+
+_WAITS = (SpanKind.WAIT_OPERATION, SpanKind.WAIT_PARAMS, SpanKind.WAIT_GRAD_BUFFER, SpanKind.WAIT_ACTIVATIONS)
+_OPERATIONS = frozenset(SpanKind(phase) for phase in Phase)
+# No work of the resource that they are noted for.
+_NOT_BUSY = frozenset((*_WAITS, SpanKind.COMMIT))
+_OF_PARAMS = frozenset((SpanKind.READ_PARAMS, SpanKind.COPY_PARAMS_IN))
+# A block's way from its gradient to its new states.
+_UPDATES = frozenset(
+    (
+        SpanKind.COPY_GRAD_OUT,
+        SpanKind.WRITE_GRAD,
+        SpanKind.READ_GRAD,
+        SpanKind.READ_STATES,
+        SpanKind.UPDATE,
+        SpanKind.WRITE_STATES,
+    )
+)
+
+
+class Stall(StrEnum):
+    """Why the device computed nothing. Of several that hold at once, the first that is named here."""
+
+    COPY_PARAMS = "copy_params"  # the operation's params were being copied to the device
+    READ_PARAMS = "read_params"  # ... or being read from an SSD
+    PARAMS_QUEUE = "params_queue"  # ... or waited for their turn: for a slot, for the SSD, for the copies
+    UPDATE = "update"  # no operation: the block's own update was on its way
+    COMMIT = "commit"  # ... or a commit, which updates or the next operation must not overtake
+    UPDATE_QUEUE = "update_queue"  # ... or the updates of other blocks, which came first
+    NO_OPERATION = "no_operation"  # ... or none of these: an export, or the scheduler's own time
+    GRAD_BUFFER = "grad_buffer"  # earlier gradients had not left the device
+    ACTIVATIONS = "activations"  # within an operation: they had not left the device, or not come back
+    BETWEEN = "between"  # operations: the worker's own time
+
+
+class Timeline:
+    """Takes in spans, and says of one step after the other where its time went. One thread at a time."""
+
+    def __init__(self, num_blocks: int, *, keeps_grads: bool, overlaps_steps: bool, max_spans: int = MAX_SPANS) -> None:
+        """`overlaps_steps`: a step's forward pass may begin before all updates of the step before are done.
+
+        `max_spans`: that are held at once.
+        """
+        self._max_spans = max_spans
+        self._num_blocks = num_blocks
+        self._keeps_grads = keeps_grads
+        self._overlaps_steps = overlaps_steps
+        self._start_s = 0.0
+        self._spans: list[WorkSpan] = []
+        self._num_dropped = 0
+
+    def begin(self, at_s: float) -> None:
+        """The first period begins."""
+        self._start_s = at_s
+        self._spans = [span for span in self._spans if span.end_s > at_s]
+
+    def add(self, spans: Sequence[WorkSpan]) -> None:
+        """What an actor has told."""
+        room = self._max_spans - len(self._spans)
+        self._spans += spans[:room]
+        self._num_dropped += max(0, len(spans) - room)
+
+    def end_step(self, step: int) -> StepSpans | None:
+        """Where a step's time went, once all of it is known; None where no spans were told. Steps come in order."""
+        end_s = self._end_of_backward(step)
+        if end_s is None:
+            return None
+        start_s, spans = self._start_s, self._spans
+        kept = StepSpans(
+            step=step,
+            start_s=start_s,
+            end_s=end_s,
+            summary=self._summarize(step, spans, (start_s, end_s)),
+            spans=tuple(span for span in spans if span.end_s > start_s and (span.start_s < end_s or span.step == step)),
+        )
+        # Params of the next step's first operations may have come before its period began.
+        self._spans = [
+            span for span in spans if span.end_s > end_s or (span.kind in _OF_PARAMS and span.end_s > start_s)
+        ]
+        self._start_s = end_s
+        self._num_dropped = 0
+        return kept
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _end_of_backward(self, step: int) -> float | None:
+        last = SpanKind.BACKWARD if self._num_blocks > 1 else SpanKind.HEAD
+        ends = (
+            span.end_s
+            for span in self._spans
+            if span.block == 0 and span.kind is last and span.step == step and span.end_s > self._start_s
+        )
+        return max(ends, default=None)
+
+    def _summarize(self, step: int, spans: Sequence[WorkSpan], period: Interval) -> dict[str, Any]:
+        busy = _busy(spans, period)
+        busy_s = {resource: length(intervals) for resource, intervals in sorted(busy.items())}
+        period_s = period[1] - period[0]
+        stalls = _stalls(spans, period, busy.get(COMPUTE, []))
+        bound_s = dependency_bound_s(
+            step,
+            spans,
+            num_blocks=self._num_blocks,
+            keeps_grads=self._keeps_grads,
+            overlaps_steps=self._overlaps_steps,
+        )
+        busiest = max(busy_s, key=lambda resource: busy_s[resource])
+        summary: dict[str, Any] = {
+            "period_s": _rounded(period_s),
+            "busy_s": {resource: _rounded(seconds) for resource, seconds in busy_s.items()},
+            "moved_bytes": _moved(spans, period),
+            "stall_s": {str(cause): _rounded(seconds) for cause, seconds in stalls.items() if seconds > 0},
+            "busiest": busiest,
+            "overlap_efficiency": _rounded(busy_s[busiest] / period_s),
+            "dependency_bound_s": None if bound_s is None else _rounded(bound_s),
+        }
+        if self._num_dropped:
+            summary["num_dropped_spans"] = self._num_dropped
+        return summary
+
+
+def _busy(spans: Iterable[WorkSpan], period: Interval) -> dict[str, list[Interval]]:
+    """When each resource worked: what its spans cover together. An operation that waits does not compute."""
+    found: dict[str, list[Interval]] = defaultdict(list)
+    operations: list[Interval] = []
+    waits: list[Interval] = []
+    for span in spans:
+        if span.kind in _OPERATIONS:
+            operations.append((span.start_s, span.end_s))
+        elif span.kind is SpanKind.WAIT_ACTIVATIONS:
+            waits.append((span.start_s, span.end_s))
+        elif span.kind not in _NOT_BUSY:
+            found[span.resource].append((span.start_s, span.end_s))
+    if operations:
+        found[COMPUTE] += subtract(union(operations), union(waits))
+    return {resource: clip(union(intervals), *period) for resource, intervals in found.items()}
+
+
+def _moved(spans: Iterable[WorkSpan], period: Interval) -> dict[str, int]:
+    """Bytes of each resource whose moving ended in the period."""
+    moved: dict[str, int] = defaultdict(int)
+    for span in spans:
+        if span.nbytes and period[0] < span.end_s <= period[1]:
+            moved[span.resource] += span.nbytes
+    return dict(sorted(moved.items()))
+
+
+def _stalls(spans: Sequence[WorkSpan], period: Interval, computing: list[Interval]) -> dict[Stall, float]:
+    """The time in which nothing was computed, by cause."""
+    by_kind: dict[SpanKind, list[WorkSpan]] = defaultdict(list)
+    for span in spans:
+        by_kind[span.kind].append(span)
+    params = {
+        Stall.COPY_PARAMS: _by_block(by_kind[SpanKind.COPY_PARAMS_IN]),
+        Stall.READ_PARAMS: _by_block(by_kind[SpanKind.READ_PARAMS]),
+    }
+    of_updates = [span for kind in _UPDATES for span in by_kind[kind]]
+    updates, all_updates = _by_block(of_updates), _covered(of_updates)
+    commits = _covered(by_kind[SpanKind.COMMIT])
+    stalls: dict[Stall, float] = dict.fromkeys(Stall, 0.0)
+    idle_s = period[1] - period[0] - length(computing)
+    for wait in (span for kind in _WAITS for span in by_kind[kind]):
+        left = subtract(clip([(wait.start_s, wait.end_s)], *period), computing)
+        if not left:
+            continue
+        idle_s -= length(left)
+        causes: list[tuple[Stall, list[Interval]]] = []
+        match wait.kind:
+            case SpanKind.WAIT_PARAMS:
+                causes = [(cause, of_block.get(wait.block, [])) for cause, of_block in params.items()]
+                rest = Stall.PARAMS_QUEUE
+            case SpanKind.WAIT_OPERATION:
+                causes = [(Stall.UPDATE, updates.get(wait.block, [])), (Stall.COMMIT, commits)]
+                causes.append((Stall.UPDATE_QUEUE, all_updates))
+                rest = Stall.NO_OPERATION
+            case SpanKind.WAIT_GRAD_BUFFER:
+                rest = Stall.GRAD_BUFFER
+            case _:
+                rest = Stall.ACTIVATIONS
+        for cause, when in causes:
+            stalls[cause] += length(intersect(left, when))
+            left = subtract(left, when)
+        stalls[rest] += length(left)
+    stalls[Stall.BETWEEN] = max(0.0, idle_s)
+    return stalls
+
+
+def _by_block(spans: Iterable[WorkSpan]) -> dict[int, list[Interval]]:
+    found: dict[int, list[WorkSpan]] = defaultdict(list)
+    for span in spans:
+        found[span.block].append(span)
+    return {block: _covered(its_spans) for block, its_spans in found.items()}
+
+
+def _covered(spans: Iterable[WorkSpan]) -> list[Interval]:
+    return union((span.start_s, span.end_s) for span in spans)
+
+
+def _rounded(number: float) -> float:
+    return round(number, 6)

@@ -1,0 +1,218 @@
+"""What activations cost, by where they go: `python -m benchmarks.activations [--quick]`
+
+The device is the CPU, "device memory" this process's private memory: bytes are real, a device's link is not. Three
+parts: step time over the bytes that are swapped, at three batch sizes, the rest computed again; the largest batch, and
+the longest context, within one budget of device memory and one of host memory, where all is computed again from inputs
+that stay on the device, inputs are swapped to host memory, or beyond that to the SSD.
+Sources: Ratel, figures 8 and 9b; MemAscend, section V-B.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.activations.run import ActivationResult, ActivationRun, run_in_process
+from benchmarks.reporting.report import Report, parse_options, ratio
+from windlass.engine.memory_plan import ActivationChoice
+
+MIB = 2**20
+_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Where the inputs of layers are between forward and backward."""
+
+    name: str
+    choice: ActivationChoice
+    goes_to_ssd: bool = False
+
+
+WAYS = (
+    Way(name="recompute", choice=ActivationChoice.RECOMPUTE),
+    Way(name="host", choice=ActivationChoice.RECOMPUTE_SWAP_INPUT),
+    Way(name="ssd", choice=ActivationChoice.RECOMPUTE_SWAP_INPUT, goes_to_ssd=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """For what a step's activations take, in bytes."""
+
+    device_nbytes: int
+    host_nbytes: int
+    ssd_nbytes: int
+
+    def room(self, run: ActivationRun, way: Way) -> ActivationRun:
+        """The run with as much room as there is."""
+        if way.choice is ActivationChoice.RECOMPUTE:
+            return replace(run, choice=way.choice, host_nbytes=0)
+        ssd_nbytes = self.ssd_nbytes if way.goes_to_ssd else 0
+        return replace(run, choice=way.choice, host_nbytes=self.host_nbytes, ssd_nbytes=ssd_nbytes)
+
+    def shortage(self, result: ActivationResult) -> str | None:
+        """Why a run does not fit; None where it does."""
+        if result.error is not None:
+            return "no room"
+        return "device" if result.device_nbytes > self.device_nbytes else None
+
+
+Measure = Callable[[ActivationRun], ActivationResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How large everything is."""
+
+    curve: ActivationRun
+    batches: tuple[int, ...]
+    many: ActivationRun  # for the largest batch
+    many_budget: Budget
+    long: ActivationRun  # for the longest context
+    long_budget: Budget
+    contexts: tuple[int, ...]
+
+
+def form_of(*, quick: bool) -> Form:
+    """Sizes: a layer's input is small beside what one layer leaves, and there are many layers."""
+    run = ActivationRun(hidden=256, num_layers=8, batch_size=1, sequence_length=256, choice=ActivationChoice.SWAP)
+    return Form(
+        curve=replace(run, num_layers=4 if quick else 16, num_steps=2 if quick else 4),
+        batches=(2,) if quick else (4, 16, 64),
+        many=replace(run, num_layers=8 if quick else 64),
+        many_budget=Budget(
+            device_nbytes=(16 if quick else 256) * MIB,
+            host_nbytes=(8 if quick else 128) * MIB,
+            ssd_nbytes=(32 if quick else 4096) * MIB,
+        ),
+        long=run,
+        long_budget=Budget(
+            device_nbytes=(64 if quick else 1536) * MIB,
+            host_nbytes=(8 if quick else 256) * MIB,
+            ssd_nbytes=(32 if quick else 1024) * MIB,
+        ),
+        contexts=_CONTEXTS[:1] if quick else _CONTEXTS,
+    )
+
+
+def add_curve(report: Report, form: Form, measure: Measure) -> None:
+    """Step time over the swapped amount: a growing number of layers swap all they leave."""
+    num_layers = form.curve.num_layers
+    rows = []
+    for batch_size in form.batches:
+        runs = [
+            replace(form.curve, batch_size=batch_size, choice=ActivationChoice.RECOMPUTE),
+            *(
+                replace(form.curve, batch_size=batch_size, num_swapping=number)
+                for number in sorted({0, num_layers // 4, num_layers // 2, 3 * num_layers // 4, num_layers})
+            ),
+            replace(form.curve, batch_size=batch_size, choice=ActivationChoice.KEEP),
+        ]
+        for run in runs:
+            result = measure(run)
+            assert result.error is None, result.error
+            if run.num_swapping is not None and not result.out_nbytes:
+                raise RuntimeError(f"{run} swaps, and no bytes left the device")
+            rows.append(
+                (
+                    str(batch_size),
+                    _title(run),
+                    f"{result.out_nbytes / MIB:.0f}",
+                    f"{result.step_s:.2f}",
+                    f"{result.device_nbytes / MIB:.0f}",
+                )
+            )
+    columns = ("batch", "activations", "swapped, MiB a step", "step, s", "device memory, MiB")
+    report.add_table(columns, rows)
+
+
+def _title(run: ActivationRun) -> str:
+    if run.num_swapping is None:
+        return "all computed again, inputs stay" if run.choice is ActivationChoice.RECOMPUTE else "all kept"
+    return f"{run.num_swapping} of {run.num_layers} layers swap all, the others their inputs"
+
+
+def largest(
+    sizes: Iterator[int], budget: Budget, way: Way, measure: Callable[[int, Way], ActivationResult]
+) -> tuple[int, list[tuple[str, ...]]]:
+    """The largest of growing sizes that fits, 0 for none; and a row for each that was tried."""
+    best, rows = 0, []
+    for size in sizes:
+        result = measure(size, way)
+        shortage = budget.shortage(result)
+        figures = [f"{result.device_nbytes / MIB:.0f}", f"{result.out_nbytes / MIB:.0f}"]
+        figures += [f"{result.written_nbytes / MIB:.0f}", f"{result.step_s:.2f}"]
+        if result.error is not None:
+            figures = [""] * len(figures)
+        rows.append((way.name, str(size), *figures, "fits" if shortage is None else f"does not fit: {shortage}"))
+        if shortage is not None:
+            break
+        best = size
+    return best, rows
+
+
+def add_limits(
+    report: Report, what: str, base: ActivationRun, budget: Budget, sizes: Callable[[], Iterator[int]], measure: Measure
+) -> dict[str, int]:
+    """A table of what was tried; for each way the largest size that fits."""
+    field = {"batch": "batch_size", "context": "sequence_length"}[what]
+
+    def measure_size(size: int, way: Way) -> ActivationResult:
+        return measure(budget.room(replace(base, **{field: size}), way))
+
+    found, rows = {}, []
+    for way in WAYS:
+        found[way.name], tried = largest(sizes(), budget, way, measure_size)
+        rows += tried
+    report.add(
+        "",
+        f"Largest {what} of {base.num_layers} layers within {budget.device_nbytes / MIB:.0f} MiB of device memory, "
+        f"{budget.host_nbytes / MIB:.0f} MiB of host memory and, for `ssd`, {budget.ssd_nbytes / MIB:.0f} MiB of SSD:",
+    )
+    columns = ("inputs", what, "device memory, MiB", "swapped, MiB a step", "of them to the SSD", "step, s", "")
+    report.add_table(columns, rows)
+    return found
+
+
+def main() -> None:
+    """Measure, report, end with the line of ratios."""
+    options = parse_options("activations", __doc__, quick="few layers, short contexts")
+    form = form_of(quick=options.quick)
+    configuration = {"form": "quick" if options.quick else "full", "model": _describe(form.curve)}
+    report = Report("Activations: computed again, kept, or swapped", options.directory, configuration)
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
+        directory = Path(name).resolve()
+
+        def measure(run: ActivationRun) -> ActivationResult:
+            return run_in_process(run, directory)
+
+        add_curve(report, form, measure)
+        batches = add_limits(report, "batch", form.many, form.many_budget, lambda: _doubled(1), measure)
+        contexts = add_limits(report, "context", form.long, form.long_budget, lambda: iter(form.contexts), measure)
+    report.finish(ratios_of(batches, contexts))
+
+
+def _doubled(first: int) -> Iterator[int]:
+    return (first * 2**i for i in itertools.count())
+
+
+def _describe(run: ActivationRun) -> str:
+    return f"Qwen3 shape, hidden {run.hidden}, one head of 32; batches of {run.sequence_length} tokens an example; bf16"
+
+
+def ratios_of(batches: dict[str, int], contexts: dict[str, int]) -> dict[str, Any]:
+    """There is no planner's choice yet to compare with the best."""
+    return {
+        "choice_over_best_max": None,
+        "max_batch_ssd_over_recompute": ratio(batches["ssd"], batches["recompute"]),
+        "context_128k_fits": contexts["ssd"] >= _CONTEXTS[-1],
+        "max_batch": batches,
+        "longest_context": contexts,
+    }
+
+
+if __name__ == "__main__":
+    main()

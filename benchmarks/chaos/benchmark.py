@@ -1,0 +1,250 @@
+"""Jobs that end right whatever dies in between: `python -m benchmarks.chaos [--runs 40] [--seed 1] [--continue FILE]`
+
+The service as a person has it, with real processes: a job is submitted, and at random moments of the seed's choice one
+to three things are done to the installation: SIGKILL of the service, the API, the dispatcher, the runner, a worker, an
+SSD server, the raylet, the GCS or of everything at once; the database does not answer, is locked or started again; the
+disk is full. Each job must succeed, tell every step exactly once with the very losses of a job that nobody disturbed,
+make the same bytes, and leave nothing behind. A run that does not keeps its home, and the exit code is 1.
+
+Forty runs take an hour or more. With `--continue` each is kept in a file as soon as it is over; who calls it again with
+that file goes on: what ended right is not made again, what did not is, and the report tells of all.
+
+Needs the packages that the tests need; for the full disk root, as that is a file system of its own in a file; for runs
+on PostgreSQL its programs. What is missing is left out, and the report says so.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.chaos.plan import DatabaseKind, Run, plan_runs
+from benchmarks.chaos.record import Record, complaints
+from benchmarks.chaos.results import Done, Result, Results, report_results
+from benchmarks.chaos.stage import NUM_STEPS, NotRightError, Observer, Stage, copy_kernels, own_disk
+from benchmarks.reporting.report import Report
+from tests.support.postgresql import PostgresServer, find_programs, postgres_server
+
+_QUICK_RUNS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undisturbed:
+    """The job that nobody interferes with, on one of the stages."""
+
+    record: Record
+    took_s: float
+
+
+def run_undisturbed(stage: Stage) -> Undisturbed:
+    """Submit a job and leave it alone. Raises NotRightError."""
+    job_id = stage.submit()
+    observer = Observer(stage.installation.url, job_id)
+    observer.start()
+    took_s = observer.wait()
+    record = stage.record(job_id)
+    found = [*complaints(record, record), *stage.wait_until_tidy(job_id), *observer.faults]
+    if record.num_attempts != 1 or len(record.train_losses) != NUM_STEPS:
+        found.append(f"{len(record.train_losses)} of {NUM_STEPS} steps in {record.num_attempts} attempts")
+    if found:
+        raise NotRightError(f"the undisturbed job: {'; '.join(found)}")
+    return Undisturbed(record=record, took_s=took_s)
+
+
+def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
+    """One job, hurt as planned."""
+    job_id = stage.submit()
+    observer = Observer(stage.installation.url, job_id)
+    observer.start()
+    done, found, took_s, num_attempts = list[Done](), list[str](), None, None
+    try:
+        for injury in run.injuries:
+            observer.wait_for_moment(injury, undisturbed.took_s)
+            at_s = time.monotonic() - observer.began_s
+            if observer.took_s is None and stage.hurt(injury, job_id, undisturbed.took_s):
+                done.append(Done(injury=injury, at_s=at_s))
+        took_s = observer.wait()
+        record = stage.record(job_id)
+        num_attempts = record.num_attempts
+        found += complaints(record, undisturbed.record)
+        found += [f"{left} is left" for left in stage.wait_until_tidy(job_id)]
+    except NotRightError as error:
+        found.append(str(error))
+    except Exception as error:  # noqa: BLE001  # the other runs go on
+        traceback.print_exc()
+        found.append(f"{type(error).__name__}: {error}")
+    return Result(
+        run=run,
+        done=tuple(done),
+        took_s=took_s,
+        lost_s=None if took_s is None else took_s - undisturbed.took_s,
+        num_attempts=num_attempts,
+        load=os.getloadavg()[0],
+        complaints=(*found, *observer.faults),
+    )
+
+
+class Stages:
+    """An installation for each kind of database; both serve at once. One that failed is followed by another."""
+
+    def __init__(self, scratch: Path, server: PostgresServer | None, *, fills_disks: bool) -> None:
+        self._scratch = scratch
+        self._server = server
+        self._fills_disks = fills_disks
+        self._open: dict[DatabaseKind, tuple[Stage, contextlib.ExitStack]] = {}
+        self._kernels: Path | None = None  # a home that has them
+        self._number = 0
+
+    def of(self, database: DatabaseKind) -> Stage:
+        """The installation of that kind; made and started if there is none."""
+        if database not in self._open:
+            resources = contextlib.ExitStack()
+            stage = resources.enter_context(self._made(database))
+            self._open[database] = (stage, resources)
+            home = stage.installation.home
+            if self._kernels is not None:
+                copy_kernels(self._kernels, home)
+            self._kernels = home
+            stage.up()
+        return self._open[database][0]
+
+    def keep(self, database: DatabaseKind, number: int) -> Path:
+        """Copy the home of an installation whose run was not right, and end it. Returns where it is."""
+        stage, resources = self._open.pop(database)
+        kept = Path(tempfile.mkdtemp(prefix=f"windlass-chaos-run-{number}-", dir=self._scratch.parent))
+        stage.stop_all()
+        shutil.copytree(stage.installation.home, kept / "home", symlinks=True, ignore_dangling_symlinks=True)
+        self._kernels = kept / "home"
+        resources.close()
+        return kept
+
+    def end(self) -> list[str]:
+        """End all of them by `windlass down`; what was left, or was ended that should not."""
+        found = []
+        for database in list(self._open):
+            stage, resources = self._open.pop(database)
+            others = {each: each.installation.service_processes() for each, _ in self._open.values()}
+            found += stage.end()
+            for other, before in others.items():
+                if not before or before[0] not in other.installation.service_processes():
+                    found.append("`windlass down` ended another installation's service")
+            resources.close()
+        return found
+
+    def close(self) -> None:
+        """Whatever happened."""
+        for _, resources in self._open.values():
+            resources.close()
+
+    @contextlib.contextmanager
+    def _made(self, database: DatabaseKind) -> Iterator[Stage]:
+        self._number += 1
+        folder = self._scratch / f"{database}-{self._number}"
+        folder.mkdir(mode=0o700)
+        with contextlib.ExitStack() as resources:
+            url = server = None
+            if database is DatabaseKind.POSTGRESQL:
+                assert self._server is not None
+                server, url = self._server, resources.enter_context(self._server.new_database(migrated=False))
+            if self._fills_disks:
+                folder = resources.enter_context(own_disk(folder))
+            stage = Stage(folder, server=server, url=url, has_own_disk=self._fills_disks)
+            resources.callback(stage.close)
+            yield stage
+
+
+def reason_not_to_fill_disks(scratch: Path) -> str | None:
+    """Why no disk can be filled here; None: one can."""
+    probe = scratch / "probe"
+    probe.mkdir()
+    try:
+        with own_disk(probe):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+def run_all(options: argparse.Namespace, scratch: Path) -> int:
+    """Everything, and its report; the exit code."""
+    databases = list(DatabaseKind)
+    left_out = ["the machine's clock and its power: tests set clocks, and cut off writes to the SSDs"]
+    programs = find_programs()
+    if programs is None:
+        databases.remove(DatabaseKind.POSTGRESQL)
+        left_out.append("PostgreSQL, which is not installed")
+    if (reason := reason_not_to_fill_disks(scratch)) is not None:
+        left_out.append(f"full disks ({reason})")
+    configuration = {
+        "form": "quick" if options.quick else "full",
+        "runs": options.runs,
+        "seed": options.seed,
+        "databases": ", ".join(databases),
+        "job": f"{NUM_STEPS} steps of a model of 100 thousand parameters; evaluations and checkpoints every 20 steps",
+        "not covered": "; ".join(left_out),
+    }
+    report = Report("Jobs under injuries", scratch, configuration)
+    results = Results(options.file)
+    report.add(*map(str, results.said))
+    runs = plan_runs(options.runs, options.seed, databases, num_steps=NUM_STEPS, disk_can_be_filled=reason is None)
+    mine = [run for run in runs if options.database in (None, run.database)]
+    todo = [run for run in mine if run.number not in results.right]
+    found = []
+    if todo:
+        with contextlib.ExitStack() as resources:
+            needed = sorted({run.database for run in todo})
+            server = None
+            if programs is not None and DatabaseKind.POSTGRESQL in needed:
+                server = resources.enter_context(postgres_server(programs))
+            stages = Stages(scratch, server, fills_disks=reason is None)
+            resources.callback(stages.close)
+            run_undisturbed(stages.of(needed[0]))  # which also compiles the kernels that all use
+            undisturbed = {database: run_undisturbed(stages.of(database)) for database in needed}
+            first = undisturbed[needed[0]]
+            for database, each in undisturbed.items():
+                if differences := complaints(each.record, first.record):
+                    raise NotRightError(f"the undisturbed job on {database}: {'; '.join(differences)}")
+            facts = {"seed": options.seed, "full disks": reason is None, "undisturbed job": first.record.digest}
+            results.begin(facts, {database: each.took_s for database, each in undisturbed.items()})
+            report.add(results.said[-1])
+            for run in todo:
+                result = do_run(stages.of(run.database), run, undisturbed[run.database])
+                results.add(result)
+                report.add(results.said[-1])
+                if not result.is_right:
+                    report.add(f"Its home is kept in {stages.keep(run.database, run.number)}.")
+            found = stages.end()
+    report.add(*found)
+    report_results(report, results.all)
+    return 0 if not found and {run.number for run in mine} <= results.right else 1
+
+
+def main() -> int:
+    """0 when every job ended right and nothing was left."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, help="jobs to hurt (default: 40)")
+    parser.add_argument("--seed", type=int, default=1, help="what is hurt, and when (default: 1)")
+    parser.add_argument("--database", choices=list(DatabaseKind), help="only the runs on this kind (default: all)")
+    parser.add_argument("--continue", type=Path, dest="file", help="what keeps the results, and may have some already")
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_RUNS} runs")
+    parser.add_argument("--directory", type=Path, default=Path(), help="where homes are made (default: here)")
+    options = parser.parse_args()
+    options.runs = options.runs or (_QUICK_RUNS if options.quick else 40)
+    # Also who is told to end leaves nothing running and nothing mounted.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: sys.exit(1))
+    with tempfile.TemporaryDirectory(prefix="windlass-chaos-", dir=options.directory.resolve()) as scratch:
+        return run_all(options, Path(scratch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What a job has told and made, and in what it differs from a job that nobody disturbed."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from windlass.actors.job import OUTCOME, read_journal
+from windlass.service.installation import Settings
+from windlass.service.validation import fine_tuned_model_id
+from windlass.storage.sql import Database, Job, JobEvent, JobStatus
+from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository
+
+_MOST_EVENTS, _MOST_FILES = 100_000, 10_000
+# Of every job of a kind, whatever happened to it.
+_SAME = ("train_losses", "valid_losses", "result_file", "checkpoints", "models")
+# In the name of a model: the job's own part.
+_JOB = "JOB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Of a job that is over. What is not the same for every job of the kind is left out of the first five."""
+
+    train_losses: tuple[tuple[int, float], ...]  # step and loss, as the events tell them, in their order
+    valid_losses: tuple[tuple[int, float], ...]  # the same, without what a later attempt told again
+    result_file: str  # the table of steps
+    checkpoints: tuple[str, ...]
+    models: tuple[tuple[str, str], ...]  # each file of weights, and the digest of its bytes
+    job: Job
+    faults: tuple[str, ...]  # what is wrong by itself
+
+    @property
+    def digest(self) -> str:
+        """The same for jobs that told and made the same."""
+        return hashlib.sha256(repr([getattr(self, name) for name in _SAME]).encode()).hexdigest()
+
+    @property
+    def num_attempts(self) -> int:
+        """Launches that the job took."""
+        return self.job.attempt
+
+
+def read_record(database: Database, settings: Settings, job_id: str) -> Record:
+    """What there is of a job."""
+    with database.read() as session:
+        job = JobRepository(session).get(job_id)
+        events = EventRepository(session).since(0, limit=_MOST_EVENTS, job_id=job_id)
+        checkpoints = EventRepository(session).checkpoints(job_id, limit=100, after=None).rows
+        files = FileRepository(session).page(limit=_MOST_FILES, after=None, newest_first=True, purpose=None).rows
+    train = [(event.data["step"], event.data["train_loss"]) for event in events if "train_loss" in event.data]
+    valid = {(event.data["step"], event.data["valid_loss"]) for event in events if "valid_loss" in event.data}
+    names = [row.model for row in checkpoints]
+    folders = [settings.fine_tuned_dir / name for name in (*names, job.fine_tuned_model or "") if name]
+    record = Record(
+        train_losses=tuple(train),
+        valid_losses=tuple(sorted(valid)),
+        result_file="".join((settings.files_dir / name).read_text() for name in job.result_files or ()),
+        checkpoints=tuple(sorted(_without_job(name, job_id) for name in names)),
+        models=tuple(sorted(_digests(folders, job_id))),
+        job=job,
+        faults=(),
+    )
+    known = {row.id for row in files}
+    stray = sorted(path.name for path in settings.files_dir.iterdir() if path.name not in known)
+    faults = [
+        *_faults_of_events(events, settings.jobs_dir / job_id),
+        *(f"the file {name} is nobody's" for name in stray),
+    ]
+    return replace(record, faults=tuple(faults))
+
+
+def complaints(record: Record, undisturbed: Record) -> list[str]:
+    """In what a job did not end right; none where it did."""
+    if record.job.status is not JobStatus.SUCCEEDED:
+        return [f"the job is {record.job.status}: {json.dumps(record.job.error)}", *record.faults]
+    found = list(record.faults)
+    times = Counter(step for step, _ in record.train_losses)
+    found += [f"step {step} was told {num} times" for step, num in times.items() if num != 1]
+    steps = [step for step, _ in record.train_losses]
+    if steps != sorted(steps):
+        found.append(f"the steps were not told in their order: {steps}")
+    for name in _SAME:
+        if getattr(record, name) != getattr(undisturbed, name):
+            found.append(f"{name} are not those of the undisturbed job{_first_difference(record, undisturbed, name)}")
+    return found
+
+
+def _first_difference(record: Record, undisturbed: Record, name: str) -> str:
+    mine, theirs = getattr(record, name), getattr(undisturbed, name)
+    if isinstance(mine, str):
+        mine, theirs = mine.splitlines(), theirs.splitlines()
+    for left, right in zip(mine, theirs, strict=False):
+        if left != right:
+            return f": {left} instead of {right}"
+    return f": {len(mine)} instead of {len(theirs)}"
+
+
+def _faults_of_events(events: Sequence[JobEvent], job_dir: Path) -> list[str]:
+    """Each record of the journal is one event, once, in the journal's order."""
+    found = []
+    ordinals = [event.ordinal for event in events]
+    if ordinals != sorted(set(ordinals)):
+        found.append("events have the same ids, or are not in the order of their ids")
+    told = [(each.attempt, each.seq) for each in read_journal(job_dir / "journal.jsonl") if each.kind != OUTCOME]
+    kept = [(event.attempt, event.seq) for event in events if event.seq is not None]
+    if told != kept:
+        missing, doubled = sorted(set(told) - set(kept)), [each for each, num in Counter(kept).items() if num > 1]
+        found.append(f"of the journal's records {missing} are no events, {doubled} are several, or their order differs")
+    return found
+
+
+def _digests(folders: Sequence[Path], job_id: str) -> list[tuple[str, str]]:
+    return [
+        (_without_job(f"{folder.name}/{path.name}", job_id), hashlib.sha256(path.read_bytes()).hexdigest())
+        for folder in folders
+        for path in folder.glob("*.safetensors")
+    ]
+
+
+def _without_job(name: str, job_id: str) -> str:
+    """Names of models hold the job's own part."""
+    return name.replace(fine_tuned_model_id("", None, job_id).rpartition(":")[2], _JOB)

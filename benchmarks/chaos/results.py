@@ -1,0 +1,153 @@
+"""What came of the runs of `benchmarks.chaos`: kept as they end, in a file that another call goes on from, and told."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.chaos.plan import DatabaseKind, Injury, Kind, Run
+from benchmarks.reporting.report import Report, ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """An injury as it came."""
+
+    injury: Injury
+    at_s: float  # since the job was submitted
+
+    def __str__(self) -> str:
+        return f"{self.injury} at {self.at_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run went."""
+
+    run: Run
+    done: tuple[Done, ...]  # without those for which the job was too fast
+    took_s: float | None
+    lost_s: float | None  # more than the undisturbed job took
+    num_attempts: int | None
+    load: float  # of the machine in the run's last minute
+    complaints: tuple[str, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Nothing to complain of."""
+        return not self.complaints
+
+    def __str__(self) -> str:
+        what = "; ".join(map(str, self.done)) or "nothing came in time"
+        if self.took_s is None or self.complaints:
+            how = f"NOT RIGHT: {'; '.join(self.complaints)}"
+        else:
+            how = f"right after {self.took_s:.1f} s, {self.num_attempts} attempts"
+        return f"Run {self.run.number}, {self.run.database}: {what}: {how} (load {self.load:.1f})."
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The reverse of `asdict`, by way of JSON."""
+        run = fields["run"]
+        return cls(
+            **{
+                **fields,
+                "run": Run(
+                    number=run["number"],
+                    database=DatabaseKind(run["database"]),
+                    injuries=tuple(map(_injury, run["injuries"])),
+                ),
+                "done": tuple(Done(injury=_injury(each["injury"]), at_s=each["at_s"]) for each in fields["done"]),
+                "complaints": tuple(fields["complaints"]),
+            }
+        )
+
+
+def _injury(fields: Mapping[str, Any]) -> Injury:
+    return Injury(**{**fields, "kind": Kind(fields["kind"])})
+
+
+class Results:
+    """Of the runs of one seed. In a file, if one is named: a line of JSON each, written as soon as the run is over."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lines: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            self._lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    @property
+    def said(self) -> list[str]:
+        """A line for each call's undisturbed jobs, and for each run."""
+        return [self._say(line) for line in self._lines]
+
+    @property
+    def all(self) -> list[Result]:
+        """In the order in which they were made: a run that was not right may be there several times."""
+        return [Result.from_fields(line["result"]) for line in self._lines if "result" in line]
+
+    @property
+    def right(self) -> set[int]:
+        """The numbers of the runs that need not be made again."""
+        return {each.run.number for each in self.all if each.is_right}
+
+    def begin(self, facts: Mapping[str, Any], undisturbed_s: Mapping[DatabaseKind, float]) -> None:
+        """Before a call's first run: what all results of a file must have in common, and how long jobs take left alone.
+
+        ValueError where earlier calls had other facts.
+        """
+        for line in self._lines:
+            if (before := line.get("facts")) is not None and before != dict(facts):
+                raise ValueError(f"{self._path} has the results of other runs: {before} instead of {dict(facts)}")
+        self._keep({"facts": dict(facts), "undisturbed_s": dict(undisturbed_s)})
+
+    def add(self, result: Result) -> None:
+        """Keep one."""
+        self._keep({"result": asdict(result)})
+
+    @staticmethod
+    def _say(line: Mapping[str, Any]) -> str:
+        if "result" in line:
+            return str(Result.from_fields(line["result"]))
+        times = (f"{took_s:.1f} s on {database}" for database, took_s in line["undisturbed_s"].items())
+        return f"Undisturbed: {', '.join(times)}."
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        self._lines.append(line)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def report_results(report: Report, results: Sequence[Result]) -> None:
+    """The table by kinds, and the line of ratios."""
+    came: dict[tuple[Kind, DatabaseKind], list[Result]] = defaultdict(list)
+    for result in results:
+        for each in result.done:
+            came[each.injury.kind, result.run.database].append(result)
+    rows = []
+    for kind in Kind:
+        met = [result for database in DatabaseKind for result in came[kind, database]]
+        alone = [each.lost_s for each in met if len(each.done) == 1 and each.lost_s is not None]
+        times = (str(len(came[kind, database])) for database in DatabaseKind)
+        mean_s = f"{statistics.mean(alone):.1f} ({len(alone)})" if alone else "missing"
+        rows.append((str(kind), *times, str(sum(each.is_right for each in met)), mean_s))
+    times_on = (f"times on {database}" for database in DatabaseKind)
+    report.add_table(
+        ("injury", *times_on, "in runs that ended right", "mean time lost where alone, s (runs)"),
+        rows,
+    )
+    num_injuries = sum(len(result.done) for result in results)
+    lost_s = sum(result.lost_s for result in results if result.lost_s is not None)
+    report.add("Time lost is what a job took longer than the undisturbed one on the same database.")
+    report.finish(
+        {
+            "ended_right": ratio(float(sum(result.is_right for result in results)), float(len(results))),
+            "runs": len(results),
+            "injuries": num_injuries,
+            "lost_s_per_injury": ratio(lost_s, float(num_injuries)),
+        }
+    )

@@ -1,0 +1,348 @@
+"""An installation for `benchmarks.chaos`: the service as a person starts it, on a disk and a database of its own."""
+
+import contextlib
+import json
+import shutil
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.chaos.plan import PROCESSES_OF_JOB, RAY, Injury, Kind
+from benchmarks.chaos.record import Record, read_record
+from tests.e2e.installation import Installation, free_port, make_tiny_model, write_examples
+from tests.integration.resume_stage import processes_of
+from tests.support.postgresql import PostgresServer
+from windlass.service.installation import Settings, load_settings
+from windlass.service.installation.process_ids import send_signal, wait_until_gone
+from windlass.service.machine import RayCluster
+from windlass.storage.sql import Database
+from windlass.storage.ssd import Volume
+
+NUM_STEPS = 80
+_JOB = {
+    "epochs": 1,
+    "batch_size": 2,
+    "num_microbatches": 2,
+    "sequence_length": 32,
+    "precision": "bf16",
+    "learning_rate": 1e-3,
+    "evaluate_every": 20,
+    "checkpoint_every": 20,
+    "keep_checkpoints": 2,
+}
+_SEED = 7
+_DISK_NBYTES = 1 << 30
+_UP_DEADLINE_S = 400.0
+# For a job of half a minute, whatever is done to it.
+_JOB_DEADLINE_S = 900.0
+_TERMINAL = ("succeeded", "failed", "cancelled")
+_ARENAS = Path("/dev/shm")
+
+
+class NotRightError(Exception):
+    """Something did not go as it must; the text is for people."""
+
+
+class Stage:
+    """An installation, and the means to use it and to hurt it. Not safe from several threads."""
+
+    def __init__(self, folder: Path, *, server: PostgresServer | None, url: str | None, has_own_disk: bool) -> None:
+        """`server` and `url`: of PostgreSQL and a database there; None: SQLite."""
+        self.folder = folder
+        self.has_own_disk = has_own_disk
+        self.server = server
+        self.installation = Installation(home=folder / "home", port=free_port())
+        home = self.installation.home
+        home.mkdir(mode=0o700)
+        if url is not None:
+            (home / "windlass.toml").write_text(f"database_url = {json.dumps(url)}\n")
+        self.settings: Settings = load_settings(home)
+        self.settings.make_dirs()
+        make_tiny_model(self.settings.models_dir / "tiny")
+        write_examples(folder / "train.jsonl", NUM_STEPS * int(str(_JOB["batch_size"])))
+        write_examples(folder / "valid.jsonl", 4)
+        self.database = Database(self.settings.database_url)
+        self._client = httpx.Client(base_url=self.installation.url, timeout=90.0)
+
+    # --- use --------------------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Start the service, or take it up again."""
+        done = self.installation.run("up", "--detach", timeout_s=_UP_DEADLINE_S)
+        if done.returncode != 0:
+            raise NotRightError(f"`windlass up` failed: {done.stdout}{done.stderr}")
+
+    def submit(self) -> str:
+        """A job's id."""
+        with httpx.Client(base_url=self.installation.url, timeout=60.0) as client:
+            files = {}
+            for name in ("train", "valid"):
+                with (self.folder / f"{name}.jsonl").open("rb") as file:
+                    sent = {"file": (f"{name}.jsonl", file)}
+                    answer = client.post("/v1/files", files=sent, data={"purpose": "fine-tune"})
+                files[name] = answer.raise_for_status().json()["id"]
+            body = {"model": "tiny", "training_file": files["train"], "validation_file": files["valid"], "seed": _SEED}
+            answer = client.post("/v1/fine_tuning/jobs", json=body | {"windlass": _JOB})
+            return str(answer.raise_for_status().json()["id"])
+
+    def record(self, job_id: str) -> Record:
+        """What the job has told and made."""
+        return read_record(self.database, self.settings, job_id)
+
+    def leftovers(self, job_id: str) -> list[str]:
+        """What lies about of a job that is over, its model and its record aside."""
+        found = [str(path) for path in _ARENAS.iterdir() if job_id in path.name]
+        found += [str(path) for path in self.settings.fine_tuned_dir.glob(".*")]
+        found += [str(path) for path in self._job_dir(job_id).glob("attempt-*")]
+        for ssd_dir in self.settings.ssd_dirs:
+            volume = Volume.open(ssd_dir, direct=False)
+            found += [f"states of {job} on {ssd_dir}" for job in volume.allocations() if job_id in str(job)]
+            volume.close()
+        return found
+
+    def wait_until_tidy(self, job_id: str, timeout_s: float = 120.0) -> list[str]:
+        """What is still left of a job after a while; nothing, as a rule."""
+        until_s = time.monotonic() + timeout_s
+        while (left := self.leftovers(job_id)) and time.monotonic() < until_s:
+            time.sleep(0.2)
+        return left
+
+    def end(self) -> list[str]:
+        """`windlass down`; what is left of the installation's processes then."""
+        before = [*self.installation.service_processes(), *self.installation.ray_processes()]
+        done = self.installation.run("down", timeout_s=_UP_DEADLINE_S)
+        found = [] if done.returncode == 0 else [f"`windlass down` failed: {done.stdout}{done.stderr}"]
+        if not wait_until_gone(before, timeout_s=10.0):
+            found += [f"process {each.pid} outlived `windlass down`" for each in before if each.is_alive]
+        return found + [f"process {pid} outlived `windlass down`" for pid in self._processes_of_home()]
+
+    def stop_all(self) -> None:
+        """Kill everything, in whatever state it is, and leave the rest as it is."""
+        for process in (*self.installation.service_processes(), *self.installation.ray_processes()):
+            send_signal(process, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End everything, in whatever state it is."""
+        self.stop_all()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.installation.end()
+        self._client.close()
+        self.database.close()
+
+    # --- hurt -------------------------------------------------------------------------------------------------------
+
+    def hurt(self, injury: Injury, job_id: str, job_s: float) -> bool:
+        """Do it, and undo what does not heal by itself. False if the job was over before it could be done.
+
+        `job_s`: how long a job takes that is left alone.
+        """
+        match injury.kind:
+            case Kind.SERVICE | Kind.EVERYTHING:
+                processes = self.installation.service_processes()
+                if injury.kind is Kind.EVERYTHING:
+                    processes += self.installation.ray_processes()
+                for process in processes:
+                    send_signal(process, signal.SIGKILL)
+                time.sleep(injury.lasts_s)
+                self.up()
+                return bool(processes)
+            case Kind.API | Kind.DISPATCHER:
+                return self._kill_child(injury.kind.lower())
+            case Kind.DATABASE_AWAY:
+                self._withhold_database(injury.lasts_s)
+            case Kind.DATABASE_RESTARTED:
+                assert self.server is not None
+                self.server.stop()
+                time.sleep(injury.lasts_s)
+                self.server.start()
+            case Kind.FULL_DISK:
+                self._fill_disk(injury.lasts_s)
+            case kind if kind in RAY:
+                return self._kill_part_of_ray(kind)
+            case kind:
+                assert kind in PROCESSES_OF_JOB
+                return self._kill_process_of_job(kind, job_id, injury.later * job_s)
+        return True
+
+    def _kill_child(self, role: str) -> bool:
+        """The supervisor may be about to start it again."""
+        until_s = time.monotonic() + 60.0
+        while time.monotonic() < until_s:
+            for process in self.installation.service_processes():
+                with contextlib.suppress(psutil.Error):
+                    if role in psutil.Process(process.pid).cmdline():
+                        send_signal(process, signal.SIGKILL)
+                        return True
+            time.sleep(0.1)
+        raise NotRightError(f"there was no {role} for a minute")
+
+    def _kill_part_of_ray(self, name: str) -> bool:
+        until_s = time.monotonic() + _UP_DEADLINE_S
+        while time.monotonic() < until_s:
+            for pid in RayCluster(self.installation.home).pids:
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    if process.name() == name:
+                        process.kill()
+                        return True
+            time.sleep(0.1)
+        raise NotRightError(f"there was no {name} for {_UP_DEADLINE_S:g} s")
+
+    def _kill_process_of_job(self, name: str, job_id: str, later_s: float) -> bool:
+        """At once, or `later_s` after there is one, so that not all of them die while they start."""
+        had_to_wait = False
+        while not self.is_over(job_id):
+            found = self._processes_of_job(job_id)
+            if name in found and had_to_wait:
+                had_to_wait = False
+                time.sleep(later_s)
+            elif name in found:
+                with contextlib.suppress(psutil.Error):
+                    found[name].kill()
+                    return True
+            else:
+                had_to_wait = True
+                time.sleep(0.2)
+        return False
+
+    def _processes_of_job(self, job_id: str) -> dict[str, psutil.Process]:
+        attempts = [int(path.stem.partition("-")[2]) for path in self._job_dir(job_id).glob("attempt-*.lock")]
+        return dict(processes_of(self._job_dir(job_id), max(attempts), self.settings.ssd_dirs)) if attempts else {}
+
+    def _withhold_database(self, lasts_s: float) -> None:
+        if self.server is not None:
+            self.server.pause()
+            try:
+                time.sleep(lasts_s)
+            finally:
+                self.server.go_on()
+            return
+        path = self.settings.database_url.removeprefix("sqlite:///")
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=60.0)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            time.sleep(lasts_s)
+            other.execute("ROLLBACK")
+
+    def _fill_disk(self, lasts_s: float) -> None:
+        """To the last byte: whoever takes what comes free meanwhile, it is taken from them again."""
+        assert self.has_own_disk
+        until_s = time.monotonic() + lasts_s
+        filler = self.folder / "filler"
+        try:
+            with filler.open("wb", buffering=0) as file:
+                while time.monotonic() < until_s:
+                    for nbytes in (1 << 20, 4096):
+                        with contextlib.suppress(OSError):
+                            while True:
+                                file.write(bytes(nbytes))
+                    time.sleep(0.2)
+        finally:
+            filler.unlink()
+
+    # --- look -------------------------------------------------------------------------------------------------------
+
+    def is_over(self, job_id: str) -> bool:
+        """As far as the API says so now."""
+        return _ask(self._client, job_id)[0].get("status") in _TERMINAL
+
+    def _job_dir(self, job_id: str) -> Path:
+        return self.settings.jobs_dir / job_id
+
+    def _processes_of_home(self) -> list[int]:
+        home = str(self.installation.home)
+        return [
+            process.pid
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get("WINDLASS_HOME") == home
+        ]
+
+
+class Observer(threading.Thread):
+    """Asks for a job again and again, as its owner would: notes when it is over, and answers that nobody should get."""
+
+    def __init__(self, url: str, job_id: str) -> None:
+        super().__init__(name="observer", daemon=True)
+        self.began_s = time.monotonic()
+        self.took_s: float | None = None  # until the job was over
+        self.step = 0  # that the job has told
+        self.faults: list[str] = []
+        self._url, self._job_id = url, job_id
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=90.0) as client:  # one for each question takes more than it asks
+            while not self._ended.wait(0.1):
+                job, fault = _ask(client, self._job_id)
+                if fault is not None and fault not in self.faults:
+                    self.faults.append(fault)
+                self.step = max(self.step, job.get("windlass", {}).get("step", 0))
+                if job.get("status") in _TERMINAL:
+                    self.took_s = time.monotonic() - self.began_s
+                    return
+
+    def wait_for_moment(self, injury: Injury, job_s: float) -> None:
+        """Returns when an injury is to come, or the job is over. `job_s`: how long one takes that is left alone."""
+        until_s = time.monotonic() + injury.after * job_s
+        while self.is_alive() and time.monotonic() < until_s and self.step < injury.by_step:
+            self.join(0.05)
+
+    def wait(self) -> float:
+        """Seconds from the submission to the end; NotRightError where it does not come."""
+        self.join(_JOB_DEADLINE_S)
+        self._ended.set()
+        if self.took_s is None:
+            raise NotRightError(f"the job was not over {_JOB_DEADLINE_S:g} s after the last injury")
+        return self.took_s
+
+
+def _ask(client: httpx.Client, job_id: str) -> tuple[dict[str, Any], str | None]:
+    """The job, if the API tells of it now; and what is wrong with the answer."""
+    try:
+        answer = client.get(f"/v1/fine_tuning/jobs/{job_id}")
+    except httpx.TransportError:
+        return {}, None
+    if answer.is_success:
+        return answer.json(), None
+    if answer.status_code == 503 and "Retry-After" in answer.headers and "error" in answer.json():
+        return {}, None
+    return {}, f"the API answered {answer.status_code}: {answer.text[:200]}"
+
+
+@contextlib.contextmanager
+def own_disk(folder: Path) -> Iterator[Path]:
+    """A file system of its own for a folder, that may be filled; OSError where this machine does not allow one."""
+    image, mount = folder / "disk.img", folder / "disk"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(_DISK_NBYTES)
+    _run("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
+    _run("mount", "-o", "loop", str(image), str(mount))
+    try:
+        yield mount
+    finally:
+        _run("umount", "--lazy", str(mount))
+        image.unlink()
+        mount.rmdir()
+
+
+def _run(*command: str) -> None:
+    program = shutil.which(command[0], path="/usr/sbin:/sbin:/usr/bin:/bin")
+    if program is None:
+        raise OSError(f"there is no {command[0]}")
+    done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"{command[0]}: {done.stderr.strip()}")
+
+
+def copy_kernels(source: Path, target: Path) -> None:
+    """From home to home: one that lacks them takes longer."""
+    if (source / "kernels").is_dir():
+        shutil.copytree(source / "kernels", target / "kernels", dirs_exist_ok=True)

@@ -1,0 +1,96 @@
+"""The compute-only peak: what a step takes when nothing has to move.
+
+A few layers, the embedding and the head, with params and gradients on the device, go forward and backward through the
+engine's own block runner. A layer's time counts as many times as the model has layers. Nothing is updated.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from benchmarks.peers.workload import ModelShape, model_config
+from windlass.engine.memory_plan import ActivationChoice
+from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
+from windlass.storage.ids import BlockIndex, Precision
+
+_NUM_LAYERS = 2  # distinct ones: more than the caches of a device hold
+_NUM_REPEATS = 3  # after one that is not timed
+_STEP = 1
+
+
+@dataclass(slots=True)
+class _Times:
+    """Seconds of one pass."""
+
+    layers_s: float = 0.0
+    ends_s: float = 0.0  # the embedding and the head
+
+
+def peak_step_s(
+    shape: ModelShape,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    num_microbatches: int,
+    activations: ActivationChoice,
+    device: torch.device,
+) -> float:
+    """Seconds of a step's operations, the fastest of a few passes. Nothing may be swapped."""
+    few = replace(shape, num_layers=_NUM_LAYERS)
+    partition = Partition(build_meta_model(model_config(few, sequence_length), Precision.BF16))
+    layers = [block.index for block in partition.layout.blocks[1:-1]]
+    runner = BlockRunner(partition, device, seed=0, activations=dict.fromkeys(layers, *activations.of_layers(1)))
+    # Sums over micro-batches are fp32, as in a job.
+    grad_dtype = torch.bfloat16 if num_microbatches == 1 else torch.float32
+    flats, grads = {}, {}
+    for block in partition.layout.blocks:
+        flats[block.index] = torch.empty(block.numel, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+        grads[block.index] = torch.empty(block.numel, dtype=grad_dtype, device=device)
+    tokens = torch.randint(0, shape.vocab, (batch_size, sequence_length), device=device)
+    batch = list(tokens.chunk(num_microbatches))
+    passes = [_pass(runner, flats, grads, batch) for _ in range(1 + _NUM_REPEATS)][1:]
+    return min(times.ends_s + times.layers_s / _NUM_LAYERS * shape.num_layers for times in passes)
+
+
+def _pass(
+    runner: BlockRunner,
+    flats: dict[BlockIndex, torch.Tensor],
+    grads: dict[BlockIndex, torch.Tensor],
+    batch: list[torch.Tensor],
+) -> _Times:
+    times, head = _Times(), runner.partition.head
+    embedding, layers = BlockIndex(0), [BlockIndex(i) for i in range(1, head)]
+
+    def run(block: BlockIndex, operation: Callable[[], object], *, with_grads: bool) -> None:
+        blocks = runner.partition.layout.shared[block]
+        sinks = {each: GradBuffer(grads[each]) for each in blocks} if with_grads else {}
+        runner.install(block, {each: flats[each] for each in blocks}, sinks)
+        operation()
+        runner.remove(block)
+
+    def forward(block: BlockIndex) -> None:
+        run(block, lambda: runner.forward(block, _STEP, batch), with_grads=False)
+
+    def backward(block: BlockIndex) -> None:
+        run(block, lambda: runner.backward(block, _STEP, batch), with_grads=True)
+
+    times.ends_s += _timed(partial(forward, embedding))
+    times.layers_s += _timed(*(partial(forward, block) for block in layers))
+    # Each token is its own target, which costs what the next one would.
+    times.ends_s += _timed(lambda: run(head, lambda: runner.head(_STEP, batch), with_grads=True))
+    times.layers_s += _timed(*(partial(backward, block) for block in reversed(layers)))
+    times.ends_s += _timed(partial(backward, embedding))
+    return times
+
+
+def _timed(*operations: Callable[[], object]) -> float:
+    """Seconds of operations, until the device is done with them; it had nothing to do before."""
+    start_s = time.perf_counter()
+    for operation in operations:
+        operation()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s

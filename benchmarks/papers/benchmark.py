@@ -1,0 +1,36 @@
+"""What three papers print, beside what the planner's arithmetic gives: `python -m benchmarks.papers [--quick]`
+
+Nothing is measured: the page is the same on every machine. The full form writes it to docs/papers.md.
+"""
+
+from benchmarks.papers import largest_table as papers_largest
+from benchmarks.papers import memory_table as papers_memory
+from benchmarks.papers import stages_table as papers_stages
+from benchmarks.reporting.page import Page, write_page
+
+_INTRODUCTION = (
+    "windlass plans with arithmetic on bytes, operations and rates. Here that arithmetic is put to what three papers "
+    "print that windlass follows: Ratel, MemAscend, AutoHete. *Published* is a figure of a paper. *Computed* follows "
+    "from shapes and rates alone. *Ratio* is computed over published. Nothing here was run or measured by windlass."
+)
+
+
+def page(quick: bool) -> tuple[str, dict[str, float]]:
+    """The text, and the figures of the last line."""
+    text = Page("What papers print, and what arithmetic gives")
+    text.add(_INTRODUCTION, "`python -m benchmarks.papers` writes this page.")
+    figures = {"stage_error_max": papers_stages.add_stages(text)}
+    papers_stages.add_statements(text)
+    papers_stages.add_amounts(text)
+    papers_stages.add_systems(text)
+    if not quick:
+        papers_stages.add_own_profile(text)
+    figures["memory_error_max"] = papers_memory.add_peaks(text)
+    papers_memory.add_growths(text)
+    figures |= papers_largest.add_largest(text)
+    papers_largest.add_resident(text)
+    return text.text, figures
+
+
+if __name__ == "__main__":
+    write_page("papers", __doc__, page, quick_help="without windlass's own profile")

@@ -1,0 +1,188 @@
+"""The parent's side of a benchmark run: start a contender, watch the memory of its processes, gather its steps."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.peer import MARK
+from benchmarks.peers.workload import Workload
+from benchmarks.reporting.pss import Memory, MemorySampler, memory_of, process_tree
+
+SHM_DIR = Path("/dev/shm")
+_END_DEADLINE_S = 60.0
+# Share of the time that may be spent on looking at memory while steps are timed.
+_TIMED_SHARE = 0.01
+
+
+class ContenderFailedError(Exception):
+    """A contender ended without having trained all steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """Something that trains a workload: a module and its arguments after the workload's folder."""
+
+    name: str
+    title: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    shm_pattern: str | None = None  # its files in shared memory
+    on_gpu: bool = False  # else it sees none
+    deadline_s: float = 1800.0  # for all of a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContenderRun:
+    """What one run of a contender gave. `missing` says why it gave nothing."""
+
+    missing: str | None = None
+    step_s: tuple[float, ...] = ()  # timed steps
+    losses: tuple[float, ...] = ()  # all steps
+    steps_peak_nbytes: int = 0  # sum of PSS over processes, while steps run
+    run_peak_nbytes: int = 0  # the same from start to end
+    ssd_nbytes: tuple[int, int] | None = None  # read and written in a step
+    control_s: float | None = None  # processor seconds a step outside kernels, I/O and what moves bytes
+    moving_s: float | None = None  # processor seconds a step of threads that move bytes, less the system's I/O
+
+
+@dataclass(slots=True)
+class _Events:
+    """What a contender has told so far."""
+
+    workload: Workload
+    sampler: MemorySampler
+    roots: set[int]
+    missing: str | None = None
+    step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    totals: dict[str, Any] = field(default_factory=dict)
+    done: bool = False
+
+    def take(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "missing":
+                self.missing = event["reason"]
+            case "processes":
+                self.roots |= set(event["pids"])
+            case "ready":
+                self.sampler.enter_phase("steps")
+            case "timed":
+                self.sampler.enter_phase("timed", share=_TIMED_SHARE)
+            case "step":
+                self.losses.append(event["loss"])
+                if event["index"] >= self.workload.num_warmup_steps:
+                    self.step_s.append(event["step_s"])
+            case "totals":
+                self.totals = event["values"]
+            case "done":
+                self.done = True
+                self.sampler.enter_phase("end")
+
+
+def run_contender(contender: Contender, workload: Workload, folder: Path) -> ContenderRun:
+    """Train the workload in `folder` from its initial weights. Raises `ContenderFailedError`."""
+    command = [sys.executable, "-W", "ignore", "-m", contender.module, str(folder), *contender.arguments]
+    log_path = folder / f"{contender.name}.log"
+    with (
+        log_path.open("w") as log,
+        subprocess.Popen(
+            command,
+            env=_environment(workload, contender),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        roots = {process.pid}
+
+        def sample() -> Memory:
+            files = SHM_DIR.glob(contender.shm_pattern) if contender.shm_pattern else ()
+            return memory_of(process_tree(roots), files)
+
+        timer = threading.Timer(contender.deadline_s, _end, [process])
+        timer.start()
+        try:
+            with MemorySampler(sample) as sampler:
+                events = _Events(workload, sampler, roots)
+                for event in _read_events(process):
+                    events.take(event)
+                process.wait()
+        finally:
+            timer.cancel()
+            _end(process)
+    if events.missing is not None:
+        return ContenderRun(missing=events.missing)
+    if not events.done or process.returncode != 0:
+        raise ContenderFailedError(f"{contender.title} {_failure(process.returncode, log_path)}")
+    return ContenderRun(
+        step_s=tuple(events.step_s),
+        losses=tuple(events.losses),
+        steps_peak_nbytes=sampler.peak_nbytes("steps", "timed"),
+        run_peak_nbytes=sampler.peak_nbytes(),
+        ssd_nbytes=tuple(events.totals["ssd_nbytes"]) if "ssd_nbytes" in events.totals else None,
+        control_s=events.totals.get("control_s"),
+        moving_s=events.totals.get("moving_s"),
+    )
+
+
+def rounds(contenders: Sequence[Contender], num_rounds: int) -> Iterator[Contender]:
+    """Every contender once a round; every other round in reverse, so that a drift of the machine meets all alike."""
+    for index in range(num_rounds):
+        yield from contenders if index % 2 == 0 else reversed(contenders)
+
+
+def without_paths(text: str) -> str:
+    """The text without the folders of absolute paths: a report must not tell where things lie."""
+    return re.sub(r"(?<![\w.])/(?:[\w.\-+@]+/)+", "", text)
+
+
+def _environment(workload: Workload, contender: Contender) -> dict[str, str]:
+    threads = str(workload.num_threads)
+    without_gpu = {} if contender.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
+        **without_gpu,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONWARNINGS": "ignore",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _read_events(process: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(MARK):
+            yield json.loads(line.removeprefix(MARK))
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End what is left of a contender: gently, so that it can end what it started elsewhere, then by force."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signum)
+        try:
+            process.wait(_END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _failure(returncode: int, log_path: Path) -> str:
+    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
+    how = (
+        f"was ended by signal {-returncode}; was memory short?"
+        if returncode < 0
+        else f"ended with exit code {returncode}"
+    )
+    return without_paths(f"{how}: {lines[-1][:300]}" if lines else how)

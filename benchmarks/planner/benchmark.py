@@ -1,0 +1,263 @@
+"""The planner: how long it takes, and whether its promise is kept. `python -m benchmarks.planner [--quick]`
+
+First, how long the integer programs take for Ratel's shapes (its table IV). Then jobs on this machine: each is planned
+with a profile of the machine that is measured right before, as a virtual machine's pace changes within minutes, and
+with times of its own blocks, and simulated, and what is predicted is written to disk; only then it is run, in a process
+of its own, with the memory that was planned. Measured peaks are the kernel's. The device is the CPU: its memory is that
+process's private memory. Last, for three sizes of the batch, whether another amount of swapped activations would have
+been faster (`benchmarks/planner/swaps.py`).
+"""
+
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.papers.published_models import RATEL_SHAPES
+from benchmarks.planner.case import MIB, Case, Predicted, predict, question_of
+from benchmarks.planner.run import Measured, run_planned
+from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, add_swaps, sweep
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import Report, parse_options
+from windlass.engine.device import retain_freed_memory
+from windlass.planner.cost import AgainTimes, LayerProfile, Speeds, speeds_of
+from windlass.planner.hardware import Hardware, example_machines, load
+from windlass.planner.planning import PlanQuestion
+from windlass.planner.planning.planner import Profiles, limits_of
+from windlass.planner.profiling import config_of_shape
+from windlass.planner.solver import Limits, PlannedJob, solve_job
+from windlass.service.installation import Settings
+from windlass.service.machine import measure_hardware
+
+_NUM_TOKENS = 1024
+_BATCH_SIZE = 8
+_NUM_SOLVES = 3
+
+
+CASES = (
+    Case(title="all on the device", hidden=512, num_layers=16, batch_size=8, sequence_length=256),
+    Case(
+        title="deep and narrow, clipping", hidden=384, num_layers=32, batch_size=8, sequence_length=256, clip_norm=1.0
+    ),
+    Case(title="wide", hidden=1280, num_layers=6, batch_size=4, sequence_length=256),
+    Case(title="little device memory", hidden=768, num_layers=12, batch_size=4, sequence_length=256, device_mib=500),
+    Case(title="little memory: SSDs", hidden=1024, num_layers=10, batch_size=4, sequence_length=256, memory_mib=1100),
+    Case(
+        title="little memory, clipping",
+        hidden=768,
+        num_layers=16,
+        batch_size=4,
+        sequence_length=256,
+        memory_mib=1100,
+        clip_norm=1.0,
+    ),
+    Case(title="micro-batches", hidden=640, num_layers=16, batch_size=16, sequence_length=128, num_microbatches=4),
+    Case(
+        title="micro-batches, little memory",
+        hidden=896,
+        num_layers=10,
+        batch_size=8,
+        sequence_length=256,
+        num_microbatches=2,
+        memory_mib=1300,
+    ),
+    Case(title="long sequences", hidden=512, num_layers=12, batch_size=2, sequence_length=1024, device_mib=700),
+)
+QUICK_CASES = (Case(title="small", hidden=128, num_layers=4, batch_size=2, sequence_length=64),)
+
+
+# What a layer takes for all, with one operator's output held, and with all held that spare anything, in its forward
+# pass. Made up, about what layers take on CPUs: that a job's layers are measured must not make its plan take long.
+_AGAIN_SHARES = ((0.85, 0.8, 0.1), (0.8, 0.75, 0.2), (0.7, 0.6, 0.1))
+
+
+def solve_times(*, quick: bool) -> dict[str, tuple[float, float]]:
+    """Seconds of all programs of a job, by the model's billions of parameters and whether gradients are kept.
+
+    As the machine's rates have it, and the longest with times of layers.
+    """
+    machine = load(Hardware, example_machines()["rtx4090-server"])
+    speeds, limits = speeds_of(machine), limits_of(machine)
+    sizes = sorted(RATEL_SHAPES)[: 1 if quick else None]
+    found = {}
+    for size in sizes:
+        config = config_of_shape(RATEL_SHAPES[size], num_tokens=_NUM_TOKENS)
+        for clips in (False, True):
+            question = PlanQuestion(
+                config=config, hardware=machine, batch_size=_BATCH_SIZE, sequence_length=_NUM_TOKENS, clips=clips
+            )
+            job = Profiles(question).job(question, 1)
+            timed = (_with_times(job, speeds, shares) for shares in _AGAIN_SHARES)
+            taken = (_solve_s(job, speeds, limits), max(_solve_s(each, speeds, limits) for each in timed))
+            found[f"{size}B{', clipping' if clips else ''}"] = taken
+    return found
+
+
+def _solve_s(job: PlannedJob, speeds: Speeds, limits: Limits) -> float:
+    taken = []
+    for _ in range(_NUM_SOLVES):
+        start_s = time.perf_counter()
+        solve_job(job, speeds, limits)
+        taken.append(time.perf_counter() - start_s)
+    return statistics.median(taken)
+
+
+def _with_times(job: PlannedJob, speeds: Speeds, shares: tuple[float, float, float]) -> PlannedJob:
+    """The job with times of its layers, as if these had been measured."""
+
+    def timed(layer: LayerProfile) -> LayerProfile:
+        forward_s = layer.num_flops / speeds.device_flops
+        all_s, one_held_s, most_held_s = (share * forward_s for share in shares)
+        again = AgainTimes(all_s=all_s, one_held_s=one_held_s, most_held_s=most_held_s)
+        return replace(layer, forward_s=forward_s, backward_s=2 * forward_s, again=again)
+
+    return replace(job, model=replace(job.model, layers=tuple(map(timed, job.model.layers))))
+
+
+def errors_of(predicted: Predicted, measured: Measured) -> dict[str, float]:
+    """Measured over predicted, less one."""
+    names = ("step_s", "device_nbytes", "arena_nbytes", "ssd_nbytes")
+    return {name: getattr(measured, name) / getattr(predicted, name) - 1 for name in names}
+
+
+def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) -> dict[str, float]:
+    """The table of what was promised and what came; the largest errors."""
+    rows, step_errors, peak_errors = [], [], []
+    for case, predicted, measured in cases:
+        if measured.error is not None:
+            rows.append((case.title, f"failed: {measured.error}", *[""] * 10))
+            continue
+        errors = errors_of(predicted, measured)
+        step_errors.append(abs(errors["step_s"]))
+        peak_errors += [abs(error) for name, error in errors.items() if name != "step_s"]
+        cells = [
+            f"{predicted.bound_s:.3f}",
+            f"{predicted.simulated_s:.3f}",
+            f"{predicted.step_s:.3f}",
+            f"{measured.step_s:.3f}",
+            f"{errors['step_s']:+.1%}",
+        ]
+        for name in ("device_nbytes", "arena_nbytes", "ssd_nbytes"):
+            sizes = (getattr(predicted, name) / MIB, getattr(measured, name) / MIB)
+            cells += [f"{sizes[0]:.0f} / {sizes[1]:.0f}", f"{errors[name]:+.1%}"]
+        rows.append((case.title, *cells))
+    header = (
+        "job",
+        "bound, s",
+        "simulated, s",
+        "predicted, s",
+        "measured, s",
+        "error",
+        "device, MiB",
+        "error",
+        "arena, MiB",
+        "error",
+    )
+    report.add_table((*header, "SSD, MiB", "error"), rows)
+    return {"step_error_max": max(step_errors, default=1.0), "peak_error_max": max(peak_errors, default=1.0)}
+
+
+def add_choices(report: Report, cases: Sequence[tuple[Case, Predicted]]) -> None:
+    """The table of what was decided for each job."""
+    rows = []
+    for case, predicted in cases:
+        chosen = predicted.choices
+        layers: Counter[str] = Counter()
+        for run in chosen["activations"]:
+            first, _, last = run["layers"].partition("-")
+            number = int(last or first) - int(first) + 1
+            layers[run["rest"]] += number
+            layers["holding"] += number * ("kept" in run or "swapped" in run)
+            layers["input swapped"] += number * (run["input"] == "swapped")
+        rows.append(
+            (
+                case.title,
+                " / ".join(str(chosen[f"states_on_{tier}"]) for tier in ("gpu", "host", "ssd")),
+                str(chosen["kept_grads_on_ssd"]),
+                str(chosen["layers_in_pieces"]),
+                f"{chosen['group_size']} of {chosen['num_microbatches']}",
+                " / ".join(str(layers[rest]) for rest in ("recomputed", "kept", "swapped")),
+                str(layers["holding"]),
+                str(layers["input swapped"]),
+            )
+        )
+    report.add(
+        "",
+        "What was planned, in blocks and layers. Layers that are recomputed may hold what some operators put out,",
+        "on the device or swapped; those are counted once more beside.",
+    )
+    states = ("states on device / host / SSD", "kept gradients on SSD", "in pieces", "micro-batches in a group")
+    report.add_table(
+        ("job", *states, "layers recomputed / kept / swapped", "recomputed, holding some", "input swapped"), rows
+    )
+
+
+def _measured(folder: Path) -> Hardware:
+    """This machine as it is now."""
+    return measure_hardware(Settings(home=folder, ssd_dirs=(folder / "measured",)), tell=lambda _: None)
+
+
+def _add_machines(report: Report, cases: Sequence[Case], machines: Sequence[Hardware]) -> None:
+    rows = [
+        (
+            case.title,
+            f"{machine.gpus.tflops * 1000:.0f}",
+            f"{machine.host.memory_gb_per_s:.1f}",
+            f"{machine.host.adam_params_per_s / 1e6:.0f}",
+            f"{machine.pcie.h2d_gb_per_s:.1f} / {machine.pcie.d2h_gb_per_s:.1f}",
+            f"{machine.ssds.read_gb_per_s:.2f} / {machine.ssds.write_gb_per_s:.2f}",
+        )
+        for case, machine in zip(cases, machines, strict=True)
+    ]
+    report.add("", "This machine, as it was measured before each of the jobs that follow:")
+    columns = ("GFLOPS", "memory, GB/s", "Adam, M params/s", "copies in / out, GB/s", "SSD read / write, GB/s")
+    report.add_table(("before", *columns), rows)
+
+
+def main() -> None:
+    """Solve, predict, run, report, end with the line of ratios."""
+    options = parse_options("planner", __doc__, quick="one small model, one small job")
+    cases = QUICK_CASES if options.quick else CASES
+    num_timed_steps = 2 if options.quick else 6
+    report = Report(
+        "The planner", options.directory, {"form": "quick" if options.quick else "full", "training": "bf16"}
+    )
+    times = solve_times(quick=options.quick)
+    report.add("", f"Solving, seconds (Ratel's shapes, batch {_BATCH_SIZE} x {_NUM_TOKENS}, its server):")
+    report.add_table(
+        ("model", "from rates, s", "from times of layers, s"),
+        [(name, *(f"{seconds:.3f}" for seconds in both)) for name, both in times.items()],
+    )
+    report.add("The times are made up, by a layer's FLOPs; the longest of three with what computing again takes.")
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
+        directory = Path(name).resolve()
+        torch.set_num_threads(num_cores())
+        retain_freed_memory()  # as jobs do
+        found, machines = [], []
+        for i, case in enumerate(cases):
+            folder = directory / str(i)
+            case.workload(num_timed_steps=num_timed_steps).write(folder)
+            machines.append(_measured(folder))
+            question = question_of(case, machines[-1])
+            predicted = predict(case, question, Profiles(question), folder, directory / "kernels")
+            found.append((case, predicted, run_planned(folder)))
+        swaps = sweep(QUICK_SWAPS if options.quick else SWAPS, _measured(directory), directory)
+    _add_machines(report, cases, machines)
+    add_choices(report, [(case, predicted) for case, predicted, _ in found])
+    ratios = add_promises(report, found)
+    report.add(
+        "Predicted / measured. What is predicted of a step is the larger of its bound, by the cost model, and of the",
+        "simulated step. Each prediction was on disk before its job ran. Arena and SSD: what the kernel has given them",
+        "in the last step.",
+    )
+    ratios |= add_swaps(report, swaps)
+    report.finish({"solve_s_max": max(map(max, times.values())), **ratios})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Jobs on this machine that are planned: what may be promised about each, written to disk before it runs."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.workload import ModelShape, Workload, model_config
+from benchmarks.planner.run import JOB_FILE
+from benchmarks.reporting.machine import num_cores
+from windlass.amounts import GIB
+from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, placement_json
+from windlass.planner.hardware import Hardware
+from windlass.planner.planning import PlanQuestion
+from windlass.planner.planning.feasibility import with_part
+from windlass.planner.planning.planner import Profiles, fastest_plan, limits_of
+from windlass.planner.planning.report import choices_of
+from windlass.planner.simulation import simulated_step_s
+from windlass.planner.solver import Tier
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A job, and what it may take. Budgets in MiB; None: what the machine has."""
+
+    title: str
+    hidden: int
+    num_layers: int
+    batch_size: int
+    sequence_length: int
+    num_microbatches: int = 1
+    clip_norm: float | None = None
+    device_mib: int | None = None
+    memory_mib: int | None = None  # of the device and the arena together
+
+    def workload(self, *, num_timed_steps: int) -> Workload:
+        """To be written."""
+        return Workload(
+            shape=ModelShape(
+                hidden=self.hidden,
+                num_layers=self.num_layers,
+                vocab=4096,
+                intermediate=self.hidden * 11 // 4,
+                num_heads=self.hidden // 64,
+            ),
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            num_warmup_steps=2,
+            num_timed_steps=num_timed_steps,
+            num_threads=num_cores(),
+            seed=1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What is promised. Bytes of the device are of what the engine allocates."""
+
+    step_s: float  # simulated, and not less than the bound
+    bound_s: float  # by the cost model alone
+    simulated_s: float
+    device_nbytes: int
+    arena_nbytes: int
+    ssd_nbytes: int
+    swapped_nbytes: int  # room for activations that leave the device
+    choices: dict[str, Any]  # see `planner.report`
+
+
+def question_of(case: Case, machine: Hardware) -> PlanQuestion:
+    """What the planner is asked, with the blocks' times measured here and now."""
+    if case.memory_mib is not None:
+        # Above what the planner leaves to processes.
+        gib = case.memory_mib / 1024 + machine.host.memory_gib - limits_of(machine).host_nbytes / GIB
+        machine = with_part(machine, host=with_part(machine.host, memory_gib=gib))
+    return PlanQuestion(
+        config=model_config(case.workload(num_timed_steps=1).shape, case.sequence_length),
+        hardware=machine,
+        batch_size=case.batch_size,
+        sequence_length=case.sequence_length,
+        num_microbatches=case.num_microbatches,
+        clips=case.clip_norm is not None,
+        device_memory_nbytes=None if case.device_mib is None else case.device_mib * MIB,
+        measures=True,
+    )
+
+
+def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path, kernel_dir: Path) -> Predicted:
+    """Plan a job, and write what is planned and what is predicted into its folder, beside its workload.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    job, solution, step_s = fastest_plan(question, profiles)
+    assert step_s is not None, "there is a model"
+    found = Predicted(
+        step_s=step_s,
+        bound_s=solution.step_s,
+        simulated_s=simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores()),
+        device_nbytes=solution.nbytes[Tier.DEVICE],
+        arena_nbytes=solution.plan.arena_nbytes,
+        ssd_nbytes=solution.plan.ssd_nbytes + solution.plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
+        swapped_nbytes=solution.placement.host_activation_nbytes + solution.placement.ssd_activation_nbytes,
+        choices=choices_of(job, solution),
+    )
+    planned = {
+        "num_microbatches": case.num_microbatches,
+        "clip_norm": case.clip_norm,
+        "placement": placement_json.to_json(solution.placement),
+        "arena_nbytes": solution.plan.arena_nbytes,
+        "kernel_dir": str(kernel_dir),
+        "predicted": asdict(found),
+    }
+    (folder / JOB_FILE).write_text(json.dumps(planned))
+    return found

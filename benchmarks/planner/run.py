@@ -1,0 +1,153 @@
+"""A planned job, run in a process of its own: `python -m benchmarks.planner.run {time,memory} FOLDER`
+
+What memory it took is asked of the kernel, never of the plan: private memory on the device's side (the device is the
+CPU), pages of the arena, blocks of the SSD directory. Prints one JSON object.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.peers.workload import read_workload
+
+if TYPE_CHECKING:
+    from windlass.actors.job import JobSpec
+
+JOB_FILE = "planned.json"  # beside the workload
+_HOME, _SSD = "home", "ssd"
+_NUM_MEMORY_STEPS = 4  # after these no job takes more
+_BLOCK_NBYTES = 512  # that `st_blocks` counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run gave; `error` says why it gave nothing."""
+
+    error: str | None = None
+    step_s: float = 0.0  # mean of the timed steps
+    device_nbytes: int = 0
+    arena_nbytes: int = 0
+    ssd_nbytes: int = 0
+
+
+def run_planned(folder: Path) -> Measured:
+    """Train what a folder holds, in a process of its own: once for the time, and some steps once more for the memory.
+
+    Where freed memory goes back to the system at once, so that what is private is what lives, a step takes twice as
+    long.
+    """
+    from benchmarks.activations.run import MALLOC
+
+    timed = run_timed(folder)
+    if timed.error is not None:
+        return timed
+    return replace(_run("memory", folder, MALLOC), step_s=timed.step_s)
+
+
+def run_timed(folder: Path) -> Measured:
+    """Train what a folder holds, in a process of its own, for the time alone."""
+    return _run("time", folder, {})
+
+
+def _run(what: str, folder: Path, environment: dict[str, str]) -> Measured:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner.run", what, str(folder)]
+    found = subprocess.run(command, cwd=Path.cwd(), env=os.environ | environment, capture_output=True, text=True)
+    for name in (_HOME, _SSD):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    if found.returncode != 0:
+        raise RuntimeError(f"{folder.name} failed:\n{found.stderr[-4000:]}")
+    return Measured(**json.loads(found.stdout.splitlines()[-1]))
+
+
+def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
+    """The job: the workload's, with what was planned. `num_steps`: not all of the workload's."""
+    from benchmarks.peers.windlass_runner import job_spec
+    from windlass.engine.memory_plan import placement_json
+    from windlass.storage.ids import JobId
+
+    workload, planned = read_workload(folder), json.loads((folder / JOB_FILE).read_text())
+    home, ssd_dir = folder / _HOME, folder / _SSD
+    home.mkdir()
+    spec = job_spec(workload, folder, home, [ssd_dir])
+    hyper = replace(spec.hyperparameters, num_microbatches=planned["num_microbatches"], clip_norm=planned["clip_norm"])
+    return replace(
+        spec,
+        job=JobId(f"planned-{os.getpid()}"),
+        hyperparameters=hyper,
+        total_steps=num_steps or spec.total_steps,
+        placement=placement_json.from_json(planned["placement"]),
+        host_memory_nbytes=planned["arena_nbytes"],
+        kernel_dir=planned["kernel_dir"],
+    )
+
+
+def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = True) -> Measured:
+    """Train in this process, all actors as threads. `watches_memory`: which takes some percent of a step on few cores.
+
+    `num_steps`: not all of the workload's.
+    """
+    from benchmarks.activations.run import PrivateMemory, private_nbytes
+    from windlass.actors.job import JOURNAL_FILE, read_journal
+    from windlass.actors.job.journal import METRICS
+    from windlass.actors.messages import ComputeBlock, KernelChosen, Message
+    from windlass.actors.runtime.local_runner import run_local
+    from windlass.engine.model import partition_folder
+
+    spec, workload = planned_spec(folder, num_steps), read_workload(folder)
+    partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
+    memory, is_watched = PrivateMemory(), False
+    at_kernels: list[int] = []  # private memory: when the optimizer is ready, and when states are on the device
+    blocks = {"arena": 0, "ssd": 0}
+
+    def look(_to: str, message: Message) -> None:
+        nonlocal is_watched
+        if isinstance(message, KernelChosen):
+            at_kernels.append(private_nbytes())
+        elif isinstance(message, ComputeBlock):
+            if watches_memory and not is_watched:
+                is_watched = True
+                memory.start()
+            if message.step == spec.total_steps and not blocks["ssd"]:
+                blocks["ssd"] = _used_nbytes(Path(spec.ssd_dirs[0]), "*")
+                blocks["arena"] = _used_nbytes(Path(spec.arena_dir), f"windlass-{spec.job}-*")
+
+    try:
+        outcome = run_local(spec, partition=partition, on_message=look)
+    finally:
+        device_nbytes = memory.stop()
+    if outcome["status"] != "succeeded":
+        return Measured(error=str(outcome["error"]))
+    steps: list[dict[str, Any]] = [
+        each.data for each in read_journal(Path(spec.job_dir) / JOURNAL_FILE) if each.kind == METRICS
+    ]
+    return Measured(
+        step_s=statistics.fmean(data["timeline"]["period_s"] for data in steps[workload.num_warmup_steps :]),
+        device_nbytes=device_nbytes + at_kernels[-1] - at_kernels[0],
+        arena_nbytes=blocks["arena"],
+        ssd_nbytes=blocks["ssd"],
+    )
+
+
+def _used_nbytes(folder: Path, pattern: str) -> int:
+    return sum(path.stat().st_blocks * _BLOCK_NBYTES for path in folder.glob(pattern) if path.is_file())
+
+
+def main() -> None:
+    """Train as the folder says, for the time or for the memory."""
+    from windlass.engine.device import retain_freed_memory
+
+    retain_freed_memory()  # as the worker's process in a service does
+    what, folder = sys.argv[1:]
+    asks_memory = what == "memory"
+    measured = train(Path(folder), _NUM_MEMORY_STEPS if asks_memory else None, watches_memory=asks_memory)
+    print(json.dumps(asdict(measured)))
+
+
+if __name__ == "__main__":
+    main()

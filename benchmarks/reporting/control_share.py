@@ -1,0 +1,81 @@
+"""How much processor time windlass spends on steering: everything that is neither a kernel nor I/O.
+
+Seen from outside, by thread. In a worker that computes, the hottest threads run the kernels, as many as it was given
+for them, and so do those that update what rests on the device (the Python between two kernels on these counts as
+kernel, as in plain PyTorch). In an SSD server the time
+inside the system is I/O. Threads that move bytes are counted apart: those of SSD servers, whose time outside the system
+goes mostly into checksums, and those which copy between host memory and a device that is the CPU, where a GPU has
+engines of its own. All the rest is control: the scheduler, Ray's daemon, messages.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from benchmarks.reporting.pss import ThreadSeconds
+
+# As Ray names them; the second kind is that of `throttled_actors.py`.
+_WORKERS = (b"ray::ActorShell", b"ray::ThrottledShell")
+# Threads that update states on the device, and
+_UPDATERS = ("DeviceStates.ru",)
+# threads that move bytes, by the names that actors give the kernel (`actors/lifecycle/threads.py`).
+_MOVERS = ("SsdServer_trans", "ParamFeed_arriv", "GradOffload", "PartialGrads.ru")
+
+
+class Role(StrEnum):
+    """What a process of a job does."""
+
+    COMPUTE = "compute"
+    SSD = "ssd"
+    CONTROL = "control"
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Processor seconds beside kernels and the system's I/O."""
+
+    control_s: float
+    moving_s: float  # of threads that move bytes
+
+
+def overhead(
+    before: Mapping[tuple[int, int], ThreadSeconds],
+    after: Mapping[tuple[int, int], ThreadSeconds],
+    roles: Mapping[int, Role],
+    num_threads: int,
+) -> Overhead:
+    """What was spent between two looks at all threads. `num_threads`: of a worker's kernels."""
+    by_process: dict[int, list[ThreadSeconds]] = defaultdict(list)
+    nothing = ThreadSeconds(0.0, 0.0, "")
+    for (pid, tid), now in after.items():
+        past = before.get((pid, tid), nothing)
+        by_process[pid].append(ThreadSeconds(now.user_s - past.user_s, now.system_s - past.system_s, now.name))
+    control_s = moving_s = 0.0
+    for pid, threads in by_process.items():
+        role, counted = roles.get(pid, Role.CONTROL), threads
+        if role is Role.COMPUTE:
+            threads = [thread for thread in threads if thread.name not in _UPDATERS]
+            counted = sorted(threads, key=lambda each: each.user_s + each.system_s, reverse=True)[num_threads:]
+        for thread in counted:
+            seconds = thread.user_s + (0.0 if role is Role.SSD else thread.system_s)
+            if role is not Role.CONTROL and thread.name in _MOVERS:
+                moving_s += seconds
+            else:
+                control_s += seconds
+    return Overhead(control_s, moving_s)
+
+
+def role_of(pid: int, ssd_dirs: Sequence[Path]) -> Role:
+    """The role of a process of a job that runs on Ray: Ray names its workers after the actor's class."""
+    process = Path(f"/proc/{pid}")
+    try:
+        command = (process / "cmdline").read_bytes()
+        files = [file.readlink() for file in (process / "fd").iterdir()]
+    except OSError:  # the process has ended
+        return Role.CONTROL
+    if not command.startswith(_WORKERS):
+        return Role.CONTROL
+    holds_store = any(file.is_relative_to(directory) for file in files for directory in ssd_dirs)
+    return Role.SSD if holds_store else Role.COMPUTE

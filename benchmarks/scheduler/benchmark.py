@@ -1,0 +1,186 @@
+"""What the scheduler's order is worth: `python -m benchmarks.scheduler [--quick]`
+
+The same model in windlass's real engine, all actors in one process, its queues in order of arrival (FIFO) or of
+priority, steps one after the other or overlapped, without clipping (updates as gradients arrive) and with it (updates
+once all are known). Compute, and the optimizer or the SSD, are throttled, so that the optimizer's or the SSD's share of
+a step takes so many times what the compute takes: real bytes, updates and operations, held back (`throttle.py`). What
+is throttled was busy for its bytes, parameters or FLOP over the declared rate, never for the length of a sleep; what is
+not, for the time in which it worked. The plan is what a job gets where host memory is free: without clipping gradients
+of a third of the blocks have room while they wait for their updates.
+Source: AutoHete, section 3.3.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.workload import ModelShape, Workload
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import Report, parse_options, spread
+from benchmarks.scheduler.cases import Bench, Bottleneck, Case, Reference, Result
+from benchmarks.step import describe
+from windlass.actors.policy import QueueOrder
+from windlass.actors.timeline import COMPUTE
+
+# Overlap efficiency that is expected where no dependency stands against it.
+_EFFICIENCY = 0.92
+
+
+def bottlenecks(*, quick: bool) -> list[Bottleneck]:
+    """The slow resources, from the one that hides under the compute."""
+    if quick:
+        return [Bottleneck(resource="optimizer", over_compute=1.0)]
+    ratios = {"optimizer": (0.5, 1.0, 1.25, 1.5), "ssd": (1.0, 1.5)}
+    return [Bottleneck(resource=name, over_compute=each) for name, found in ratios.items() for each in found]
+
+
+def cases(*, quick: bool) -> Iterator[Case]:
+    """Those that are compared follow each other."""
+    for bottleneck, clips, overlaps in product(bottlenecks(quick=quick), (False, True), (True, False)):
+        for queues in QueueOrder:
+            yield Case(bottleneck=bottleneck, clips=clips, queues=queues, overlaps_steps=overlaps)
+
+
+def workload_of(*, quick: bool) -> Workload:
+    """Many small blocks of one size, which by themselves take a tenth of what throttles make them take."""
+    return Workload(
+        shape=ModelShape(hidden=64, num_layers=40, vocab=784, intermediate=176, num_heads=2),
+        batch_size=2,
+        sequence_length=32,
+        num_warmup_steps=1,
+        num_timed_steps=2 if quick else 3,
+        num_threads=1,
+        seed=1,
+    )
+
+
+def compute_s_of(*, quick: bool) -> float:
+    """What the compute of a step takes, throttled."""
+    return 1.5 if quick else 3.0
+
+
+def priority_over_fifo(results: Mapping[Case, Result], case: Case) -> float:
+    """How many times as fast a case in order of priority is as the same in order of arrival."""
+    return results[replace(case, queues=QueueOrder.FIFO)].mean_step_s / results[case].mean_step_s
+
+
+def bound_s(results: Mapping[Case, Result], case: Case, reference: Reference) -> float:
+    """The shortest step that dependencies allow where steps overlap."""
+    return max(results[case].cycle_s, reference.chain_s(case.bottleneck, clips=case.clips))
+
+
+def add_table(
+    report: Report, results: Mapping[Case, Result], reference: Reference, simulated: Mapping[Case, float]
+) -> None:
+    """Every case, what it could reach, what its order is worth, and what the simulator made of it."""
+    rows = []
+    for case, result in results.items():
+        bound = bound_s(results, case, reference)
+        rows.append(
+            (
+                f"{case.bottleneck.resource} x {case.bottleneck.over_compute:g}",
+                "on" if case.clips else "off",
+                "overlapped" if case.overlaps_steps else "alone",
+                str(case.queues),
+                spread(result.step_s),
+                f"{result.mean_step_s:.2f}",
+                f"{result.busy_s[COMPUTE]:.2f}",
+                f"{result.busy_s[case.bottleneck.actor]:.2f}",
+                f"{result.efficiency:.3f}",
+                f"{bound:.2f}" if case.overlaps_steps else "",
+                f"{result.mean_step_s / bound:.3f}" if case.overlaps_steps else "",
+                "" if case.queues is QueueOrder.FIFO else f"{priority_over_fifo(results, case):.3f}",
+                f"{simulated[case]:.2f}",
+            )
+        )
+    columns = ("throttled", "clipping", "steps", "queues", "step, s", "mean", "compute busy, s", "throttled busy, s")
+    report.add_table(
+        (*columns, "overlap efficiency", "bound, s", "step over bound", "priority over FIFO", "simulated, s"), rows
+    )
+
+
+def simulator_errors(results: Mapping[Case, Result], simulated: Mapping[Case, float]) -> list[float]:
+    """How far simulated steps are from measured ones, as shares of these."""
+    return [abs(simulated[case] / result.mean_step_s - 1) for case, result in results.items()]
+
+
+def ratios_of(results: Mapping[Case, Result], reference: Reference, simulated: Mapping[Case, float]) -> dict[str, Any]:
+    """By clipping and bottleneck; then the best and the worst of all."""
+    found: dict[str, Any] = {"unclipped": {}, "clipped": {}}
+    gains: dict[bool, list[float]] = {True: [], False: []}  # by whether steps overlap
+    efficiencies, over_bounds = [], []
+    for case, result in results.items():
+        if case.queues is QueueOrder.FIFO:
+            continue
+        gain = priority_over_fifo(results, case)
+        gains[case.overlaps_steps].append(gain)
+        if not case.overlaps_steps:
+            continue
+        bound = bound_s(results, case, reference)
+        if result.busy_s[result.busiest] / bound >= _EFFICIENCY:
+            efficiencies.append(result.efficiency)
+        else:
+            over_bounds.append(result.mean_step_s / bound)
+        found["clipped" if case.clips else "unclipped"][case.bottleneck.name] = {
+            "priority_over_fifo": gain,
+            "overlapped_over_alone": results[replace(case, overlaps_steps=False)].mean_step_s / result.mean_step_s,
+            "overlap_efficiency": result.efficiency,
+            "step_over_bound": result.mean_step_s / bound,
+        }
+    return {
+        **found,
+        "priority_over_fifo_best": max(gains[True]),
+        "priority_over_fifo_min": min(gains[True]),
+        "priority_over_fifo_alone_min": min(gains[False]),
+        "overlap_efficiency_min": min(efficiencies, default=None),
+        "step_over_bound_max": max(over_bounds, default=None),
+        "simulator_error_max": max(simulator_errors(results, simulated)),
+    }
+
+
+def _priority() -> str:
+    """Of this process."""
+    is_normal = os.sched_getscheduler(0) == os.SCHED_OTHER
+    return f"nice {os.nice(0)}" if is_normal else "real-time priority, so that other programs did not hold it up"
+
+
+def main() -> None:
+    """Measure, report, end with the line of ratios."""
+    options = parse_options("scheduler", __doc__, quick="one bottleneck, shorter steps")
+    workload, compute_s = workload_of(quick=options.quick), compute_s_of(quick=options.quick)
+    configuration = {
+        "form": "quick" if options.quick else "full",
+        "model": describe(workload),
+        "compute": f"throttled to {compute_s:g} s a step: a quarter forward, as blocks are computed again",
+        "beside": f"load average {os.getloadavg()[0]:.1f} on {num_cores()} cores when it began; {_priority()}",
+    }
+    report = Report("The scheduler's order, with throttled resources", options.directory, configuration)
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
+        bench = Bench(Path(name).resolve(), workload)
+        reference, free = bench.reference(compute_s)
+        results = {case: bench.measure(case, reference) for case in cases(quick=options.quick)}
+        simulated = {case: bench.simulate(case, reference) for case in results}
+    busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in free.busy_s.items())
+    report.add(
+        f"Without throttles a step takes {free.mean_step_s:.2f} s (busy: {busy}) and moves "
+        f"{reference.ssd_nbytes / 1e6:.0f} MB to and from the SSD."
+    )
+    add_table(report, results, reference, simulated)
+    report.add(
+        "Steps are median (smallest to largest); ratios are of means. Of steps that do not overlap one is timed, after",
+        "another. The bound of overlapped steps is the longest cycle of a block, as the job's timeline tells it, or,",
+        "where that is longer, the chain of all updates: from the first gradient (with clipping: from the last) to the",
+        f"next step's head. `overlap_efficiency_min` is of those whose bound allows {_EFFICIENCY:g}, and",
+        "`step_over_bound_max` of the others, both in order of priority. Where steps do not overlap (`alone`) no order",
+        "can be better: there the ratio shows how far runs differ by themselves. The simulator runs the same policy on",
+        "the throttles' rates and, for what is not throttled, on those measured without throttles.",
+    )
+    report.finish(ratios_of(results, reference, simulated))
+
+
+if __name__ == "__main__":
+    main()

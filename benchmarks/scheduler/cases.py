@@ -1,0 +1,240 @@
+"""One job of `benchmarks.scheduler`: what is slow in it, its order, what bounds it, what it took and should have."""
+
+import math
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.windlass_runner import job_spec
+from benchmarks.peers.workload import MODEL_DIR, Workload
+from benchmarks.scheduler.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
+from windlass.actors.job import JOURNAL_FILE, JobSpec, SsdFacts, make_context, read_journal
+from windlass.actors.job.journal import METRICS
+from windlass.actors.messages import Phase
+from windlass.actors.policy import Ordering, QueueOrder
+from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.scheduler import job_shape
+from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE
+from windlass.engine.model import CHUNK_GRANULE, ModelLayout, Partition, build_meta_model, load_config
+from windlass.planner.simulation.simulate import Rates, Work, simulate
+from windlass.storage.ids import ActorName, Kernel, Precision
+from windlass.storage.io import Backend, IoSettings
+
+# What an update moves of a parameter with fp32 states, at least: master and moments in, these and the params out.
+_UPDATE_NBYTES = 12 + 14
+_CHUNKS_A_LAYER = 2
+# Two transfers at a time: one passes at the SSD's rate while the next is prepared.
+_SSDS = (SsdFacts(io=IoSettings(backend=Backend.THREADS, num_threads=2, depth=1, piece_nbytes=1 << 20), weight=1),)
+
+
+class CaseFailedError(Exception):
+    """A job did not end with a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """What is throttled beside the compute, to how many times the compute's time."""
+
+    resource: str  # "optimizer" or "ssd"
+    over_compute: float
+
+    @property
+    def name(self) -> str:
+        """For files and tables."""
+        return f"{self.resource}-{self.over_compute:g}"
+
+    @property
+    def actor(self) -> ActorName:
+        """Who is throttled."""
+        return ActorName(f"{self.resource}-0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to train."""
+
+    bottleneck: Bottleneck
+    clips: bool
+    queues: QueueOrder = QueueOrder.PRIORITY
+    overlaps_steps: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A machine whose compute takes so long for a step, and a step as it is; the rates follow."""
+
+    compute_s: float  # as it is to be
+    ssd_nbytes: int  # read and written in a step
+    layout: ModelLayout
+    num_tokens: int  # of a step
+
+    @property
+    def flop(self) -> tuple[int, int, int]:
+        """Of a step's forward pass, of its backward pass, and of the head between them."""
+        *layers, head = (block.numel * self.num_tokens for block in self.layout.blocks)
+        return FORWARD_FLOP * sum(layers), BACKWARD_FLOP * sum(layers), HEAD_FLOP * head
+
+    def throttle(self, bottleneck: Bottleneck) -> Throttle:
+        """The rates of a machine with this bottleneck."""
+        bottleneck_s = bottleneck.over_compute * self.compute_s
+        compute_flop_per_s = sum(self.flop) / self.compute_s
+        if bottleneck.resource == "optimizer":
+            rate = self.layout.numel / bottleneck_s
+            return Throttle(compute_flop_per_s=compute_flop_per_s, optimizer_params_per_s=rate)
+        return Throttle(compute_flop_per_s=compute_flop_per_s, ssd_bytes_per_s=self.ssd_nbytes / bottleneck_s)
+
+    def chain_s(self, bottleneck: Bottleneck, *, clips: bool) -> float:
+        """Between a step's gradients and the next ones, where steps overlap.
+
+        From the first gradient (with clipping: from the last) all updates must be done, one after the other, before the
+        next step's head can run, as every forward operation before it waits for its own.
+        """
+        throttle = self.throttle(bottleneck)
+        assert throttle.compute_flop_per_s is not None
+        _, backward_s, head_s = (flop / throttle.compute_flop_per_s for flop in self.flop)
+        if throttle.optimizer_params_per_s is not None:
+            update_s = self.layout.numel / throttle.optimizer_params_per_s
+        else:
+            assert throttle.ssd_bytes_per_s is not None
+            update_s = _UPDATE_NBYTES * self.layout.numel / throttle.ssd_bytes_per_s
+        return update_s + head_s + (backward_s if clips else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the timelines of the timed steps tell."""
+
+    step_s: tuple[float, ...]
+    busy_s: Mapping[str, float]  # of each resource, a step
+    cycle_s: float  # the longest cycle of a block
+
+    @property
+    def mean_step_s(self) -> float:
+        """What one step borrows from the next is in it once."""
+        return statistics.fmean(self.step_s)
+
+    @property
+    def busiest(self) -> str:
+        """The resource that was busy longest."""
+        return max(self.busy_s, key=lambda resource: self.busy_s[resource])
+
+    @property
+    def efficiency(self) -> float:
+        """The busiest resource's busy time over the step's."""
+        return self.busy_s[self.busiest] / self.mean_step_s
+
+
+class Bench:
+    """Trains one model in many ways, in this process."""
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        self._folder = folder
+        self._workload = workload
+        self._free: list[dict[str, Any]] = []  # timelines of the reference's steps
+        workload.write_here(folder)
+
+    def reference(self, compute_s: float) -> tuple[Reference, Result]:
+        """What a step is, as it trains without throttles; and how long that takes."""
+        layout = self._partition().layout
+        metrics = self._train(self._spec(), Throttle())
+        self._free = [data["timeline"] for data in metrics]
+        moved = [data["ssd_bytes_read"] + data["ssd_bytes_written"] for data in metrics]  # since the job began
+        nbytes = (moved[-1] - moved[0]) // (len(moved) - 1)
+        num_tokens = self._workload.batch_size * self._workload.sequence_length
+        reference = Reference(compute_s=compute_s, ssd_nbytes=nbytes, layout=layout, num_tokens=num_tokens)
+        return reference, result_of(metrics, Throttle())
+
+    def measure(self, case: Case, reference: Reference) -> Result:
+        """Trains in one way. Steps that do not overlap do not differ: one of them is timed."""
+        throttle = reference.throttle(case.bottleneck)
+        return result_of(self._train(self._spec_of(case), throttle), throttle)
+
+    def simulate(self, case: Case, reference: Reference) -> float:
+        """Seconds a step in the simulator, the mean of the timed ones. What is not throttled is as fast as it was in
+        the reference.
+        """
+        context = make_context(self._spec_of(case), reference.layout, "", _SSDS)
+        throttle = reference.throttle(case.bottleneck)
+        ssd_rate = throttle.ssd_bytes_per_s or self._free_rate("ssd-0")
+        update_s = statistics.fmean(timeline["busy_s"]["optimizer-0"] for timeline in self._free)
+        rates = Rates(
+            h2d_bytes=self._free_rate(TO_DEVICE),
+            d2h_bytes=self._free_rate(FROM_DEVICE),
+            ssd_read_bytes=(ssd_rate,),
+            ssd_write_bytes=(ssd_rate,),
+            optimizer_params=throttle.optimizer_params_per_s or reference.layout.numel / update_s,
+            device_params=math.inf,  # nothing rests there
+        )
+        assert throttle.compute_flop_per_s is not None
+        flop = {Phase.FORWARD: FORWARD_FLOP, Phase.BACKWARD: BACKWARD_FLOP, Phase.HEAD: HEAD_FLOP}
+        compute_s = {
+            (phase, block.index): flop[phase] * block.numel * reference.num_tokens / throttle.compute_flop_per_s
+            for phase in flop
+            for block in reference.layout.blocks
+        }
+        steps = simulate(context, job_shape(context, lambda _: "{}"), rates, Work(compute_s=compute_s))
+        return statistics.fmean(step.summary["period_s"] for step in steps[self._workload.num_warmup_steps :])
+
+    def _free_rate(self, resource: str) -> float:
+        """Bytes a second of a resource in the reference, while it was busy."""
+        moved = sum(timeline["moved_bytes"][resource] for timeline in self._free)
+        return float(moved / sum(timeline["busy_s"][resource] for timeline in self._free))
+
+    def _spec_of(self, case: Case) -> JobSpec:
+        spec = self._spec()
+        hyper = replace(spec.hyperparameters, clip_norm=1.0 if case.clips else None)
+        ordering = Ordering(queues=case.queues, overlaps_steps=case.overlaps_steps)
+        num_steps = spec.total_steps if case.overlaps_steps else self._workload.num_warmup_steps + 1
+        return replace(spec, hyperparameters=hyper, ordering=ordering, total_steps=num_steps)
+
+    def _spec(self) -> JobSpec:
+        spec = job_spec(self._workload, self._folder, self._folder / "job", [self._folder / "ssd"])
+        # Nothing is compiled for updates so small.
+        hyper = replace(spec.hyperparameters, kernel=Kernel.FUSED)
+        return replace(spec, hyperparameters=hyper, kernel_dir=None, compute_threads=1, optimizer_threads=1)
+
+    def _partition(self) -> Partition:
+        chunk_numel = -(-self._workload.shape.num_layer_params // _CHUNKS_A_LAYER)
+        model = build_meta_model(load_config(str(self._folder / MODEL_DIR)), Precision.BF16)
+        return Partition(model, -(-chunk_numel // CHUNK_GRANULE) * CHUNK_GRANULE)
+
+    def _train(self, spec: JobSpec, throttle: Throttle) -> list[dict[str, Any]]:
+        """The metrics of the timed steps."""
+        for name in (spec.job_dir, *spec.ssd_dirs):
+            Path(name).mkdir(exist_ok=True)
+        try:
+            with throttle.holding_back():
+                outcome = run_local(spec, partition=self._partition(), ssds=_SSDS)
+            if outcome["status"] != "succeeded":
+                raise CaseFailedError(f"the job ended as {outcome['status']}: {outcome['error']}")
+            records = read_journal(Path(spec.job_dir) / JOURNAL_FILE)
+            return [
+                record.data
+                for record in records
+                if record.kind == METRICS and record.data["step"] > self._workload.num_warmup_steps
+            ]
+        finally:
+            shutil.rmtree(spec.job_dir)
+
+
+def result_of(metrics: Sequence[Mapping[str, Any]], throttle: Throttle) -> Result:
+    """What the timelines of some steps tell.
+
+    Transfers are told of when their whole request is done, so of an SSD only the bytes tell how long it was busy.
+    """
+    timelines = [data["timeline"] for data in metrics]
+    busy_s = {
+        name: statistics.fmean(timeline["busy_s"][name] for timeline in timelines) for name in timelines[0]["busy_s"]
+    }
+    if throttle.ssd_bytes_per_s is not None:
+        for name in (each for each in busy_s if each.startswith("ssd-")):
+            nbytes = statistics.fmean(timeline["moved_bytes"][name] for timeline in timelines)
+            busy_s[name] = nbytes / throttle.ssd_bytes_per_s
+    return Result(
+        step_s=tuple(timeline["period_s"] for timeline in timelines),
+        busy_s=busy_s,
+        cycle_s=statistics.median(timeline["dependency_bound_s"] for timeline in timelines),
+    )

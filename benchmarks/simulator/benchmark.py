@@ -1,0 +1,68 @@
+"""Does a simulated step take as long as a real one? `python -m benchmarks.simulator [--quick]`
+
+Small jobs whose activations are swapped, to host memory and on to SSDs, whose layers come in pieces, whose groups of
+micro-batches go through the blocks one after the other. They run in the real engine, all actors in one process, on a
+machine whose links, SSDs and compute are slow, at declared rates; the simulator gets the same rates, and nothing that
+was measured.
+"""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reporting.machine import num_cores
+from benchmarks.reporting.report import Report, parse_options
+from benchmarks.simulator.cases import BATCH_SIZE, CASES, LENGTH, NUM_LAYERS, NUM_STEPS, Comparison, compare
+
+QUICK_CASES = ("swapped, the SSDs", "in pieces")
+
+
+def add_table(report: Report, comparisons: Mapping[str, Comparison]) -> None:
+    """Every case."""
+    rows = [
+        (
+            name,
+            f"{found.real.step_s:.3f}",
+            f"{found.simulated.step_s:.3f}",
+            f"{100 * (found.simulated_over_real - 1):+.1f}",
+            "the same" if found.simulated.nbytes == found.real.nbytes else "others",
+        )
+        for name, found in comparisons.items()
+    ]
+    report.add_table(("job", "step, s", "simulated, s", "error, percent", "bytes by kind, block and step"), rows)
+
+
+def ratios_of(comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
+    """Errors as shares of what was measured; and how many cases moved other bytes than simulated."""
+    errors = [abs(found.simulated_over_real - 1) for found in comparisons.values()]
+    return {
+        "simulated_over_real": {name: found.simulated_over_real for name, found in comparisons.items()},
+        "simulator_error_max": max(errors),
+        "simulator_error_mean": statistics.fmean(errors),
+        "num_other_bytes": sum(found.simulated.nbytes != found.real.nbytes for found in comparisons.values()),
+    }
+
+
+def main() -> None:
+    """Measure, report, end with the line of ratios."""
+    options = parse_options("simulator", __doc__, quick="two of the jobs")
+    names = QUICK_CASES if options.quick else tuple(CASES)
+    configuration = {
+        "form": "quick" if options.quick else "full",
+        "model": f"{NUM_LAYERS} layers of hidden size 64, fp32, {BATCH_SIZE} examples of {LENGTH} tokens a step",
+        "steps": f"{NUM_STEPS}, of which the first and the last do not count",
+        "beside": f"load average {os.getloadavg()[0]:.1f} on {num_cores()} cores when it began",
+    }
+    report = Report("The simulator beside real jobs at declared rates", options.directory, configuration)
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as folder:
+        comparisons = {name: compare(CASES[name], Path(folder).resolve()) for name in names}
+    add_table(report, comparisons)
+    report.add("Where the machine has other work, threads that copy come late, and real steps are longer.")
+    report.finish(ratios_of(comparisons))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A machine in this process whose links, SSDs and compute are slow, and declared: what the simulator is compared with.
+
+As `throttle.py`, but product by product and copy by copy: layers wait in the midst of what they compute.
+"""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from benchmarks.scheduler.throttle import Gate, Throttle, sleep_until
+from windlass.actors.activations import tiered_store as activation_tiers
+from windlass.actors.gpu_worker import grad_accumulation as partial_grads
+from windlass.actors.gpu_worker import grad_offload
+from windlass.actors.gpu_worker import param_prefetcher as param_feed
+from windlass.actors.gpu_worker import streamed_params as param_pieces
+from windlass.actors.gpu_worker import worker as gpu_worker
+from windlass.engine.activations import host_store as activations_host
+from windlass.engine.device import device
+from windlass.engine.model import BlockRunner, Partition
+from windlass.engine.model import streamed_params as param_pieces_on_device
+
+_COPYING = (activations_host, device, grad_offload, param_feed, param_pieces, partial_grads)
+_copy = device.copy
+
+
+class SlowMachine:
+    """Rates that nothing is faster than. A product of a param with a token takes as long backward as two forward."""
+
+    def __init__(
+        self, *, products_per_s: float, h2d_bytes: float, d2h_bytes: float, ssd_bytes: float | None = None
+    ) -> None:
+        """`products_per_s`: of matrices' elements with tokens. `ssd_bytes`: of each SSD."""
+        self._products_per_s = products_per_s
+        self._due_s = 0.0  # when what was computed until now would be, on this machine
+        self._links = {True: Gate(d2h_bytes), False: Gate(h2d_bytes)}
+        self._throttle = Throttle(ssd_bytes_per_s=ssd_bytes)
+        # Bytes of each tensor that was swapped, by step and block.
+        self.swapped: dict[tuple[int, int], list[int]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Jobs in this process run on it meanwhile."""
+        tiers, pieces = activation_tiers.ActivationTiers, param_pieces_on_device.PieceBuffers
+        put = tiers.put
+
+        def noting(store: Any, tensor: torch.Tensor) -> Any:
+            self.swapped[store._watch.owner()].append(tensor.nbytes)
+            return put(store, tensor)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._throttle.holding_back())
+            for module in _COPYING:
+                stack.enter_context(patch.object(module, "copy", self._copy))
+            stack.enter_context(patch.object(gpu_worker, "BlockRunner", self._runner()))
+            for owner, name, call in ((tiers, "put", noting), (tiers, "get", tiers.get), (pieces, "hold", pieces.hold)):
+                stack.enter_context(patch.object(owner, name, self._waiting(call)))
+            yield
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # The arena is larger than anything on the device.
+        is_out = target.untyped_storage().nbytes() > source.untyped_storage().nbytes()
+        with self._links[is_out].passing(target.nbytes):
+            _copy(target, source)
+
+    def _runner(self) -> type[BlockRunner]:
+        machine = self
+
+        class SlowRunner(BlockRunner):
+            def __init__(self, partition: Partition, *arguments: Any, **options: Any) -> None:
+                for module in partition.model.modules():
+                    if isinstance(module, nn.Linear):
+                        module.register_forward_pre_hook(machine._begin)
+                        module.register_forward_hook(machine._end)
+                super().__init__(partition, *arguments, **options)
+
+            def install(self, *arguments: Any) -> None:
+                machine._due_s = time.monotonic()
+                super().install(*arguments)
+
+        return SlowRunner
+
+    def _waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Whoever computes may wait in it, and computes nothing meanwhile."""
+
+        def wait(*arguments: Any, **options: Any) -> Any:
+            start_s = time.monotonic()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._due_s += time.monotonic() - start_s
+
+        return wait
+
+    def _begin(self, module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        """A module's way backward ends where the gradient of its own view of its input is known."""
+        assert isinstance(module, nn.Linear)
+        (entering,) = inputs
+        entering = entering.view_as(entering)
+        if entering.requires_grad:
+            products = entering.numel() * module.out_features
+            entering.register_hook(lambda _: self._pass(2 * products))
+        return (entering,)
+
+    def _end(self, module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        assert isinstance(module, nn.Linear)
+        self._pass(output.numel() * module.in_features)
+
+    def _pass(self, products: int) -> None:
+        """What is slower by itself is as slow as it is."""
+        self._due_s += products / self._products_per_s
+        sleep_until(self._due_s)

@@ -1,0 +1,257 @@
+"""A store of activations in host memory."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from windlass.amounts import bytes_text
+from windlass.engine.activations.store import SwapCounter, SwapCounts, SwapHandle, SwapWatch, Unwatched
+from windlass.engine.device import Device, Event, copy
+from windlass.storage.ids import Span
+from windlass.storage.memory import SlotPool
+
+
+class ActivationMemoryError(RuntimeError):
+    """There is no room left for activations that leave the device."""
+
+
+class ActivationTimeoutError(TimeoutError):
+    """A copy of activations did not end in time."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one handle stands for."""
+
+    owner: object
+    left: Event
+    back: tuple[torch.Tensor, Event] | None = None  # where its bytes will be on the device, and when
+
+
+class HostActivations:
+    """Activations in slots of a piece of host memory that its caller owns, moved by a stream each way.
+
+    Slots may lie anywhere, so memory is lost only in the last slot of each put. On a GPU the memory should be pinned;
+    there no thread waits for a copy, but for those that bound what is on its way.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        memory: torch.Tensor,
+        slots: SlotPool,
+        *,
+        max_leaving_nbytes: int,
+        deadline_s: float,
+        watch: SwapWatch | None = None,
+    ) -> None:
+        """`memory`: flat uint8; offsets of `slots` count from its start.
+
+        `max_leaving_nbytes`: bytes on their way out that may still lie on the device; one put is always let through.
+        """
+        self._device = device
+        self._memory = memory
+        self._slots = slots
+        self._max_leaving_nbytes = max_leaving_nbytes
+        self._deadline_s = deadline_s
+        self._watch: SwapWatch = watch or Unwatched()
+        self._held: dict[SwapHandle, _Held] = {}  # until they are asked for or dropped
+        self._taken: dict[SwapHandle, list[Span]] = {}  # until copies are over
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._num_puts = 0
+        self._num_returning = 0  # handles whose slots come free when copies are over
+        self._leaving_nbytes = 0
+        self._counter = SwapCounter()
+        self._outward = device.open_stream()
+        self._inward = device.open_stream()
+
+    def put(self, tensor: torch.Tensor) -> SwapHandle:
+        """See ActivationStore.
+
+        Raises:
+            ActivationMemoryError: there are not enough free slots.
+            ActivationTimeoutError: earlier puts hang.
+        """
+        nbytes = tensor.nbytes
+        owner = self._watch.owner()
+        with self._changed:
+            self._wait_until(
+                lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= self._max_leaving_nbytes
+            )
+            spans = self._take_slots(nbytes)
+            handle = SwapHandle(self._num_puts, nbytes)
+            self._num_puts += 1
+            self._taken[handle] = spans
+            self._leaving_nbytes += nbytes
+            self._counter.hold(nbytes)
+            self._outward.wait(self._device.compute.record())
+            begun = self._outward.record()
+            for host, device in _pieces(self._memory, spans, tensor):
+                self._outward.run(functools.partial(copy, host, device))
+            copied = self._outward.record()
+            # What is called back holds the tensor: its memory is not used again before it was read.
+            self._outward.then(functools.partial(self._has_left, tensor, owner, begun, copied))
+            # A second event, so that on a CPU whoever waits for it finds the callback done.
+            self._held[handle] = _Held(owner, self._outward.record())
+        return handle
+
+    def room_nbytes(self, wanted_nbytes: int) -> int:
+        """How much of a put of that size would find room, in whole slots; what is about to come free is waited for.
+
+        Raises:
+            ActivationTimeoutError: that hangs.
+        """
+        num_slots = -(-wanted_nbytes // self._slots.slot_nbytes)
+        with self._changed:
+            self._wait_until(lambda: self._num_free >= num_slots or not self._num_returning)
+            return min(wanted_nbytes, self._num_free * self._slots.slot_nbytes)
+
+    def prefetch(self, handle: SwapHandle, into: torch.Tensor | None = None) -> None:
+        """See ActivationStore. `into`: device memory of the same size, for who has some."""
+        with self._changed:
+            held = self._held[handle]
+            if held.back is not None:
+                return
+            target = self._device.empty(handle.nbytes) if into is None else into
+            self._num_returning += 1
+            self._inward.wait(held.left)
+            self._inward.wait(self._device.compute.record())
+            begun = self._inward.record()
+            for host, device in _pieces(self._memory, self._taken[handle], target):
+                self._inward.run(functools.partial(copy, device, host))
+            copied = self._inward.record()
+            self._inward.then(functools.partial(self._is_back, handle, target, held.owner, begun, copied))
+            held.back = target, self._inward.record()
+
+    def get(self, handle: SwapHandle) -> torch.Tensor:
+        """See ActivationStore.
+
+        Raises:
+            ActivationTimeoutError: the copy hangs. A failed copy raises its own error.
+        """
+        self.prefetch(handle)
+        with self._changed:
+            held = self._held.pop(handle)
+        assert held.back is not None
+        (target, copied), compute = held.back, self._device.compute
+        if copied.is_over():
+            return target
+        asked = compute.record()
+        try:
+            compute.wait(copied)
+        except TimeoutError as error:
+            raise ActivationTimeoutError(
+                f"{bytes_text(handle.nbytes)} of activations did not come back from host memory within "
+                f"{self._deadline_s:g} s; the copy is stuck, or the deadline is too short for this machine"
+            ) from error
+        compute.then(functools.partial(self._waited, self._watch.owner(), asked, compute.record()))
+        return target
+
+    def drop(self, handle: SwapHandle) -> None:
+        """See ActivationStore."""
+        with self._changed:
+            held = self._held.pop(handle)
+            if held.back is None:
+                self._num_returning += 1
+                self._outward.then(functools.partial(self._release, handle))
+
+    @property
+    def counts(self) -> SwapCounts:
+        """See ActivationStore."""
+        with self._changed:
+            return self._counter.counts
+
+    def stop(self) -> None:
+        """Ends the streams, after what they were given, and the waits of others."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._outward.close()
+        self._inward.close()
+
+    def close(self) -> None:
+        """Lets go of what is held; after `stop`, when the threads of the streams have ended."""
+        with self._changed:
+            for handle in list(self._taken):
+                self._num_returning += 1
+                self._release(handle)
+            self._held.clear()
+
+    @property
+    def _num_free(self) -> int:
+        statistics = self._slots.statistics
+        return (statistics.held_nbytes - statistics.in_use_nbytes) // self._slots.slot_nbytes
+
+    def _take_slots(self, nbytes: int) -> list[Span]:
+        num_slots = -(-nbytes // self._slots.slot_nbytes)
+        self._wait_until(lambda: self._num_free >= num_slots or not self._num_returning)
+        spans = self._slots.try_acquire(num_slots)
+        if len(spans) < num_slots:
+            raise ActivationMemoryError(
+                f"no room for {bytes_text(nbytes)} of activations: {num_slots} slots of "
+                f"{bytes_text(self._slots.slot_nbytes)} are needed, and "
+                f"{bytes_text(self._slots.statistics.in_use_nbytes)} of "
+                f"{bytes_text(self._slots.statistics.held_nbytes)} are in use; raise "
+                "host_activation_nbytes of the placement, or let fewer layers swap"
+            )
+        return sorted(spans, key=lambda span: span.offset)
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        if condition():
+            return
+        start_s = time.monotonic()
+        is_over = self._changed.wait_for(lambda: self._stopping or condition(), self._deadline_s)
+        self._watch.waited(self._watch.owner(), start_s, time.monotonic())
+        if not is_over:
+            raise ActivationTimeoutError(
+                f"{bytes_text(self._leaving_nbytes)} of activations did not reach host memory within "
+                f"{self._deadline_s:g} s; the copy is stuck, or the deadline is too short for this machine"
+            )
+        if self._stopping:
+            raise InterruptedError("the store of activations was closed")
+
+    def _waited(self, owner: object, asked: Event, granted: Event) -> None:
+        self._watch.waited(owner, asked.time_s(), granted.time_s())
+
+    def _has_left(self, tensor: torch.Tensor, owner: object, begun: Event, copied: Event) -> None:
+        self._watch.moved(owner, begun.time_s(), copied.time_s(), tensor.nbytes, is_out=True)
+        with self._changed:
+            self._leaving_nbytes -= tensor.nbytes
+            self._counter.out_nbytes += tensor.nbytes
+            self._changed.notify_all()
+
+    def _is_back(self, handle: SwapHandle, target: torch.Tensor, owner: object, begun: Event, copied: Event) -> None:
+        """Holding the target until now has kept its memory from being used again where it was dropped meanwhile."""
+        self._watch.moved(owner, begun.time_s(), copied.time_s(), target.nbytes, is_out=False)
+        with self._changed:
+            self._counter.in_nbytes += target.nbytes
+        self._release(handle)
+
+    def _release(self, handle: SwapHandle) -> None:
+        """Nothing reads or writes its slots any more."""
+        with self._changed:
+            self._slots.release(self._taken.pop(handle))
+            self._counter.held_nbytes -= handle.nbytes
+            self._num_returning -= 1
+            self._changed.notify_all()
+
+
+def _pieces(memory: torch.Tensor, spans: list[Span], tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of equal size, host and device: one for each run of neighbouring slots. `spans` are in order."""
+    runs: list[list[int]] = []
+    for span in spans:
+        if runs and runs[-1][1] == span.offset:
+            runs[-1][1] += span.nbytes
+        else:
+            runs.append([span.offset, span.offset + span.nbytes])
+    pieces, start = [], 0
+    for first, past_last in runs:
+        nbytes = min(past_last - first, tensor.nbytes - start)
+        pieces.append((memory[first : first + nbytes], tensor[start : start + nbytes]))
+        start += nbytes
+    return pieces

@@ -1,0 +1,75 @@
+"""One block and one micro-batch, from the forward pass to the backward pass."""
+
+import torch
+
+from windlass.engine.activations.saved_graph import LentParams, SavedGraph, keep_graph
+from windlass.engine.activations.saved_tensors import SwappedView, UnitSwaps
+from windlass.engine.activations.selective_recompute import Layer, SelectiveRecompute, record
+from windlass.engine.activations.store import ActivationStore
+from windlass.engine.memory_plan import BlockActivations
+
+
+class Unit:
+    """Holds what a policy says in the forward pass, and goes backward with it."""
+
+    def __init__(
+        self, policy: BlockActivations, store: ActivationStore | None, params: LentParams, *, copies: bool
+    ) -> None:
+        """`copies`: hold copies of what operators put out, for a layer known to have Python autograd functions."""
+        self.has_function = copies  # a Python autograd function; known after the forward pass
+        self._policy = policy
+        self._swaps = UnitSwaps(store)
+        self._params = params
+        self._entering: torch.Tensor | SwappedView | None = None
+        self._replay: SelectiveRecompute | None = None
+        self._graph: SavedGraph | None = None
+
+    def forward(self, layer: Layer, entering: torch.Tensor) -> torch.Tensor:
+        """The layer's output, without a graph. The input is held only as the policy says."""
+        policy = self._policy
+        if policy.recompute:
+            # It comes first in the backward pass too.
+            self._entering = self._swaps.leave(entering) if policy.swap_input else entering
+        if not policy.recompute:
+            output, self._graph = keep_graph(layer, entering, policy, self._swaps, self._params)
+        elif policy.needs_grad:
+            output, self._replay, self.has_function = record(
+                layer, entering, policy, self._swaps, copies=self.has_function
+            )
+        else:
+            output = layer(entering)
+        self._swaps.seal()
+        return output
+
+    def prefetch(self) -> None:
+        """Begins to bring back what is swapped, in the order in which it will be asked for."""
+        self._swaps.prefetch(latest_first=self._graph is not None)
+
+    def backward(self, layer: Layer, grad: torch.Tensor) -> torch.Tensor:
+        """Goes backward, once; returns the gradient of the input."""
+        try:
+            if self._graph is not None:
+                return self._graph.backward(grad)
+            return self._backward_again(layer, grad)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Lets go of everything."""
+        self._swaps.drop_all()
+        self._entering = self._replay = self._graph = None
+
+    def _backward_again(self, layer: Layer, grad: torch.Tensor) -> torch.Tensor:
+        entering = self._entering.tensor() if isinstance(self._entering, SwappedView) else self._entering
+        assert entering is not None
+        entering = entering.detach().requires_grad_()
+        self._entering = None
+        with self._params.noted_by_place(entering):
+            if self._replay is None:
+                with torch.enable_grad():
+                    output = layer(entering)
+            else:
+                output = self._replay.run(layer, entering)
+        torch.autograd.backward(output, grad)
+        assert entering.grad is not None
+        return entering.grad

@@ -1,0 +1,89 @@
+"""What the operators of a layer put out and cost, found by their shapes alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry
+
+from windlass.engine.activations.selective_recompute import Layer, OperatorFacts, OperatorMode, storage_ref, tensors_in
+
+_aten = torch.ops.aten
+# Torch has no formula for this one; it takes the same arguments.
+_SAME_FLOPS = {_aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """One call of an operator in the forward pass."""
+
+    name: str  # as policies name it: "aten.mm.default#2"
+    outputs_nbytes: tuple[int, ...]  # of the storages that hold its outputs, as they would be kept or swapped
+    num_flops: int  # a multiplication and an addition are two; what is no product or convolution has none
+    is_saved: bool  # autograd saves its output
+    reads: tuple[int, ...]  # the operators before it whose outputs it reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """A layer's forward pass."""
+
+    operators: list[OperatorCost]
+    saves_input: bool  # autograd does
+
+
+def list_operators(layer: Layer, entering: torch.Tensor) -> LayerCost:
+    """The operators of a layer in their order; `entering` and the layer's params may be fake."""
+    entering = entering.detach().requires_grad_()
+    mode = _Lister(storage_ref(entering))
+    with torch.enable_grad(), saved_tensors_hooks(mode.note_saved, lambda packed: entering), mode:
+        layer(entering)
+    return LayerCost(
+        operators=[
+            OperatorCost(name=name, outputs_nbytes=nbytes, num_flops=num_flops, is_saved=i in mode.saved, reads=reads)
+            for i, (name, nbytes, num_flops, reads) in enumerate(mode.operators)
+        ],
+        saves_input=mode.saves_input,
+    )
+
+
+class _Lister(OperatorMode):  # type: ignore[no-untyped-call]
+    def __init__(self, entering: StorageWeakRef) -> None:
+        super().__init__()
+        self.operators: list[
+            tuple[str, tuple[int, ...], int, tuple[int, ...]]
+        ] = []  # name, bytes, FLOPs, what it reads
+        self.saved: set[int] = set()
+        self.saves_input = False
+        self._entering = entering
+        self._num_calls: dict[str, int] = {}
+        self._maker: dict[StorageWeakRef, int] = {}
+
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        ref = storage_ref(tensor)
+        if ref in self._maker:
+            self.saved.add(self._maker[ref])
+        elif ref == self._entering:
+            self.saves_input = True
+
+    def operator(self, facts: OperatorFacts, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        call = self._num_calls.get(facts.name, 0)
+        self._num_calls[facts.name] = call + 1
+        known = {storage_ref(tensor) for tensor in tensors_in((args, kwargs))}
+        reads = tuple(sorted({self._maker[ref] for ref in known if ref in self._maker}))
+        nbytes: list[int] = []
+        for tensor in tensors_in(result):
+            ref = storage_ref(tensor)
+            if ref not in known or facts.written:
+                nbytes.append(tensor.untyped_storage().nbytes())
+                self._maker[ref] = len(self.operators)
+                known.add(ref)
+        packet: Any = getattr(func, "overloadpacket", None)
+        formula: Callable[..., int] | None = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+        num_flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        self.operators.append((f"{facts.name}#{call}", tuple(nbytes), int(num_flops), reads))
+        return result

@@ -1,0 +1,96 @@
+"""Storages that leave the device between the forward and the backward pass of one block and micro-batch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from windlass.engine.activations.store import ActivationStore, SwapHandle
+
+
+class UnitSwaps:
+    """What one block of one micro-batch put into the store: each storage, at each version, once."""
+
+    def __init__(self, store: ActivationStore | None) -> None:
+        self._store = store
+        # A weak reference keeps the address of a storage from being used again, but not its memory.
+        self._known: dict[tuple[StorageWeakRef, int], Away] = {}
+        self._waiting: dict[SwapHandle, None] = {}
+
+    def leave(self, tensor: torch.Tensor) -> "SwappedView":
+        """Puts a tensor's storage into the store, unless it is there; nothing here holds the tensor then."""
+        storage = tensor.untyped_storage()
+        key = (StorageWeakRef(storage), tensor._version)  # type: ignore[no-untyped-call]
+        if key not in self._known:
+            assert self._store is not None
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            handle = self._store.put(whole)
+            self._waiting[handle] = None
+            self._known[key] = Away(self, handle)
+        return SwappedView(
+            self._known[key], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.device
+        )
+
+    def seal(self) -> None:
+        """The forward pass is over; from here on a storage lives as long as somebody holds a view of it."""
+        self._known.clear()
+
+    def prefetch(self, *, latest_first: bool) -> None:
+        """Begins to bring everything back."""
+        for handle in reversed(self._waiting) if latest_first else self._waiting:
+            assert self._store is not None
+            self._store.prefetch(handle)
+
+    def fetch(self, handle: SwapHandle) -> torch.Tensor:
+        """The bytes, once."""
+        assert self._store is not None
+        del self._waiting[handle]
+        return self._store.get(handle)
+
+    def drop(self, handle: SwapHandle) -> None:
+        """Forgets what nobody needs; does nothing if it is back."""
+        if handle in self._waiting:
+            assert self._store is not None
+            del self._waiting[handle]
+            self._store.drop(handle)
+
+    def drop_all(self) -> None:
+        """Forgets whatever is still in the store."""
+        for handle in list(self._waiting):
+            self.drop(handle)
+
+
+class Away:
+    """A storage in the store; once back, it lives as long as the views of it."""
+
+    def __init__(self, swaps: UnitSwaps, handle: SwapHandle) -> None:
+        self._swaps = swaps
+        self._handle = handle
+        self._back: torch.Tensor | None = None
+
+    def storage(self) -> torch.UntypedStorage:
+        """The storage on the device."""
+        if self._back is None:
+            self._back = self._swaps.fetch(self._handle)
+        return self._back.untyped_storage()
+
+    def drop(self) -> None:
+        """Nobody needs it."""
+        self._swaps.drop(self._handle)
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedView:
+    """A tensor whose storage is away."""
+
+    away: Away
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # in elements, from the start of the storage
+    device: torch.device
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(self.away.storage(), self.offset, self.shape, self.stride)

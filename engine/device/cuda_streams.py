@@ -1,0 +1,149 @@
+"""CUDA's streams and events in the form of `streams`: a thin layer over torch.cuda.
+
+A thread for each stream waits for events and calls back. Waiting blocks it in the driver, without Python's lock.
+"""
+
+import functools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from windlass.engine.device.streams import Event, StartThreads, Stream
+
+# CUDA tells times as milliseconds in 32 bits, and its clock drifts from the machine's: after so long, count anew.
+_REBASE_S = 10.0
+# More than clocks drift apart, per second.
+_MAX_DRIFT = 1e-4
+
+
+class CudaClock:
+    """CUDA's events on the machine's clock. An event is seen as over when it is or a little later, never before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Events and when they came, at the earliest known; older ones are told by the first.
+        self._bases: deque[tuple[torch.cuda.Event, float]] = deque(maxlen=2)
+
+    def see(self, event: torch.cuda.Event) -> None:
+        """It came a moment ago."""
+        with self._lock:
+            now_s = time.monotonic()
+            if not self._bases:
+                self._bases.append((event, now_s))
+                return
+            base, base_s = self._bases[-1]
+            since_s = base.elapsed_time(event) / 1e3
+            # What is seen with the least delay is nearest to the truth.
+            base_s = min(base_s, now_s - since_s)
+            self._bases[-1] = (base, base_s)
+            if since_s > _REBASE_S:
+                self._bases.append((event, min(now_s, base_s + since_s * (1 + _MAX_DRIFT))))
+
+    def time_s(self, event: torch.cuda.Event) -> float:
+        """When an event came that is over, in seconds of CLOCK_MONOTONIC; an earlier one must have been seen."""
+        with self._lock:
+            base, base_s = self._bases[0]
+        return float(base_s + base.elapsed_time(event) / 1e3)
+
+
+class CudaEvent:
+    """A point in a CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, clock: CudaClock) -> None:
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+        self._clock = clock
+
+    def is_over(self) -> bool:
+        """See Event."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, deadline_s: float) -> None:
+        """See Event. The deadline is the scheduler's to watch: CUDA's own wait has none."""
+        self.event.synchronize()
+        self._clock.see(self.event)
+
+    def time_s(self) -> float:
+        """See Event."""
+        return self._clock.time_s(self.event)
+
+
+class CudaStream:
+    """A CUDA stream, and a thread that waits for it once somebody is to be called back."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, *, clock: CudaClock, deadline_s: float, start_threads: StartThreads
+    ) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._start_threads = start_threads
+        self._callbacks: queue.SimpleQueue[tuple[CudaEvent, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._has_thread = False
+
+    def run(self, work: Callable[[], object]) -> None:
+        """See Stream."""
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def wait(self, event: Event) -> None:
+        """See Stream."""
+        assert isinstance(event, CudaEvent), "streams of one device wait for each other"
+        self._stream.wait_event(event.event)
+
+    def record(self) -> Event:
+        """See Stream."""
+        return CudaEvent(self._stream, self._clock)
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """See Stream."""
+        with self._lock:
+            if not self._has_thread:
+                self._has_thread = True
+                self._start_threads((self._run,))
+            self._callbacks.put((CudaEvent(self._stream, self._clock), callback))
+
+    def close(self) -> None:
+        """See Stream."""
+        self._callbacks.put(None)
+
+    def _run(self) -> None:
+        while self._call_next():
+            pass
+
+    def _call_next(self) -> bool:
+        """A function of its own: no variable holds a callback, and memory with it, while the next is awaited."""
+        item = self._callbacks.get()
+        if item is None:
+            return False
+        event, callback = item
+        event.wait(self._deadline_s)
+        callback()
+        return True
+
+
+class CudaStreams:
+    """One device's. Kernels run in the stream in which torch starts them unless it is told otherwise."""
+
+    def __init__(self, device: torch.device, deadline_s: float, start_threads: StartThreads) -> None:
+        self._device = device
+        clock = CudaClock()
+        self._make = functools.partial(CudaStream, clock=clock, deadline_s=deadline_s, start_threads=start_threads)
+        self.compute: Stream = self._make(torch.cuda.default_stream(device))
+        self.compute.record().wait(deadline_s)  # all times are told from here on
+        self.h2d: Stream = self.open()
+        self.d2h: Stream = self.open()
+
+    def open(self) -> Stream:
+        """See Streams."""
+        return self._make(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """See Streams."""
+        for stream in (self.compute, self.h2d, self.d2h):
+            stream.close()

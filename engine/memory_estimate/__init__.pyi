@@ -1,0 +1,8 @@
+"""Estimates of the memory that a model's layers take on the device, by dry runs without data."""
+
+from windlass.engine.memory_estimate.activation_memory import ActivationNeedUnknownError as ActivationNeedUnknownError
+from windlass.engine.memory_estimate.activation_memory import activation_need as activation_need
+from windlass.engine.memory_estimate.device_peak import device_need as device_need
+from windlass.engine.memory_estimate.dry_run import DeviceNeedUnknownError as DeviceNeedUnknownError
+from windlass.engine.memory_estimate.dry_run import DryRun as DryRun
+from windlass.engine.memory_estimate.dry_run import DryRunResult as DryRunResult

@@ -1,0 +1,112 @@
+"""How much device memory a job needs at its peak, found by shapes alone."""
+
+from collections.abc import Sequence
+
+import torch
+
+from windlass.engine.device import TORCH_DTYPE
+from windlass.engine.memory_estimate.dry_run import DryRun, DryRunResult
+from windlass.engine.memory_plan import (
+    NUM_PIECE_BUFFERS,
+    DeviceNeed,
+    Plan,
+    UnitNeed,
+    cut_layers,
+    evaluation_moments,
+    grad_buffers_of_job,
+    largest_piece,
+    param_buffers,
+    step_moments,
+    summed_in_fp32,
+)
+from windlass.engine.model import Partition
+from windlass.storage.ids import BlockIndex, Formats, Precision
+
+
+def device_need(
+    partition: Partition,
+    plan: Plan,
+    shapes: Sequence[tuple[int, int]],
+    *,
+    formats: Formats,
+    grad_precision: Precision,
+    num_microbatches: int,
+    num_ahead: int,
+    max_tokens: int,
+    evaluation_shapes: Sequence[tuple[int, int]] = (),
+    device: str = "cpu",
+    rehearsed: DryRunResult | None = None,
+) -> DeviceNeed:
+    """What a job has on its device at the worst moment of a step or of an evaluation.
+
+    `shapes`: (examples, tokens) of the micro-batches of a step's largest group, `evaluation_shapes` of an evaluation's.
+    `grad_precision`: of gradients on their way to the optimizer. `num_microbatches`: of a step. `num_ahead`: operations
+    whose params may have been asked for (`Ordering.max_prefetched`). `max_tokens`: the most that a micro-batch may ever
+    have, in evaluation too: buffers are made for that. `rehearsed`: what was found before, and grows. No runner of the
+    partition may be in use.
+
+    Raises:
+        DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
+    """
+    layout = partition.layout
+    choices = {BlockIndex(i): choice for i, choice in enumerate(plan.layer_activations, start=1)}
+    rehearsal = DryRun(
+        partition,
+        choices,
+        grad_dtype=TORCH_DTYPE[grad_precision],
+        is_summed=num_microbatches > 1,
+        device=device,
+        rehearsed=rehearsed,
+    )
+    moments = [
+        *step_moments(
+            *_units(rehearsal, shapes),
+            leaving_nbytes=plan.leaving_nbytes,
+            has_ssd_store=plan.num_ssd_activations > 0,
+        ),
+        *evaluation_moments(*_units(rehearsal, evaluation_shapes, train=False)),
+    ]
+    moment, activations = max(moments, key=lambda each: each[1].nbytes)
+    grads = grad_buffers_of_job(
+        [block.numel for block in layout.blocks],
+        layout.shared,
+        itemsize=TORCH_DTYPE[grad_precision].itemsize,
+        summed_in_fp32=summed_in_fp32(layout.shared, is_sliced=max_tokens > rehearsal.num_tokens_of_head_slice),
+        resident=plan.device_blocks,
+        num_groups=plan.num_groups,
+        num_grad_buffers=plan.num_grad_buffers,
+    )
+    # Token ids and targets are int64.
+    batch_nbytes = sum(2 * torch.int64.itemsize * num_examples * num_tokens for num_examples, num_tokens in shapes)
+    return DeviceNeed(
+        params_nbytes=_params_numel(partition, plan, num_ahead, formats) * TORCH_DTYPE[formats.precision].itemsize,
+        grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items()),
+        states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
+        constants_nbytes=sum(buffer.nbytes for buffer in partition.model.buffers()) + batch_nbytes,
+        activations=activations,
+        moment=moment,
+        settled_activations_nbytes=max(need.settled_nbytes for _, need in moments),
+    )
+
+
+def _units(
+    rehearsal: DryRun, shapes: Sequence[tuple[int, int]], *, train: bool = True
+) -> tuple[list[list[UnitNeed]], list[int]]:
+    """Of the embedding and each layer, per micro-batch; and the head's peaks. Micro-batches of one shape are alike."""
+    found = {shape: rehearsal.units(*shape, train=train) for shape in dict.fromkeys(shapes)}
+    by_microbatch = [found[shape][0] for shape in shapes]
+    return [list(row) for row in zip(*by_microbatch, strict=True)], [found[shape][1] for shape in shapes]
+
+
+def _params_numel(partition: Partition, plan: Plan, num_ahead: int, formats: Formats) -> int:
+    """Elements of all buffers for params: for whole blocks, for what of streamed ones comes whole, for their pieces."""
+    layout = partition.layout
+    bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in plan.streamed_blocks])
+    in_pieces = {block: cuts[-1] for block, cuts in zip(plan.streamed_blocks, bounds, strict=True)}
+    buffers = param_buffers(
+        [block.numel - in_pieces.get(block.index, 0) for block in layout.blocks],
+        layout.shared,
+        resident=formats.lent(plan.device_blocks),
+        num_ahead=num_ahead,
+    )
+    return sum(numel * number for numel, number in buffers.items()) + NUM_PIECE_BUFFERS * largest_piece(bounds)

@@ -1,0 +1,327 @@
+"""What a model's operations need on the device, found by shapes alone: no weights are read, nothing is computed.
+
+The block runner goes through its operations with fake tensors, and a tracker counts the bytes of those that are alive.
+The memory that a kernel takes for itself while it runs is not known, but for one case (`LiveStorageTracker`). An
+allocator's rounding is not counted.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+
+from windlass.engine.activations import NOTHING_SWAPPED, SwapCounts, SwapHandle
+from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
+from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, UnitNeed, summed_in_fp32
+from windlass.engine.model import BlockRunner, GradBuffer, LossSums, Partition, fake_tensors
+from windlass.storage.ids import BlockIndex
+
+
+class DeviceNeedUnknownError(RuntimeError):
+    """A block cannot be gone through by shapes alone."""
+
+
+class _ImaginedStore:
+    """An ActivationStore whose tensors are gone as they are put."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._back: dict[SwapHandle, torch.Tensor | None] = {}
+        self._num_puts = 0
+
+    def put(self, tensor: torch.Tensor) -> SwapHandle:
+        """See ActivationStore."""
+        self._num_puts += 1
+        handle = SwapHandle(self._num_puts, tensor.nbytes)
+        self._back[handle] = None
+        return handle
+
+    def prefetch(self, handle: SwapHandle) -> None:
+        """See ActivationStore."""
+        if self._back[handle] is None:
+            self._back[handle] = torch.empty(handle.nbytes, dtype=torch.uint8, device=self._device)
+
+    def get(self, handle: SwapHandle) -> torch.Tensor:
+        """See ActivationStore."""
+        self.prefetch(handle)
+        back = self._back.pop(handle)
+        assert back is not None
+        return back
+
+    def drop(self, handle: SwapHandle) -> None:
+        """See ActivationStore."""
+        del self._back[handle]
+
+    @property
+    def counts(self) -> SwapCounts:
+        """See ActivationStore."""
+        return NOTHING_SWAPPED
+
+    def bring_back(self) -> tuple[int, ...]:
+        """Has everything come back; returns the sizes."""
+        for handle in self._back:
+            self.prefetch(handle)
+        return tuple(handle.nbytes for handle in self._back)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """What a rehearsal went through, but for its layers' choices of activations."""
+
+    num_examples: int
+    num_tokens: int
+    train: bool
+    grad_dtype: torch.dtype
+    is_summed: bool
+    in_fp32: frozenset[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What does not depend on the choices."""
+
+    embedding: UnitNeed
+    head_peak_nbytes: int
+    kinds: list[object]  # of each layer: equal ones need the same under the same choice
+
+
+@dataclass(slots=True, kw_only=True)
+class DryRunResult:
+    """What rehearsals of one partition on one device have found, so that later ones need not go through it again."""
+
+    found: dict[_Passes, _Found] = field(default_factory=dict)
+    layers: dict[tuple[_Passes, object, BlockActivations], UnitNeed] = field(default_factory=dict)
+
+
+class DryRun:
+    """Operations of a model, gone through with fake tensors. No other runner of the partition may be in use."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        activations: Mapping[BlockIndex, BlockActivations],
+        *,
+        grad_dtype: torch.dtype,
+        is_summed: bool,
+        device: str = "cpu",
+        rehearsed: DryRunResult | None = None,
+    ) -> None:
+        """`activations`: as a BlockRunner's. `grad_dtype`: of gradients on their way to the optimizer.
+
+        `is_summed`: gradients are added to what other micro-batches left. `device`: where it will be computed, as
+        operators choose their kernels by that. `rehearsed`: what others of the partition have found; it grows.
+        """
+        self._partition = partition
+        self._activations = activations
+        self._grad_dtype = grad_dtype
+        self._in_fp32: set[int] = set()  # blocks whose gradients are summed in that
+        self._is_summed = is_summed
+        self._rehearsed = DryRunResult() if rehearsed is None else rehearsed
+        self._device = torch.device(device)
+        self._store = _ImaginedStore(self._device)
+        self._runner = BlockRunner(partition, self._device, seed=0, activations=activations, store=self._store)
+        self._living = LiveStorageTracker(self._device)
+        # Else a kernel of the model's own would get addresses at which there is nothing.
+        with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            self._fake = fake_tensors()
+        # Its cache would hold the storages that swapped tensors are put together from.
+        self._fake.cache_enabled = not any(choice.swaps for choice in activations.values())
+
+    @property
+    def num_tokens_of_head_slice(self) -> int:
+        """See BlockRunner."""
+        return self._runner.num_tokens_of_head_slice
+
+    def units(self, num_examples: int, num_tokens: int, *, train: bool = True) -> tuple[list[UnitNeed], int]:
+        """What the embedding and each layer need for one micro-batch, and the head's peak; without `train`, what they
+        need in an evaluation.
+
+        Layers of one kind, under the same choice, are gone through once.
+
+        Raises:
+            DeviceNeedUnknownError: a block has operators whose output shapes torch does not know without computing, or
+                a Python autograd function that starts kernels of its own.
+        """
+        is_sliced = num_examples * num_tokens > self.num_tokens_of_head_slice
+        self._in_fp32 = summed_in_fp32(self._partition.layout.shared, is_sliced=is_sliced)
+        passes = _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, frozenset(self._in_fp32))
+        rehearsed, choices = self._rehearsed, [self._choice(block) for block in range(1, self._partition.head)]
+        found = rehearsed.found.get(passes)
+        if found is None or any(
+            (passes, kind, choice) not in rehearsed.layers for kind, choice in zip(found.kinds, choices, strict=True)
+        ):
+            found = self._go_through(passes)
+        layers = [rehearsed.layers[passes, kind, choice] for kind, choice in zip(found.kinds, choices, strict=True)]
+        return [found.embedding, *layers], found.head_peak_nbytes
+
+    def _go_through(self, passes: _Passes) -> _Found:
+        """Through all that is not known yet."""
+        head, train, rehearsed = self._partition.head, passes.train, self._rehearsed
+        self._runner.model.train(train)
+        with self._fake:
+            batch = [torch.zeros(passes.num_examples, passes.num_tokens, dtype=torch.long, device=self._device)]
+            with _unknown_where(0):
+                output_nbytes, held_nbytes, forward_peak_nbytes = self._forward_of_embedding(batch, keep=train)
+            hidden = self._runner.inputs.pop()[0]
+            kinds = [self._kind(BlockIndex(block)) for block in range(1, head)]
+            for block, kind in enumerate(kinds, start=1):
+                if (key := (passes, kind, self._choice(block))) not in rehearsed.layers:
+                    with _unknown_where(block):
+                        find = self._layer if train else self._evaluated_layer
+                        rehearsed.layers[key] = find(BlockIndex(block), hidden, batch)
+            if passes not in rehearsed.found:
+                with _unknown_where(head):
+                    head_peak_nbytes = self._head(hidden, train=train)
+                with _unknown_where(0):
+                    backward_peak_nbytes = self._backward(BlockIndex(0), hidden, batch) if train else 0
+                embedding = UnitNeed(
+                    output_nbytes=output_nbytes,
+                    held_nbytes=held_nbytes,
+                    swapped=(),
+                    forward_peak_nbytes=forward_peak_nbytes,
+                    backward_peak_nbytes=backward_peak_nbytes,
+                )
+                rehearsed.found[passes] = _Found(embedding=embedding, head_peak_nbytes=head_peak_nbytes, kinds=kinds)
+        self._runner.forget()
+        return rehearsed.found[passes]
+
+    # --- inside: all of it is done with fake tensors ----------------------------------------------------------------
+
+    def _choice(self, block: int) -> BlockActivations:
+        return self._activations.get(BlockIndex(block), RECOMPUTE_ALL)
+
+    def _kind(self, block: BlockIndex) -> object:
+        """Equal for layers that go through the same operators, as far as their modules and arguments show.
+
+        With the same choice of activations, that is.
+        """
+        call = self._runner.calls[0][block - 1]
+        layer = self._partition.layers[block - 1]
+        shapes = tuple(site.param.shape for site in self._partition.sites[block])
+        return repr(layer), shapes, block in self._in_fp32, _kind_of((call.args, call.kwargs))
+
+    def _forward_of_embedding(self, batch: list[torch.Tensor], *, keep: bool) -> tuple[int, int, int]:
+        """What it puts out, holds, and takes at its peak."""
+        before_nbytes, peak_nbytes = self._watch_forward(BlockIndex(0), batch, keep=keep)
+        output_nbytes = _storage_nbytes(self._runner.inputs[-1][0])
+        return output_nbytes, self._living.nbytes - before_nbytes - output_nbytes, peak_nbytes
+
+    def _layer(self, block: BlockIndex, hidden: torch.Tensor, batch: list[torch.Tensor]) -> UnitNeed:
+        """`hidden`: like what enters it."""
+        policy = self._choice(block)
+        # Only after its first forward pass does a runner know whether a layer has Python autograd functions.
+        for _ in range(2 if policy.recompute and policy.needs_grad else 1):
+            self._enter(hidden)
+            input_nbytes = _storage_nbytes(self._runner.inputs[0][0])
+            before_nbytes, forward_peak_nbytes = self._watch_forward(block, batch)
+            output = self._runner.inputs.pop()[0]
+            output_nbytes = _storage_nbytes(output)
+            held_nbytes = self._living.nbytes - before_nbytes + input_nbytes - output_nbytes
+            with self._living:
+                swapped = self._store.bring_back()
+            like_output = output.to("meta")
+            del output
+            backward_peak_nbytes = self._backward(block, like_output, batch)
+        return UnitNeed(
+            output_nbytes=output_nbytes,
+            held_nbytes=held_nbytes,
+            swapped=swapped,
+            forward_peak_nbytes=forward_peak_nbytes,
+            backward_peak_nbytes=backward_peak_nbytes,
+        )
+
+    def _evaluated_layer(self, block: BlockIndex, hidden: torch.Tensor, batch: list[torch.Tensor]) -> UnitNeed:
+        """Nothing of it is held."""
+        self._enter(hidden)
+        _, forward_peak_nbytes = self._watch_forward(block, batch, keep=False)
+        return UnitNeed(
+            output_nbytes=_storage_nbytes(self._runner.inputs[-1][0]),
+            held_nbytes=0,
+            swapped=(),
+            forward_peak_nbytes=forward_peak_nbytes,
+            backward_peak_nbytes=0,
+        )
+
+    def _enter(self, hidden: torch.Tensor) -> None:
+        with self._living:
+            self._runner.inputs = [[torch.empty_like(hidden)]]
+
+    def _watch_forward(self, block: BlockIndex, batch: list[torch.Tensor], *, keep: bool = True) -> tuple[int, int]:
+        """What was alive before it, and its peak beyond that."""
+        self._install(block, goes_backward=False)
+        before_nbytes = self._living.begin()
+        with self._living:
+            self._runner.forward(block, 0, batch, keep=keep)
+        self._runner.remove(block)
+        return before_nbytes, self._living.peak_nbytes - before_nbytes
+
+    def _backward(self, block: BlockIndex, output: torch.Tensor, batch: list[torch.Tensor]) -> int:
+        """The peak of a backward pass; `output`: like what the block put out."""
+        with self._living:
+            self._runner.grads = [torch.empty_like(output, device=self._device)]
+        self._install(block, goes_backward=True)
+        before_nbytes = self._living.begin()
+        with self._living:
+            self._runner.backward(block, 0, batch)
+        self._runner.remove(block)
+        self._runner.grads = []
+        return self._living.peak_nbytes - before_nbytes
+
+    def _head(self, hidden: torch.Tensor, *, train: bool) -> int:
+        """Its peak; of many slices of tokens two are gone through, as all others are like the second."""
+        num_tokens, width = hidden.shape[:-1].numel(), hidden.shape[-1]
+        num_watched = min(num_tokens, 2 * self._runner.num_tokens_of_head_slice)
+        target = torch.zeros(1, num_watched, dtype=torch.long, device=self._device)
+        sums = LossSums.nothing(1, self._device)
+        with self._living:
+            self._runner.inputs = [[hidden.new_empty(1, num_watched, width)]]
+        self._install(self._partition.head, goes_backward=train)
+        before_nbytes = self._living.begin()
+        with self._living:
+            self._runner.head(0, [target], train=train, sums=sums)
+        self._runner.remove(self._partition.head)
+        self._runner.grads = []
+        # The gradient of the hidden state is there for all tokens.
+        num_more = num_tokens - num_watched if train else 0
+        return self._living.peak_nbytes - before_nbytes + num_more * width * hidden.itemsize
+
+    def _install(self, block: BlockIndex, *, goes_backward: bool) -> None:
+        layout = self._partition.layout
+        dtype = next(self._partition.model.parameters()).dtype
+        flats, grads = {}, {}
+        for b in layout.shared[block]:
+            numel = layout.blocks[b].numel
+            flats[b] = torch.empty(numel, dtype=dtype, device=self._device)
+            touched = [param.name for param in layout.blocks[b].params] if self._is_summed else []
+            grad_dtype = torch.float32 if b in self._in_fp32 else self._grad_dtype
+            grads[b] = GradBuffer(torch.empty(numel, dtype=grad_dtype, device=self._device), touched)
+        self._runner.install(block, flats, grads if goes_backward else {})
+
+
+@contextlib.contextmanager
+def _unknown_where(block: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise DeviceNeedUnknownError(
+            f"how much device memory block {block} needs is not known before it is computed: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _storage_nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _kind_of(value: Any) -> object:
+    """Of an argument: tensors by their form, plain values by themselves."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, dict):
+        return tuple((key, _kind_of(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_kind_of(item) for item in value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)

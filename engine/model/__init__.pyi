@@ -1,0 +1,22 @@
+"""A model as blocks: cut, computed one by one, and checked against plain autograd."""
+
+from windlass.engine.model.block_runner import BlockRunner as BlockRunner
+from windlass.engine.model.block_runner import LossSums as LossSums
+from windlass.engine.model.fake_mode import fake_tensors as fake_tensors
+from windlass.engine.model.fused_kernels import apply_kernels as apply_kernels
+from windlass.engine.model.fused_kernels import kernels_here as kernels_here
+from windlass.engine.model.grad_buffer import GradBuffer as GradBuffer
+from windlass.engine.model.gradient_check import check_architecture as check_architecture
+from windlass.engine.model.gradient_check import check_kernels as check_kernels
+from windlass.engine.model.layout import BlockLayout as BlockLayout
+from windlass.engine.model.layout import ModelLayout as ModelLayout
+from windlass.engine.model.layout import ParamSlice as ParamSlice
+from windlass.engine.model.partition import CHUNK_GRANULE as CHUNK_GRANULE
+from windlass.engine.model.partition import Partition as Partition
+from windlass.engine.model.partition import UnsupportedArchitectureError as UnsupportedArchitectureError
+from windlass.engine.model.partition import build_meta_model as build_meta_model
+from windlass.engine.model.partition import choose_chunk_numel as choose_chunk_numel
+from windlass.engine.model.partition import load_config as load_config
+from windlass.engine.model.partition import partition_folder as partition_folder
+from windlass.engine.model.streamed_params import PieceBuffers as PieceBuffers
+from windlass.engine.model.streamed_params import StreamedParams as StreamedParams

@@ -1,0 +1,85 @@
+"""Kernels of other packages that compute parts of a model on a GPU: FlashAttention 2, and Liger's norms and MLPs.
+
+They go into one model, once it has been taken apart on the meta device, where they cannot run; what else is built in
+the process is as it was. Liger's rotary embedding stays out: it can only be replaced for the whole process, and writes
+into its inputs. So does its cross-entropy: ours goes over slices of the tokens.
+Sources: liger_kernel.transformers.monkey_patch; transformers, `set_attn_implementation`.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from transformers.utils import is_flash_attn_2_available
+
+from windlass.engine.optimizer import KernelUnavailable
+from windlass.storage.ids import ModelKernel, Precision
+
+_INSTEAD_OF_LIGERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")
+
+
+def kernels_here(model: Any, precision: Precision, device: torch.device) -> tuple[ModelKernel, ...]:
+    """What can compute a model of transformers on a device, as far as packages and the model's class tell."""
+    found = []
+    if device.type == "cuda":
+        has_half = precision is not Precision.FP32
+        if has_half and is_flash_attn_2_available() and getattr(model, "_supports_flash_attn", False):
+            found.append(ModelKernel.FLASH_ATTENTION_2)
+        with contextlib.suppress(KernelUnavailable):
+            _liger_function(model)
+            found.append(ModelKernel.LIGER)
+    return tuple(found)
+
+
+def apply_kernels(model: Any, kernels: Collection[ModelKernel]) -> None:
+    """Puts kernels into the modules of a model, which must be whole: no stand-ins for its layers.
+
+    Raises:
+        KernelUnavailable: one cannot be had here.
+    """
+    if ModelKernel.FLASH_ATTENTION_2 in kernels:
+        _attend_with_flash_attention(model)
+    if ModelKernel.LIGER in kernels:
+        function = _liger_function(model)
+        known = inspect.signature(function).parameters
+        with _unchanged(sys.modules[type(model).__module__]):
+            function(model=model, **{name: False for name in _INSTEAD_OF_LIGERS if name in known})
+
+
+def _attend_with_flash_attention(model: Any) -> None:
+    name = str(ModelKernel.FLASH_ATTENTION_2)
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        raise KernelUnavailable(f"FlashAttention 2 cannot be had: {error}; install the package flash-attn") from error
+    if model.config._attn_implementation != name:
+        raise KernelUnavailable(f"{type(model).__name__} cannot be computed with FlashAttention 2")
+
+
+def _liger_function(model: Any) -> Callable[..., None]:
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise KernelUnavailable(f"Liger's kernels cannot be had: {error}; install the package liger-kernel") from error
+    model_type = model.config.model_type
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise KernelUnavailable(f"Liger has no kernels for models of type {model_type}")
+    function: Callable[..., None] = MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+    return function
+
+
+@contextlib.contextmanager
+def _unchanged(module: Any) -> Iterator[None]:
+    """What is put into a module of Python within is taken out again."""
+    before = dict(vars(module))
+    try:
+        yield
+    finally:
+        for name, value in list(vars(module).items()):
+            if name not in before:
+                delattr(module, name)
+            elif value is not before[name]:
+                setattr(module, name, before[name])

@@ -1,0 +1,281 @@
+"""Checks an architecture before a job trains: a tiny model of the same class, block by block, beside plain autograd."""
+
+import contextlib
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from windlass.engine.activations import ActivationStore, HostActivations
+from windlass.engine.device import TORCH_DTYPE, Device
+from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, in_words
+from windlass.engine.model.block_runner import IGNORED_TARGET, BlockRunner, random_key
+from windlass.engine.model.fused_kernels import apply_kernels
+from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.partition import Partition, UnsupportedArchitectureError, build_meta_model, find_layers
+from windlass.engine.model.streamed_flats import StreamedFlats
+from windlass.engine.optimizer import KernelUnavailable
+from windlass.storage.ids import BlockIndex, ModelKernel, Precision
+from windlass.storage.memory import ALIGNMENT_NBYTES, SlotPool
+
+# What the tiny model is cut down to; attributes that a config does not have are left alone.
+_TINY_SIZES = {
+    "num_hidden_layers": 3,
+    "n_layer": 3,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "word_embed_proj_dim": 64,
+    "intermediate_size": 96,
+    "n_inner": 96,
+    "ffn_dim": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "vocab_size": 96,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 16,
+    "sliding_window": 8,
+}
+_NUM_MICROBATCHES = 2  # of layers with Python autograd functions nothing is held in the first
+_SHAPE = (2, 16)  # examples, tokens
+_STORE_NBYTES = 64 * 2**20  # far more than a tiny model swaps; memory that is not touched costs nothing
+_DEADLINE_S = 60.0
+# Of gradients with other kernels than torch's: relative to their norms; and the least norm, relative to the largest.
+_KERNEL_TOLERANCES = {Precision.FP32: 1e-3, Precision.BF16: 0.1, Precision.FP16: 0.03}
+_LEAST_NORM = 0.05
+# One thread, one order of summation: most architectures agree to the last bit; matrix products of other shapes may not.
+_TOLERANCE = 1e-5
+
+
+def tiny_config(config: Any) -> Any:
+    """A config of the same class with every size cut down."""
+    tiny = copy.deepcopy(config)
+    for name, size in _TINY_SIZES.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            with contextlib.suppress(AttributeError):  # derived from others, without a setter
+                setattr(tiny, name, min(size, value))
+    if isinstance(getattr(config, "layer_types", None), list):
+        # One of each type, in order of appearance, so that none goes unchecked.
+        kinds = list(dict.fromkeys(config.layer_types))
+        tiny.layer_types = kinds + [kinds[-1]] * max(0, 3 - len(kinds))
+        tiny.num_hidden_layers = len(tiny.layer_types)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(tiny, name, min(getattr(config, name), tiny.vocab_size - 1))
+    return tiny
+
+
+def check_architecture(
+    config: Any, choices: Collection[BlockActivations] = (RECOMPUTE_ALL,), is_streamed: bool = False
+) -> None:
+    """Raises UnsupportedArchitectureError where block by block and plain autograd disagree.
+
+    `choices`: each in turn holds for all layers. A Python autograd function that keeps a tensor by itself, not with
+    `save_for_backward`, may be right with one and wrong with another. `is_streamed`: the layers' params come in pieces,
+    and what is let go of is filled with NaN.
+    """
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    with_choice = ""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tiny = tiny_config(config)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, trust_remote_code=False).train()
+        batch = [torch.randint(1, tiny.vocab_size, _SHAPE) for _ in range(_NUM_MICROBATCHES)]
+        targets = [ids.roll(-1, 1) for ids in batch]
+        for each in targets:
+            each[:, -1] = IGNORED_TARGET
+        expected = _plain_gradients(model, batch, targets)
+        for choice in choices:
+            ways = [] if choice == RECOMPUTE_ALL else [f"activations {in_words(choice)}"]
+            ways += ["streamed_blocks"] if is_streamed else []
+            with_choice = f" with {' and '.join(ways)}" if ways else ""
+            partition = Partition(build_meta_model(tiny, Precision.FP32))
+            params = dict(model.named_parameters())
+            found = _gradients_with(choice, partition, params, batch, targets, is_streamed=is_streamed)
+            if (differing := _first_differing(expected, found)) is not None:
+                raise UnsupportedArchitectureError(
+                    f"{name} is not supported{with_choice}: block by block it computes other gradients than as a "
+                    f"whole, first at {differing}"
+                )
+    except UnsupportedArchitectureError:
+        raise
+    except Exception as error:
+        raise UnsupportedArchitectureError(
+            f"{name} cannot be checked{with_choice}: a tiny model of its class failed with {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def check_kernels(
+    config: Any,
+    kernels: Collection[ModelKernel],
+    precision: Precision,
+    device: torch.device,
+    choices: Collection[BlockActivations] = (RECOMPUTE_ALL,),
+) -> None:
+    """Raises KernelUnavailable where a tiny model has other gradients with these kernels than with torch's own.
+
+    But for rounding; on the device that they are for, and with each of `choices` in turn for all layers.
+    """
+    names = " and ".join(kernels)
+    try:
+        tiny = tiny_config(config)
+        torch.manual_seed(0)
+        dtype = TORCH_DTYPE[precision]
+        model = AutoModelForCausalLM.from_config(tiny, dtype=dtype, trust_remote_code=False).to(device).train()
+        batch = [torch.randint(1, tiny.vocab_size, _SHAPE).to(device) for _ in range(_NUM_MICROBATCHES)]
+        targets = [ids.roll(-1, 1) for ids in batch]
+        expected = _plain_gradients(model, batch, targets)
+        for choice in choices:
+            partition = Partition(build_meta_model(tiny, precision))
+            apply_kernels(partition.model, kernels)
+            found = _gradients_with(choice, partition, dict(model.named_parameters()), batch, targets)
+            if (differing := _first_far_off(expected, found, _KERNEL_TOLERANCES[precision])) is not None:
+                raise KernelUnavailable(f"with {names} a tiny model has other gradients, first at {differing}")
+    except KernelUnavailable:
+        raise
+    except Exception as error:
+        raise KernelUnavailable(f"a tiny model with {names} failed with {type(error).__name__}: {error}") from error
+
+
+def _first_far_off(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
+) -> str | None:
+    """The name of a parameter whose gradients differ by more than that, relative to their norm, or are no numbers."""
+    norms = {name: float(grad.float().norm()) for name, grad in expected.items()}
+    least = _LEAST_NORM * max(norms.values())  # what is far smaller consists of rounding errors
+    for name, grad in expected.items():
+        if not float((found[name].float() - grad.float()).norm()) <= tolerance * max(norms[name], least):
+            return name
+    return None
+
+
+def _first_differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of a parameter whose gradients differ by more than rounding."""
+    for param, grad in expected.items():
+        scale = float(grad.abs().max()) or 1.0
+        if not torch.allclose(found[param], grad, rtol=0.0, atol=_TOLERANCE * scale):
+            return param
+    return None
+
+
+def _plain_gradients(model: Any, batch: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Plain autograd with the same random keys."""
+    _, layers = find_layers(model)
+    num_targets = sum(int((each != IGNORED_TARGET).sum()) for each in targets)
+    for m, (ids, target) in enumerate(zip(batch, targets, strict=True)):
+
+        def seed(block: int, m: int = m) -> Any:
+            return lambda *_: torch.manual_seed(random_key(0, 1, m, block)) and None
+
+        hooks = [layer.register_forward_pre_hook(seed(i + 1)) for i, layer in enumerate(layers)]
+        hooks.append(layers[-1].register_forward_hook(seed(len(layers) + 1)))
+        torch.manual_seed(random_key(0, 1, m, 0))
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        for hook in hooks:
+            hook.remove()
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+        torch.autograd.backward(loss / num_targets)
+    return {
+        name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in model.named_parameters()
+    }
+
+
+def _gradients_with(
+    choice: BlockActivations,
+    partition: Partition,
+    params: Mapping[str, nn.Parameter],
+    batch: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    *,
+    is_streamed: bool = False,
+) -> dict[str, torch.Tensor]:
+    """With one choice for all layers, through a store as jobs have it."""
+    memory = torch.empty(_STORE_NBYTES if choice.swaps else 0, dtype=torch.uint8)
+    slots = SlotPool(0, ALIGNMENT_NBYTES, memory.nbytes // ALIGNMENT_NBYTES, name="activation slots")
+    store = HostActivations(
+        Device(batch[0].device), memory, slots, max_leaving_nbytes=_STORE_NBYTES, deadline_s=_DEADLINE_S
+    )
+    layers = [BlockIndex(b) for b in range(1, len(partition.layers) + 1)]
+    streams = None
+    if is_streamed:
+        streams = StreamedFlats(partition, layers, Device(batch[0].device, poison_released=True))
+    activations = dict.fromkeys(layers, choice)
+    try:
+        return block_gradients(
+            partition, params, batch, targets, seed=0, step=1, activations=activations, store=store, streams=streams
+        )
+    finally:
+        store.stop()
+        if streams is not None:
+            streams.close()
+
+
+def block_gradients(
+    partition: Partition,
+    params: Mapping[str, nn.Parameter],
+    batch: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    *,
+    seed: int,
+    step: int,
+    activations: Mapping[BlockIndex, BlockActivations] | None = None,
+    store: ActivationStore | None = None,
+    streams: StreamedFlats | None = None,
+) -> dict[str, torch.Tensor]:
+    """Gradients of one step, computed block by block from whole parameters. For models that fit in memory."""
+    layout = partition.layout
+    runner = BlockRunner(partition, batch[0].device, seed, activations=activations, store=store)
+    grads = {
+        block.index: GradBuffer(torch.empty(block.numel, dtype=torch.float32, device=batch[0].device))
+        for block in layout.blocks
+    }
+
+    def lend(block: BlockIndex, *, with_grads: bool) -> dict[BlockIndex, torch.Tensor]:
+        flats = {}
+        for index in layout.shared[block]:
+            parts = [params[param.name].detach().reshape(-1) for param in layout.blocks[index].params]
+            flats[index] = torch.cat(parts) if parts else torch.empty(0)
+        lent = flats if streams is None else streams.of(flats)
+        runner.install(block, lent, {index: grads[index] for index in flats} if with_grads else {})
+        return flats
+
+    def release(block: BlockIndex, flats: dict[BlockIndex, torch.Tensor]) -> None:
+        runner.remove(block)
+        for flat in flats.values():
+            flat.fill_(float("nan"))  # whatever still reads it shows
+
+    blocks = [block.index for block in layout.blocks]
+    for block in blocks[:-1]:
+        flats = lend(block, with_grads=False)
+        runner.forward(block, step, batch)
+        release(block, flats)
+    flats = lend(partition.head, with_grads=True)
+    runner.head(step, targets)
+    release(partition.head, flats)
+    for block in reversed(blocks[:-1]):
+        flats = lend(block, with_grads=True)
+        runner.backward(block, step, batch)
+        release(block, flats)
+    result = {}
+    for layout_block in layout.blocks:
+        buffer = grads[layout_block.index]
+        buffer.finish([(p.name, p.offset, p.numel) for p in layout_block.params])
+        for param in layout_block.params:
+            result[param.name] = buffer.flat[param.offset : param.offset + param.numel].view(param.shape)
+    return result

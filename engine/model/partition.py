@@ -1,0 +1,406 @@
+"""Takes a Hugging Face causal LM apart into blocks without holding its weights.
+
+The model is built with its parameters on the meta device. One traced run of its own `forward`, with stand-ins for the
+layers, tells what happens before the first layer (the embedding block), between layers (nothing may) and after the
+last one (the head block). What cannot be trained exactly this way is refused by name.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.initialization import no_init_weights
+
+from windlass.engine.device import TORCH_DTYPE
+from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.storage.ids import BlockIndex, Precision
+
+MIN_CHUNK_NUMEL = 8 * 2**20
+# O_DIRECT wants 4096-byte regions: 2048 elements of the smallest state, bf16.
+CHUNK_GRANULE = 2048
+
+
+class UnsupportedArchitectureError(Exception):
+    """The model cannot be trained exactly block by block; the text names it and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSite:
+    """A place in the module tree where a parameter must be put before its block runs."""
+
+    module: nn.Module
+    attribute: str
+    param: ParamSlice
+    block: BlockIndex  # whose flat vector holds it
+    placeholder: nn.Parameter  # on the meta device; stands there while the params are away
+
+
+def load_config(model_dir: str | Path) -> Any:
+    """The architecture of a model folder. Never runs code from the folder. Raises ValueError where it has none."""
+    try:
+        config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a config can be wrong in ways that the library meets with any exception
+        raise ValueError(f"the config of {Path(model_dir).name} cannot be used: {error}") from error
+    return getattr(config, "get_text_config", lambda: config)() if _is_composite(config) else config
+
+
+def _is_composite(config: Any) -> bool:
+    return bool(getattr(config, "sub_configs", None)) and hasattr(config, "text_config")
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters go to the meta device as they are registered; buffers stay real, computed as their module wants."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:
+            module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def build_meta_model(config: Any, precision: Precision) -> Any:
+    """The model of `config` in training mode: parameters on the meta device, buffers real, nothing initialised."""
+    with no_init_weights(), _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPE[precision], trust_remote_code=False)
+    if getattr(config, "generation_config", None) is None and getattr(model, "generation_config", None) is None:
+        model.generation_config = GenerationConfig.from_model_config(config)
+    model.tie_weights()
+    model.train()
+    model.requires_grad_(True)
+    return model
+
+
+def choose_chunk_numel(block_numels: list[int]) -> int:
+    """A chunk size that cuts layers evenly, so that little of a slot or an extent stays empty.
+
+    Between 8 and 16 Mi elements where layers are that large: small chunks need less memory, large ones fewer messages.
+    """
+    largest = max(block_numels)
+    # Layers are nearly all of a model: fit the most common size, which is theirs.
+    common = max(set(block_numels), key=lambda numel: (block_numels.count(numel) * numel, numel))
+    parts = max(1, common // MIN_CHUNK_NUMEL)
+    chunk = -(-common // parts)
+    chunk = min(chunk, largest)
+    return -(-chunk // CHUNK_GRANULE) * CHUNK_GRANULE
+
+
+class StandIn(nn.Module):
+    """Stands where a layer stood while the model's own forward runs, and hands what happens to `on_call`."""
+
+    def __init__(self, layer: nn.Module, index: int, on_call: Any) -> None:
+        super().__init__()
+        # Not a submodule: the layer's parameters must not be found through its stand-in.
+        object.__setattr__(self, "layer", layer)
+        self.index = index
+        object.__setattr__(self, "on_call", on_call)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "layer"), name)
+
+    def train(self, mode: bool = True) -> "StandIn":
+        """Reaches the layer too: dropout is off in evaluation."""
+        self.layer.train(mode)
+        return super().train(mode)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.on_call(self.index, args, kwargs)
+
+
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The one ModuleList that holds the layers: the one with most parameters, outermost first."""
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 0:
+            numel = sum(p.numel() for p in module.parameters())
+            if best is None or numel > best[0]:
+                best = (numel, name, module)
+    if best is None or best[0] == 0:
+        raise UnsupportedArchitectureError(f"{type(model).__name__} has no nn.ModuleList of layers to stream")
+    return best[1], best[2]
+
+
+def hidden_of(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, bool]:
+    """The hidden state among a layer's call arguments, and whether it was passed by keyword."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0], False
+    hidden = kwargs.get("hidden_states")
+    if isinstance(hidden, torch.Tensor):
+        return hidden, True
+    raise UnsupportedArchitectureError(f"layer {index} is not called with a hidden state as its first argument")
+
+
+class _Trace:
+    """One meta run of the model's forward with stand-ins: which modules run before the layers and which after.
+
+    `num_returned` is what the stand-ins return: None for a bare hidden state, else a tuple of so many, hidden first.
+    """
+
+    def __init__(self, model: Any, layers: nn.ModuleList, num_returned: int | None) -> None:
+        self.model, self.layers = model, layers
+        self.num_returned = num_returned
+        self.originals = list(layers)
+        self.before: list[nn.Module] = []
+        self.after: list[nn.Module] = []
+        self.num_called = 0
+        self.last_output: torch.Tensor | None = None
+
+    def run(self) -> None:
+        inside = {id(m) for layer in self.originals for m in layer.modules()}
+        hooks = [
+            m.register_forward_pre_hook(self._on_module)
+            for m in self.model.modules()
+            if id(m) not in inside and not isinstance(m, nn.ModuleList)
+        ]
+        buffers = swap_buffers_to_meta(self.model)
+        for i, layer in enumerate(self.originals):
+            self.layers[i] = StandIn(layer, i, self._on_layer)
+        try:
+            run_on_meta(self.model, num_tokens=8)
+        finally:
+            for i, layer in enumerate(self.originals):
+                self.layers[i] = layer
+            restore_buffers(buffers)
+            for hook in hooks:
+                hook.remove()
+        if self.num_called != len(self.originals):
+            raise UnsupportedArchitectureError(
+                f"{type(self.model).__name__} calls {self.num_called} of its {len(self.originals)} layers once each"
+            )
+
+    def _on_module(self, module: nn.Module, _: Any) -> None:
+        (self.before if self.num_called == 0 else self.after).append(module)
+
+    def _on_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = type(self.model).__name__
+        hidden, _ = hidden_of(index, args, kwargs)
+        if index != self.num_called:
+            raise UnsupportedArchitectureError(f"{name} calls layer {index} where layer {self.num_called} was expected")
+        if index > 0 and hidden is not self.last_output:
+            raise UnsupportedArchitectureError(
+                f"{name} has code between layer {index - 1} and layer {index}: the hidden state changes there"
+            )
+        others = [t for t in _tensors((args, kwargs)) if t is not hidden and t.requires_grad]
+        if others:
+            raise UnsupportedArchitectureError(
+                f"{name} passes layer {index} further tensors that need gradients (shapes "
+                f"{[tuple(t.shape) for t in others]}); that is not supported yet"
+            )
+        self.num_called += 1
+        # A new tensor each time, so that "unchanged" and "the very object" mean the same.
+        self.last_output = torch.empty_like(hidden)
+        return (
+            self.last_output if self.num_returned is None else (self.last_output, *([None] * (self.num_returned - 1)))
+        )
+
+
+def run_on_meta(model: nn.Module, num_tokens: int) -> Any:
+    """Runs the model's own forward on meta token ids: shapes and control flow, no arithmetic.
+
+    The empty cache is there for one reason: without one, the masking code looks at position values to find packed
+    sequences, and meta tensors have none.
+    """
+    ids = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
+    return run_beside_cache(model, ids, DynamicCache())
+
+
+def run_beside_cache(model: nn.Module, ids: torch.Tensor, cache: DynamicCache) -> Any:
+    """Runs the model's own forward on `ids` (1, S) with a cache that it does not fill.
+
+    The argument for it is named `past_key_values` before transformers 5.24 and in models that bring their own code,
+    `cache` since.
+    """
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(input_ids=ids, use_cache=False, **{name: cache})
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def swap_buffers_to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Replaces all buffers by meta ones; returns what `restore_buffers` needs."""
+    swapped = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                swapped.append((module, name, buffer))
+                module._buffers[name] = buffer.to("meta")
+    return swapped
+
+
+def restore_buffers(swapped: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """Puts back what `swap_buffers_to_meta` took out."""
+    for module, name, buffer in swapped:
+        module._buffers[name] = buffer
+
+
+class Partition:
+    """A meta model and its blocks: block 0 the embedding, then the layers, then the head.
+
+    `sites[b]` are the places that block b's operation fills: its own parameters, and those it shares with others.
+    """
+
+    def __init__(self, model: Any, chunk_numel: int | None = None) -> None:
+        self.model = model
+        self.name = type(model).__name__
+        self.layers_name, self.layer_list = find_layers(model)
+        self.layers = list(self.layer_list)
+        self.num_blocks = len(self.layers) + 2
+        self._refuse_what_is_not_exact()
+        trace = self._trace()
+        self.num_returned = trace.num_returned
+        self._assign(trace, chunk_numel)
+
+    @property
+    def head(self) -> BlockIndex:
+        """The last block."""
+        return BlockIndex(self.num_blocks - 1)
+
+    def _trace(self) -> _Trace:
+        """Newer layers return their hidden state, older ones a tuple: the first form that the model accepts."""
+        refusals: list[Exception] = []
+        for num_returned in (None, 1, 2, 3):
+            trace = _Trace(self.model, self.layer_list, num_returned)
+            try:
+                trace.run()
+            except UnsupportedArchitectureError as refusal:
+                refusals.append(refusal)
+            except Exception as error:  # noqa: BLE001 - whatever foreign model code raises is a refusal
+                refusals.append(UnsupportedArchitectureError(f"{self.name} cannot be traced without weights: {error}"))
+            else:
+                return trace
+        raise refusals[0]
+
+    def _refuse_what_is_not_exact(self) -> None:
+        config = self.model.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedArchitectureError(f"{self.name} is an encoder-decoder; only causal LMs are supported")
+        if getattr(config, "output_router_logits", False):
+            raise UnsupportedArchitectureError(
+                f"{self.name} has output_router_logits set: its auxiliary router loss is not supported"
+            )
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedArchitectureError(f"{self.name} is quantized; full fine-tuning needs plain weights")
+        params = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = sorted(set(self.model.state_dict()) - params)
+        if buffers:
+            raise UnsupportedArchitectureError(f"{self.name} keeps state in buffers, not parameters: {buffers[:3]}")
+        dtypes = {str(p.dtype) for p in self.model.parameters()}
+        if len(dtypes) > 1:
+            raise UnsupportedArchitectureError(f"{self.name} mixes parameter types: {sorted(dtypes)}")
+
+    def _assign(self, trace: _Trace, chunk_numel: int | None) -> None:
+        """Gives every parameter a block and every block a flat layout."""
+        modules: list[list[tuple[str, nn.Module]]] = [[] for _ in range(self.num_blocks)]
+        before = {id(m) for m in trace.before}
+        after = {id(m) for m in trace.after}
+        layer_of = {id(m): i + 1 for i, layer in enumerate(self.layers) for m in layer.modules()}
+        for name, module in self.model.named_modules():
+            if id(module) in layer_of:
+                modules[layer_of[id(module)]].append((name, module))
+                continue
+            if id(module) in before:
+                modules[0].append((name, module))
+            if id(module) in after:
+                modules[-1].append((name, module))
+            if module._parameters and id(module) not in before | after:
+                raise UnsupportedArchitectureError(
+                    f"{self.name}: parameters of {name} are used outside its own forward"
+                )
+        no_decay = _norm_and_bias_names(self.model)
+        owner: dict[int, tuple[BlockIndex, str]] = {}
+        tied: dict[str, str] = {}
+        blocks = []
+        for b in range(self.num_blocks):
+            index = BlockIndex(b)
+            own: list[tuple[str, nn.Parameter]] = []
+            for module_name, module in modules[b]:
+                for attribute, param in module._parameters.items():
+                    if param is None:
+                        continue
+                    name = f"{module_name}.{attribute}" if module_name else attribute
+                    if id(param) not in owner:
+                        owner[id(param)] = (index, name)
+                        own.append((name, param))
+                    elif owner[id(param)][1] != name:
+                        tied[name] = owner[id(param)][1]
+            blocks.append(_block_layout(index, self._block_name(b), own, no_decay))
+        self._check_all_owned(owner)
+        chunk = chunk_numel or choose_chunk_numel([block.numel for block in blocks])
+        self.layout = ModelLayout(blocks=tuple(blocks), tied=tied, chunk_numel=chunk)
+        self.sites = [self._sites(modules[b], owner) for b in range(self.num_blocks)]
+        shared = tuple(
+            (BlockIndex(b), *sorted({site.block for site in sites} - {b})) for b, sites in enumerate(self.sites)
+        )
+        self.layout = replace(self.layout, shared=shared)
+
+    def _check_all_owned(self, owner: dict[int, tuple[BlockIndex, str]]) -> None:
+        missing = [name for name, param in self.model.named_parameters() if id(param) not in owner]
+        if missing:
+            raise UnsupportedArchitectureError(f"{self.name}: no block uses the parameters {missing[:3]}")
+
+    def _sites(self, modules: list[tuple[str, nn.Module]], owner: dict[int, tuple[BlockIndex, str]]) -> list[ParamSite]:
+        slices = {param.name: param for block in self.layout.blocks for param in block.params}
+        found = []
+        for _, module in modules:
+            for attribute, param in module._parameters.items():
+                if param is not None:
+                    block, name = owner[id(param)]
+                    found.append(ParamSite(module, attribute, slices[name], block, param))
+        return found
+
+    def _block_name(self, block: int) -> str:
+        if block == 0:
+            return "embedding"
+        return "head" if block == self.num_blocks - 1 else f"{self.layers_name}.{block - 1}"
+
+
+def _norm_and_bias_names(model: nn.Module) -> set[str]:
+    """Parameters without weight decay: biases, and everything of a normalisation module."""
+    names = set()
+    for module_name, module in model.named_modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for attribute, param in module._parameters.items():
+            if param is not None and (is_norm or attribute.endswith("bias") or param.ndim < 2):
+                names.add(f"{module_name}.{attribute}" if module_name else attribute)
+    return names
+
+
+def _block_layout(
+    index: BlockIndex, name: str, params: list[tuple[str, nn.Parameter]], no_decay: set[str]
+) -> BlockLayout:
+    slices, offset = [], 0
+    for param_name, param in sorted(params, key=lambda item: item[0] in no_decay):
+        slices.append(
+            ParamSlice(
+                name=param_name,
+                shape=tuple(param.shape),
+                offset=offset,
+                numel=param.numel(),
+                decay=param_name not in no_decay,
+            )
+        )
+        offset += param.numel()
+    return BlockLayout(index=index, name=name, params=tuple(slices))
+
+
+def partition_folder(model_dir: str | Path, precision: Precision) -> Partition:
+    """Builds and partitions the model of a folder."""
+    return Partition(build_meta_model(load_config(model_dir), precision))

@@ -1,0 +1,5 @@
+"""Kernels and formulas of the optimizer: Adam's update, norms, learning rates, split states."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,10 @@
+"""Kernels and formulas of the optimizer: Adam's update, norms, learning rates, split states."""
+
+from windlass.engine.optimizer.adam_formulas import AdamSettings as AdamSettings
+from windlass.engine.optimizer.adam_kernel import ChunkStates as ChunkStates
+from windlass.engine.optimizer.adam_kernel import OptimizerKernel as OptimizerKernel
+from windlass.engine.optimizer.grad_norm import squared_norm as squared_norm
+from windlass.engine.optimizer.kernel_cache import KernelUnavailable as KernelUnavailable
+from windlass.engine.optimizer.lr_schedule import learning_rate as learning_rate
+from windlass.engine.optimizer.split_states import split_master as split_master
+from windlass.engine.optimizer.stochastic_rounding import element_position as element_position

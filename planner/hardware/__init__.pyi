@@ -1,0 +1,13 @@
+"""Profiles of machines and shapes of models, from YAML files."""
+
+from windlass.planner.hardware.hardware import Gpus as Gpus
+from windlass.planner.hardware.hardware import Hardware as Hardware
+from windlass.planner.hardware.hardware import Host as Host
+from windlass.planner.hardware.hardware import Pcie as Pcie
+from windlass.planner.hardware.hardware import Ssds as Ssds
+from windlass.planner.hardware.hardware import example_machines as example_machines
+from windlass.planner.hardware.hardware import save_hardware as save_hardware
+from windlass.planner.hardware.hardware import unusual as unusual
+from windlass.planner.hardware.model_shape import ModelShape as ModelShape
+from windlass.planner.hardware.yaml_files import YamlFileError as YamlFileError
+from windlass.planner.hardware.yaml_files import load as load

@@ -1,0 +1,136 @@
+"""A machine as the planner sees it: what each resource does a second, and what each tier holds.
+
+`windlass doctor` measures one; a person can write one, by hand, for a machine that they do not have yet. Rates are what
+a job gets (large matrix products, long transfers), not what a data sheet promises. GB is 10^9 bytes, GiB 2^30.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AfterValidator, Field
+
+from windlass.planner.hardware.yaml_files import Part
+
+# Beyond any unit that could have been meant; the solver's arithmetic has an end too.
+_LEAST, _MOST = 1e-6, 1e15
+
+
+def _not_too_small(value: float) -> float:
+    if value < _LEAST:
+        raise ValueError(f"{value!r}: input should be at least {_LEAST:g}")
+    return value
+
+
+Rate = Annotated[float, Field(gt=0, le=_MOST, allow_inf_nan=False), AfterValidator(_not_too_small)]
+Count = Annotated[int, Field(ge=1, le=10_000)]
+
+
+class Gpus(Part):
+    """All alike. `tflops`: 10^12 operations a second of one, in large matrix products in the training precision."""
+
+    count: Annotated[int, Field(ge=0, le=10_000)]
+    memory_gib: Rate
+    tflops: Rate
+    name: str | None = None
+
+
+class Host(Part):
+    """Of one box. `adam_params_per_s`: a job's optimizers together, from gradients to new states in memory."""
+
+    memory_gib: Rate
+    memory_gb_per_s: Rate
+    adam_params_per_s: Rate
+
+
+class Pcie(Part):
+    """Of one GPU, each way while the other way is idle; where the device is the CPU, of a thread that copies.
+
+    `duplex_gb_per_s`: both ways at once, together.
+    """
+
+    h2d_gb_per_s: Rate
+    d2h_gb_per_s: Rate
+    duplex_gb_per_s: Rate | None = None
+
+
+class Ssds(Part):
+    """Rates and capacity of one; `combined_gb_per_s` limits the reads and writes of all together. `cpu_s_per_gb`: what
+    cores spend on every GB that is moved; it counts where the device is the CPU.
+    """
+
+    count: Count
+    read_gb_per_s: Rate
+    write_gb_per_s: Rate
+    capacity_gib: Rate
+    combined_gb_per_s: Rate | None = None
+    cpu_s_per_gb: Rate | None = None
+
+
+class Hardware(Part):
+    """One box. Several are connected at `network_gb_per_s`, each way; no plan uses it yet, as a job runs on one box."""
+
+    gpus: Gpus
+    host: Host
+    pcie: Pcie
+    ssds: Ssds
+    network_gb_per_s: Rate | None = None
+
+
+# What machines have: outside of it a number is rather in the wrong unit. Never refused, as machines grow.
+_USUAL = {
+    "gpus.count": (0, 16),
+    "gpus.memory_gib": (1, 1024),
+    "gpus.tflops": (0.01, 10_000),
+    "host.memory_gib": (1, 32_768),
+    "host.memory_gb_per_s": (1, 10_000),
+    "host.adam_params_per_s": (1e7, 1e12),
+    "pcie.h2d_gb_per_s": (0.5, 1000),
+    "pcie.d2h_gb_per_s": (0.5, 1000),
+    "pcie.duplex_gb_per_s": (0.5, 2000),
+    "ssds.count": (1, 64),
+    "ssds.read_gb_per_s": (0.05, 100),
+    "ssds.write_gb_per_s": (0.05, 100),
+    "ssds.capacity_gib": (1, 1_000_000),
+    "ssds.combined_gb_per_s": (0.05, 2000),
+    "ssds.cpu_s_per_gb": (0.001, 10),
+    "network_gb_per_s": (0.05, 1000),
+}
+# By the end of a key: its unit, and what a person may have written instead, as so many of that unit.
+_UNITS: dict[str, tuple[str, dict[str, float]]] = {
+    "gib": ("GiB are 2^30 bytes", {"MiB": 2**-10, "bytes": 2**-30, "TiB": 2**10}),
+    "s_per_gb": ("seconds of one core", {"ms/GB": 1e-3, "s/byte": 1e9}),
+    "gb_per_s": ("GB are 10^9 bytes, not bits", {"MB/s": 1e-3, "bytes/s": 1e-9, "TB/s": 1e3}),
+    "tflops": ("10^12 operations", {"GFLOPS": 1e-3, "FLOPS": 1e-12, "PFLOPS": 1e3}),
+    "params_per_s": ("parameters", {"billions": 1e9, "millions": 1e6}),
+}
+
+
+def example_machines() -> dict[str, Path]:
+    """Profiles of published machines that ship with windlass, by name."""
+    return {path.stem: path for path in (Path(__file__).parent / "machines").glob("*.yaml")}
+
+
+def unusual(hardware: Hardware) -> list[str]:
+    """Warnings: what is far from any machine, with a guess at the unit."""
+    found = []
+    for key, (low, high) in _USUAL.items():
+        value: Any = hardware
+        for part in key.split("."):
+            value = None if value is None else getattr(value, part)
+        if value is None or low <= value <= high:
+            continue
+        unit, others = next((each for suffix, each in _UNITS.items() if key.endswith(suffix)), ("pieces", {}))
+        meant = [name for name, factor in others.items() if low <= value * factor <= high]
+        guess = f", or were {' or '.join(meant)} meant?" if meant else ""
+        found.append(
+            f"{key}: {value:g} is {'less' if value < low else 'more'} than any machine has; is the unit right? "
+            f"({unit}{guess})"
+        )
+    return found
+
+
+def save_hardware(hardware: Hardware, path: Path, *, comment: str = "") -> None:
+    """Write a profile as a file that can be loaded. `comment`: a line for people."""
+    text = yaml.safe_dump(hardware.model_dump(exclude_none=True), sort_keys=False)
+    path.write_text(f"# {comment}\n{text}" if comment else text)

@@ -1,0 +1,16 @@
+"""Makes the plan of a job: searches what fits, corrects it by measured steps, and reports it."""
+
+from windlass.planner.planning.bisection import DEFAULT_SLACK as DEFAULT_SLACK
+from windlass.planner.planning.bisection import Goal as Goal
+from windlass.planner.planning.compare import Comparison as Comparison
+from windlass.planner.planning.compare import comparison as comparison
+from windlass.planner.planning.limits import find as find
+from windlass.planner.planning.measured_steps import MIN_STEPS as MIN_STEPS
+from windlass.planner.planning.planner import Planned as Planned
+from windlass.planner.planning.planner import PlanQuestion as PlanQuestion
+from windlass.planner.planning.planner import answer as answer
+from windlass.planner.planning.report import TIER_NAMES as TIER_NAMES
+from windlass.planner.planning.report import PlanReport as PlanReport
+from windlass.planner.planning.worker import PlanOrder as PlanOrder
+from windlass.planner.planning.worker import measure_as_worker as measure_as_worker
+from windlass.planner.planning.worker import question_of as question_of

@@ -1,0 +1,114 @@
+"""How far a machine goes with a job, and how much of it a job needs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from windlass.planner.planning.bisection import DEFAULT_SLACK, Goal, smallest
+from windlass.planner.planning.feasibility import largest_fitting, with_part
+from windlass.planner.planning.planner import (
+    Planned,
+    PlanQuestion,
+    Profiles,
+    best_plan,
+    fastest_plan,
+    planned,
+)
+from windlass.planner.solver import DoesNotFitError, Solution, solve_job
+
+_TOKENS_STEP = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """For the largest number: in steps of `step`, at most so many of them."""
+
+    ask: Callable[[PlanQuestion, int], PlanQuestion]  # for so many steps
+    most: int
+    step: int = 1
+
+
+_SEARCHES = {
+    Goal.LARGEST_BATCH: _Search(
+        ask=lambda question, number: replace(question, batch_size=number, num_microbatches=1), most=1 << 14
+    ),
+    Goal.LONGEST_CONTEXT: _Search(
+        ask=lambda question, steps: replace(
+            question, sequence_length=steps * _TOKENS_STEP, num_microbatches=question.batch_size
+        ),
+        most=(1 << 21) // _TOKENS_STEP,
+        step=_TOKENS_STEP,
+    ),
+    Goal.MOST_LAYERS: _Search(ask=lambda question, number: replace(question, num_layers=number), most=1 << 11),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A number, and the plan with it; 0, and no plan, where nothing fits."""
+
+    goal: Goal
+    number: int
+    num_params: int
+    question: PlanQuestion  # with that number
+    planned: Planned | None
+
+
+def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) -> Found:
+    """The extreme number for which the job fits; of SSDs and memory, for which a step takes at most `slack` longer.
+
+    Source of the questions: Ratel, figures 6 to 10.
+    """
+    question = replace(question, measures=False)
+    profiles = Profiles(question)
+    most = int(question.hardware.host.memory_gib)
+    if goal is Goal.FEWEST_SSDS:
+        number, found = _fewest(question, profiles, "ssds", "count", question.hardware.ssds.count, slack)
+    elif goal is Goal.SMALLEST_RAM:
+        number, found = _fewest(question, profiles, "host", "memory_gib", most, slack)
+    else:
+        search = _SEARCHES[goal]
+        steps = largest_fitting(lambda each: search.ask(question, each), profiles, most=search.most)
+        number, found = steps * search.step, search.ask(question, steps)
+    if not number:
+        return Found(goal=goal, number=0, num_params=0, question=question, planned=None)
+    job, solution, step_s = fastest_plan(found, profiles)
+    return Found(
+        goal=goal,
+        number=number,
+        num_params=job.model.numel,
+        question=found,
+        planned=planned(found, job, solution, profiles, step_s=step_s, advises=False),
+    )
+
+
+def _fewest(
+    question: PlanQuestion, profiles: Profiles, part: str, key: str, most: int, slack: float
+) -> tuple[int, PlanQuestion]:
+    """The smallest number of a part of the machine that is as good as what is there, and the job on such a machine."""
+    hardware = question.hardware
+
+    def with_number(number: int) -> PlanQuestion:
+        changed = with_part(getattr(hardware, part), **{key: number})
+        return replace(question, hardware=with_part(hardware, **{part: changed}))
+
+    try:
+        job, best = best_plan(question, profiles)
+    except DoesNotFitError:
+        return 0, question
+
+    def is_short(solve: Callable[[PlanQuestion], Solution], number: int) -> bool:
+        try:
+            return solve(with_number(number)).step_s > (1 + slack) * best.step_s
+        except DoesNotFitError:
+            return True
+
+    def by_program(other: PlanQuestion) -> Solution:
+        return solve_job(job, other.speeds, other.limits)
+
+    def exactly(other: PlanQuestion) -> Solution:
+        return profiles.solve(other, job.num_microbatches)
+
+    least = smallest(lambda number: not is_short(by_program, number), most=most) or most
+    more = smallest(lambda number: not is_short(exactly, least - 1 + number), most=most - least + 1)
+    number = most if more is None else least - 1 + more
+    return number, replace(with_number(number), num_microbatches=job.num_microbatches)

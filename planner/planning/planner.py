@@ -1,0 +1,491 @@
+"""A job's plan before there is a job: from a model and a machine to times, peaks, choices, reasons."""
+
+import contextlib
+import copy
+import math
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from windlass.actors.job import GradientSettings, Optimizer
+from windlass.amounts import GIB
+from windlass.engine.data import WIDTH_GRANULE
+from windlass.engine.device import TORCH_DTYPE
+from windlass.engine.memory_estimate import DryRunResult, device_need
+from windlass.engine.memory_plan import DeviceNeed, ExampleLengths, Plan, UpdateOrder, evaluation_shapes
+from windlass.engine.model import ModelLayout
+from windlass.planner.cost import ModelProfile, Speeds, Ways, for_lengths, speeds_of, ways_of_layer
+from windlass.planner.hardware import Hardware
+from windlass.planner.planning.feasibility import numbers_of_microbatches, what_takes_memory, what_would_fit, with_part
+from windlass.planner.planning.rate_correction import Correction
+from windlass.planner.planning.report import (
+    DRIVER_NBYTES,
+    PROCESSES_NBYTES,
+    TIER_NAMES,
+    ExampleTokens,
+    PlanReport,
+    report_of,
+    with_limits,
+)
+from windlass.planner.profiling import BlockTimes, MeasuredBlocks, Profiler, TimingCache, measure_blocks, with_times
+from windlass.planner.simulation import simulated_step_s
+from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, Tier, candidates, solve_job
+from windlass.storage.ids import Formats, Precision, StatePrecision
+
+# What is worth mentioning: a change that makes a step shorter by at least so much of it.
+WORTH = 0.05
+# Plans that are simulated, of those that are best by the cost model.
+_MOST_SIMULATED = 4
+# How often the program is asked again, where the device's memory does not suffice for what it leaves out.
+_MAX_CORRECTIONS = 10
+# ... and how near to the border it is looked for, as a share of that memory.
+_NEAR = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuestion:
+    """A job on a machine. `config`: of transformers. `num_microbatches` None: as many as make the shortest step."""
+
+    config: Any
+    hardware: Hardware
+    batch_size: int
+    sequence_length: int
+    lengths: ExampleLengths | None = None  # of the job's data; None: every example is as long as `sequence_length`
+    num_microbatches: int | None = None
+    precision: Precision = Precision.BF16
+    state_precision: StatePrecision = StatePrecision.FP32
+    optimizer: Optimizer = Optimizer.ADAMW  # both take the same bytes, and the same time
+    clips: bool = True
+    accumulation_precision: Precision = Precision.FP32  # of gradients' sums over micro-batches
+    update_order: UpdateOrder | None = None  # None: the fastest one that is exact
+    num_validation_examples: int = 0  # an evaluation goes through as many micro-batches at once as a step has
+    num_optimizers: int = 1
+    num_layers: int | None = None  # as if the model had so many, all like its first; None: as it is
+    host_memory_nbytes: int | None = None  # budget of the arena; None: what the machine has
+    device_memory_nbytes: int | None = None  # budget; None: what the device has
+    measures: bool = False  # what blocks take, on the device of this machine, which `hardware` must be
+    kept_times: TimingCache | None = None  # of what was measured before; None: all is measured anew
+    ways: Ways = ways_of_layer  # what may be done with a layer's activations
+    # By what the job's own steps measured, with as many micro-batches; then nothing else is measured.
+    correction: Correction = field(default_factory=Correction)
+
+    @property
+    def formats(self) -> Formats:
+        """What the states are stored as."""
+        return Formats(self.precision, self.state_precision)
+
+    @property
+    def widest(self) -> int:
+        """Tokens of the widest micro-batch that can occur.
+
+        The engine pads a micro-batch to its longest example, not to `sequence_length`: where no example is that long,
+        neither memory nor time is ever taken for it.
+        """
+        return self.sequence_length if self.lengths is None else min(self.lengths.longest, self.sequence_length)
+
+    @property
+    def gradients(self) -> GradientSettings:
+        """The settings that decide what becomes of gradients; the job's hyperparameters have the same."""
+        return GradientSettings(
+            precision=self.precision,
+            clips=self.clips,
+            accumulation_precision=self.accumulation_precision,
+            update_order=self.update_order,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """What the job may take: of what its machine has, as much as its budgets allow."""
+        limits = limits_of(self.hardware)
+        return replace(
+            limits,
+            host_nbytes=min(limits.host_nbytes, self.host_memory_nbytes or limits.host_nbytes),
+            device_nbytes=min(limits.device_nbytes, self.device_memory_nbytes or limits.device_nbytes),
+        )
+
+    @property
+    def speeds(self) -> Speeds:
+        """Of the machine, as far as it is known."""
+        return self.correction.of_speeds(speeds_of(self.hardware))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What people are told, and what the engine does; where nothing fits there is nothing to do."""
+
+    report: PlanReport
+    solution: Solution | None = None
+    layout: ModelLayout | None = None  # of the model's blocks; None also where there is no such model (`num_layers`)
+
+
+def answer(question: PlanQuestion) -> Planned:
+    """The plan of a job, or what is missing and the nearest change that would fit."""
+    profiles = Profiles(question)
+    try:
+        job, solution, step_s = fastest_plan(question, profiles)
+    except DoesNotFitError as error:
+        # Where it does not fit, what takes how long does not matter.
+        profiles = profiles.unmeasured()
+        reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
+        missing = {name: error.missing[tier] for tier, name in TIER_NAMES.items()}
+        report = PlanReport(feasible=False, reasons=reasons, missing_bytes=missing)
+        return Planned(report=with_limits(report, question.limits))
+    return planned(question, job, solution, profiles, step_s=step_s)
+
+
+def planned(
+    question: PlanQuestion,
+    job: PlannedJob,
+    solution: Solution,
+    profiles: "Profiles",
+    *,
+    step_s: float | None = None,
+    advises: bool = True,
+) -> Planned:
+    """What a solution means. `step_s`: as it was simulated. `advises`: what would be faster, as well."""
+    report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0, step_s=step_s)
+    report = replace(with_limits(report, question.limits), example_tokens=_tokens_of(question))
+    if advises:
+        report = replace(report, reasons=(*report.reasons, *_what_is_faster(question, job, solution)))
+    return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
+
+
+def _tokens_of(question: PlanQuestion) -> ExampleTokens:
+    lengths = question.lengths
+    return ExampleTokens(
+        limit=question.sequence_length,
+        widest=question.widest,
+        mean=question.sequence_length if lengths is None else lengths.cut(question.sequence_length).mean,
+        of_data=lengths is not None,
+    )
+
+
+def limits_of(hardware: Hardware) -> Limits:
+    """What is left for a job of each tier, once its processes and the GPU's driver have theirs."""
+    is_cpu = hardware.gpus.count == 0
+    host = hardware.host.memory_gib * GIB - PROCESSES_NBYTES
+    return Limits(
+        device_nbytes=host if is_cpu else hardware.gpus.memory_gib * GIB - DRIVER_NBYTES,
+        host_nbytes=host,
+        ssd_nbytes=hardware.ssds.count * hardware.ssds.capacity_gib * GIB,
+    )
+
+
+def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
+    """For the solver."""
+    formats = question.formats
+    itemsizes = formats.itemsizes
+    grad_precision = question.gradients.precision_in_transit(num_microbatches)
+    return PlannedJob(
+        model=profile,
+        num_microbatches=num_microbatches,
+        update_order=question.gradients.order_of_updates,
+        param_itemsize=itemsizes[formats.param_kind],
+        state_itemsize=sum(itemsizes.values()),
+        read_itemsize=formats.update_itemsize,
+        grad_itemsize=TORCH_DTYPE[grad_precision].itemsize,
+        num_optimizers=question.num_optimizers,
+        ways=question.ways,
+    )
+
+
+class Profiles:
+    """Of one model, for any micro-batches; times are measured once for each shape."""
+
+    def __init__(self, question: PlanQuestion) -> None:
+        self._measures, self._question = question.measures, question
+        self._profiler = Profiler(question.config, question.precision, for_gpu=question.hardware.gpus.count > 0)
+        self._untimed: dict[tuple[int, int], ModelProfile] = {}
+        self._known: dict[tuple[int, int], ModelProfile] = {}
+        self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
+        self._rehearsed = DryRunResult()
+
+    def unmeasured(self) -> "Profiles":
+        """The same, which measures no shapes any more; what is known of them counts."""
+        found = copy.copy(self)
+        found._measures = False
+        return found
+
+    def corrected(self, question: PlanQuestion) -> "Profiles":
+        """The same, with the times that the question's `correction` has; nothing else is measured."""
+        found = self.unmeasured()
+        found._question, found._known, found._of_lengths = question, {}, {}
+        return found
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Of the model's blocks."""
+        return self._profiler.layout
+
+    def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
+        """Of a planned job, as its GPU worker allocates."""
+        return self.device_need_of_plan(question, job, solution.plan)
+
+    def device_need_of_plan(self, question: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
+        """See `device_need`."""
+        shape = (job.model.num_examples, job.model.num_tokens)
+        lengths = question.lengths
+        return device_need(
+            self._profiler.rehearsed,
+            plan,
+            [shape] * plan.group_size,
+            formats=question.formats,
+            grad_precision=question.gradients.precision_in_transit(job.num_microbatches),
+            num_microbatches=job.num_microbatches,
+            num_ahead=job.num_prefetched,
+            max_tokens=shape[0] * question.sequence_length,  # as the engine makes its buffers
+            # Examples of an evaluation may be longer than those of training.
+            evaluation_shapes=evaluation_shapes(
+                question.num_validation_examples, question.sequence_length, shape[0], job.num_microbatches
+            )
+            if lengths is None
+            else lengths.evaluation_shapes(shape[0], job.num_microbatches),
+            rehearsed=self._rehearsed,
+        )
+
+    def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
+        """For the solver."""
+        profile = self._of_job(question, -(-question.batch_size // num_microbatches))
+        if question.num_layers is not None:
+            profile = profile.with_num_layers(question.num_layers)
+        return planned_job(question, profile, num_microbatches)
+
+    def solve(self, question: PlanQuestion, num_microbatches: int) -> Solution:
+        """See `_solve`."""
+        return _solve(question, num_microbatches, self)[1]
+
+    def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        """For micro-batches of this shape."""
+        shape = (num_examples, num_tokens)
+        if shape not in self._known:
+            self._known[shape] = self._question.correction.of_model(self._timed(*shape))
+        return self._known[shape]
+
+    def _of_job(self, question: PlanQuestion, num_examples: int) -> ModelProfile:
+        """For a job's micro-batches of so many examples: memory for the widest, time for the mean one."""
+        if question.lengths is None:
+            return self.of(num_examples, question.sequence_length)
+        lengths = question.lengths.cut(question.sequence_length)
+        asked = (num_examples, lengths)
+        if asked not in self._of_lengths:
+            widest = self._by_shapes(num_examples, question.widest)
+            near_mean = self._timed(num_examples, min(_near(lengths.mean), question.widest))
+            self._of_lengths[asked] = self._question.correction.of_model(for_lengths(widest, near_mean, lengths))
+        return self._of_lengths[asked]
+
+    def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        shape = (num_examples, num_tokens)
+        if shape not in self._untimed:
+            self._untimed[shape] = self._profiler.profile(*shape)
+        return self._untimed[shape]
+
+    def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
+        """With what is measured of its blocks, if anything is."""
+        profile = self._by_shapes(num_examples, num_tokens)
+        times = self._times(profile)
+        return profile if times is None else with_times(profile, times)
+
+    def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
+        """What is measured, or was before; None: rates must do."""
+        question = self._question
+        device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
+        num_microbatches = -(-question.batch_size // profile.num_examples)
+        sums_grads = num_microbatches > 1
+        grad_precision = question.gradients.precision_in_transit(num_microbatches)
+
+        def measure() -> MeasuredBlocks:
+            return measure_blocks(
+                profile,
+                question.config,
+                question.precision,
+                device,
+                sums_grads=sums_grads,
+                grad_precision=grad_precision,
+            )
+
+        kept = question.kept_times
+        asked = {
+            "shape": (profile.num_examples, profile.num_tokens),
+            "precision": question.precision,
+            "sums_grads": sums_grads,
+            "grad_precision": grad_precision,
+            "device": device.type,
+        }
+        if not self._measures:
+            return None if kept is None else kept.known(question.config, asked)
+        with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
+            return measure().times if kept is None else kept.of(question.config, asked, measure)
+        return None
+
+
+def _near(mean: float) -> int:
+    """The width at which blocks are measured: one that the engine computes, so that what is kept serves other jobs."""
+    return max(1, round(mean / WIDTH_GRANULE)) * WIDTH_GRANULE
+
+
+def _solve(
+    question: PlanQuestion, num_microbatches: int, profiles: Profiles
+) -> tuple[PlannedJob, Solution, list[Solution]]:
+    """The best by the cost model, with the device's memory counted exactly; and others that may fit or not.
+
+    What the program leaves out of the plan that it finds is taken off its limit, until what it finds fits.
+    """
+    job = profiles.job(question, num_microbatches)
+    speeds, limits = question.speeds, question.limits
+    taken_off, too_little, excess = 0.0, 0.0, math.inf
+    best: tuple[PlannedJob, Solution, list[Solution]] | None = None
+    least_excess = math.inf
+    too_much: float | None = None  # where so much is taken off there is no assignment
+    for _ in range(_MAX_CORRECTIONS):
+        less = replace(limits, device_nbytes=limits.device_nbytes - taken_off)
+        if speeds.shares_cores:
+            less = replace(less, host_nbytes=limits.host_nbytes - taken_off)
+        try:
+            solution, *others = candidates(job, speeds, less)
+        except DoesNotFitError:
+            if not taken_off:
+                raise
+            too_much = taken_off
+            if too_much - too_little < _NEAR * limits.device_nbytes:
+                break
+            taken_off = (too_little + too_much) / 2
+            continue
+        if question.num_layers is not None:  # there is no such model to go through
+            return job, solution, others
+        last_excess = excess
+        exact, excess = _counted(question, profiles, job, solution)
+        left_out = exact.nbytes[Tier.DEVICE] - solution.nbytes[Tier.DEVICE]
+        if best is not None:
+            return (job, exact, others) if excess <= 0 and exact.cost < best[1].cost else best
+        if excess <= 0:
+            best = job, exact, others
+            if not too_little < left_out < taken_off:
+                return best
+            taken_off = left_out  # more was taken off than is left out of this one: there may be a better one
+            continue
+        least_excess = min(least_excess, excess)
+        # What takes the place of what is left out may take more itself; where that goes on, steps must grow.
+        growing = 2 * (taken_off - too_little) if excess > last_excess / 2 else 0.0
+        too_little, taken_off = taken_off, max(left_out, taken_off + max(excess, growing))
+        if too_much is not None:
+            taken_off = min(taken_off, (too_little + too_much) / 2)
+    if best is not None:
+        return best
+    # Where the device is the CPU, its memory is the host's, unless a budget says that it is less.
+    short = Tier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else Tier.DEVICE
+    raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(least_excess)})
+
+
+def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, solution: Solution) -> tuple[Solution, float]:
+    """With the device's memory counted exactly, and by how many bytes it is too much."""
+    shares_cores, limits = solution.costs.speeds.shares_cores, question.limits
+    need = profiles.device_need(question, job, solution)
+    # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
+    nbytes = need.settled_nbytes if shares_cores else need.nbytes
+    together = nbytes + solution.plan.arena_nbytes if shares_cores else 0
+    excess = max(nbytes - limits.device_nbytes, together - limits.host_nbytes)
+    return replace(solution, nbytes={**solution.nbytes, Tier.DEVICE: nbytes}), excess
+
+
+def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution]:
+    """By the cost model alone.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    job, solution, _ = min(_by_microbatches(question, profiles), key=lambda found: found[1].cost)
+    return job, solution
+
+
+def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution, float | None]:
+    """That which is fastest when it is simulated, of those that are best by the cost model; and what a step takes.
+
+    None where there is no such model to simulate. No resource takes less than the cost model says, so what that finds
+    slower than something simulated is not looked at.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    if question.num_layers is not None:
+        return *best_plan(question, profiles), None
+    options = [
+        (job, each, each is solution)
+        for job, solution, others in _by_microbatches(question, profiles)
+        for each in (solution, *others)
+    ]
+    best: tuple[PlannedJob, Solution, float] | None = None
+    num_left = _MOST_SIMULATED
+    for job, option, is_counted in sorted(options, key=lambda option: option[1].cost):
+        if best is not None and (option.step_s >= best[2] or not num_left):
+            break
+        solution, excess = (option, 0.0) if is_counted else _counted(question, profiles, job, option)
+        if excess > 0:
+            continue
+        num_left -= 1
+        step_s = promised_step_s(question, profiles, solution)
+        if best is None or step_s < best[2]:
+            best = job, solution, step_s
+    assert best is not None, "the first of each number of micro-batches fits"
+    return best
+
+
+def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:
+    """What a step takes when it is simulated, and not less than by the cost model."""
+    num_cores = len(os.sched_getaffinity(0))
+    simulated_s = simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores)
+    return max(solution.step_s, simulated_s)
+
+
+def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[PlannedJob, Solution, list[Solution]]]:
+    """For the numbers of micro-batches, if none is asked for: twice as many each time, while that is better."""
+    found: list[tuple[PlannedJob, Solution, list[Solution]]] = []
+    missing: DoesNotFitError | None = None
+    for number in numbers_of_microbatches(question):
+        try:
+            found.append(_solve(question, number, profiles))
+        except DoesNotFitError as error:
+            missing = error
+        else:
+            if len(found) > 1 and found[-1][1].cost >= found[-2][1].cost:
+                break
+    if not found:
+        assert missing is not None, "a batch has at least one example"
+        raise missing
+    return found
+
+
+def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
+    """What twice as much of something would bring."""
+    hardware = question.hardware
+    ssds, host, gpus, pcie = hardware.ssds, hardware.host, hardware.gpus, hardware.pcie
+    combined = None if ssds.combined_gb_per_s is None else 2 * ssds.combined_gb_per_s
+    twice: dict[str, dict[str, Any]] = {
+        "twice as many SSDs": {"ssds": with_part(ssds, count=2 * ssds.count, combined_gb_per_s=combined)},
+        "twice the host memory": {"host": with_part(host, memory_gib=2 * host.memory_gib)},
+        "twice the GPU memory": {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)},
+        "a CPU that updates twice as fast": {"host": with_part(host, adam_params_per_s=2 * host.adam_params_per_s)},
+        "a link twice as fast": {
+            "pcie": with_part(
+                pcie,
+                h2d_gb_per_s=2 * pcie.h2d_gb_per_s,
+                d2h_gb_per_s=2 * pcie.d2h_gb_per_s,
+                duplex_gb_per_s=None if pcie.duplex_gb_per_s is None else 2 * pcie.duplex_gb_per_s,
+            )
+        },
+        "a GPU that computes twice as fast": {"gpus": with_part(gpus, tflops=2 * gpus.tflops)},
+    }
+    found = []
+    for words, update in twice.items():
+        changed = with_part(hardware, **update)
+        faster = replace(question, hardware=changed)
+        speedup = changed.gpus.tflops / gpus.tflops
+        there = job if speedup == 1 else replace(job, model=job.model.sped_up(speedup))
+        try:
+            other = solve_job(there, faster.speeds, faster.limits)
+        except DoesNotFitError:  # what fits here fits there: only the search for something better may miss
+            continue
+        if other.step_s < (1 - WORTH) * solution.step_s:
+            found.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")
+    return found

@@ -1,0 +1,105 @@
+"""The plan of a job that runs, made again by what its first steps measured; and whether another one is worth a restart.
+
+Both plans are weighed by the same corrected numbers. What was measured of the old one is not compared with what is
+predicted for a new one: no bound knows the queues and waits that are in a measurement.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from windlass.engine.memory_plan import Placement
+from windlass.planner.planning.planner import (
+    WORTH,
+    Planned,
+    PlanQuestion,
+    Profiles,
+    best_plan,
+    planned,
+    promised_step_s,
+)
+from windlass.planner.planning.rate_correction import MeasuredStep, correction_of
+from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution, StepCosts, solution_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningJob:
+    """A job and the plan that it runs by."""
+
+    placement: Placement
+    arena_nbytes: int
+    spills_grads: bool  # kept ones, to the SSDs
+    step_s: float  # as it was planned
+    compute_s: float  # ... of it computing
+    peak_gib: Mapping[str, float]
+    num_steps_left: int
+    restart_s: float  # what another attempt costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectedPlan:
+    """`planned`: of the plan that holds from now on. `changes`: it is another one than before."""
+
+    planned: Planned
+    changes: bool
+    in_words: str
+
+
+def correct(
+    question: PlanQuestion, profiles: Profiles, running: RunningJob, steps: Sequence[MeasuredStep]
+) -> CorrectedPlan:
+    """`question`: as it was asked before the job ran, with its number of micro-batches. `profiles`: of it."""
+    correction = correction_of(
+        steps, _costs(question, profiles, running), running.placement, planned_compute_s=running.compute_s
+    )
+    question = replace(question, correction=correction)
+    profiles = profiles.corrected(question)
+    costs = _costs(question, profiles, running)
+    old = solution_of(costs, running.placement, running.arena_nbytes)
+    measured = "; ".join(correction.in_words) or "the machine does what its profile says"
+    told = f"Measured: {measured}. By that a step takes {old.step_s:.3g} s, planned were {running.step_s:.3g} s"
+    job, new = _best(question, profiles, costs.job, old)
+    share = 1 - new.step_s / old.step_s
+    saved_s = share * median(step.period_s for step in steps) * running.num_steps_left
+    if share >= WORTH and saved_s > running.restart_s:
+        told += f"; with another plan it takes {new.step_s:.3g} s, and the job goes on with that one"
+        return CorrectedPlan(planned=_planned(question, job, new, profiles), changes=True, in_words=told)
+    if share >= WORTH:
+        told += (
+            f"; another plan would take {new.step_s:.3g} s, but in the steps that are left it saves {saved_s:.0f} s, "
+            f"and a restart costs {running.restart_s:.0f} s"
+        )
+    else:
+        told += "; no other plan is worth a change"
+    same = _planned(question, costs.job, old, profiles)
+    same = replace(same, report=replace(same.report, peak_gib=dict(running.peak_gib)))
+    return CorrectedPlan(planned=same, changes=False, in_words=told)
+
+
+def _planned(question: PlanQuestion, job: PlannedJob, solution: Solution, profiles: Profiles) -> Planned:
+    step_s = promised_step_s(question, profiles, solution)
+    return planned(question, job, solution, profiles, step_s=step_s)
+
+
+def _best(question: PlanQuestion, profiles: Profiles, job: PlannedJob, old: Solution) -> tuple[PlannedJob, Solution]:
+    try:
+        return best_plan(question, profiles)
+    except DoesNotFitError:  # what fitted before fits: only the search for something better may miss
+        return job, old
+
+
+def _costs(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> StepCosts:
+    """As the placement was found."""
+    assert question.num_microbatches is not None, "a job that runs has so many"
+    num, placement = question.num_microbatches, running.placement
+    return StepCosts(
+        job=profiles.job(question, num),
+        speeds=question.speeds,
+        limits=question.limits,
+        group_size=placement.group_size or num,
+        streams=bool(placement.streamed_blocks),
+        spills=running.spills_grads,
+        overflows=placement.ssd_activation_nbytes > 0,
+        num_grad_buffers=placement.num_grad_buffers,
+        depths=placement.depths,
+    )

@@ -1,0 +1,184 @@
+"""A plan in words and numbers, for people and for JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, TypeVar
+
+from windlass.amounts import GB, GIB
+from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations
+from windlass.planner.cost import LayerProfile, ways_of_layer
+from windlass.planner.solver import Limits, PlannedJob, Solution, Tier
+
+_Any = TypeVar("_Any")
+
+# What a job's processes take in host memory beside the arena: Ray, and actors of which each imports torch.
+PROCESSES_NBYTES = 3 * GIB // 2
+# What a GPU's driver and libraries take of its memory, in no allocator's books.
+DRIVER_NBYTES = 3 * GIB // 4
+# What people are told of.
+TIER_NAMES = {Tier.DEVICE: "gpu", Tier.HOST: "host", Tier.SSD: "ssd"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleTokens:
+    """Tokens of an example, padding included, that a plan was made for: memory for the widest, time for the mean."""
+
+    limit: int  # longer examples are cut
+    widest: int
+    mean: float
+    of_data: bool  # as the job's data has them; else every example is taken to be as long as it may be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """What a person learns before anything runs. Times in seconds, GiB of 2^30 bytes, GB of 10^9."""
+
+    feasible: bool
+    reasons: tuple[str, ...]  # why it does not fit and what would; or what bounds it and what would make it faster
+    step_s: float | None = None  # simulated; of a model that there is not, its bound
+    bound_s: float | None = None  # by the cost model: no resource and no chain alone takes longer
+    tokens_per_s: float | None = None
+    tflops: float | None = None  # of the model, 10^12 a second: what is computed again does not count
+    bottleneck: str | None = None
+    busy_s: dict[str, float] | None = None  # of each resource, a step
+    peak_gib: dict[str, float] | None = None  # gpu, host, ssd; with what is left to processes and the driver
+    engine_gib: dict[str, float] | None = None  # ... without: what the job itself allocates, as it can be measured
+    limit_gib: dict[str, float] | None = None  # of that: what the machine and the job's budgets leave
+    missing_bytes: dict[str, int] | None = None  # where nothing fits: of each kind of memory
+    ssd_write_gb_per_step: float | None = None
+    choices: dict[str, Any] | None = None
+    example_tokens: ExampleTokens | None = None
+
+
+def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: float | None = None) -> PlanReport:
+    """Of a plan that fits. `step_s`: simulated; None: what a step takes is by the cost model."""
+    bound_s = solution.step_s
+    step_s = bound_s if step_s is None else step_s
+    model = job.model
+    num_tokens = model.num_examples * model.num_tokens * model.size_share * job.num_microbatches
+    num_flops = 3 * model.num_flops * job.num_microbatches
+    nbytes = solution.nbytes
+    peaks = {
+        "gpu": nbytes[Tier.DEVICE] + (0 if is_cpu else DRIVER_NBYTES),
+        "host": nbytes[Tier.HOST] + PROCESSES_NBYTES,
+        "ssd": nbytes[Tier.SSD],
+    }
+    return PlanReport(
+        feasible=True,
+        reasons=(_bound_in_words(solution, step_s),),
+        step_s=step_s,
+        bound_s=bound_s,
+        tokens_per_s=num_tokens / step_s,
+        tflops=num_flops / step_s / 1e12,
+        bottleneck=solution.bottleneck,
+        busy_s=solution.busy_s,
+        peak_gib={name: nbytes / GIB for name, nbytes in peaks.items()},
+        engine_gib={name: nbytes[tier] / GIB for tier, name in TIER_NAMES.items()},
+        ssd_write_gb_per_step=ssd_written_nbytes(job, solution) / GB,
+        choices=choices_of(job, solution),
+    )
+
+
+def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
+    """The same with what the job may take."""
+    return replace(report, limit_gib={name: limits.by_tier[tier] / GIB for tier, name in TIER_NAMES.items()})
+
+
+def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:
+    """Of a step: states, activations, and gradients that are kept there."""
+    plan, blocks = solution.plan, job.model.blocks
+    in_memory = {*plan.host_blocks, *plan.device_blocks}
+    states = sum(
+        block.numel * job.state_itemsize / (plan.commit_every if index in in_memory else 1)
+        for index, block in enumerate(blocks)
+    )
+    grads = sum(blocks[index].numel * job.grad_itemsize for index in plan.spilled_blocks)
+    activations = solution.placement.ssd_activation_nbytes * plan.num_groups * job.model.size_share
+    return states + grads + activations
+
+
+def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
+    """What was decided."""
+    plan, placement = solution.plan, solution.placement
+    num_blocks = len(job.model.blocks)
+    in_memory = len(plan.device_blocks) + len(plan.host_blocks)
+    return {
+        "num_microbatches": job.num_microbatches,
+        "group_size": plan.group_size,
+        "states_on_gpu": len(plan.device_blocks),
+        "states_on_host": len(plan.host_blocks),
+        "states_on_ssd": num_blocks - in_memory,
+        "kept_grads_on_ssd": len(plan.spilled_blocks),
+        "cached_params_gib": plan.num_cached_params * plan.params.slot_nbytes / GIB,
+        "layers_in_pieces": len(plan.streamed_blocks),
+        "grad_buffers_on_gpu": plan.num_grad_buffers,
+        "commit_every": plan.commit_every,
+        "states": _states_of_blocks(solution, num_blocks),
+        "activations": [
+            {"layers": layers, **activations_in_words(choice), **_sizes_mib(model_layer, choice)}
+            for layers, (choice, model_layer) in _runs(list(zip(placement.activations, job.model.layers, strict=True)))
+        ],
+        "activations_on_host_gib": placement.host_activation_nbytes / GIB,
+        "activations_on_ssd_gib": placement.ssd_activation_nbytes / GIB,
+    }
+
+
+def activations_in_words(choice: BlockActivations) -> dict[str, Any]:
+    """What happens to the input of a layer, to the outputs of its operators, and what is computed again."""
+    found: dict[str, Any] = {"input": "swapped" if choice.swap_input else "kept"}
+    if not choice.recompute:
+        found["rest"] = "swapped" if EVERY_OPERATOR in choice.swapped else "kept"
+        return found
+    found["rest"] = "recomputed"
+    for name, operators in (("kept", choice.kept), ("swapped", choice.swapped)):
+        if operators:
+            found[name] = sorted(operators)
+    return found
+
+
+def _states_of_blocks(solution: Solution, num_blocks: int) -> list[dict[str, Any]]:
+    """Where blocks rest, from 0, the embedding; those that follow each other and do the same in one entry."""
+    plan = solution.plan
+    placed = [
+        {
+            "rest_on": "gpu" if block in plan.device_blocks else "host" if block in plan.host_blocks else "ssd",
+            "in_pieces": block in plan.streamed_blocks,
+            "grads_on_ssd": block in plan.spilled_blocks,
+        }
+        for block in range(num_blocks)
+    ]
+    return [{"blocks": blocks, **found} for blocks, found in _runs(placed)]
+
+
+def _sizes_mib(layer: LayerProfile, choice: BlockActivations) -> dict[str, float]:
+    """Of what a layer leaves for its backward pass, of one micro-batch: by what becomes of it."""
+    way = next(way for way in ways_of_layer(layer) if way.choice == choice)
+    everything = layer.input_nbytes + layer.saved_nbytes
+    again = 0 if not choice.recompute else max(0, everything - way.held_nbytes - way.swapped_nbytes)
+    sizes = {"kept_mib": way.held_nbytes, "swapped_mib": way.swapped_nbytes, "recomputed_mib": again}
+    return {name: nbytes / 2**20 for name, nbytes in sizes.items()}
+
+
+def _runs(each: Sequence[_Any]) -> list[tuple[str, _Any]]:
+    """What is the same for neighbours, with the numbers that it is of, from 0."""
+    found = []
+    for same, group in groupby(enumerate(each), key=lambda pair: pair[1]):
+        numbers = [number for number, _ in group]
+        found.append((f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), same))
+    return found
+
+
+_IN_WORDS = {
+    "compute": "what is computed on the device",
+    "h2d": "what is copied to the device",
+    "d2h": "what is copied from the device",
+    "ssd": "what the SSDs read and write",
+    "optimizer": "the update of the parameters on the CPU",
+}
+
+
+def _bound_in_words(solution: Solution, step_s: float) -> str:
+    busiest = solution.bottleneck
+    busy_s = solution.busy_s[busiest]
+    return f"a step is bound by {_IN_WORDS[busiest]}: {busy_s:.3g} s, {busy_s / step_s:.0%} of the step"

@@ -1,0 +1,75 @@
+"""What a model's blocks take here, kept for the next jobs on such a model: to measure it takes seconds of all cores."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.engine.fingerprint import code_fingerprint
+from windlass.planner.cost import AgainTimes
+from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
+
+_MOST_KEPT = 256
+
+# What is known less well is not kept: others computed meanwhile, and the next job may have the cores to itself.
+_LARGEST_ERROR = 0.05
+
+Measure = Callable[[], MeasuredBlocks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingCache:
+    """Of one machine. Weights are no part of the question: what is measured has random ones."""
+
+    folder: Path  # made when there is something to keep
+    machine: Mapping[str, Any]  # its profile, as JSON has it, and threads: measured anew, it is another machine
+    is_alone: bool  # no job trains here; else what is measured now is not worth keeping
+
+    def of(self, config: Any, asked: Mapping[str, Any], measure: Measure) -> dict[int, BlockTimes]:
+        """By block; measured where they are not kept. `config`: of transformers. `asked`: all that is measured by."""
+        found = self.known(config, asked)
+        if found is not None:
+            return found
+        measured = measure()
+        if self.is_alone and measured.standard_error <= _LARGEST_ERROR:
+            with contextlib.suppress(OSError):  # a full disk costs the next job a measurement, and this one nothing
+                self._keep(self._path(config, asked), measured.times)
+        return measured.times
+
+    def known(self, config: Any, asked: Mapping[str, Any]) -> dict[int, BlockTimes] | None:
+        """Those that are kept."""
+        return _load(self._path(config, asked))
+
+    def _path(self, config: Any, asked: Mapping[str, Any]) -> Path:
+        return self.folder / f"{self._fingerprint(config, asked)}.json"
+
+    def _fingerprint(self, config: Any, asked: Mapping[str, Any]) -> str:
+        about = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+        facts = [about, dict(asked), dict(self.machine), code_fingerprint(Path(__file__).parent)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _keep(self, path: Path, times: Mapping[int, BlockTimes]) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps({block: asdict(each) for block, each in times.items()}))
+        partial.replace(path)
+        kept = sorted(self.folder.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
+        for old in kept[:-_MOST_KEPT]:
+            old.unlink(missing_ok=True)
+
+
+def _load(path: Path) -> dict[int, BlockTimes] | None:
+    try:
+        found = {int(block): _times_of(each) for block, each in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+    return found or None
+
+
+def _times_of(saved: dict[str, Any]) -> BlockTimes:
+    again = saved["again"]
+    return BlockTimes(**saved | {"again": None if again is None else AgainTimes(**again)})

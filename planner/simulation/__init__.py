@@ -1,0 +1,5 @@
+"""Replays a plan with the scheduler's real policy, on resources that take as long as rates say."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,116 @@
+"""A simulated job: the real scheduler's policy, and actors that use the resources of a machine."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from windlass.actors.job import JobContext
+from windlass.actors.messages import (
+    CommitStore,
+    ExportModel,
+    FlushBlock,
+    Message,
+    ModelExported,
+    RestoreStates,
+    SpanKind,
+    StatesRestored,
+    StoreCommitted,
+    UpdateBlock,
+    WorkSpan,
+)
+from windlass.actors.policy import Instruction, Pipeline, SchedulerConfig, TrainerState
+from windlass.actors.timeline import NO_BLOCK, WHOLE_BLOCK, Level
+from windlass.planner.simulation.machine import SimulatedMachine
+from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
+from windlass.planner.simulation.waiting import Process
+from windlass.planner.simulation.workers import Optimizer, Worker
+from windlass.storage.ids import ActorName, Step
+
+# Events between two looks at the time.
+_LOOK_EVERY = 1000
+
+
+class SimulatedJob:
+    """All actors of a job, and what they tell."""
+
+    def __init__(
+        self, context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
+    ) -> None:
+        """`keeps_spans`: for who wants them; else only the ends of steps are known."""
+        self._world = SimulatedMachine(context, shape, rates, work, self._tell, keeps_spans=keeps_spans)
+        self._pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
+        self._optimizers = {
+            name: Optimizer(self._world, name, context.plan.states[index])
+            for index, name in enumerate(shape.optimizers)
+        }
+        self._worker = Worker(self._world)
+        self._issue(self._pipeline.start(0.0))
+
+    def run(self, is_late: Callable[[], bool] = lambda: False) -> list[WorkSpan]:
+        """The spans of all steps, until the last one is committed. Raises `Stuck`, and `TooLong` once it is late."""
+        env = self._world.env
+        while env.peek() < math.inf:
+            if is_late():
+                raise TooLong
+            for _ in range(_LOOK_EVERY):
+                if env.peek() < math.inf:
+                    env.step()
+        if not self._pipeline.finished:
+            raise self._stuck()
+        return self._world.spans
+
+    @property
+    def levels(self) -> list[Level]:
+        """Of memory, from the beginning until now; none where spans are not kept."""
+        return self._world.levels
+
+    def period_s(self, step: int) -> float:
+        """From the end of the backward pass before that step to the end of its own; runs as far. Raises `Stuck`."""
+        ends_s = self._world.step_ends_s
+        while len(ends_s) < step:
+            try:
+                self._world.env.run(until=self._world.step_ended.next)
+            except RuntimeError:
+                if self._world.env.peek() < math.inf:
+                    raise
+                raise self._stuck() from None  # there is nothing left that could happen
+        return ends_s[step - 1] - (ends_s[step - 2] if step > 1 else 0.0)
+
+    def _tell(self, event: Message) -> None:
+        self._later(lambda: self._issue(self._pipeline.handle(event, self._world.env.now)))
+
+    def _issue(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            self._later(functools.partial(self._deliver, instruction))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        self._world.env.timeout(self._world.rates.message_s).callbacks.append(lambda _: call())
+
+    def _deliver(self, instruction: Instruction) -> None:
+        message, to, env = instruction.message, instruction.to, self._world.env
+        match message:
+            case CommitStore():
+                env.process(self._commit(message, to))
+            case FlushBlock() if to in self._optimizers:
+                env.process(self._optimizers[to].flush(message))
+            case RestoreStates():
+                self._tell(StatesRestored(job=message.job, step=message.step, actor=to))
+            case ExportModel():
+                self._tell(ModelExported(job=message.job, step=message.step, path=message.path))
+            case UpdateBlock() if to in self._optimizers:
+                self._optimizers[to].update(message)
+            case _:
+                self._worker.post(message)
+
+    def _stuck(self) -> Stuck:
+        pipeline = self._pipeline
+        waits = ", ".join(f"{wait}" for wait in itertools.islice(pipeline.waits.outstanding.values(), 5))
+        return Stuck(f"the simulated job ends at step {pipeline.committed} and waits for: {waits or 'nothing'}")
+
+    def _commit(self, message: CommitStore, ssd: ActorName) -> Process:
+        start_s = self._world.env.now
+        yield self._world.env.timeout(self._world.rates.commit_s)
+        self._world.note(ssd, SpanKind.COMMIT, message.step, NO_BLOCK, WHOLE_BLOCK, start_s)
+        self._world.committed(ssd)
+        self._tell(StoreCommitted(job=message.job, step=message.step, actor=ssd, bytes_read=0, bytes_written=0))

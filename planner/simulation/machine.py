@@ -1,0 +1,166 @@
+"""What the actors of a simulated job share: its facts, its resources, and the way to the scheduler."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from windlass.actors.gpu_worker import ParamCache
+from windlass.actors.job import JobContext, grad_itemsize, piece_bounds, ssd_name
+from windlass.actors.messages import Message, SpanKind
+from windlass.actors.policy import SchedulerConfig
+from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, Tier
+from windlass.engine.memory_plan import Pool
+from windlass.planner.simulation.cores import SharedCores
+from windlass.planner.simulation.resources import Log, Rates, Resource, Ssd, Work
+from windlass.planner.simulation.waiting import Process, Signal, Slots
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span
+from windlass.storage.memory import SlotPool
+
+# What lies on several tiers.
+PARAMS = "params"
+GRADIENTS = "gradients"
+STATES = "states"
+ACTIVATIONS = "activations"
+LEAVING = "activations leaving"
+
+
+class SimulatedMachine(Log):
+    """One simulated machine, and the job on it."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        shape: SchedulerConfig,
+        rates: Rates,
+        work: Work,
+        tell: Callable[[Message], None],
+        *,
+        keeps_spans: bool,
+    ) -> None:
+        """`tell` takes what actors tell the scheduler."""
+        super().__init__(rates.num_cores, keeps_spans=keeps_spans)
+        self.step_ends_s: list[float] = []  # of all steps so far: when their backward passes were over
+        self.step_ended = Signal(self.env)
+        self.context = context
+        self.shape = shape
+        self.rates = rates
+        self.work = work
+        self.tell = tell
+        formats, plan = context.formats, context.plan
+        layout = context.layout
+        # First and past-last element in its block. Asked for again and again, so worked out once.
+        self.chunk_ranges: dict[ChunkKey, tuple[int, int]] = {
+            key: layout.chunk_range(key) for block in layout.blocks for key in layout.chunk_keys(block.index)
+        }
+        self.host_slots = context.host_slots()
+        self.param_itemsize = formats.itemsizes[formats.param_kind]
+        self.state_itemsize = sum(formats.itemsizes.values())
+        self.grad_itemsize = grad_itemsize(context.spec)
+        # Of streamed blocks, where they are cut.
+        self.bounds: dict[BlockIndex, tuple[int, ...]] = piece_bounds(context)
+        self.param_slots = _ParamSlots(self, plan.params)
+        self.param_slots_changed = Signal(self.env)
+        self.cache = ParamCache.of_job(context, self.param_slots)
+        self.grad_slots = self.pool(GRADIENTS, plan.grads)
+        self.compute = Resource(self, COMPUTE)
+        spend = None
+        if rates.num_cores is None and rates.duplex_share < 1:
+            both_ways = SharedCores(self.env, 2 * rates.duplex_share)
+            spend = functools.partial(both_ways.work, num_threads=1)
+        self._links = {name: Resource(self, name, spend) for name in (TO_DEVICE, FROM_DEVICE)}
+        ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
+        self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s) for index in range(len(context.ssds))]
+        self._geometry = context.geometry(0) if context.ssds else None
+        # Chunks of which an SSD has something that is not committed: that lies in a place of its own.
+        self._uncommitted: dict[ActorName, set[ChunkKey]] = {ssd_name(i): set() for i in range(len(context.ssds))}
+        # On the SSDs one generation is always there.
+        device_nbytes = formats.update_itemsize * sum(layout.blocks[block].numel for block in plan.device_blocks)
+        ssd_nbytes = plan.ssd_nbytes if context.ssds else 0
+        self._keep_states(Tier.GPU, device_nbytes, device_nbytes)
+        self._keep_states(Tier.HOST, plan.host_states.nbytes, plan.host_states.nbytes)
+        self._keep_states(Tier.SSD, ssd_nbytes, ssd_nbytes // 2)
+
+    def slots(self, tier: Tier, what: str, slot_nbytes: int, num_slots: int) -> Slots:
+        """Slots for a kind of things, whose use is told."""
+        self.allocate(tier, what, num_slots * slot_nbytes)
+        return Slots(self.env, num_slots, lambda num_taken: self.level(tier, what, num_taken * slot_nbytes))
+
+    def pool(self, what: str, pool: Pool) -> Slots:
+        """The same, of the arena."""
+        return self.slots(Tier.HOST, what, pool.slot_nbytes, pool.num_slots)
+
+    def chunk_numel(self, key: ChunkKey) -> int:
+        """Elements of a chunk."""
+        start, stop = self.chunk_ranges[key]
+        return stop - start
+
+    def end_step(self) -> None:
+        """A step's backward pass is over."""
+        self.step_ends_s.append(self.env.now)
+        self.step_ended.tell()
+
+    def copy_in(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
+        """From host memory to the device."""
+        return self._links[TO_DEVICE].work(nbytes / self.rates.h2d_bytes, kind, step, block, chunk, nbytes)
+
+    def copy_out(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
+        """... and back."""
+        return self._links[FROM_DEVICE].work(nbytes / self.rates.d2h_bytes, kind, step, block, chunk, nbytes)
+
+    def ssd_of(self, key: ChunkKey) -> int:
+        """Where a chunk's states rest."""
+        assert self._geometry is not None
+        return self._geometry.ssd_of(key)
+
+    def ssd_move(
+        self,
+        ssd: int,
+        nbytes: int,
+        kind: SpanKind,
+        step: int,
+        priority: tuple[int, int],
+        block: int,
+        chunk: int = WHOLE_BLOCK,
+    ) -> Process:
+        """To an SSD or from it, as the kind says."""
+        is_read = kind.startswith("read_")
+        rate = (self.rates.ssd_read_bytes if is_read else self.rates.ssd_write_bytes)[ssd]
+        num_pieces = max(1, -(-nbytes // self.context.ssds[ssd].io.piece_nbytes))
+        return self._ssds[ssd].move(nbytes / rate, num_pieces, priority, kind, step, block, chunk, nbytes)
+
+    def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Process:
+        """Some of a chunk's states go to their SSD, or come from it; so does a gradient, which lies where the states of
+        its step will.
+        """
+        uncommitted = self._uncommitted[ssd_name(self.ssd_of(key))]
+        if kind.startswith("write_") and key not in uncommitted:
+            uncommitted.add(key)
+            self.level(Tier.SSD, STATES, self.state_itemsize * self.context.layout.chunk_numel)
+        return self.ssd_move(self.ssd_of(key), nbytes, kind, step, priority, key.block, key.chunk)
+
+    def committed(self, ssd: ActorName) -> None:
+        """What was written there since the last commit takes the place of what was there before."""
+        nbytes = self.state_itemsize * self.context.layout.chunk_numel
+        self.level(Tier.SSD, STATES, -nbytes * len(self._uncommitted[ssd]))
+        self._uncommitted[ssd].clear()
+
+    def _keep_states(self, tier: Tier, allocated_nbytes: int, nbytes: int) -> None:
+        self.allocate(tier, STATES, allocated_nbytes)
+        self.level(tier, STATES, nbytes)
+
+
+class _ParamSlots(SlotPool):
+    """The real pool, as the real cache uses it, and its level."""
+
+    def __init__(self, log: Log, pool: Pool) -> None:
+        super().__init__(pool.offset, pool.slot_nbytes, pool.num_slots)
+        self._log = log
+        log.allocate(Tier.HOST, PARAMS, pool.nbytes)
+
+    def try_acquire(self, n: int) -> list[Span]:
+        spans = super().try_acquire(n)
+        self._log.level(Tier.HOST, PARAMS, len(spans) * self.slot_nbytes)
+        return spans
+
+    def release(self, spans: Sequence[Span]) -> None:
+        super().release(spans)
+        self._log.level(Tier.HOST, PARAMS, -len(spans) * self.slot_nbytes)

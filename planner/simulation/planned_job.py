@@ -1,0 +1,205 @@
+"""A planned job, simulated: what its steps take with queues and waits, of which the planner's sums know nothing."""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from windlass.actors.activations import slots_of_part
+from windlass.actors.job import Hyperparameters, Initialization, JobContext, JobSpec, Schedule, make_context
+from windlass.actors.messages import Phase
+from windlass.actors.policy import SchedulerConfig
+from windlass.actors.scheduler import job_shape
+from windlass.actors.timeline import StepSpans, Tier, TierMemory, memory_of
+from windlass.engine.memory_plan import Placement
+from windlass.engine.model import CHUNK_GRANULE, ModelLayout
+from windlass.planner.cost import Speeds, ways_of_layer
+from windlass.planner.simulation.simulate import Rates, Work, simulate, steady_step_s
+from windlass.planner.solver import Solution
+from windlass.storage.ids import Formats, JobId, Precision
+
+# Steps that are simulated, and how many of the first are not steady yet.
+_NUM_STEPS = 4
+_NUM_FIRST_STEPS = 2
+# What a message takes between two processes.
+_MESSAGE_S = 0.0005
+# More chunks, or more slots of activations, than that are simulated as fewer, larger ones.
+_MAX_CHUNKS = 2000
+_MAX_ACTIVATION_SLOTS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedSteps:
+    """What came out."""
+
+    step_s: float  # in steady state
+    steps: Sequence[StepSpans]
+
+    @property
+    def memory(self) -> dict[Tier, TierMemory]:
+        """What is in use of each tier in the last step, and until all is committed.
+
+        Where chunks and slots were made larger to simulate, so is what they take.
+        """
+        return memory_of(self.steps[-1].levels)
+
+
+def simulated_step_s(solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int) -> float:
+    """What a step of a planned job takes in steady state, on its machine; see `simulate_planned`.
+
+    Raises:
+        Stuck: the job would not end.
+    """
+    return steady_step_s(*_simulated(solution, layout, formats, num_cores))
+
+
+def simulate_planned(
+    solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int, limit_s: float = math.inf
+) -> SimulatedSteps:
+    """The steps of a planned job on its machine. `num_cores`: of one whose device is the CPU.
+
+    Raises:
+        Stuck: the job would not end.
+        TooLong: the simulation has taken `limit_s`.
+    """
+    until_s = time.monotonic() + limit_s
+    simulated = _simulated(solution, layout, formats, num_cores)
+    steps = simulate(*simulated, is_late=lambda: time.monotonic() > until_s)[_NUM_FIRST_STEPS:]
+    return SimulatedSteps(step_s=statistics.fmean(step.summary["period_s"] for step in steps), steps=steps)
+
+
+def _simulated(
+    solution: Solution, layout: ModelLayout, formats: Formats, num_cores: int
+) -> tuple[JobContext, SchedulerConfig, Rates, Work]:
+    spec, layout = _spec_of(solution, formats), _in_fewer_chunks(layout)
+    if layout.chunk_numel != solution.costs.job.model.chunk_numel:
+        spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
+    work = work_of(solution)
+    context = _with_fewer_slots(make_context(spec, layout, ""), work)
+    # The slots are for the widest micro-batches; what goes through them is of the mean one.
+    work = _of_mean_size(work, solution.costs.job.model.size_share)
+    rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
+    return context, job_shape(context, lambda _: "{}"), rates, work
+
+
+def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
+    """Of a machine, for the simulator. Where the device is the CPU, rates are those of all its cores."""
+    return Rates(
+        h2d_bytes=speeds.h2d_bytes,
+        d2h_bytes=speeds.d2h_bytes,
+        duplex_share=speeds.duplex_share,
+        ssd_read_bytes=(speeds.ssd_read_bytes,) * speeds.num_ssds,
+        ssd_write_bytes=(speeds.ssd_write_bytes,) * speeds.num_ssds,
+        optimizer_params=speeds.optimizer_params / (1 if speeds.shares_cores else num_optimizers),
+        device_params=speeds.device_params,
+        device_rounded_params=speeds.device_rounded_params,
+        message_s=_MESSAGE_S,
+        gives_ahead=not speeds.shares_cores,
+        num_cores=num_cores if speeds.shares_cores else None,
+        ssd_cpu_s_per_byte=speeds.ssd_cpu_s_per_byte,
+    )
+
+
+def work_of(solution: Solution) -> Work:
+    """What operations take by the costs that the plan was made with, what they swap and hold."""
+    costs, model = solution.costs, solution.costs.job.model
+    group_size, head = costs.group_size, len(model.layers) + 1
+    embedding_s = costs.compute_s(model.embedding)
+    seconds = {
+        (Phase.FORWARD, 0): group_size * embedding_s[0],
+        (Phase.BACKWARD, 0): group_size * embedding_s[1],
+        (Phase.HEAD, head): group_size * sum(costs.compute_s(model.head)),
+    }
+    swapped, held = {}, {}
+    ways = {layer: {way.choice: way for way in ways_of_layer(layer)} for layer in model.blocks_of_layers}
+    for block, (layer, choice) in enumerate(zip(model.layers, solution.placement.activations, strict=True), start=1):
+        way = ways[layer][choice]
+        seconds[(Phase.FORWARD, block)] = group_size * costs.compute_s(layer)[0]
+        seconds[(Phase.BACKWARD, block)] = group_size * costs.backward_s(layer, way)
+        held[block] = way.held_nbytes
+        if choice.swaps:
+            swapped[block] = way.out_nbytes
+    peaks = {block: profile.peak_nbytes for block, profile in enumerate(model.blocks)}
+    return Work(compute_s=seconds, swapped_nbytes=swapped, held_nbytes=held, peak_nbytes=peaks)
+
+
+def _of_mean_size(work: Work, share: float) -> Work:
+    """The same work, with so much of the bytes that are swapped."""
+    swapped = {block: [max(1, int(share * nbytes)) for nbytes in out] for block, out in work.swapped_nbytes.items()}
+    return replace(work, swapped_nbytes=swapped)
+
+
+def _in_fewer_chunks(layout: ModelLayout) -> ModelLayout:
+    numel = sum(block.numel for block in layout.blocks)
+    granules = -(-numel // (_MAX_CHUNKS * CHUNK_GRANULE))
+    return replace(layout, chunk_numel=max(layout.chunk_numel, granules * CHUNK_GRANULE))
+
+
+def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
+    """All that the budget decided is said: with larger chunks it would decide something else."""
+    plan, placement = solution.plan, solution.placement
+    cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
+    num_host_grad_blocks = len(layout.blocks) - len(plan.spilled_blocks) if plan.spilled_blocks else None
+    return replace(
+        placement,
+        num_cached_params=cached_nbytes // (layout.chunk_numel * solution.costs.job.param_itemsize),
+        num_host_grad_blocks=num_host_grad_blocks,
+        depths=replace(placement.depths, states=plan.states[0].num_slots),
+    )
+
+
+def _with_fewer_slots(context: JobContext, work: Work) -> JobContext:
+    """Swapped activations in larger slots, as many parts on their way to the SSDs, and the same share of all there."""
+    plan, pool = context.plan, context.plan.activations
+    tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer] * plan.group_size
+    factor = sum(tensors) // (_MAX_ACTIVATION_SLOTS * pool.slot_nbytes)
+    if factor <= 1:
+        return context
+    slot_nbytes = factor * pool.slot_nbytes
+    needed = sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
+    share = plan.num_ssd_activations / (plan.num_host_activations + plan.num_ssd_activations)
+    num_ssd = math.ceil(needed * share)
+    num_staged = plan.num_staged_activations // slots_of_part(plan.num_staged_activations, max(1, len(context.ssds)))
+    activations = replace(pool, slot_nbytes=slot_nbytes, num_slots=needed - num_ssd + num_staged)
+    changed = replace(plan, activations=activations, num_ssd_activations=num_ssd, num_staged_activations=num_staged)
+    return replace(context, plan=changed)
+
+
+def _spec_of(solution: Solution, formats: Formats) -> JobSpec:
+    """A job that is like the planned one wherever the simulator looks; it has no files."""
+    job = solution.costs.job
+    return JobSpec(
+        job=JobId("planned"),
+        model_dir="",
+        initialization=Initialization.RANDOM,
+        layout_file="",
+        dataset_dir="",
+        job_dir="",
+        output_dir="",
+        ssd_dirs=tuple(map(str, range(solution.costs.speeds.num_ssds))),
+        hyperparameters=Hyperparameters(
+            epochs=1,
+            batch_size=job.model.num_examples * job.num_microbatches,
+            num_microbatches=job.num_microbatches,
+            sequence_length=job.model.num_tokens,
+            learning_rate=1e-4,
+            warmup_steps=0,
+            schedule=Schedule.CONSTANT,
+            weight_decay=0.0,
+            beta1=0.9,
+            beta2=0.999,
+            epsilon=1e-8,
+            clip_norm=None,  # the update order says what follows from it
+            precision=formats.precision,
+            seed=0,
+            state_precision=formats.states,
+            accumulation_precision=Precision.FP32 if job.grad_itemsize == 4 else formats.precision,
+            update_order=job.update_order,
+        ),
+        total_steps=_NUM_STEPS,
+        num_cpu_optimizers=job.num_optimizers,
+        host_memory_nbytes=solution.plan.arena_nbytes,
+        deadline_s=1.0,
+        placement=solution.placement,
+    )

@@ -1,0 +1,125 @@
+"""A job as it would run on a machine that may not exist: discrete events, in no time and with no bytes.
+
+The scheduler's policy is the real one, and so are the plan's slots and the cache of params; what is simulated are the
+other actors, chunk by chunk, as far as they use resources: compute, the two ways to the device, each SSD, each
+optimizer. A resource does one thing at a time and takes as long as its rate says. What comes out are the spans that the
+real actors would tell, and from them the same timeline; and what is in use of each tier's memory meanwhile.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from operator import attrgetter
+
+from windlass.actors.job import JobContext
+from windlass.actors.messages import SpanKind
+from windlass.actors.policy import SchedulerConfig
+from windlass.actors.timeline import StepSpans, Timeline
+from windlass.amounts import bytes_text
+from windlass.planner.simulation.job import SimulatedJob
+from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
+
+__all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate", "steady_step_s"]
+
+# Steps of which the first is not like the others: there is no step before it.
+_LEAST_STEPS = 3
+_MOST_STEPS = 6
+# Of a step: what differs less from the step before is steady.
+_STEADY = 0.01
+
+
+def simulate(
+    context: JobContext,
+    shape: SchedulerConfig,
+    rates: Rates,
+    work: Work,
+    *,
+    is_late: Callable[[], bool] = lambda: False,
+) -> list[StepSpans]:
+    """The timelines of all steps of a job, as the real job would tell them; evaluations are left out.
+
+    With levels of memory, in each step's period; those of the last step go on until all is committed.
+
+    `is_late` is asked again and again, whether the simulation has taken as long as it may.
+
+    Raises:
+        ValueError: the rates are of other SSDs, or what is swapped is not what the plan says or has room for.
+        Stuck: the job does not end. That would be a defect of the policy, the plan or this simulation.
+        TooLong: it is late.
+    """
+    shape = replace(shape, num_evaluation_groups=0)
+    job = _job(context, shape, rates, work)
+    found = job.run(is_late)
+    levels = job.levels
+    timeline = Timeline(
+        shape.num_blocks,
+        keeps_grads=shape.keeps_grads,
+        overlaps_steps=shape.ordering.overlaps_steps,
+        max_spans=len(found),
+    )
+    timeline.begin(0.0)
+    spans, told = sorted(found, key=attrgetter("end_s")), 0
+    # Actors tell of a step while the next one runs. Of several groups of micro-batches, the last one ends a step.
+    ends = {span.step: span.end_s for span in spans if span.kind is SpanKind.BACKWARD and span.block == 0}
+    steps = []
+    for step in range(1, shape.total_steps + 1):
+        known = bisect_right(spans, ends[step + 1], key=attrgetter("end_s")) if step + 1 in ends else len(spans)
+        timeline.add(spans[told:known])
+        told = known
+        ended = timeline.end_step(step)
+        assert ended is not None, f"the simulated job has no step {step}"
+        until_s = ended.end_s if step < shape.total_steps else math.inf
+        steps.append(replace(ended, levels=tuple(level.between(ended.start_s, until_s) for level in levels)))
+    return steps
+
+
+def steady_step_s(context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work) -> float:
+    """What a step takes once one takes as long as the one before, whatever number of steps the job has.
+
+    Raises:
+        ValueError, Stuck: as `simulate`.
+    """
+    # One more than is looked at: at the end of a job everything is committed.
+    shape = replace(shape, num_evaluation_groups=0, total_steps=_MOST_STEPS + 1)
+    job = _job(context, shape, rates, work, keeps_spans=False)
+    periods_s = [job.period_s(step) for step in range(1, _LEAST_STEPS)]
+    while len(periods_s) < _MOST_STEPS:
+        periods_s.append(job.period_s(len(periods_s) + 1))
+        if abs(periods_s[-1] - periods_s[-2]) <= _STEADY * periods_s[-1]:
+            break
+    return (periods_s[-1] + periods_s[-2]) / 2
+
+
+def _job(
+    context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
+) -> SimulatedJob:
+    _check_rates(context, rates)
+    _check_swapped(context, work)
+    return SimulatedJob(context, shape, rates, work, keeps_spans=keeps_spans)
+
+
+def _check_rates(context: JobContext, rates: Rates) -> None:
+    num_ssds = len(context.ssds)
+    if len(rates.ssd_read_bytes) != num_ssds or len(rates.ssd_write_bytes) != num_ssds:
+        raise ValueError(f"the job has {num_ssds} SSDs; rates are given for {len(rates.ssd_read_bytes)}")
+
+
+def _check_swapped(context: JobContext, work: Work) -> None:
+    plan = context.plan
+    swapping = {block for block, choice in enumerate(plan.layer_activations, start=1) if choice.swaps}
+    if set(work.swapped_nbytes) != swapping:
+        raise ValueError(
+            f"the work says what blocks {sorted(work.swapped_nbytes)} swap, and the plan has blocks {sorted(swapping)} "
+            "swap: give the bytes of each of these, and of no others"
+        )
+    slot_nbytes = plan.activations.slot_nbytes
+    tensors = [nbytes for tensors in work.swapped_nbytes.values() for nbytes in tensors]
+    needed = plan.group_size * sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
+    there = plan.num_host_activations + plan.num_ssd_activations
+    if needed > there:
+        raise ValueError(
+            f"a group of {plan.group_size} micro-batches swaps activations that take {needed} slots of "
+            f"{bytes_text(slot_nbytes)} at once, and the plan has {there}; give host_activation_nbytes "
+            f"and ssd_activation_nbytes of the placement together at least {needed * slot_nbytes}"
+        )

@@ -1,0 +1,5 @@
+"""The simulated parts of a GPU worker and of an optimizer: each takes slots and resources as the real one does."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,154 @@
+"""Activations that leave a simulated device: as `activation_tiers.ActivationTiers` and `activations_host`."""
+
+from dataclasses import dataclass
+
+import simpy
+
+from windlass.actors.activations import Moment, SsdSwap
+from windlass.actors.messages import SpanKind
+from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK, Tier
+from windlass.planner.simulation import ACTIVATIONS, LEAVING, Finding, Process, Queue, Signal, SimulatedMachine
+from windlass.planner.simulation.workers.ssd_activations import SsdActivations
+
+_BACK = "activations back, or coming"
+
+
+@dataclass(slots=True, eq=False)
+class _HostSwap:
+    """Bytes in slots of host memory."""
+
+    nbytes: int
+    num_slots: int
+    left_in: Moment
+    left: simpy.Event  # the device
+    back: simpy.Event
+
+
+@dataclass(slots=True, eq=False)
+class Away:
+    """The first bytes of a tensor and the rest; either may be none."""
+
+    nbytes: int
+    host: _HostSwap | None
+    ssd: SsdSwap | None
+    is_wanted: bool = False
+
+
+class Activations:
+    """What is swapped: in host memory first, and beyond it on the SSDs."""
+
+    def __init__(self, world: SimulatedMachine) -> None:
+        self.world = world
+        self._host = _HostActivations(world)
+        self._ssds = SsdActivations(world) if world.context.plan.num_ssd_activations else None
+        self._now = Moment()
+
+    def begin(self, moment: Moment) -> None:
+        """What follows belongs to this operation."""
+        self._now = moment
+
+    def put(self, nbytes: int) -> Finding[Away]:
+        """Returns a tensor that leaves; waits where too much is on its way."""
+        start_s, host_nbytes, ssd, host = self.world.env.now, nbytes, None, None
+        if self._ssds is not None:
+            host_nbytes = yield from self._host.room_nbytes(nbytes)
+            if host_nbytes < nbytes:
+                ssd = yield from self._ssds.put(nbytes - host_nbytes, self._now)
+        if host_nbytes:
+            host = yield from self._host.put(host_nbytes, self._now)
+        self._note_wait(start_s)
+        return Away(nbytes, host, ssd)
+
+    def prefetch(self, away: Away) -> None:
+        """Begins to bring it back, once."""
+        if away.is_wanted:
+            return
+        away.is_wanted = True
+        self.world.level(Tier.GPU, _BACK, away.nbytes)
+        if away.host is not None:
+            self._host.prefetch(away.host)
+        if away.ssd is not None and self._ssds is not None:
+            self._ssds.prefetch(away.ssd, self._now)
+
+    def get(self, away: Away) -> Process:
+        """Waits until it is back."""
+        start_s = self.world.env.now
+        self.prefetch(away)
+        if away.ssd is not None and self._ssds is not None:
+            yield from self._ssds.wait_for(away.ssd)
+        if away.host is not None:
+            yield away.host.back
+        self._note_wait(start_s)
+
+    def drop(self, away: Away) -> None:
+        """It is back, and nobody needs it any more."""
+        self.world.level(Tier.GPU, _BACK, -away.nbytes)
+
+    def _note_wait(self, start_s: float) -> None:
+        if start_s < self.world.env.now:
+            step, _, block = self._now
+            self.world.note(COMPUTE, SpanKind.WAIT_ACTIVATIONS, step, block, WHOLE_BLOCK, start_s)
+
+
+class _HostActivations:
+    """Slots of host memory, with a stream each way."""
+
+    def __init__(self, world: SimulatedMachine) -> None:
+        self.world = world
+        self._slot_nbytes = world.context.plan.activations.slot_nbytes
+        self._num_free = world.context.plan.num_host_activations
+        self._num_returning = 0
+        self._leaving_nbytes = 0
+        self._outward: Queue[_HostSwap] = Queue(world.env)
+        self._inward: Queue[_HostSwap] = Queue(world.env)
+        self._changed = Signal(world.env)
+        world.allocate(Tier.HOST, ACTIVATIONS, self._num_free * self._slot_nbytes)
+        world.env.process(self._run_outward())
+        world.env.process(self._run_inward())
+
+    def room_nbytes(self, wanted_nbytes: int) -> Finding[int]:
+        """Returns how much of a put of that size finds room; what is about to come free is waited for."""
+        num_slots = -(-wanted_nbytes // self._slot_nbytes)
+        yield from self._changed.until(lambda: self._num_free >= num_slots or not self._num_returning)
+        return min(wanted_nbytes, self._num_free * self._slot_nbytes)
+
+    def put(self, nbytes: int, now: Moment) -> Finding[_HostSwap]:
+        """Returns a swap whose copy is given to the stream."""
+        env, limit = self.world.env, self.world.context.plan.max_leaving_nbytes
+        num_slots = -(-nbytes // self._slot_nbytes)
+        yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
+        yield from self._changed.until(lambda: self._num_free >= num_slots)
+        swap = _HostSwap(nbytes, num_slots, now, env.event(), env.event())
+        self._num_free -= num_slots
+        self._leaving_nbytes += nbytes
+        self.world.level(Tier.HOST, ACTIVATIONS, num_slots * self._slot_nbytes)
+        self.world.level(Tier.GPU, LEAVING, nbytes)
+        self._outward.put(swap)
+        return swap
+
+    def prefetch(self, swap: _HostSwap) -> None:
+        """Gives the stream the copy back."""
+        self._num_returning += 1
+        self._inward.put(swap)
+
+    def _run_outward(self) -> Process:
+        while True:
+            swap = yield from self._outward.get()
+            step, _, block = swap.left_in
+            yield from self.world.copy_out(swap.nbytes, SpanKind.COPY_ACTIVATIONS_OUT, step, block)
+            self._leaving_nbytes -= swap.nbytes
+            self.world.level(Tier.GPU, LEAVING, -swap.nbytes)
+            swap.left.succeed()
+            self._changed.tell()
+
+    def _run_inward(self) -> Process:
+        while True:
+            swap = yield from self._inward.get()
+            yield swap.left
+            step, _, block = swap.left_in
+            yield from self.world.copy_in(swap.nbytes, SpanKind.COPY_ACTIVATIONS_IN, step, block)
+            self._num_free += swap.num_slots
+            self.world.level(Tier.HOST, ACTIVATIONS, -swap.num_slots * self._slot_nbytes)
+            self._num_returning -= 1
+            swap.back.succeed()
+            self._changed.tell()

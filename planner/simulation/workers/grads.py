@@ -1,0 +1,190 @@
+"""The simulated way of gradients from the device: as `grad_offload.GradOffload` and `partial_grads.PartialGrads`."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from windlass.actors.messages import ComputeBlock, GradChunk, GradOffloaded, OffloadGrad, Phase, SpanKind
+from windlass.actors.timeline import Tier
+from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, grad_buffers
+from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedMachine, Slots
+from windlass.storage.ids import BlockIndex, ChunkKey, Span
+
+# As in `partial_grads`: the block whose operation adds to a sum, and the block whose gradient it is.
+Use = tuple[BlockIndex, BlockIndex]
+
+_PARTIALS = "partial gradients"
+
+
+@dataclass(slots=True, eq=False)
+class _Partial:
+    """A sum that a group leaves to the next."""
+
+    operation: ComputeBlock
+    use: Use
+
+
+class Grads:
+    """Buffers for sums on the device, and the copies to host memory and back."""
+
+    def __init__(self, world: SimulatedMachine) -> None:
+        self.world = world
+        env, layout, plan = world.env, world.context.layout, world.context.plan
+        self._tied = {block for shared in layout.shared for block in shared[1:]}
+        self._resident = frozenset(map(BlockIndex, plan.device_blocks))
+        self._to_offload: Queue[OffloadGrad | _Partial] = Queue(env)
+        self._permits = Slots(env, plan.num_grad_buffers)
+        numels: dict[int, int] = {block.index: block.numel for block in layout.blocks}
+        num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
+        numbers = grad_buffers(numels, resident=self._resident, num_waiting=num_waiting)
+        numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
+        # Sums of tied uses are fp32, whatever they travel in; here so is what is as large.
+        wide = {numels[block] for block in self._tied}
+        self._flat_nbytes = {
+            numel: numel * (PARTIAL_GRAD_ITEMSIZE if numel in wide else world.grad_itemsize) for numel in numbers
+        }
+        self._flats = {
+            numel: world.slots(Tier.GPU, GRADIENTS, self._flat_nbytes[numel], n) for numel, n in numbers.items()
+        }
+        world.allocate(Tier.HOST, _PARTIALS, plan.partial_grads.nbytes)
+        self._being_summed: set[Use] = set()  # of what does not rest on the device
+        self._expected: deque[ComputeBlock] = deque()
+        self._left: set[Use] = set()
+        self._back: set[Use] = set()
+        self._changed = Signal(env)
+        env.process(self._run())
+        env.process(self._bring_back())
+
+    def expect(self, operation: ComputeBlock) -> None:
+        """The operation will be computed: what an earlier group left to it is brought back in time."""
+        if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self._uses(operation):
+            self._expected.append(operation)
+            self._changed.tell()
+
+    def take(self, operation: ComputeBlock) -> Process:
+        """Buffers for an operation's sums, with what the group before has summed."""
+        for use in self._uses(operation):
+            if use[0] == use[1]:
+                yield from self._permits.take()
+            if operation.group > 0:
+                yield from self._take_back(use)
+            else:
+                yield from self._flat(use[1]).take()
+            self._being_summed.add(use)
+        if operation.group == 0:
+            for block in self._resident.intersection(operation.blocks):
+                self._stays(block, 1)
+
+    def set_aside(self, operation: ComputeBlock) -> None:
+        """An operation is computed, and the next group goes on with its sums."""
+        for use in self._uses(operation):
+            self._being_summed.remove(use)
+            self._to_offload.put(_Partial(operation, use))
+
+    def complete(self, block: BlockIndex) -> None:
+        """A block's gradient is: sums of other operations that use its params are added to its own."""
+        for use in [use for use in self._being_summed if use[1] == block]:
+            self._being_summed.remove(use)
+            if use[0] != block:
+                self._flat(block).give_back()
+        if block in self._resident:
+            self._stays(block, -sum(block in shared[1:] for shared in self.world.context.layout.shared))
+
+    def updated(self, block: BlockIndex) -> None:
+        """A block whose states rest on the device, and its gradient as well until then."""
+        self._stays(block, -1)
+
+    def request(self, message: OffloadGrad) -> None:
+        """Begins to bring a complete gradient to where it is kept."""
+        self._to_offload.put(message)
+
+    def _uses(self, operation: ComputeBlock) -> list[Use]:
+        return [(operation.block, block) for block in operation.blocks if block not in self._resident]
+
+    def _stays(self, block: BlockIndex, number: int) -> None:
+        """More or fewer of a block's sums that never leave the device."""
+        numel = self.world.context.layout.blocks[block].numel
+        self.world.level(Tier.GPU, GRADIENTS, number * self._flat_nbytes[numel])
+
+    def _leaves_partial(self, block: BlockIndex, number: int) -> None:
+        """To host memory, or from it."""
+        num_chunks = number * len(self.world.context.layout.chunk_keys(block))
+        self.world.level(Tier.HOST, _PARTIALS, num_chunks * self.world.context.plan.partial_grads.slot_nbytes)
+
+    def _flat(self, block: BlockIndex) -> Slots:
+        return self._flats[self.world.context.layout.blocks[block].numel]
+
+    def _run(self) -> Process:
+        world = self.world
+        while True:
+            request = yield from self._to_offload.get()
+            if isinstance(request, _Partial):
+                yield from self._leave(request)
+                continue
+            keys = world.context.layout.chunk_keys(request.block)
+            yield from world.grad_slots.take(len(keys))
+            self._permits.give_back()
+            for key in keys:
+                nbytes = world.grad_itemsize * world.chunk_numel(key)
+                yield from world.copy_out(nbytes, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk)
+            self._flat(request.block).give_back()
+            if request.block in world.context.plan.spilled_blocks:
+                world.env.process(self._spill(request, keys))
+            else:
+                self._offloaded(request, tuple(GradChunk(key, Span(0, 0)) for key in keys))
+
+    def _spill(self, request: OffloadGrad, keys: Sequence[ChunkKey]) -> Process:
+        world = self.world
+
+        def spill(key: ChunkKey) -> Process:
+            nbytes, step = world.grad_itemsize * world.chunk_numel(key), request.step
+            yield from world.chunk_move(key, nbytes, SpanKind.WRITE_GRAD, step, (step, request.block))
+            world.grad_slots.give_back()
+
+        yield world.env.all_of([world.env.process(spill(key)) for key in keys])
+        self._offloaded(request, tuple(GradChunk(key, None) for key in keys))
+
+    def _offloaded(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
+        self.world.tell(GradOffloaded(job=request.job, step=request.step, block=request.block, chunks=chunks))
+
+    # --- between groups ---------------------------------------------------------------------------------------------
+
+    def _take_back(self, use: Use) -> Process:
+        yield from self._changed.until(lambda: use in self._back)
+        self._back.remove(use)
+        self._changed.tell()
+
+    def _leave(self, partial: _Partial) -> Process:
+        user, block = partial.use
+        if user == block:
+            self._permits.give_back()
+        self._leaves_partial(block, 1)
+        for key in self.world.context.layout.chunk_keys(block):
+            nbytes, step = self._partial_nbytes(key), partial.operation.step
+            yield from self.world.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
+        self._flat(block).give_back()
+        self._left.add(partial.use)
+        self._changed.tell()
+
+    def _bring_back(self) -> Process:
+        while True:
+            yield from self._changed.until(self._is_due)
+            operation = self._expected.popleft()
+            uses = self._uses(operation)
+            for use in uses:
+                self._left.remove(use)
+                yield from self._flat(use[1]).take()
+                for key in self.world.context.layout.chunk_keys(use[1]):
+                    nbytes, step = self._partial_nbytes(key), operation.step
+                    yield from self.world.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
+                self._leaves_partial(use[1], -1)
+            self._back.update(uses)
+            self._changed.tell()
+
+    def _is_due(self) -> bool:
+        return bool(self._expected) and not self._back and self._left.issuperset(self._uses(self._expected[0]))
+
+    def _partial_nbytes(self, key: ChunkKey) -> int:
+        """Sums are in the type in which gradients travel, those of tied uses in fp32."""
+        itemsize = PARTIAL_GRAD_ITEMSIZE if key.block in self._tied else self.world.grad_itemsize
+        return itemsize * self.world.chunk_numel(key)

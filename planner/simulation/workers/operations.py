@@ -1,0 +1,213 @@
+"""What the simulated GPU worker computes: operations, each for all micro-batches of a group.
+
+An operation goes through one micro-batch after the other, and waits in the middle of one for activations and for pieces
+of params. When a layer wants each of them is an approximation: tensors leave it, and are wanted back, at even distances
+in time, the first one at the beginning; and a piece is used for its share of the elements of a pass through the layer.
+"""
+
+import functools
+from collections.abc import Callable
+from operator import itemgetter
+
+from windlass.actors.activations import Moment
+from windlass.actors.messages import (
+    BlockBackwardDone,
+    BlockComputed,
+    ComputeBlock,
+    Phase,
+    PrefetchParams,
+    SpanKind,
+)
+from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK, Tier
+from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
+from windlass.planner.simulation import Process, Queue, SimulatedMachine
+from windlass.planner.simulation.workers.activations import Activations, Away
+from windlass.planner.simulation.workers.grads import Grads
+from windlass.planner.simulation.workers.params import Fetch, ParamFeed
+from windlass.planner.simulation.workers.pieces import Pieces
+
+# What comes up in a micro-batch: seconds since its beginning, and what is to be done then.
+_Point = tuple[float, Callable[[], Process]]
+
+_HELD = "activations held"
+_RUNNING = "running operation"
+
+
+class Operations:
+    """Computes, one operation after the other."""
+
+    def __init__(self, world: SimulatedMachine, feed: ParamFeed, grads: Grads, pieces: Pieces) -> None:
+        self.world = world
+        self._feed = feed
+        self._grads = grads
+        self._pieces = pieces
+        self._activations = Activations(world)
+        self._away: dict[tuple[int, int], list[Away]] = {}  # by block and micro-batch
+        self._to_compute: Queue[ComputeBlock] = Queue(world.env)
+        world.env.process(self._run())
+
+    def compute(self, operation: ComputeBlock) -> None:
+        """After those that were given before."""
+        self._to_compute.put(operation)
+
+    def begin_pieces(self, request: PrefetchParams) -> None:
+        """An operation on a block that comes in pieces is given to the device."""
+        num_pieces = len(self._pieces.shares(request.block))
+        passes = self._passes(request.phase, request.block, 1.0)
+        unit = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
+        if unit:
+            self._pieces.begin(request, unit * self._num_microbatches(request.group))
+
+    def _run(self) -> Process:
+        world, plan = self.world, self.world.context.plan
+        while True:
+            start_s = world.env.now
+            operation = yield from self._to_compute.get()
+            self._note(SpanKind.WAIT_OPERATION, operation, operation.block, start_s)
+            fetches: list[Fetch] = []
+            for block in operation.blocks:
+                start_s = world.env.now
+                fetches.append((yield from self._feed.wait_for(operation, block)))
+                self._note(SpanKind.WAIT_PARAMS, operation, block, start_s)
+            goes_backward = operation.phase in (Phase.HEAD, Phase.BACKWARD)
+            if goes_backward:
+                start_s = world.env.now
+                yield from self._grads.take(operation)
+                self._note(SpanKind.WAIT_GRAD_BUFFER, operation, operation.block, start_s)
+            computing = self._compute(operation, fetches)
+            yield from world.compute.carry_out(computing, SpanKind(operation.phase), operation.step, operation.block)
+            self._note_end_of_step(operation)
+            for fetch in fetches:
+                self._feed.release(fetch)
+            if goes_backward and operation.group < plan.num_groups - 1:
+                self._grads.set_aside(operation)
+            elif goes_backward:
+                self._grads.complete(operation.block)
+                world.tell(
+                    BlockBackwardDone(job=operation.job, step=operation.step, block=operation.block, grad_sq_sum=1.0)
+                )
+            world.tell(
+                BlockComputed(
+                    job=operation.job,
+                    step=operation.step,
+                    op=operation.op,
+                    phase=operation.phase,
+                    block=operation.block,
+                    compute_s=self._compute_s(operation),
+                    is_finite=True,
+                )
+            )
+
+    def _note_end_of_step(self, operation: ComputeBlock) -> None:
+        is_last_group = operation.group == self.world.context.plan.num_groups - 1
+        last = Phase.BACKWARD if self.world.shape.num_blocks > 1 else Phase.HEAD
+        if operation.block == 0 and operation.phase is last and is_last_group:
+            self.world.end_step()
+
+    def _note(self, kind: SpanKind, operation: ComputeBlock, block: int, start_s: float) -> None:
+        self.world.note(COMPUTE, kind, operation.step, block, WHOLE_BLOCK, start_s)
+
+    def _compute(self, operation: ComputeBlock, fetches: list[Fetch]) -> Process:
+        world, block, request = self.world, operation.block, fetches[0].request
+        num_rounded = sum(fetch.numel or 0 for fetch in fetches if fetch.is_rounded)
+        if num_rounded:
+            yield from world.spend(num_rounded / world.rates.device_rounded_params)
+        num_microbatches = self._num_microbatches(operation.group)
+        peak_nbytes = world.work.peak_nbytes.get(block, 0)
+        self._activations.begin(Moment(operation.step, operation.op, block))
+        is_streamed = bool(self._pieces.shares(block))
+        if is_streamed and not world.rates.gives_ahead:
+            self.begin_pieces(request)
+        if operation.phase is Phase.HEAD:
+            self._prefetch(block - 1, 0)
+        world.level(Tier.GPU, _RUNNING, peak_nbytes)
+        for microbatch in range(num_microbatches):
+            if operation.phase is Phase.BACKWARD:
+                is_last = microbatch + 1 == num_microbatches
+                self._prefetch(*((block - 1, 0) if is_last else (block, microbatch + 1)))
+            yield from self._microbatch(operation, microbatch, self._compute_s(operation) / num_microbatches)
+        world.level(Tier.GPU, _RUNNING, -peak_nbytes)
+        if is_streamed:
+            self._pieces.end(operation)
+
+    def _microbatch(self, operation: ComputeBlock, microbatch: int, compute_s: float) -> Process:
+        passed_s, back = 0.0, list[Away]()
+        passes = self._passes(operation.phase, operation.block, compute_s)
+        points = self._points_of_pieces(operation, passes)
+        if operation.phase is Phase.FORWARD:
+            points += self._points_out(operation.block, microbatch, compute_s)
+        elif operation.phase is Phase.BACKWARD:
+            back = self._away.pop((operation.block, microbatch), [])
+            points += self._points_back(operation.block, back, passes[0][1])
+        for at_s, act in sorted(points, key=itemgetter(0)):
+            yield from self.world.spend(max(0.0, at_s - passed_s))
+            passed_s = max(passed_s, at_s)
+            yield from act()
+        yield from self.world.spend(max(0.0, compute_s - passed_s))
+        held_nbytes = self.world.work.held_nbytes.get(operation.block, 0)
+        if operation.phase is Phase.FORWARD:
+            self.world.level(Tier.GPU, _HELD, held_nbytes)
+        elif operation.phase is Phase.BACKWARD:
+            self.world.level(Tier.GPU, _HELD, -held_nbytes)
+            for each in back:
+                self._activations.drop(each)
+
+    def _passes(self, phase: Phase, block: int, compute_s: float) -> list[tuple[bool, float]]:
+        """How a micro-batch goes through a block: whether backward, and for how many seconds."""
+        if phase is not Phase.BACKWARD:
+            return [(False, compute_s)]
+        if not self._choice(block).recompute:
+            return [(True, compute_s)]
+        per_operation = self.world.work.compute_s
+        backward_s = per_operation[(Phase.BACKWARD, block)]
+        share = min(1.0, per_operation[(Phase.FORWARD, block)] / backward_s) if backward_s else 0.0
+        return [(False, compute_s * share), (True, compute_s * (1.0 - share))]
+
+    def _points_of_pieces(self, operation: ComputeBlock, passes: list[tuple[bool, float]]) -> list[_Point]:
+        points: list[_Point] = []
+        shares, start_s = self._pieces.shares(operation.block), 0.0
+        for is_back, seconds in passes:
+            for piece in _in_order(len(shares), is_back=is_back):
+                points.append((start_s, functools.partial(self._pieces.hold, operation)))
+                start_s += seconds * shares[piece]
+        return points
+
+    def _points_out(self, block: int, microbatch: int, compute_s: float) -> list[_Point]:
+        swapped = self.world.work.swapped_nbytes.get(block, ())
+        away = self._away[(block, microbatch)] = []
+
+        def put(nbytes: int) -> Process:
+            away.append((yield from self._activations.put(nbytes)))
+
+        return [(i * compute_s / len(swapped), functools.partial(put, nbytes)) for i, nbytes in enumerate(swapped)]
+
+    def _points_back(self, block: int, away: list[Away], compute_s: float) -> list[_Point]:
+        """`compute_s`: of the first pass, which wants what was swapped."""
+        away = self._in_order_of_use(block, away)
+        get = self._activations.get
+        return [(i * compute_s / len(away), functools.partial(get, each)) for i, each in enumerate(away)]
+
+    def _prefetch(self, block: int, microbatch: int) -> None:
+        for each in self._in_order_of_use(block, self._away.get((block, microbatch), [])):
+            self._activations.prefetch(each)
+
+    def _in_order_of_use(self, block: int, away: list[Away]) -> list[Away]:
+        """A graph asks for the latest first, a second forward pass for the first."""
+        return away if self._choice(block).recompute else away[::-1]
+
+    def _choice(self, block: int) -> BlockActivations:
+        layers = self.world.context.plan.layer_activations
+        return layers[block - 1] if 1 <= block <= len(layers) else RECOMPUTE_ALL
+
+    def _compute_s(self, operation: ComputeBlock) -> float:
+        group_size = self.world.context.plan.group_size
+        share = self._num_microbatches(operation.group) / group_size
+        return self.world.work.compute_s[(operation.phase, operation.block)] * share
+
+    def _num_microbatches(self, group: int) -> int:
+        group_size = self.world.context.plan.group_size
+        return min(group_size, self.world.context.spec.hyperparameters.num_microbatches - group * group_size)
+
+
+def _in_order(num_pieces: int, *, is_back: bool) -> range:
+    return range(num_pieces)[:: -1 if is_back else 1]

@@ -1,0 +1,143 @@
+"""A simulated optimizer of the pool: as `cpu_optimizer.CpuOptimizer`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.actors.messages import (
+    BlockFlushed,
+    BlockUpdated,
+    FlushBlock,
+    GradChunk,
+    SpanKind,
+    UpdateBlock,
+)
+from windlass.actors.optimizer import Ahead, UrgentQueue
+from windlass.engine.memory_plan import Pool
+from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
+from windlass.storage.ids import ActorName, ChunkKey
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """A chunk at an optimizer."""
+
+    update: UpdateBlock
+    grad: GradChunk
+    loan: Any = None
+
+
+class Optimizer:
+    """States in, updates, states out."""
+
+    def __init__(self, world: SimulatedMachine, name: ActorName, states: Pool) -> None:
+        self.world = world
+        self.name = name
+        self._resource = Resource(world, name)
+        self._slots = world.pool(f"states at {name}", states)
+        self._to_begin: UrgentQueue[_Chunk] = UrgentQueue(world.shape.ordering.queues)
+        self._arrived: Queue[_Chunk] = Queue(world.env)
+        self._ahead = Ahead()
+        self._changed = Signal(world.env)
+        self._num_left: dict[tuple[int, int], int] = {}
+        self._loans: dict[tuple[int, int], dict[ChunkKey, Any]] = {}
+        world.env.process(self._feed())
+        world.env.process(self._run_updates())
+
+    def update(self, message: UpdateBlock) -> None:
+        """Begins with a block's chunks as their turn comes."""
+        self._num_left[(message.step, message.block)] = len(message.chunks)
+        for grad in message.chunks:
+            self._to_begin.put(message.step, message.block, _Chunk(message, grad))
+        self._changed.tell()
+
+    def flush(self, message: FlushBlock) -> Process:
+        """Of a block whose states rest in host memory."""
+        world, step = self.world, message.step
+        writes = [
+            world.chunk_move(
+                key,
+                world.state_itemsize * world.chunk_numel(key),
+                SpanKind.WRITE_STATES,
+                step,
+                (step + 1, message.block),
+            )
+            for key in world.context.layout.chunk_keys(message.block)
+            if world.shape.optimizer_of(key) == self.name
+        ]
+        yield world.env.all_of([world.env.process(write) for write in writes])
+        world.tell(BlockFlushed(job=message.job, step=message.step, block=message.block, actor=self.name))
+
+    def _feed(self) -> Process:
+        world, ahead = self.world, self._ahead
+        while True:
+            yield from self._changed.until(lambda: bool(self._to_begin) and ahead.may_begin)
+            ahead.num_ahead += 1
+            yield from self._slots.take()
+            chunk = self._to_begin.get()
+            if chunk.grad.key in world.host_slots:
+                self._slots.give_back()
+                ahead.num_at_hand += 1
+                self._arrived.put(chunk)
+                continue
+            chunk.loan = self._borrow(chunk)
+            world.env.process(self._read(chunk))
+
+    def _borrow(self, chunk: _Chunk) -> Any:
+        world, update = self.world, chunk.update
+        if not world.context.plan.num_cached_params:
+            return None
+        key = (update.step, update.block)
+        if key not in self._loans:
+            loans = (world.cache.lend(each.key, update.from_step) for each in update.chunks)
+            self._loans[key] = {loan.key: loan for loan in loans if loan is not None}
+        return self._loans[key].get(chunk.grad.key)
+
+    def _read(self, chunk: _Chunk) -> Process:
+        world, update, key = self.world, chunk.update, chunk.grad.key
+        formats, numel = world.context.formats, world.chunk_numel(key)
+        kinds = set(formats.kinds_to_update)
+        if chunk.loan is not None and chunk.loan.is_filled:
+            kinds.discard(formats.param_kind)
+        moves = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
+        if chunk.grad.span is None:
+            moves.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
+        # Of one SSD, and as urgent as each other: one after the other.
+        for nbytes, kind in moves:
+            yield from world.chunk_move(key, nbytes, kind, update.from_step, (update.step, key.block))
+        self._ahead.num_at_hand += 1
+        self._arrived.put(chunk)
+
+    def _run_updates(self) -> Process:
+        world = self.world
+        while True:
+            chunk = yield from self._arrived.get()
+            self._ahead.num_ahead -= 1
+            self._changed.tell()
+            update, key = chunk.update, chunk.grad.key
+            duration_s = world.chunk_numel(key) / world.rates.optimizer_params
+            yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
+            self._ahead.num_at_hand -= 1
+            self._changed.tell()
+            if chunk.grad.span is not None:
+                world.grad_slots.give_back()
+            if key in world.host_slots:
+                self._done(update)
+            else:
+                world.env.process(self._write_back(chunk))
+
+    def _write_back(self, chunk: _Chunk) -> Process:
+        world, update, key = self.world, chunk.update, chunk.grad.key
+        nbytes = world.state_itemsize * world.chunk_numel(key)
+        yield from world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
+        self._slots.give_back()
+        if chunk.loan is not None:
+            world.cache.take_back(key, update.step, chunk.loan.span)
+        self._done(update)
+
+    def _done(self, update: UpdateBlock) -> None:
+        key = (update.step, update.block)
+        self._num_left[key] -= 1
+        if not self._num_left[key]:
+            del self._num_left[key]
+            self._loans.pop(key, None)
+            self.world.tell(BlockUpdated(job=update.job, step=update.step, block=update.block, actor=self.name))

@@ -1,0 +1,149 @@
+"""The simulated way of params to the device: as `param_feed.ParamFeed`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import simpy
+
+from windlass.actors.messages import ComputeBlock, PrefetchParams, SpanKind
+from windlass.actors.timeline import Tier
+from windlass.engine.memory_plan import param_buffers
+from windlass.planner.simulation import PARAMS, Finding, Process, Queue, Signal, SimulatedMachine
+from windlass.storage.ids import BlockIndex, ChunkKey, Span
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Params of one block on their way to the device; of a streamed one, to host memory."""
+
+    request: PrefetchParams
+    arrived: simpy.Event
+    ready: simpy.Event  # then, once it was told
+    num_missing: int = 0
+    numel: int | None = None  # of the buffer; None: where they rest
+    is_rounded: bool = False  # made of the master, which rests on the device, when they are needed
+    held: list[tuple[ChunkKey, Span]] = field(default_factory=list)  # of a streamed block: until it is computed
+
+
+class ParamFeed:
+    """Chunks from where they are to a block's buffer."""
+
+    def __init__(self, world: SimulatedMachine, is_ready: Callable[[Fetch], None]) -> None:
+        """`is_ready` is called with each fetch once all of it is there, in the order of the requests."""
+        self.world = world
+        self._is_ready = is_ready
+        env, context = world.env, world.context
+        self._requests: Queue[PrefetchParams] = Queue(env)
+        self._arrived: Queue[tuple[Fetch, ChunkKey, Span | None]] = Queue(env)
+        self._fetching: Queue[Fetch] = Queue(env)
+        self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
+        self._created = Signal(env)
+        numbers = param_buffers(
+            [block.numel - self._first(block.index) for block in context.layout.blocks],
+            context.layout.shared,
+            resident=context.formats.lent(context.plan.device_blocks),
+            num_ahead=context.spec.effective_ordering.max_prefetched,
+        )
+        self._buffers = {
+            numel: world.slots(Tier.GPU, PARAMS, numel * world.param_itemsize, n) for numel, n in numbers.items()
+        }
+        for loop in (self._run_requests, self._run_arrivals, self._tell):
+            env.process(loop())
+
+    def request(self, message: PrefetchParams) -> None:
+        """Begins to bring a block's params."""
+        self._requests.put(message)
+
+    def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Finding[Fetch]:
+        """Returns the params of a block that an operation needs, once they are there."""
+        key = (operation.op, block)
+        yield from self._created.until(lambda: key in self._fetches)
+        fetch = self._fetches.pop(key)
+        yield fetch.ready
+        return fetch
+
+    def release(self, fetch: Fetch) -> None:
+        """The operation is computed."""
+        if fetch.numel is not None:
+            self._buffers[fetch.numel].give_back()
+        for key, span in fetch.held:
+            self._give_back(fetch, key, span)
+
+    def _first(self, block: BlockIndex) -> int:
+        """The first of a block's elements that have a buffer for themselves; those before it come in pieces."""
+        bounds = self.world.bounds
+        return bounds[block][-1] if block in bounds else 0
+
+    def _run_requests(self) -> Process:
+        world = self.world
+        while True:
+            request = yield from self._requests.get()
+            keys = world.context.layout.chunk_keys(request.block)
+            fetch = Fetch(request, world.env.event(), world.env.event())
+            is_resident = request.block in world.context.plan.device_blocks
+            if is_resident:
+                fetch.arrived.succeed()
+            if is_resident and world.context.formats.derives_param:
+                fetch.numel, fetch.is_rounded = world.context.layout.blocks[request.block].numel, True
+                yield from self._buffers[fetch.numel].take()
+            elif not is_resident:
+                fetch.numel = world.context.layout.blocks[request.block].numel - self._first(request.block)
+                fetch.num_missing = len(keys)
+                yield from self._buffers[fetch.numel].take()
+            self._fetches[(request.op, request.block)] = fetch
+            self._created.tell()
+            self._fetching.put(fetch)
+            if fetch.num_missing:
+                yield from self._fetch(fetch, keys)
+
+    def _fetch(self, fetch: Fetch, keys: list[ChunkKey]) -> Process:
+        world, missing = self.world, []
+        for key in keys:
+            if key in world.host_slots:
+                self._arrived.put((fetch, key, None))
+            elif (kept := world.cache.take(key, fetch.request.step)) is not None:
+                self._arrived.put((fetch, key, kept))
+            else:
+                missing.append(key)
+        batch = world.context.plan.fetch_batch
+        for start in range(0, len(missing), batch):
+            some = missing[start : start + batch]
+            while not (spans := world.param_slots.try_acquire(len(some))):
+                yield world.param_slots_changed.next
+            for key, span in zip(some, spans, strict=True):
+                world.env.process(self._read(fetch, key, span))
+
+    def _read(self, fetch: Fetch, key: ChunkKey, span: Span) -> Process:
+        world, step = self.world, fetch.request.step
+        nbytes = world.param_itemsize * world.chunk_numel(key)
+        yield from world.chunk_move(key, nbytes, SpanKind.READ_PARAMS, step, (step, 0))
+        self._arrived.put((fetch, key, span))
+
+    def _run_arrivals(self) -> Process:
+        world = self.world
+        while True:
+            fetch, key, span = yield from self._arrived.get()
+            start, stop = world.chunk_ranges[key]
+            nbytes = world.param_itemsize * max(0, stop - max(start, self._first(key.block)))
+            if nbytes:
+                yield from world.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, fetch.request.step, key.block, key.chunk)
+            if span is not None and key.block in world.bounds:
+                fetch.held.append((key, span))
+            elif span is not None:
+                self._give_back(fetch, key, span)
+            fetch.num_missing -= 1
+            if not fetch.num_missing:
+                fetch.arrived.succeed()
+
+    def _give_back(self, fetch: Fetch, key: ChunkKey, span: Span) -> None:
+        world, request = self.world, fetch.request
+        is_last_group = request.group == world.context.plan.num_groups - 1
+        world.cache.put(key, request.step, span, request.phase, is_last_group=is_last_group)
+        world.param_slots_changed.tell()
+
+    def _tell(self) -> Process:
+        while True:
+            fetch = yield from self._fetching.get()
+            yield fetch.arrived
+            self._is_ready(fetch)
+            fetch.ready.succeed()

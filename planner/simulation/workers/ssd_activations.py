@@ -1,0 +1,128 @@
+"""Swapped activations that go on to simulated SSDs: as `actors.ssd_activations.SsdActivations`, with its turns."""
+
+from collections.abc import Sequence
+
+from windlass.actors.activations import At, BufferQueue, Moment, Part, ScratchSlots, SsdSwap, cut, slots_of_part
+from windlass.actors.job import aligned
+from windlass.actors.messages import SpanKind
+from windlass.actors.timeline import Tier
+from windlass.planner.simulation import ACTIVATIONS, LEAVING, Finding, Process, Queue, Signal, SimulatedMachine
+
+_STAGED = "activations to and from the SSDs"
+
+
+class SsdActivations:
+    """Tensors in the scratch of the job's SSDs, each in parts that take turns with the staging buffers."""
+
+    def __init__(self, world: SimulatedMachine) -> None:
+        self.world = world
+        context, plan, num_ssds = world.context, world.context.plan, len(world.context.ssds)
+        self._slot_nbytes = plan.activations.slot_nbytes
+        self._part_slots = slots_of_part(plan.num_staged_activations, num_ssds)
+        self._num_buffers = plan.num_staged_activations // self._part_slots  # that are free
+        self._slots = ScratchSlots(
+            [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [each.weight for each in context.ssds]
+        )
+        self._to_copy_out: Queue[Part] = Queue(world.env)
+        self._to_copy_in: Queue[Part] = Queue(world.env)
+        self._turns = BufferQueue()
+        self._leaving_nbytes = 0
+        self._changed = Signal(world.env)
+        world.allocate(Tier.HOST, _STAGED, plan.num_staged_activations * self._slot_nbytes)
+        world.allocate(Tier.SSD, ACTIVATIONS, plan.num_ssd_activations * self._slot_nbytes)
+        world.env.process(self._run_out())
+        world.env.process(self._run_in())
+
+    def put(self, nbytes: int, now: Moment) -> Finding[SsdSwap]:
+        """Returns the swap of a tensor, as soon as it may leave; the copies follow."""
+        limit = self.world.context.plan.max_leaving_nbytes
+        yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
+        swap = SsdSwap(nbytes, now)
+        swap.parts = list(cut(swap, self._slots, self._slot_nbytes, self._part_slots))
+        swap.num_on_device = swap.num_missing = len(swap.parts)
+        self._line_up(swap)
+        self._leaving_nbytes += nbytes
+        self._level_of_slots(swap.parts, 1)
+        self.world.level(Tier.GPU, LEAVING, nbytes)
+        self._hand_out_buffers()
+        return swap
+
+    def prefetch(self, swap: SsdSwap, now: Moment) -> None:
+        """Begins to bring it back."""
+        swap.wanted_in = now
+        self._line_up(swap)
+        self._hand_out_buffers()
+
+    def wait_for(self, swap: SsdSwap) -> Process:
+        """It is back."""
+        swap.is_demanded = True
+        for part in swap.parts:
+            self._turns.wait(part)
+        self._hand_out_buffers()
+        yield from self._changed.until(lambda: not swap.num_missing)
+
+    def _line_up(self, swap: SsdSwap) -> None:
+        self._turns.begin(swap)
+        for part in swap.parts:
+            self._turns.wait(part)
+
+    def _hand_out_buffers(self) -> None:
+        while self._num_buffers and (part := self._turns.first()) is not None:
+            self._take_buffers(1)
+            if part.at is At.DEVICE:
+                part.at = At.LEAVING
+                self._to_copy_out.put(part)
+            else:
+                part.at = At.RETURNING
+                self.world.env.process(self._read(part))
+
+    def _run_out(self) -> Process:
+        while True:
+            part = yield from self._to_copy_out.get()
+            left_in = part.swap.left_in
+            kind = SpanKind.COPY_ACTIVATIONS_OUT
+            yield from self.world.copy_out(part.nbytes, kind, left_in.step, left_in.block)
+            self._leaving_nbytes -= part.nbytes
+            part.swap.num_on_device -= 1
+            if not part.swap.num_on_device:  # it is let go of as a whole
+                self.world.level(Tier.GPU, LEAVING, -part.swap.nbytes)
+            self._changed.tell()
+            self.world.env.process(self._write(part))
+
+    def _write(self, part: Part) -> Process:
+        yield from self._move(part, SpanKind.WRITE_ACTIVATIONS)
+        part.at = At.SSD
+        self._take_buffers(-1)
+        self._turns.wait(part)
+        self._hand_out_buffers()
+
+    def _read(self, part: Part) -> Process:
+        yield from self._move(part, SpanKind.READ_ACTIVATIONS)
+        self._to_copy_in.put(part)
+
+    def _move(self, part: Part, kind: SpanKind) -> Process:
+        step, block = part.asked_in.step, part.swap.left_in.block
+        return self.world.ssd_move(part.ssd, aligned(part.nbytes), kind, step, part.priority, block)
+
+    def _run_in(self) -> Process:
+        while True:
+            part = yield from self._to_copy_in.get()
+            swap = part.swap
+            kind = SpanKind.COPY_ACTIVATIONS_IN
+            yield from self.world.copy_in(part.nbytes, kind, swap.left_in.step, swap.left_in.block)
+            part.at = At.GONE
+            self._slots.give_back(part.ssd, part.slots)
+            self._level_of_slots([part], -1)
+            self._take_buffers(-1)
+            swap.num_missing -= 1
+            self._changed.tell()
+            self._hand_out_buffers()
+
+    def _take_buffers(self, number: int) -> None:
+        """Less than 0: they are given back."""
+        self._num_buffers -= number
+        self.world.level(Tier.HOST, _STAGED, number * self._part_slots * self._slot_nbytes)
+
+    def _level_of_slots(self, parts: Sequence[Part], number: int) -> None:
+        num_slots = number * sum(len(part.slots) for part in parts)
+        self.world.level(Tier.SSD, ACTIVATIONS, num_slots * self._slot_nbytes)

@@ -1,0 +1,284 @@
+"""The planner's integer program: how many of the blocks that are alike go which way, so that a step takes least.
+
+A step has *parts* that take time (computing forward, reading from SSDs, ...). Every way of a block adds so many seconds
+to each part and so many bytes to each tier. What a step takes is the largest of some *bounds*, each a sum of parts: a
+resource is busy with all that it does, and what must wait for something else comes after it. Every tier has a limit.
+Most bytes on a tier add up; some are in a buffer that never holds more than so many.
+
+AutoHete's program (section 3.2) counts the blocks that recompute, offload their params, offload their optimizer states;
+here the ways are given by the caller. Solved by HiGHS, of SciPy.
+"""
+
+import functools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import scipy  # its parts are imported when they are first used: most who import this solve nothing
+
+from windlass.planner.solver.native_stdout import suppress_native_stdout
+
+# Of two assignments whose steps take the same, the one with less work in its parts is better: so much of it counts.
+SPARE_WEIGHT = 1e-4
+# What HiGHS calls an optimum: the relative gap to what could be better yet.
+_GAP = 1e-6
+# Where many assignments take nearly the same, proving that takes thousands of nodes of the search, and changes no more
+# than the fourth digit of a step: after so many nodes, this gap is enough.
+_MAX_NODES = 150
+_WIDE_GAP = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """What one block adds to a step."""
+
+    seconds: tuple[float, ...]  # to each part
+    nbytes: tuple[float, ...]  # to each tier
+    movable_nbytes: float = 0.0  # of these, what the overflow may move
+    buffered_nbytes: tuple[float, ...] = ()  # besides these, to each buffer; (): nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGroup:
+    """So many blocks, each of which goes one of the ways."""
+
+    count: int
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A step takes at least `constant_s` and the parts, each times its weight."""
+
+    weights: tuple[float, ...]
+    constant_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow:
+    """Bytes may move from one tier to another, which takes time."""
+
+    source: int  # tiers
+    target: int
+    seconds: tuple[float, ...]  # of each part, per byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """On a tier: it takes as much as goes there, and at most so much."""
+
+    tier: int
+    most_nbytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """All that there is to decide."""
+
+    blocks: tuple[BlockGroup, ...]
+    seconds: tuple[float, ...]  # of each part, whatever is chosen
+    nbytes: tuple[float, ...]  # on each tier, whatever is chosen
+    limits: tuple[float, ...]  # bytes of each tier
+    bounds: tuple[Bound, ...]
+    overflow: Overflow | None = None
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """`counts`: of each kind of blocks, how many go each way."""
+
+    counts: tuple[tuple[int, ...], ...]
+    moved_nbytes: float  # by the overflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an assignment comes to."""
+
+    step_s: float
+    seconds: tuple[float, ...]
+    nbytes: tuple[float, ...]
+
+    @property
+    def cost(self) -> float:
+        """What is made least."""
+        return self.step_s + SPARE_WEIGHT * sum(self.seconds)
+
+
+def outcome_of(program: Program, assignment: Assignment) -> Outcome:
+    """Exact, and whether it fits or not."""
+    seconds, nbytes, buffered = list(program.seconds), list(program.nbytes), [0.0] * len(program.buffers)
+    for alike, counts in zip(program.blocks, assignment.counts, strict=True):
+        for way, count in zip(alike.ways, counts, strict=True):
+            for part, each in enumerate(way.seconds):
+                seconds[part] += count * each
+            for tier, each in enumerate(way.nbytes):
+                nbytes[tier] += count * each
+            for i, each in enumerate(way.buffered_nbytes):
+                buffered[i] += count * each
+    for buffer, each in zip(program.buffers, buffered, strict=True):
+        nbytes[buffer.tier] += min(each, buffer.most_nbytes)
+    if program.overflow is not None:
+        nbytes[program.overflow.source] -= assignment.moved_nbytes
+        nbytes[program.overflow.target] += assignment.moved_nbytes
+        for part, each in enumerate(program.overflow.seconds):
+            seconds[part] += assignment.moved_nbytes * each
+    step_s = max(
+        bound.constant_s + math.fsum(weight * each for weight, each in zip(bound.weights, seconds, strict=True))
+        for bound in program.bounds
+    )
+    return Outcome(step_s=step_s, seconds=tuple(seconds), nbytes=tuple(nbytes))
+
+
+def solve(program: Program) -> Assignment | None:
+    """The best assignment that fits; None if none does."""
+    found = _Variables(program).minimize()
+    return None if found is None else found[0]
+
+
+def shortfall(program: Program) -> tuple[float, ...]:
+    """Bytes that are missing on each tier, where nothing fits: as small a share of the limits as there can be."""
+    found = _Variables(program).minimize(elastic=range(len(program.limits)))
+    assert found is not None, "without limits everything fits"
+    return found[1]
+
+
+def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -> float | None:
+    """The least bytes by which this tier's limit is to be raised, the others' staying; None: that does not help.
+
+    `beside`: tiers whose limits are raised with it, whatever by.
+    """
+    found = _Variables(program).minimize(elastic=(tier, *beside), only=tier)
+    return None if found is None else found[1][tier]
+
+
+class _Variables:
+    """Columns: a count for each way, moved bytes, the step's time, what each tier lacks, what each buffer takes, and
+    whether it is full.
+
+    Bytes are counted in shares of their tier's limit, or of what is large there, as HiGHS tells numbers apart to some
+    digits only.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        ways = [way for alike in program.blocks for way in alike.ways]
+        largest = np.array([way.nbytes for way in ways]).max(axis=0)
+        self._units = np.maximum(np.maximum(program.limits, program.nbytes), np.maximum(largest, 1.0))
+        overflow, num_parts, num_tiers = program.overflow, len(program.seconds), len(program.limits)
+        self._num_ways = len(ways)
+        columns = [way.seconds for way in ways] + [overflow.seconds if overflow else (0.0,) * num_parts]
+        self._seconds = np.array(columns).T.reshape(num_parts, len(columns))
+        self._nbytes = np.zeros((num_tiers, len(ways) + 1))
+        self._nbytes[:, : len(ways)] = np.array([way.nbytes for way in ways]).T.reshape(num_tiers, len(ways))
+        # Moved bytes are counted in the source's unit.
+        self._moved_unit = self._units[overflow.source] if overflow else 1.0
+        self._seconds[:, -1] *= self._moved_unit
+        if overflow:
+            self._nbytes[overflow.source, -1], self._nbytes[overflow.target, -1] = -self._moved_unit, self._moved_unit
+        self._movable = np.array([way.movable_nbytes for way in ways]) / self._moved_unit
+        nothing = (0.0,) * len(program.buffers)
+        buffered = np.array([way.buffered_nbytes or nothing for way in ways]).T.reshape(len(nothing), len(ways))
+        for buffer, of_ways in zip(program.buffers, buffered, strict=True):
+            taken = min(buffer.most_nbytes, of_ways.max(initial=0.0))
+            self._units[buffer.tier] = max(self._units[buffer.tier], taken)
+        units = self._units[[buffer.tier for buffer in program.buffers]]
+        self._buffered = buffered / units[:, None]
+        self._most_buffered = np.array([buffer.most_nbytes for buffer in program.buffers]) / units
+
+    def minimize(
+        self, *, elastic: Collection[int] = (), only: int | None = None
+    ) -> tuple[Assignment, tuple[float, ...]] | None:
+        """The step's time; of what `elastic` tiers lack, if there are any, all or `only` one."""
+        program, num_ways = self._program, self._num_ways
+        num_tiers, num_buffers = len(program.limits), len(program.buffers)
+        step = num_ways + 1
+        width = step + 1 + num_tiers + 2 * num_buffers
+        constraints = [*self._all_go_a_way(width), *self._bounds(width), self._tiers(width), *self._buffers(width)]
+        movable = np.zeros((1, width))
+        movable[0, :num_ways], movable[0, num_ways] = -self._movable, 1.0
+        constraints.append(scipy.optimize.LinearConstraint(movable, ub=[0.0]))
+        costs = np.zeros(width)
+        costs[: num_ways + 1] = SPARE_WEIGHT * self._seconds.sum(axis=0)
+        costs[step] = 1.0
+        if elastic:
+            costs[:] = 0.0
+            costs[[step + 1 + tier for tier in (elastic if only is None else (only,))]] = 1.0
+        integrality = np.zeros(width)
+        integrality[:num_ways] = 1
+        integrality[width - num_buffers :] = 1
+        upper = np.full(width, np.inf)
+        upper[:num_ways] = [alike.count for alike in program.blocks for _ in alike.ways]
+        upper[num_ways] = np.inf if program.overflow else 0.0
+        upper[step + 1 : step + 1 + num_tiers] = 0.0
+        upper[width - num_buffers :] = 1.0
+        upper[[step + 1 + tier for tier in elastic]] = np.inf
+        bounds = scipy.optimize.Bounds(0.0, upper)
+        search = functools.partial(
+            scipy.optimize.milp, costs, constraints=constraints, integrality=integrality, bounds=bounds
+        )
+        with suppress_native_stdout():
+            found = search(options={"mip_rel_gap": _GAP, "node_limit": _MAX_NODES})
+            if (found.mip_node_count or 0) >= _MAX_NODES and (found.x is None or found.mip_gap > _WIDE_GAP):
+                found = search(options={"mip_rel_gap": _WIDE_GAP})
+        if found.x is None:
+            return None
+        counts = np.rint(found.x[:num_ways]).astype(int).tolist()
+        lengths = [len(alike.ways) for alike in program.blocks]
+        starts = np.cumsum([0, *lengths]).tolist()
+        by_kind = tuple(tuple(counts[start : start + n]) for start, n in zip(starts, lengths, strict=False))
+        lacking = found.x[step + 1 : step + 1 + num_tiers] * self._units
+        moved = float(found.x[num_ways] * self._moved_unit)
+        return Assignment(counts=by_kind, moved_nbytes=moved), tuple(lacking.tolist())
+
+    def _all_go_a_way(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
+        rows = np.zeros((len(self._program.blocks), width))
+        start = 0
+        for row, alike in enumerate(self._program.blocks):
+            rows[row, start : start + len(alike.ways)] = 1.0
+            start += len(alike.ways)
+        numbers = [alike.count for alike in self._program.blocks]
+        return [scipy.optimize.LinearConstraint(rows, lb=numbers, ub=numbers)] if numbers else []
+
+    def _bounds(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
+        program, num_columns = self._program, self._num_ways + 1
+        weights = np.array([bound.weights for bound in program.bounds])
+        rows = np.zeros((len(program.bounds), width))
+        rows[:, :num_columns] = weights @ self._seconds
+        rows[:, num_columns] = -1.0
+        constants = [bound.constant_s for bound in program.bounds]
+        return [scipy.optimize.LinearConstraint(rows, ub=-(weights @ np.array(program.seconds) + constants))]
+
+    def _tiers(self, width: int) -> "scipy.optimize.LinearConstraint":
+        program, num_columns = self._program, self._num_ways + 1
+        num_tiers, num_buffers = len(program.limits), len(program.buffers)
+        first_buffer = num_columns + 1 + num_tiers
+        rows = np.zeros((num_tiers, width))
+        rows[:, :num_columns] = self._nbytes / self._units[:, None]
+        rows[:, num_columns + 1 : first_buffer] = -np.eye(num_tiers)
+        for buffer in range(num_buffers):
+            rows[program.buffers[buffer].tier, first_buffer + buffer] = 1.0
+        free = (np.array(program.limits) - np.array(program.nbytes)) / self._units
+        return scipy.optimize.LinearConstraint(rows, ub=free)
+
+    def _buffers(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
+        """Each takes all that goes there, or is full; then it takes the most."""
+        num = len(self._program.buffers)
+        if not num:
+            return []
+        blocks = self._program.blocks
+        starts = np.cumsum([0, *(len(alike.ways) for alike in blocks[:-1])])
+        most_there = np.maximum.reduceat(self._buffered, starts, axis=1) @ [alike.count for alike in blocks]
+        all_there = np.zeros((num, width))
+        all_there[:, : self._num_ways] = self._buffered
+        all_there[:, width - 2 * num : width - num] = -np.eye(num)
+        all_there[:, width - num :] = -np.diag(most_there)
+        full = np.zeros((num, width))
+        full[:, width - 2 * num : width - num] = -np.eye(num)
+        full[:, width - num :] = np.diag(self._most_buffered)
+        rows = np.vstack([all_there, full])
+        # Whether one is full is a number that is 0 or 1 to some digits only: it must not count for more than the rest.
+        rows /= np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1.0)
+        return [scipy.optimize.LinearConstraint(rows, ub=np.zeros(2 * num))]

@@ -1,0 +1,5 @@
+"""The HTTP API: the application, who may call it, its errors, and the feed of events."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

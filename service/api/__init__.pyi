@@ -1,0 +1,29 @@
+"""The HTTP API: the application, who may call it, its errors, and the feed of events."""
+
+from windlass.service.api.access import LOGIN_COOKIE as LOGIN_COOKIE
+from windlass.service.api.access import LOGIN_PATH as LOGIN_PATH
+from windlass.service.api.access import LOGOUT_PATH as LOGOUT_PATH
+from windlass.service.api.access import AuditDep as AuditDep
+from windlass.service.api.access import CallerDep as CallerDep
+from windlass.service.api.access import caller_of_key as caller_of_key
+from windlass.service.api.access import missing_origin as missing_origin
+from windlass.service.api.access import needs_key as needs_key
+from windlass.service.api.access import note_use as note_use
+from windlass.service.api.access import peer_of as peer_of
+from windlass.service.api.access import record as record
+from windlass.service.api.access import too_many as too_many
+from windlass.service.api.app import create_app as create_app
+from windlass.service.api.context import Context as Context
+from windlass.service.api.context import ContextDep as ContextDep
+from windlass.service.api.error_handlers import error_response as error_response
+from windlass.service.api.event_feed import News as News
+from windlass.service.api.event_feed import Told as Told
+from windlass.service.api.model_access import check_may_build_on as check_may_build_on
+from windlass.service.api.model_access import is_visible as is_visible
+from windlass.service.api.model_access import model_hint as model_hint
+from windlass.service.api.pagination import Deleted as Deleted
+from windlass.service.api.pagination import Identified as Identified
+from windlass.service.api.pagination import ListOf as ListOf
+from windlass.service.api.pagination import PageOf as PageOf
+from windlass.service.api.uploads import check_content as check_content
+from windlass.service.api.uploads import check_name as check_name

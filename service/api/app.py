@@ -1,0 +1,113 @@
+"""The HTTP service, put together. It reads and writes SQL and files; it never talks to Ray and never trains."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from windlass.service.api.access import AccessMiddleware
+from windlass.service.api.context import Context
+from windlass.service.api.error_handlers import install_error_handlers
+from windlass.service.api.event_feed import EventFeed
+from windlass.service.api.middleware import (
+    BodyLimitMiddleware,
+    HiddenPathsMiddleware,
+    NullCharacterMiddleware,
+    RateLimits,
+    SameOriginMiddleware,
+    SecurityHeadersMiddleware,
+)
+from windlass.service.api.openapi import install_openapi
+from windlass.service.api.routes import (
+    JobCollector,
+    RequestMetrics,
+    RequestMetricsMiddleware,
+    audit,
+    events,
+    files,
+    health,
+    install_dashboard,
+    jobs,
+    login,
+    models,
+    plans,
+    storage,
+    webhooks,
+)
+from windlass.service.api.routes import metrics as prometheus
+from windlass.service.auth import require_auth_if_exposed
+from windlass.service.installation import Settings
+from windlass.service.preparation import HubFiles, list_hub_files
+from windlass.storage.sql import Database, migrate
+
+_MULTIPART_OVERHEAD_NBYTES = 64 * 1024
+
+
+def create_app(
+    settings: Settings, hub_files: HubFiles = list_hub_files, *, starts_without_keys: bool = False
+) -> FastAPI:
+    """The service of one home. Its folders and its database are opened when it starts, and closed when it ends.
+
+    `starts_without_keys`: also where others reach it. It lets nobody in then, until the first key is made.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        settings.make_home_dirs()
+        files.remove_partial_uploads(settings.files_dir)
+        migrate(settings.database_url)
+        database = Database(settings.database_url)
+        limits = RateLimits(settings.requests_per_minute)
+        app.state.context = Context(
+            settings=settings,
+            database=database,
+            hub_files=hub_files,
+            limits=limits,
+            news=EventFeed(database),
+        )
+        app.state.request_metrics.registry.register(JobCollector(database, settings))
+        try:
+            if not starts_without_keys:
+                require_auth_if_exposed(settings, database)
+            yield
+        finally:
+            database.close()
+
+    # The interactive documentation would load scripts from elsewhere.
+    app = FastAPI(title="windlass", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.request_metrics = RequestMetrics()
+    install_error_handlers(app)
+    for router in (
+        files.router,
+        jobs.router,
+        models.router,
+        events.router,
+        plans.router,
+        health.router,
+        prometheus.router,
+        storage.router,
+        webhooks.router,
+        audit.router,
+        login.router,
+    ):
+        app.include_router(router)
+    install_dashboard(app)
+    install_openapi(app)
+
+    # The last one added sees a request first.
+    app.add_middleware(
+        BodyLimitMiddleware,
+        limit_nbytes=settings.max_request_nbytes,
+        upload_path="/v1/files",
+        upload_limit_nbytes=settings.max_file_nbytes + _MULTIPART_OVERHEAD_NBYTES,
+    )
+    app.add_middleware(NullCharacterMiddleware)
+    app.add_middleware(HiddenPathsMiddleware, settings=settings)
+    app.add_middleware(AccessMiddleware, settings=settings)
+    app.add_middleware(SameOriginMiddleware, host=settings.host, names=settings.host_names)
+    app.add_middleware(SecurityHeadersMiddleware)
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
+    app.add_middleware(RequestMetricsMiddleware, metrics=app.state.request_metrics)
+    return app

@@ -1,0 +1,31 @@
+"""What the endpoints work with."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from windlass.service.api.event_feed import EventFeed
+from windlass.service.api.middleware import RateLimits
+from windlass.service.installation import Settings
+from windlass.service.preparation import HubFiles
+from windlass.storage.sql import Database
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The installation, as one app serves it."""
+
+    settings: Settings
+    database: Database
+    hub_files: HubFiles
+    limits: RateLimits
+    news: EventFeed
+
+
+async def _context_of(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context
+
+
+ContextDep = Annotated[Context, Depends(_context_of)]

@@ -1,0 +1,143 @@
+"""The one envelope in which clients get to see what went wrong."""
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from windlass.service.validation import ApiError, describe_value, hint
+from windlass.storage.memory import is_for_want_of_room
+from windlass.storage.sql import IllegalTransition, NotFound, StatusConflict, why_unavailable
+
+_log = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 5
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+_HTTP_CODES = {
+    HTTPStatus.NOT_FOUND: "unknown_url",
+    HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+}
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """The envelope. Illegal changes answer 400, never 409, which clients take as a reason to try again."""
+    param = error.param and _encodable(error.param)
+    body = {"message": _encodable(error.message), "type": error.kind, "param": param, "code": error.code}
+    return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+
+
+def _encodable(text: str) -> str:
+    """The names of parameters are the sender's, and JSON can spell what is no Unicode."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every failure answer with the envelope."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(NotFound, _on_not_found)
+    app.add_exception_handler(IllegalTransition, _on_illegal_change)
+    app.add_exception_handler(StatusConflict, _on_illegal_change)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    for kind in (SQLAlchemyError, OSError):
+        app.add_exception_handler(kind, _on_trouble)
+    app.add_exception_handler(Exception, _on_unexpected)
+
+
+def answer_to_trouble(error: Exception) -> JSONResponse | None:
+    """503 where the database cannot be used for now, or a disk is full: clients try again. None: it is neither."""
+    if (why := why_unavailable(error)) is not None:
+        answer = ApiError(f"the service's database cannot be used: {why}", status=503, code="database_unavailable")
+    elif is_for_want_of_room(error):
+        answer = ApiError("a disk of the service is full", status=503, code="disk_full")
+    else:
+        return None
+    _log.warning("%s: %s", answer.message, error)
+    return error_response(answer, {"Retry-After": str(_RETRY_AFTER_S)})
+
+
+def _on_trouble(_request: Request, error: Exception) -> JSONResponse:
+    if (answer := answer_to_trouble(error)) is None:
+        raise error
+    return answer
+
+
+def _on_api_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+def _on_not_found(_request: Request, error: Exception) -> JSONResponse:
+    return error_response(ApiError(str(error), status=404, code="not_found"))
+
+
+def _on_illegal_change(_request: Request, error: Exception) -> JSONResponse:
+    return error_response(ApiError(str(error), code="invalid_state"))
+
+
+def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]  # the client's next try will meet the others
+    field = getattr(request.scope.get("route"), "body_field", None)
+    return error_response(_invalid_request(first, None if field is None else field.field_info.annotation))
+
+
+def _invalid_request(detail: dict[str, Any], body: object) -> ApiError:
+    """What a client is told about one error that pydantic found in a body of that type."""
+    kind, location = detail["type"], list(detail["loc"])
+    if kind == "json_invalid":
+        return ApiError(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
+    if location and location[0] in ("body", "query", "path", "header"):
+        location = location[1:]
+    param = ".".join(str(part) for part in location) or None
+    if kind == "extra_forbidden":
+        text = f"unrecognized parameter: {param}{hint(body, location)}"
+        return ApiError(text, param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(f"missing parameter: {param or 'the body'}", param=param, code="missing_parameter")
+    message = detail["msg"].removeprefix("Value error, ")
+    value = describe_value(detail.get("input"))
+    where = f"{param}: " if param else ""
+    return ApiError(f"{where}{message}, got {value}", param=param, code="invalid_value")
+
+
+def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    headers = {name: value for name, value in (error.headers or {}).items() if name.lower() != "allow"}
+    message, code = str(error.detail), _HTTP_CODES.get(HTTPStatus(error.status_code))
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"unknown URL: {request.method} {request.url.path}"
+    elif isinstance(error.__cause__, (RecursionError, ValueError)):  # of Python's JSON
+        message = (
+            "the body cannot be read: it is no UTF-8, is nested too deeply, or has a number of thousands of digits"
+        )
+        code = "invalid_json"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.method} is not allowed on {request.url.path}"
+        headers["Allow"] = ", ".join(_methods_of(request))
+    return error_response(ApiError(message, status=error.status_code, code=code), headers)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """All that the path answers to; the route that refused the request knows its own methods only."""
+    routes = request.app.router.routes
+    found = [
+        method
+        for method in _METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
+    return found or ["GET", "HEAD"]  # a folder of files, which refuses by itself
+
+
+def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
+    # Starlette raises the error again for the server's log; the client learns nothing of the inside.
+    _log.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
+    return error_response(ApiError("the service failed; its log says why", status=500, code="internal_error"))

@@ -1,0 +1,76 @@
+"""What is new among the events, looked up once for all live streams of this process."""
+
+import time
+from dataclasses import dataclass
+
+import anyio
+from fastapi.concurrency import run_in_threadpool
+from fastapi.sse import format_sse_event
+
+from windlass.service.api.schemas import StreamedEvent
+from windlass.storage.sql import Database, JobEvent
+from windlass.storage.sql.repositories import EventRepository, KeyRepository
+
+_INTERVAL_S = 0.1
+_MOST_ROWS = 500  # of a look, and kept for streams that are a little behind
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An event as streams send it, put into words once for all of them."""
+
+    ordinal: int
+    job_id: str
+    has_status: bool
+    encoded: bytes
+    owner: str | None = None  # the user whose job it is of, where that is known
+
+    @classmethod
+    def of(cls, row: JobEvent, owner: str | None = None) -> "Told":
+        """A row."""
+        encoded = format_sse_event(data_str=StreamedEvent.of(row).model_dump_json(), id=str(row.ordinal))
+        return cls(row.ordinal, row.job_id, "status" in row.data, encoded, owner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """All events after one ordinal, up to another."""
+
+    after: int
+    newest: int
+    events: tuple[Told, ...]
+    keys: tuple[int, int]  # another one: a key or a login was made or ended
+
+
+class EventFeed:
+    """The last events. A stream that has all but these needs not ask the database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = anyio.Lock()
+        self._news: News | None = None
+        self._looked_s = 0.0
+
+    async def latest(self) -> News:
+        """As of a moment ago."""
+        async with self._lock:
+            if self._news is None or time.monotonic() - self._looked_s >= _INTERVAL_S:
+                self._news = await run_in_threadpool(self._look, self._news)
+                self._looked_s = time.monotonic()
+            return self._news
+
+    def _look(self, before: News | None) -> News:
+        with self._database.read() as session:
+            keys, events = KeyRepository(session).revision(), EventRepository(session)
+            if before is None:
+                newest = events.last_ordinal()
+                return News(after=newest, newest=newest, events=(), keys=keys)
+            found = [Told.of(*each) for each in events.with_owners(before.newest, limit=_MOST_ROWS)]
+        told = (*before.events, *found)
+        dropped, told = told[:-_MOST_ROWS], told[-_MOST_ROWS:]
+        return News(
+            after=dropped[-1].ordinal if dropped else before.after,
+            newest=found[-1].ordinal if found else before.newest,
+            events=told,
+            keys=keys,
+        )

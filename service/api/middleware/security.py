@@ -1,0 +1,159 @@
+"""From where requests may come, how much they may send, and what browsers are told.
+
+A web page of somebody else's can make a browser send requests to this service, from inside the network that the service
+is in: such requests name a foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
+"""
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import anyio
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from windlass.amounts import bytes_text
+from windlass.service.api import error_response
+from windlass.service.installation import address_of, is_loopback, is_unspecified, same_address
+from windlass.service.validation import ApiError
+
+_SECURITY_HEADERS = {
+    # Charts set inline styles; scripts come from this service only.
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    # With none at all, browsers would not name the origin of our own forms either.
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_STAY_SECURE = "max-age=31536000"
+_DRAIN_TIMEOUT_S = 60.0
+
+
+class SecurityHeadersMiddleware:
+    """Adds the headers that keep a browser from doing more with an answer than showing it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(_SECURITY_HEADERS)
+                if scope.get("scheme") == "https":  # of our own, or of a trusted proxy's
+                    headers["Strict-Transport-Security"] = _STAY_SECURE
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+
+class SameOriginMiddleware:
+    """Refuses requests that were not meant for this service: 403.
+
+    The Host must be a loopback name or one of `names`, with any port (a forwarded one may differ), or the address that
+    the service is bound to; where it is bound to all, any address: a rebound name is never one. An Origin, which
+    browsers send with whatever a page requests of its own accord, must be that same Host.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, names: Sequence[str] = ()) -> None:
+        self._app = app
+        self._host = host.lower()
+        self._is_bound_to_all = is_unspecified(host)
+        self._names = frozenset(names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope), scope.get("scheme", "http"))):
+            await error_response(ApiError(refusal, status=403, code="origin_not_allowed"))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers, scheme: str) -> str | None:
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if len(hosts) != 1 or not self._is_ours(hosts[0].lower()):
+            ours = ", ".join((self._host, *sorted(self._names)))
+            return (
+                f"requests must name this service as their Host ({ours}), got {', '.join(hosts)!r:.100}; other names "
+                "under which it is reached go into the setting host_names"
+            )
+        host = hosts[0].lower()
+        # Without TLS of our own there may be a proxy with it before us.
+        schemes = ("https",) if scheme == "https" else ("http", "https")
+        if any(origin.lower() not in [f"{each}://{host}" for each in schemes] for origin in origins):
+            return f"a page of another origin ({', '.join(origins)!r:.100}) may not use this service"
+        return None
+
+    def _is_ours(self, authority: str) -> bool:
+        try:
+            parts = urlsplit(f"//{authority}")
+            well_formed = parts.netloc == authority and "@" not in authority and parts.port != 0
+        except ValueError:
+            return False
+        name = parts.hostname
+        if not well_formed or not name:
+            return False
+        return (
+            is_loopback(name)
+            or name in self._names
+            or same_address(name, self._host)
+            or (self._is_bound_to_all and address_of(name) is not None)
+        )
+
+
+class NullCharacterMiddleware:
+    """Refuses paths and queries with null characters: 400. No id has one, and PostgreSQL takes none in a text."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and ("\0" in scope["path"] or b"%00" in scope["query_string"]):
+            await drain(receive)  # who is cut off while it sends would never see the answer
+            error = ApiError("a URL must have no null characters", code="invalid_value")
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Ends a request whose body is longer than its path allows with 413, before anything of the excess is stored.
+
+    The excess is read and thrown away: a client that is cut off while it sends would never see the answer.
+    """
+
+    def __init__(self, app: ASGIApp, limit_nbytes: int, upload_path: str, upload_limit_nbytes: int) -> None:
+        self._app = app
+        self._limit_nbytes = limit_nbytes
+        self._upload_path = upload_path
+        self._upload_limit_nbytes = upload_limit_nbytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._upload_limit_nbytes if scope["path"] == self._upload_path else self._limit_nbytes
+        declared = Headers(scope=scope).get("content-length", "")
+        too_long = declared.isdigit() and int(declared) > limit
+        num_received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_received
+            message = await receive()
+            num_received += len(message.get("body", b""))
+            if too_long or num_received > limit:
+                if message["type"] == "http.request" and message.get("more_body", False):
+                    await drain(receive)
+                raise HTTPException(
+                    413, f"the request is longer than the {bytes_text(limit)} that {scope['path']} takes"
+                )
+            return message
+
+        await self._app(scope, receive_limited, send)
+
+
+async def drain(receive: Receive) -> None:
+    """Read what is left of a request and throw it away, for a while."""
+    with anyio.move_on_after(_DRAIN_TIMEOUT_S):
+        while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+            pass

@@ -1,0 +1,44 @@
+"""Whose a fine-tuned model is: its job's owner's. Base models are everybody's."""
+
+from sqlalchemy.orm import Session
+
+from windlass.service.api.context import Context
+from windlass.service.auth import Caller
+from windlass.service.validation import ApiError, job_id_prefix, models_in, near_names
+from windlass.storage.sql.repositories import DeletionRepository, JobRepository
+
+
+def is_visible(session: Session, caller: Caller, model: str) -> bool:
+    """Whether a model is there for a caller. What no job is known to have made is there for admins."""
+    prefix = job_id_prefix(model)
+    if prefix is None:
+        return True
+    if DeletionRepository(session).is_doomed(model, prefix):
+        return False  # its folder may still be there
+    return caller.only_of is None or _owner(session, prefix) == caller.only_of
+
+
+def model_hint(context: Context, caller: Caller, model: str) -> str:
+    """A suggestion for an unknown model, of all models that the caller sees; empty where none is near."""
+    folders = (context.settings.models_dir, context.settings.fine_tuned_dir)
+    known = [name for folder in folders for name in models_in(folder)]
+    with context.database.read() as session:
+        near = (name for name in near_names(model, known, separator="/") if is_visible(session, caller, name))
+        found = next(near, None)
+    return "" if found is None else f" (did you mean {found!r}?)"
+
+
+def check_may_build_on(session: Session, caller: Caller, model: str) -> None:
+    """Raise ApiError where a model that the caller sees is not for the caller's jobs."""
+    prefix = job_id_prefix(model)
+    if prefix is not None and not caller.may_build_on(owner := _owner(session, prefix)):
+        raise ApiError(
+            f"model: {model!r} belongs to user {owner!r}; a job builds on its own user's models",
+            param="model",
+            code="not_yours",
+        )
+
+
+def _owner(session: Session, prefix: str) -> str | None:
+    owners = set(JobRepository(session).owners_by_prefix(prefix))
+    return owners.pop() if len(owners) == 1 else None

@@ -1,0 +1,5 @@
+"""The calls of the API, one module for each kind of object."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

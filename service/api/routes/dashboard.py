@@ -1,0 +1,67 @@
+"""The dashboard's page and what it loads, all from this machine."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import FileResponse, Response
+from fastapi.staticfiles import StaticFiles
+from fastapi.templating import Jinja2Templates
+
+import windlass
+from windlass.service.api import CallerDep
+
+_WEB_DIR = Path(windlass.__file__).parent / "web"
+
+router = APIRouter()
+_templates = Jinja2Templates(directory=_WEB_DIR / "templates")
+
+
+@router.get("/", include_in_schema=False)
+def show_dashboard(request: Request, caller: CallerDep) -> Response:
+    """The page; 404 in an installation without one."""
+    return render(request, "index.html", user=caller.user, has_login=caller.login is not None)
+
+
+@router.get("/docs", include_in_schema=False)
+def show_api(request: Request, caller: CallerDep) -> Response:
+    """The endpoints, one line each, and where their whole description is."""
+    found = [
+        (method.upper(), path, operation.get("description", ""))
+        for path, operations in request.app.openapi()["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return render(request, "api.html", user=caller.user, has_login=caller.login is not None, operations=found)
+
+
+def render(request: Request, page: str, *, status_code: int = 200, **values: Any) -> Response:
+    """A page, for the one who asked: no cache keeps it. HTTPException 404 in an installation without pages."""
+    if not (_WEB_DIR / "templates" / page).is_file():
+        raise HTTPException(404)
+    headers = {"Cache-Control": "no-store"}
+    return _templates.TemplateResponse(request, page, values, status_code=status_code, headers=headers)
+
+
+@router.get("/static/vendor/plotly.min.js", include_in_schema=False)
+def plotly_script() -> FileResponse:
+    """The charting library, as the installed `plotly` package brings it."""
+    spec = importlib.util.find_spec("plotly")
+    assert spec is not None, "plotly is a dependency"
+    assert spec.origin is not None, "plotly is a package"
+    return FileResponse(Path(spec.origin).parent / "package_data" / "plotly.min.js", media_type="text/javascript")
+
+
+class _Assets(StaticFiles):
+    """Files that a browser asks about each time, so that no page runs the script of an older release."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
+
+
+def install_dashboard(app: FastAPI) -> None:
+    """Add the page and its assets."""
+    app.include_router(router)
+    app.mount("/static", _Assets(directory=_WEB_DIR / "static", check_dir=False), name="static")

@@ -1,0 +1,341 @@
+"""`/v1/fine_tuning/jobs`: create, look, cancel, pause, resume, delete.
+
+Endpoints only write what was asked for; the dispatcher acts on it.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import JSONResponse
+from sqlalchemy.orm import Session
+
+from windlass.actors.job import Initialization
+from windlass.actors.timeline import FOLDER, KEPT_STEPS, held_steps, load_step, trace_of
+from windlass.service.api import (
+    AuditDep,
+    CallerDep,
+    Context,
+    ContextDep,
+    Deleted,
+    ListOf,
+    PageOf,
+    check_may_build_on,
+    is_visible,
+    model_hint,
+)
+from windlass.service.api.routes.files import TRAINING_PURPOSE
+from windlass.service.api.schemas import (
+    CheckpointObject,
+    CreateJob,
+    CurveColumns,
+    EventObject,
+    JobList,
+    JobObject,
+    MetricsObject,
+    StreamStart,
+    TraceObject,
+    event_ordinal,
+)
+from windlass.service.auth import Caller, check_one_more_job, check_priority
+from windlass.service.data import deletion
+from windlass.service.installation import check_is_here, is_local, node_of
+from windlass.service.jobs import has_plan, job_dir, why_it_waits_for_room
+from windlass.service.preparation import check_model, fit_sequence_length
+from windlass.service.validation import ApiError, JobSettings, is_fine_tuned_id, model_dir
+from windlass.storage.sql import Job, NotFound
+from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository, NewJob
+
+_METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
+_Limit = Annotated[int, Query(ge=1, le=1000)]
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs")
+
+
+@router.post("")
+def create_job(
+    context: ContextDep,
+    caller: CallerDep,
+    audit: AuditDep,
+    body: CreateJob,
+    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+) -> JobObject:
+    """Accept a job. With an Idempotency-Key, a request with one API key makes one job however often it is sent."""
+    digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+    with context.database.read() as session:
+        if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
+            return JobObject.of(job)
+    new = _new_job(context, caller, body, idempotency_key, digest)
+    with context.database.write() as session:
+        if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
+            return JobObject.of(job)
+        for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
+            if file_id is not None:
+                _check_file(context, session, caller, param, file_id)
+        _check_model_stays(context, session, caller, new.model)
+        check_one_more_job(session, context.settings, caller)
+        job = JobRepository(session).create(new)
+        audit(session, job.id)
+        return JobObject.of(job)
+
+
+@router.get("")
+def list_jobs(
+    request: Request, context: ContextDep, caller: CallerDep, after: str | None = None, limit: _Limit = 20
+) -> JobList:
+    """A page of jobs, newest first, that carry all the given `metadata[key]=value` pairs."""
+    metadata: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if match := _METADATA_FILTER.fullmatch(name):
+            metadata[match[1]] = value
+    if unusable := [key for key in metadata if '"' in key or "\\" in key]:
+        raise ApiError(f"metadata: keys have no quotes and no backslashes, got {unusable[0]!r}", param="metadata")
+    with context.database.read() as session:
+        # Read first: whoever follows the stream from here on misses nothing that the jobs do not show yet.
+        last_event = EventRepository(session).last_ordinal()
+        page = JobRepository(session, caller.only_of).page(limit=limit, after=after, metadata=metadata)
+        data = _with_metrics(context, session, page.rows)
+    return JobList(data=data, has_more=page.has_more, windlass=StreamStart(last_event_ordinal=last_event))
+
+
+@router.get("/{job_id}")
+def retrieve_job(context: ContextDep, caller: CallerDep, job_id: str) -> JobObject:
+    """A job."""
+    with context.database.read() as session:
+        return _with_metrics(context, session, [JobRepository(session, caller.only_of).get(job_id)])[0]
+
+
+@router.post("/{job_id}/cancel")
+def cancel_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
+    """Cancel a job: at once, or, where it is training, as soon as its runner has stopped."""
+    with context.database.write() as session:
+        job = JobRepository(session, caller.only_of).request_cancel(job_id)
+        audit(session, job_id)
+        return _with_metrics(context, session, [job])[0]
+
+
+@router.post("/{job_id}/pause")
+def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
+    """Pause a job: at once, or, where it is training, as soon as its runner has committed its step and stopped."""
+    with context.database.write() as session:
+        job = JobRepository(session, caller.only_of).request_pause(job_id)
+        audit(session, job_id)
+        return _with_metrics(context, session, [job])[0]
+
+
+@router.post("/{job_id}/resume")
+def resume_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
+    """Let a paused job go on, when its turn comes."""
+    with context.database.write() as session:
+        job = JobRepository(session, caller.only_of).request_resume(job_id)
+        audit(session, job_id)
+        return _with_metrics(context, session, [job])[0]
+
+
+@router.get("/{job_id}/events")
+def list_events(
+    context: ContextDep,
+    caller: CallerDep,
+    job_id: str,
+    after: str | None = None,
+    limit: _Limit = 20,
+    type: Literal["message", "metrics"] | None = None,
+) -> ListOf[EventObject]:
+    """A page of a job's events, of one type or of both, newest first."""
+    ordinal = None if after is None else event_ordinal(after)
+    with context.database.read() as session:
+        JobRepository(session, caller.only_of).get(job_id)
+        page = EventRepository(session).page(job_id, limit=limit, after=ordinal, type=type)
+    return ListOf(data=[EventObject.of(row) for row in page.rows], has_more=page.has_more)
+
+
+@router.get("/{job_id}/metrics")
+def get_metrics(context: ContextDep, caller: CallerDep, job_id: str) -> MetricsObject:
+    """A job's curves, in columns with one entry for each step that counts: a resumed attempt has replaced its own."""
+    with context.database.read() as session:
+        JobRepository(session, caller.only_of).get(job_id)
+        last_event = EventRepository(session).last_ordinal()
+        rows = EventRepository(session).metrics(job_id)
+    columns = CurveColumns(
+        step=[row.step for row in rows],
+        attempt=[row.attempt for row in rows],
+        train_loss=[row.data.get("train_loss") for row in rows],
+        valid_loss=[row.data.get("valid_loss") for row in rows],
+    )
+    return MetricsObject(job_id=job_id, last_event_ordinal=last_event, data=columns)
+
+
+@router.get("/{job_id}/timeline", responses={200: {"model": TraceObject}})
+def get_timeline(
+    context: ContextDep,
+    caller: CallerDep,
+    job_id: str,
+    step: Annotated[int | None, Query(ge=1, le=2**63 - 1)] = None,
+) -> JSONResponse:
+    """What each resource did in a step, by default the last that is held: a trace that Perfetto and Chrome open."""
+    with context.database.read() as session:
+        job = JobRepository(session, caller.only_of).get(job_id)
+    check_is_here(context.settings, job)
+    folder = job_dir(context.settings, job_id) / FOLDER
+    held = held_steps(folder)
+    if step is None and held:
+        step = held[-1]
+    found = None if step is None else load_step(folder, step)
+    if found is None:
+        which = f"; held are steps {', '.join(map(str, held))}" if held else ": no step is held yet"
+        raise ApiError(
+            f"job {job_id} has no timeline of {'any step' if step is None else f'step {step}'}{which}. A step is held "
+            f"from its end until {KEPT_STEPS} more are over",
+            status=404,
+            param="step",
+            code="timeline_not_held",
+        )
+    about = {"job_id": job_id, "step": found.step, "held_steps": held, "summary": found.summary}
+    # As it is: a trace has thousands of events.
+    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about))
+
+
+@router.get("/{job_id}/checkpoints")
+def list_checkpoints(
+    context: ContextDep, caller: CallerDep, job_id: str, after: str | None = None, limit: _Limit = 10
+) -> PageOf[CheckpointObject]:
+    """A page of a job's checkpoints, latest first."""
+    with context.database.read() as session:
+        JobRepository(session, caller.only_of).get(job_id)
+        page = EventRepository(session).checkpoints(job_id, limit=limit, after=after)
+    return PageOf.of([CheckpointObject.of(row) for row in page.rows], has_more=page.has_more)
+
+
+@router.delete("/{job_id}/checkpoints/{checkpoint_id}")
+def delete_checkpoint(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, checkpoint_id: str
+) -> Deleted:
+    """Remove a checkpoint and its files."""
+    with context.database.write() as session:
+        JobRepository(session, caller.only_of).get(job_id)
+        model = EventRepository(session).checkpoint(job_id, checkpoint_id).model
+        removal = deletion.delete_model(session, context.settings, model, only_of=caller.only_of)
+        audit(session, checkpoint_id)
+    deletion.carry_out(context.database, context.settings, removal)
+    return Deleted(id=checkpoint_id, object="fine_tuning.job.checkpoint")
+
+
+@router.delete("/{job_id}")
+def delete_job(
+    context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, delete_model: bool = False
+) -> Deleted:
+    """Remove a finished job with its events, checkpoints and result files; its model only where that is asked for."""
+    with context.database.write() as session:
+        job = JobRepository(session, caller.only_of).get(job_id)
+        deletion.delete_job(session, context.settings, job, with_model=delete_model, only_of=caller.only_of)
+        audit(session, job_id)
+    return Deleted(id=job_id, object="fine_tuning.job")
+
+
+def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> list[JobObject]:
+    rows = list(jobs)
+    last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
+    rated_nbytes = context.settings.ssd_endurance_nbytes  # of the SSDs of this home
+    return [
+        JobObject.of(
+            job,
+            last_metrics.get(job.id),
+            rated_nbytes if rated_nbytes and is_local(context.settings, job) else (),
+            has_plan=has_plan(context.settings, job),
+            room_reason=why_it_waits_for_room(context.settings, job),
+        )
+        for job in rows
+    ]
+
+
+def _made_before(session: Session, caller: Caller, key: str | None, digest: str) -> Job | None:
+    if key is None:
+        return None
+    # As it is stored now, or was before it was its API key's own.
+    job = JobRepository(session).by_idempotency_key(caller.user, (_own_key(caller, key), key))
+    if job is not None and job.request_digest != digest:
+        raise ApiError(
+            f"Idempotency-Key {key!r} was used for job {job.id} with another body; use a new key",
+            param="Idempotency-Key",
+            code="idempotency_key_reused",
+        )
+    return job
+
+
+def _own_key(caller: Caller, key: str) -> str:
+    """What an Idempotency-Key is stored as: two API keys of a user may well send the same one, of different jobs."""
+    return key if caller.key_id is None else f"{caller.key_id}:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key: str | None, digest: str) -> NewJob:
+    settings = body.job_settings()
+    with context.database.read() as session:
+        check_priority(session, context.settings, caller, settings.windlass.priority)
+        visible = is_visible(session, caller, body.model)
+        if visible:
+            check_may_build_on(session, caller, body.model)
+    checked = check_model(
+        context.settings,
+        body.model,
+        random_weights=settings.initialization is Initialization.RANDOM,
+        hub_files=context.hub_files,
+        is_visible=visible,
+        hint=lambda: model_hint(context, caller, body.model),
+    )
+    sequence_length = fit_sequence_length(settings.windlass.sequence_length, checked)
+    return NewJob(
+        model=body.model,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        suffix=body.suffix,
+        seed=settings.seed,
+        method=_method(settings),
+        windlass=settings.windlass.model_dump(mode="json") | {"sequence_length": sequence_length},
+        metadata=body.metadata or {},
+        priority=settings.windlass.priority,
+        idempotency_key=None if idempotency_key is None else _own_key(caller, idempotency_key),
+        request_digest=digest,
+        node=node_of(context.settings.home),
+        owner=caller.user,
+    )
+
+
+def _method(settings: JobSettings) -> dict[str, Any]:
+    return {"type": "supervised", "supervised": {"hyperparameters": settings.supervised.model_dump(mode="json")}}
+
+
+def _check_model_stays(context: Context, session: Session, caller: Caller, model: str) -> None:
+    """Under the write lock: a fine-tuned model may have been deleted since it was checked."""
+    if not is_fine_tuned_id(model):
+        return
+    folder = model_dir(model, models_dir=context.settings.models_dir, fine_tuned_dir=context.settings.fine_tuned_dir)
+    if not (is_visible(session, caller, model) and folder.is_dir()):
+        raise ApiError(f"model: there is no model {model!r} here", status=404, param="model", code="model_not_found")
+    deletion.refuse_if_it_may_go(session, model)
+
+
+def _check_file(context: Context, session: Session, caller: Caller, param: str, file_id: str) -> None:
+    try:
+        file = FileRepository(session, caller.only_of).get(file_id)
+    except NotFound as error:
+        raise ApiError(f"{param}: {error}; upload it first", param=param, code="file_not_found") from None
+    if not caller.may_build_on(file.owner):
+        raise ApiError(
+            f"{param}: {file_id} belongs to user {file.owner!r}; a job uses its own user's files",
+            param=param,
+            code="not_yours",
+        )
+    if file.purpose != TRAINING_PURPOSE:
+        raise ApiError(
+            f'{param}: {file_id} has the purpose "{file.purpose}", not "{TRAINING_PURPOSE}"',
+            param=param,
+            code="invalid_file",
+        )
+    if not (context.settings.files_dir / file_id).is_file():
+        raise ApiError(
+            f"{param}: the content of {file_id} is not here: send the job to the service that it was uploaded to",
+            param=param,
+            code="file_elsewhere",
+        )

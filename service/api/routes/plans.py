@@ -1,0 +1,203 @@
+"""Plans over HTTP: of a job before there is one, and of one that was accepted."""
+
+import contextlib
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import ConfigDict, Field
+
+from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, trace_of
+from windlass.planner.hardware import Hardware, unusual
+from windlass.service.api import CallerDep, ContextDep, is_visible, model_hint
+from windlass.service.api.middleware import BusyError
+from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
+from windlass.service.installation import Settings, check_is_here
+from windlass.service.jobs import MachineResources, job_dir, plan_question, plans_of, view_of
+from windlass.service.machine import measured_hardware
+from windlass.service.preparation import (
+    PLAN_JOB,
+    Preparation,
+    PreparationError,
+    PreparationMemory,
+    StepFailedError,
+    check_model,
+    fit_sequence_length,
+    plan_step,
+)
+from windlass.service.validation import ApiError, JsonNumbers, WindlassSettings, default_microbatches, model_dir
+from windlass.storage.sql.repositories import EventRepository, JobRepository
+
+_LOG = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+# How long a plan waits for memory that jobs and preparations have.
+_WAIT_FOR_MEMORY_S = 60.0
+_MOST_OUTPUT_NBYTES = 4096  # of a failed planner's output that are kept
+
+router = APIRouter(prefix="/v1/fine_tuning")
+
+
+class CreatePlan(JsonNumbers):
+    """The body of `POST /v1/fine_tuning/plans`. `hardware`: another machine than this one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str
+    batch_size: Annotated[int, Field(ge=1, le=65536)]
+    hardware: Hardware | None = None
+    num_validation_examples: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    windlass: WindlassSettings = WindlassSettings()
+
+
+@router.post("/plans", response_model=PlanObject)
+def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dict[str, Any]:
+    """What a job would take, if it were made: nothing is stored."""
+    asked, settings = body.windlass, context.settings
+    with context.database.read() as session:
+        visible = is_visible(session, caller, body.model)
+    checked = check_model(
+        settings,
+        body.model,
+        random_weights=True,
+        hub_files=context.hub_files,
+        is_visible=visible,
+        hint=lambda: model_hint(context, caller, body.model),
+    )
+    sequence_length = fit_sequence_length(asked.sequence_length, checked)
+    if sequence_length is None:
+        raise ApiError(
+            "windlass.sequence_length: the model is not here yet, so its length is not known; give one",
+            param="windlass.sequence_length",
+            code="invalid_value",
+        )
+    hardware = body.hardware or measured_hardware(settings)
+    if hardware is None:
+        raise ApiError(
+            "hardware: this machine was not measured yet; run `windlass doctor`, or describe a machine",
+            param="hardware",
+            code="not_measured",
+        )
+    question = plan_question(
+        settings,
+        hardware,
+        MachineResources.here() if body.hardware is None else None,
+        model_dir=_folder(settings, body.model),
+        asked=asked,
+        batch_size=body.batch_size,
+        num_microbatches=asked.num_microbatches or default_microbatches(body.batch_size),
+        sequence_length=sequence_length,
+        num_validation_examples=body.num_validation_examples,
+    )
+    try:
+        with context.limits.plans.entered(caller.user or ""):
+            plan, warnings = _run(settings, question)
+    except BusyError as error:
+        raise ApiError(
+            f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"
+        ) from None
+    about = {
+        "model": body.model,
+        "hardware": hardware.model_dump(),
+        "warnings": [*unusual(hardware), *warnings],
+    }
+    return {"object": "fine_tuning.plan", **about, **plan}
+
+
+@router.get("/jobs/{job_id}/plan", response_model=JobPlanObject)
+def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, Any]:
+    """The plan that a job runs by, what was measured beside it, and the plans before it."""
+    with context.database.read() as session:
+        job = JobRepository(session, caller.only_of).get(job_id)
+        measured = EventRepository(session).last_measured(job_id)
+    check_is_here(context.settings, job)
+    *before, found = plans_of(context.settings, job) or (None,)
+    if found is None and measured is None:
+        raise ApiError(
+            f"job {job_id} has no plan: it is not validated yet, or this machine was not measured (`windlass doctor`) "
+            "when it was",
+            status=404,
+            code="plan_not_found",
+        )
+    shown = {**view_of(found, measured), **_correction_of(found), "before": [_with_correction(each) for each in before]}
+    return {"object": "fine_tuning.job.plan", "job_id": job_id, **shown}
+
+
+@router.get("/jobs/{job_id}/plan/timeline", responses={200: {"model": TraceObject}})
+def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) -> JSONResponse:
+    """What each resource does in a step of the planned job, as it was simulated: a trace as of a measured step."""
+    with context.database.read() as session:
+        job = JobRepository(session, caller.only_of).get(job_id)
+    check_is_here(context.settings, job)
+    folder = job_dir(context.settings, job_id) / "prepare" / SIMULATED_FOLDER
+    held = held_steps(folder)
+    found = load_step(folder, held[-1]) if held else None
+    if found is None:
+        raise ApiError(
+            f"job {job_id} has no simulated timeline: it has no plan, or the simulation would have taken too long",
+            status=404,
+            code="timeline_not_held",
+        )
+    about = {"job_id": job_id, "simulated": True, "summary": found.summary}
+    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about, levels=found.levels))
+
+
+def _with_correction(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found["plan"], **_correction_of(found)}
+
+
+def _correction_of(found: dict[str, Any] | None) -> dict[str, Any]:
+    """`corrected`: by what the job's first steps measured. `from_attempt`: the first one that runs otherwise by it."""
+    found = found or {}
+    return {
+        "corrected": bool(found.get("corrected")),
+        "told": found.get("told"),
+        "from_attempt": found.get("from_attempt"),
+    }
+
+
+def _folder(settings: Settings, model: str) -> Path:
+    folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    if not folder.is_dir():
+        raise ApiError(f"model: {model} is not here yet; a job downloads it", param="model", code="model_not_found")
+    return folder
+
+
+def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The plan, and warnings about processes that died meanwhile."""
+    with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
+        preparation = Preparation([plan_step(Path(name), question)], work_dir=Path(name))
+        memory, began_s = PreparationMemory(), time.monotonic()
+        preparation.admit = lambda step: memory.grant(name, None, step, lambda: preparation.process, is_box_free=False)
+        try:
+            while (results := preparation.poll()) is None:
+                if preparation.waits_for_memory and time.monotonic() - began_s >= _WAIT_FOR_MEMORY_S:
+                    raise ApiError(
+                        f"the plan was not made, as it waits for {memory.why_not()}; try again when less runs",
+                        status=503,
+                        code="no_memory",
+                    )
+                time.sleep(_POLL_S)
+        except StepFailedError as error:
+            _tell_log(error)
+            raise ApiError(str(error), status=500, code=error.code) from None
+        except PreparationError as error:
+            raise ApiError(error.message, param=error.param, code=error.code) from None
+        finally:
+            preparation.stop()
+    found = results[PLAN_JOB]
+    if "plan" not in found:
+        raise ApiError(f"model: {'; '.join(found['warnings'])}", param="model", code="not_planned")
+    plan: dict[str, Any] = found["plan"]
+    return plan, preparation.warnings
+
+
+def _tell_log(error: StepFailedError) -> None:
+    """Keep the end of a failed planner's output in the service's log: its own folder goes with the request."""
+    with contextlib.suppress(OSError):
+        output = error.log_path.read_bytes()[-_MOST_OUTPUT_NBYTES:].decode(errors="replace")
+        _LOG.warning("a planner failed (%s); its output ended with:\n%s", error.cause, output)

@@ -1,0 +1,79 @@
+"""What data occupies on disks: of one job, and of all that a caller sees. Counted when it is asked for."""
+
+import shutil
+from collections import Counter
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from windlass.service.api import CallerDep, ContextDep, ListOf
+from windlass.service.data import Kind, all_that_occupies, parts_of_job, states_nbytes
+from windlass.service.installation import check_is_here
+from windlass.storage.sql.repositories import FileRepository, JobRepository
+
+router = APIRouter()
+
+
+class JobStorage(BaseModel):
+    """What one job occupies."""
+
+    object: Literal["fine_tuning.job.storage"] = "fine_tuning.job.storage"
+    job_id: str
+    bytes: int
+    parts: dict[str, int]  # bytes
+
+
+@router.get("/v1/fine_tuning/jobs/{job_id}/storage")
+def get_job_storage(context: ContextDep, caller: CallerDep, job_id: str) -> JobStorage:
+    """What a job occupies: prepared data, journal, timeline, states, model, checkpoints, result files."""
+    with context.database.read() as session:
+        job = JobRepository(session, caller.only_of).get(job_id)
+    check_is_here(context.settings, job)
+    parts = parts_of_job(context.settings, job, states_nbytes(context.settings))
+    return JobStorage(job_id=job_id, bytes=sum(parts.values()), parts=parts)
+
+
+class StorageObject(BaseModel):
+    """One thing that occupies disks."""
+
+    object: Literal["storage"] = "storage"
+    kind: Kind
+    id: str
+    bytes: int
+
+
+class StorageTotals(BaseModel):
+    """Of all that is listed, and what is free where the home lies."""
+
+    bytes: int
+    bytes_by_kind: dict[Kind, int]
+    free_bytes: int
+
+
+class StorageList(ListOf[StorageObject]):
+    """All that occupies disks."""
+
+    windlass: StorageTotals
+
+
+@router.get("/v1/storage")
+def list_storage(context: ContextDep, caller: CallerDep) -> StorageList:
+    """All that the caller's jobs, files and models occupy here, the largest first; for admins all there is."""
+    jobs = files = None
+    if caller.only_of is not None:
+        with context.database.read() as session:
+            jobs = JobRepository(session, caller.only_of).all_ids()
+            files = FileRepository(session, caller.only_of).all_ids()
+    found = all_that_occupies(context.settings, states_nbytes(context.settings), jobs=jobs, files=files)
+    totals: Counter[Kind] = Counter()
+    for each in found:
+        totals[each.kind] += each.nbytes
+    return StorageList(
+        data=[StorageObject(kind=each.kind, id=each.id, bytes=each.nbytes) for each in found],
+        windlass=StorageTotals(
+            bytes=sum(totals.values()),
+            bytes_by_kind=dict(totals),
+            free_bytes=shutil.disk_usage(context.settings.home).free,
+        ),
+    )

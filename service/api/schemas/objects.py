@@ -1,0 +1,435 @@
+"""The JSON that goes in and out: OpenAI's fine-tuning API, with what windlass adds under `windlass`."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from windlass.service.api import Identified, ListOf
+from windlass.service.jobs import ssd_wear
+from windlass.service.validation import (
+    DEFAULT_LEARNING_RATE,
+    SUFFIX,
+    ApiError,
+    JobSettings,
+    JsonNumbers,
+    SupervisedHyperparameters,
+    WindlassSettings,
+    check_storable,
+    check_suffix,
+    told_preparation,
+)
+from windlass.storage.sql import TERMINAL_STATUSES, Checkpoint, File, Job, JobEvent
+
+_MAX_METADATA_PAIRS = 16
+# What the description says of text that is stored: no null characters. Lone surrogates are no Unicode, which JSON is.
+_STORABLE = {"pattern": r"^[^\u0000]*$"}
+_FileId = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=64),
+    AfterValidator(check_storable),
+    Field(json_schema_extra=_STORABLE),
+]
+_METADATA = {
+    "maxProperties": _MAX_METADATA_PAIRS,
+    # Printable ASCII here; other printable characters are taken, too.
+    "propertyNames": {"pattern": r"^[ !#-\[\]-~]{1,64}$"},
+    "additionalProperties": {"type": "string", "maxLength": 512, **_STORABLE},
+}
+
+
+def _check_metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > _MAX_METADATA_PAIRS:
+        raise ValueError(f"must have at most {_MAX_METADATA_PAIRS} pairs, got {len(value)}")
+    for key, item in value.items():
+        # Keys become part of a JSON path when jobs are looked for by them.
+        if not 1 <= len(key) <= 64 or any(char in '"\\' or not char.isprintable() for char in key):
+            raise ValueError(f"keys must be 1 to 64 printable characters without quotes and backslashes, got {key!r}")
+        if len(item) > 512:
+            raise ValueError(f"values must have at most 512 characters, {key!r} has {len(item)}")
+        check_storable(item)
+    return value
+
+
+class _Request(JsonNumbers):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SupervisedMethod(_Request):
+    """Its hyperparameters."""
+
+    hyperparameters: SupervisedHyperparameters = SupervisedHyperparameters()
+
+
+class Method(_Request):
+    """How to train: supervised, for now."""
+
+    type: Annotated[str, Field(json_schema_extra={"const": "supervised"})]
+    supervised: SupervisedMethod | None = None
+    # Kept open, so that the answer is about the method and not about one of its fields; no part of what was asked for.
+    dpo: Annotated[Any, Field(exclude=True)] = None
+    reinforcement: Annotated[Any, Field(exclude=True)] = None
+
+    @field_validator("type")
+    @classmethod
+    def _supervised_only(cls, value: str) -> str:
+        if value != "supervised":
+            raise ValueError('only "supervised" is supported yet')
+        return value
+
+
+class CreateJob(_Request):
+    """The body of `POST /v1/fine_tuning/jobs`."""
+
+    model: Annotated[str, AfterValidator(check_storable), Field(json_schema_extra=_STORABLE)]
+    training_file: _FileId
+    validation_file: _FileId | None = None
+    suffix: Annotated[str, AfterValidator(check_suffix), Field(json_schema_extra={"pattern": SUFFIX})] | None = None
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+    metadata: Annotated[dict[str, str], AfterValidator(_check_metadata), Field(json_schema_extra=_METADATA)] | None = (
+        None
+    )
+    integrations: Annotated[list[Any], Field(json_schema_extra={"maxItems": 0})] | None = None
+    method: Method | None = None
+    hyperparameters: SupervisedHyperparameters | None = None  # deprecated by `method`
+    windlass: WindlassSettings = WindlassSettings()
+
+    @field_validator("integrations")
+    @classmethod
+    def _no_integrations(cls, value: list[Any] | None) -> list[Any] | None:
+        if value:
+            raise ValueError("integrations are not supported; leave the list empty")
+        return value
+
+    def job_settings(self) -> JobSettings:
+        """Join the three places where a request may say how to train; ApiError where they disagree."""
+        by_method = self.method.supervised.hyperparameters if self.method and self.method.supervised else None
+        if by_method and self.hyperparameters and by_method != self.hyperparameters:
+            raise ApiError(
+                "hyperparameters: they differ from method.supervised.hyperparameters; give one of the two",
+                param="hyperparameters",
+                code="invalid_value",
+            )
+        if None not in (self.seed, self.windlass.seed) and self.seed != self.windlass.seed:
+            raise ApiError(
+                f"seed: it is {self.seed} but windlass.seed is {self.windlass.seed}", param="seed", code="invalid_value"
+            )
+        if self.validation_file is None and (name := self.windlass.needs_validation) is not None:
+            raise ApiError(
+                f"windlass.{name}: it goes by the loss on a validation file; give validation_file",
+                param=f"windlass.{name}",
+                code="invalid_value",
+            )
+        seed = self.windlass.seed if self.seed is None else self.seed
+        try:
+            return JobSettings(
+                supervised=by_method or self.hyperparameters or SupervisedHyperparameters(),
+                windlass=self.windlass,
+                seed=secrets.randbits(31) if seed is None else seed,
+            )
+        except ValueError as error:
+            raise ApiError(str(error), param="windlass", code="invalid_value") from None
+
+
+class FileObject(Identified):
+    """A file."""
+
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+
+    @classmethod
+    def of(cls, row: File) -> "FileObject":
+        """What clients see of a row."""
+        return cls(
+            id=row.id, bytes=row.nbytes, created_at=int(row.created_at), filename=row.filename, purpose=row.purpose
+        )
+
+
+class JobHyperparameters(BaseModel):
+    """The three that OpenAI's API knows, as they were asked for, and as they are once the data was counted."""
+
+    n_epochs: int | Literal["auto"] = "auto"
+    batch_size: int | Literal["auto"] = "auto"
+    learning_rate_multiplier: float | Literal["auto"] = "auto"
+
+
+class JobSupervised(BaseModel):
+    """How it is supervised."""
+
+    hyperparameters: JobHyperparameters
+
+
+class JobMethod(BaseModel):
+    """How a job trains."""
+
+    type: Literal["supervised"] = "supervised"
+    supervised: JobSupervised
+
+
+class JobError(BaseModel):
+    """Why a job failed."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class PreparationState(BaseModel):
+    """How far a job's preparation is."""
+
+    step: str  # "download_model", "check_model", "prepare_data", "plan_job" or "check_budgets"
+    elapsed_s: float  # since the preparation began
+    percent: int | None = None  # of the bytes of the job's files, while data is prepared
+    line: int | None = None  # that is being read ...
+    file: str | None = None  # ... of this file
+    summary: str  # all of it in words
+
+    @classmethod
+    def of(cls, preparation: dict[str, Any]) -> "PreparationState":
+        """What clients see of a row's field."""
+        return cls(**preparation, summary=told_preparation(preparation))
+
+
+class JobExtras(BaseModel):
+    """What windlass adds to a job."""
+
+    settings: dict[str, Any]  # as asked
+    hyperparameters: dict[str, Any] | None  # as resolved
+    attempt: int
+    priority: int
+    step: int
+    total_steps: int | None
+    started_at: int | None
+    waiting_reason: str | None
+    preparation: PreparationState | None  # null but while it is being prepared
+    cancel_requested: bool
+    has_plan: bool
+    finish_is_estimate: bool | None  # of `estimated_finish`; null where that is
+    last_metrics: dict[str, Any] | None
+    ssd_wear: dict[str, Any] | None
+
+
+class JobObject(BaseModel):
+    """A fine-tuning job."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str = "windlass"
+    status: str
+    hyperparameters: JobHyperparameters
+    training_file: str
+    validation_file: str | None
+    result_files: list[str]
+    trained_tokens: int | None
+    seed: int
+    error: JobError | None
+    method: JobMethod
+    metadata: dict[str, str]
+    integrations: list[Any]
+    suffix: str | None
+    windlass: JobExtras
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        last_metrics: dict[str, Any] | None = None,
+        ssd_endurance_nbytes: Sequence[float] = (),
+        *,
+        has_plan: bool = False,
+        room_reason: str | None = None,
+    ) -> "JobObject":
+        """What clients see of a row, the metrics of the last step, and their meaning for SSDs of these ratings.
+
+        `room_reason`: why the job waits for room on a disk, which the database on that disk may not know.
+        """
+        if job.hyperparameters is None:
+            hyperparameters = JobHyperparameters(**job.method["supervised"]["hyperparameters"])
+        else:
+            hyperparameters = JobHyperparameters(
+                n_epochs=job.hyperparameters["epochs"],
+                batch_size=job.hyperparameters["batch_size"],
+                learning_rate_multiplier=round(job.hyperparameters["learning_rate"] / DEFAULT_LEARNING_RATE, 9),
+            )
+        # One that has passed was wrong: an attempt takes longer to begin than its plan says, or steps have become slow.
+        finish = None if job.estimated_finish is None or job.estimated_finish <= time.time() else job.estimated_finish
+        return cls(
+            id=job.id,
+            created_at=int(job.created_at),
+            finished_at=_seconds(job.finished_at),
+            estimated_finish=_seconds(finish),
+            model=job.model,
+            fine_tuned_model=job.fine_tuned_model,
+            status=job.status.value,
+            hyperparameters=hyperparameters,
+            training_file=job.training_file,
+            validation_file=job.validation_file,
+            result_files=job.result_files,
+            trained_tokens=job.trained_tokens,
+            seed=job.seed,
+            error=None if job.error is None else JobError(**job.error),
+            method=JobMethod(supervised=JobSupervised(hyperparameters=hyperparameters)),
+            metadata=job.job_metadata,
+            integrations=[],
+            suffix=job.suffix,
+            windlass=JobExtras(
+                settings=job.windlass,
+                hyperparameters=job.hyperparameters,
+                attempt=job.attempt,
+                priority=job.priority,
+                step=job.step,
+                total_steps=job.total_steps,
+                started_at=_seconds(job.started_at),
+                waiting_reason=room_reason or job.waiting_reason,
+                preparation=None if job.preparation is None else PreparationState.of(job.preparation),
+                cancel_requested=job.cancel_requested,
+                has_plan=has_plan,
+                finish_is_estimate=None if finish is None else not job.finish_is_measured,
+                last_metrics=last_metrics,
+                ssd_wear=None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
+            ),
+        )
+
+
+class StreamStart(BaseModel):
+    """Where an event stream begins that misses nothing that a list does not show yet."""
+
+    last_event_ordinal: int
+
+
+class JobList(ListOf[JobObject]):
+    """A page of jobs."""
+
+    windlass: StreamStart
+
+
+class EventObject(BaseModel):
+    """An event of a job."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: str
+    message: str
+    type: str
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, row: JobEvent) -> "EventObject":
+        """What clients see of a row."""
+        return cls(
+            id=event_id(row.ordinal),
+            created_at=int(row.created_at),
+            level=row.level,
+            message=row.message,
+            type=row.type,
+            data=row.data,
+        )
+
+
+class StreamedEvent(EventObject):
+    """An event as the live streams send it."""
+
+    job_id: str
+    attempt: int
+
+    @classmethod
+    def of(cls, row: JobEvent) -> "StreamedEvent":
+        """What clients see of a row."""
+        return cls(**EventObject.of(row).model_dump(), job_id=row.job_id, attempt=row.attempt)
+
+
+class CheckpointObject(Identified):
+    """A model saved on the way."""
+
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: dict[str, Any]
+    windlass: dict[str, Any]
+
+    @classmethod
+    def of(cls, row: Checkpoint) -> "CheckpointObject":
+        """What clients see of a row."""
+        return cls(
+            id=row.id,
+            created_at=int(row.created_at),
+            fine_tuned_model_checkpoint=row.model,
+            fine_tuning_job_id=row.job_id,
+            step_number=row.step_number,
+            metrics=row.metrics,
+            windlass={"reasons": row.reasons, "bytes": row.nbytes},
+        )
+
+
+class CurveColumns(BaseModel):
+    """One entry for each step; null is what was not measured."""
+
+    step: list[int]
+    attempt: list[int]
+    train_loss: list[float | None]
+    valid_loss: list[float | None]
+
+
+class MetricsObject(BaseModel):
+    """A job's curves."""
+
+    object: Literal["fine_tuning.job.metrics"] = "fine_tuning.job.metrics"
+    job_id: str
+    last_event_ordinal: int
+    data: CurveColumns
+
+
+class TraceObject(BaseModel):
+    """A trace in the form that Perfetto and Chrome open."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: Literal["ms"]
+    otherData: dict[str, Any]
+
+
+class ModelObject(BaseModel):
+    """A base or a fine-tuned model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    windlass: dict[str, Any] | None = None  # what it occupies; not in lists
+
+
+def event_id(ordinal: int) -> str:
+    """An event's public id."""
+    return f"ftevent-{ordinal}"
+
+
+def event_ordinal(public_id: str) -> int:
+    """The ordinal behind an event's id; ApiError for what is none."""
+    digits = public_id.removeprefix("ftevent-")
+    if not (public_id.startswith("ftevent-") and digits.isascii() and digits.isdigit() and len(digits) < 19):
+        raise ApiError(f"after: {public_id!r:.80} is not an event's id", param="after", code="invalid_value")
+    return int(digits)
+
+
+def _ssd_wear(job: Job, metrics: dict[str, Any], rated_nbytes: Sequence[float]) -> dict[str, Any] | None:
+    is_over = job.status in TERMINAL_STATUSES
+    wear = ssd_wear(metrics, total_steps=job.total_steps or 0, is_over=is_over, rated_nbytes=rated_nbytes)
+    return None if wear is None else asdict(wear)
+
+
+def _seconds(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)

@@ -1,0 +1,19 @@
+"""The audit of commands that work on the home itself, without the API: who may run them owns it."""
+
+import getpass
+import os
+
+from sqlalchemy.orm import Session
+
+from windlass.storage.sql.repositories import AuditRepository
+
+_PEER = "command line"
+
+
+def record_command(session: Session, action: str, target: str) -> None:
+    """Write that a command changed something, with the user of the machine who ran it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # in a container, a user without a name
+        user = f"uid {os.getuid()}"
+    AuditRepository(session).add(action, target, key_id=None, user=user, peer=_PEER)

@@ -1,0 +1,44 @@
+"""Whether the service may be reached by others: only where somebody has a key."""
+
+from contextlib import closing
+
+from windlass.service.installation import Settings, prepare_home
+from windlass.service.validation import ReportedError, report_database_errors
+from windlass.storage.sql import Database, check_whole, migrate
+from windlass.storage.sql.repositories import KeyRepository
+
+
+class UnprotectedError(ReportedError):
+    """The service would be reached by others, and nobody has a key."""
+
+
+def prepare_database(settings: Settings) -> None:
+    """Bring the home's database to this version.
+
+    Raises UnprotectedError where a service with these settings would not start for want of a key, and
+    DatabaseUnavailableError.
+    """
+    migrate_database(settings)
+    with report_database_errors(), closing(Database(settings.database_url)) as database:
+        require_auth_if_exposed(settings, database)
+
+
+def migrate_database(settings: Settings) -> None:
+    """The same, whoever has a key; for commands and processes that open the database beside the service."""
+    prepare_home(settings.home)
+    with report_database_errors():
+        check_whole(settings.database_url, has_rows=settings.jobs_dir.exists() and any(settings.jobs_dir.iterdir()))
+        migrate(settings.database_url)
+
+
+def require_auth_if_exposed(settings: Settings, database: Database) -> None:
+    """Raise UnprotectedError where others than this machine's users reach the service and nobody has a key."""
+    if not settings.is_for_others:
+        return
+    with database.read() as session:
+        if KeyRepository(session).has_active():
+            return
+    raise UnprotectedError(
+        f"others would reach the service ({settings.why_for_others}), and there is no API key; make one with "
+        "`windlass keys create --name NAME --role admin`, or serve this machine only (host 127.0.0.1)"
+    )

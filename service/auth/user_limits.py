@@ -1,0 +1,148 @@
+"""What the holder of an API key may ask for: the administrator's settings, and what a key has of its own.
+
+Admins, and whoever works on this machine while no key is needed, have no limits here.
+"""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.orm import Session
+
+from windlass.amounts import GIB, bytes_text
+from windlass.service.auth.caller import Caller
+from windlass.service.installation import Settings
+from windlass.service.validation import ApiError, count_text
+from windlass.storage.sql.repositories import FileRepository, JobRepository, KeyRepository, Role, WebhookRepository
+
+MOST_URGENT, LEAST_URGENT = -1000, 1000  # priorities; the smaller begins first
+_Number = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_HOW_TO_GET_MORE = "the administrator sets it with `windlass keys limit`"
+
+
+class KeyLimits(BaseModel):
+    """What a key has of its own; None: what settings say."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    most_urgent_priority: Annotated[int, Field(ge=MOST_URGENT, le=LEAST_URGENT)] | None = None
+    max_running_jobs: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_waiting_jobs: _Number | None = None
+    max_files: _Number | None = None
+    max_file_gib: Annotated[float, Field(ge=0, le=2**31)] | None = None
+    max_webhook_endpoints: _Number | None = None
+
+    def over(self, settings: Settings) -> "UserLimits":
+        """These, and for all others what settings say."""
+        own = self.model_dump(exclude_none=True)
+        return UserLimits(**{**_of_settings(settings), **own})
+
+
+class UserLimits(BaseModel):
+    """What somebody may ask for."""
+
+    model_config = ConfigDict(frozen=True)
+
+    most_urgent_priority: int
+    max_running_jobs: int | None  # at once; None: as many as there is room for
+    max_waiting_jobs: int
+    max_files: int
+    max_file_gib: float
+    max_webhook_endpoints: int
+
+
+def _of_settings(settings: Settings) -> dict[str, int | float | None]:
+    return {
+        "most_urgent_priority": settings.most_urgent_priority,
+        "max_running_jobs": settings.max_running_jobs_per_user,
+        "max_waiting_jobs": settings.max_waiting_jobs_per_user,
+        "max_files": settings.max_files_per_user,
+        "max_file_gib": settings.max_file_gib_per_user,
+        "max_webhook_endpoints": settings.max_webhook_endpoints_per_user,
+    }
+
+
+def check_priority(session: Session, settings: Settings, caller: Caller, priority: int) -> None:
+    """Refuse a priority that the caller may not ask for."""
+    limits = _limits_of(session, settings, caller)
+    if limits is not None and priority < limits.most_urgent_priority:
+        raise ApiError(
+            f"windlass.priority: your key may ask for priorities from {limits.most_urgent_priority} to {LEAST_URGENT}, "
+            f"got {priority}; {_HOW_TO_GET_MORE}",
+            status=403,
+            param="windlass.priority",
+            code="priority_not_allowed",
+        )
+
+
+def check_one_more_job(session: Session, settings: Settings, caller: Caller) -> None:
+    """Refuse one more job where the caller's user has too many that wait."""
+    limits = _limits_of(session, settings, caller)
+    if limits is None:
+        return
+    num_waiting = JobRepository(session).count_waiting(caller.user)
+    if num_waiting >= limits.max_waiting_jobs:
+        raise ApiError(
+            f"you have {count_text(num_waiting, 'job')} that wait or are paused; at most {limits.max_waiting_jobs} are "
+            f"kept for you. Wait until one of them has begun, or cancel some; {_HOW_TO_GET_MORE}",
+            status=403,
+            code="job_quota_exceeded",
+        )
+
+
+def check_one_more_file(session: Session, settings: Settings, caller: Caller, *, nbytes: int) -> None:
+    """Refuse one more file of so many bytes where the caller's user would have too much. Admins are users here."""
+    if caller.user is None:
+        return
+    limits = _own_limits(session, caller).over(settings)
+    num_files, stored_nbytes = FileRepository(session).usage(caller.user)
+    most_nbytes = int(limits.max_file_gib * GIB)
+    if num_files >= limits.max_files:
+        problem = f"you have {count_text(num_files, 'file')}; at most {limits.max_files} are kept for you"
+    elif stored_nbytes + nbytes > most_nbytes:
+        problem = f"with this one your files would take more than the {bytes_text(most_nbytes)} that are kept for you"
+    else:
+        return
+    raise ApiError(f"file: {problem}; delete some first", status=403, param="file", code="file_quota_exceeded")
+
+
+def check_one_more_endpoint(session: Session, settings: Settings, caller: Caller) -> None:
+    """Refuse one more webhook endpoint where the caller's user has too many."""
+    limits = _limits_of(session, settings, caller)
+    if limits is None:
+        return
+    num_endpoints = WebhookRepository(session, caller.user).count()
+    if num_endpoints >= limits.max_webhook_endpoints:
+        raise ApiError(
+            f"you have {count_text(num_endpoints, 'webhook endpoint')}; at most {limits.max_webhook_endpoints} are "
+            f"kept for you. Delete one first; {_HOW_TO_GET_MORE}",
+            status=403,
+            code="webhook_quota_exceeded",
+        )
+
+
+def most_running_jobs(session: Session, settings: Settings, owner: str | None) -> int | None:
+    """How many jobs of a user may run at once: the most that one of the user's keys allows; None: any number."""
+    if owner is None:
+        return None
+    keys = KeyRepository(session).active_of(owner)
+    if any(Role(key.role) is Role.ADMIN for key in keys):
+        return None
+    allowed = [_parsed(key.limits).over(settings).max_running_jobs for key in keys] or [
+        settings.max_running_jobs_per_user
+    ]
+    numbers = [number for number in allowed if number is not None]
+    return max(numbers) if len(numbers) == len(allowed) else None
+
+
+def _limits_of(session: Session, settings: Settings, caller: Caller) -> UserLimits | None:
+    if caller.role is Role.ADMIN:
+        return None
+    return _own_limits(session, caller).over(settings)
+
+
+def _own_limits(session: Session, caller: Caller) -> KeyLimits:
+    return KeyLimits() if caller.key_id is None else _parsed(KeyRepository(session).get(caller.key_id).limits)
+
+
+def _parsed(limits: dict[str, object] | None) -> KeyLimits:
+    return KeyLimits.model_validate(limits or {})

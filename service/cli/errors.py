@@ -1,0 +1,41 @@
+"""What the command line reports in one line instead of a traceback."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+from windlass.planner.hardware import YamlFileError
+from windlass.service.validation import ERROR_PREFIX, ReportedError
+from windlass.storage.memory import is_for_want_of_room
+from windlass.storage.sql import NewerDatabase
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class CommandError(ReportedError):
+    """A command can't do what it was asked; the message says why and what to do."""
+
+
+def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The command, with the errors that people can do something about told in one line on stderr, exit code 1."""
+
+    @functools.wraps(command)
+    def wrapper(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        try:
+            return command(*arguments, **options)
+        except (ReportedError, YamlFileError, NewerDatabase) as error:
+            print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except OSError as error:
+            if not is_for_want_of_room(error):
+                raise
+            print(f"{ERROR_PREFIX}a disk is full ({error}); make room", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return wrapper

@@ -1,0 +1,49 @@
+"""Ids as people type them: what is none is refused before a request, and an unknown one is told with the nearest."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from windlass.service.cli.errors import CommandError
+from windlass.service.installation import RequestRefusedError, ServiceClient, load_settings, open_client
+from windlass.service.validation import near_names
+
+JOB, FILE, MODEL = "ftjob-", "file-", "ft:"
+
+_PLAIN = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@contextmanager
+def client_for_job(home: Path | None, job_id: str) -> Iterator[ServiceClient]:
+    """A client for a command about one job. Raises CommandError where that is no job's id, or no job has it."""
+    for prefix, kind in ((FILE, "a file"), (MODEL, "a model")):
+        if job_id.startswith(prefix):
+            raise CommandError(f"{job_id!r} is the id of {kind}, not of a job ({JOB}…); `windlass jobs` lists jobs")
+    if not _PLAIN.fullmatch(job_id):
+        raise CommandError(f"{job_id!r} is no id of a job ({JOB}…); `windlass jobs` lists jobs")
+    with open_client(load_settings(home)) as client, told_if_unknown(client, job_id):
+        yield client
+
+
+@contextmanager
+def told_if_unknown(client: ServiceClient, row_id: str) -> Iterator[None]:
+    """Let the service's answer that there is no such job or file end with the nearest id, or how to list them."""
+    try:
+        yield
+    except RequestRefusedError as error:
+        if error.code != "not_found":
+            raise
+        rows, command = (client.files(), "files") if row_id.startswith(FILE) else (client.jobs(), "jobs")
+        near = _near_ids(row_id, rows)
+        advice = f"did you mean {near[0]}?" if near else f"`windlass {command}` lists what there is"
+        raise CommandError(f"{error}; {advice}") from None
+
+
+def _near_ids(row_id: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Ids that begin as the given one does, with or without its prefix; then those that are near it."""
+    ids = [row["id"] for row in rows]
+    begin = row_id.rsplit("-", 1)[-1]
+    same = [each for each in ids if begin and each.rsplit("-", 1)[-1].startswith(begin)]
+    return same or near_names(row_id, ids, separator="-")

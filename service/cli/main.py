@@ -1,0 +1,93 @@
+"""The command `windlass`."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import typer
+
+from windlass.service.cli import data as cli_data
+from windlass.service.cli import jobs as cli_jobs
+from windlass.service.cli import plan as cli_plan
+from windlass.service.cli import service as cli_service
+from windlass.service.cli import webhooks as cli_webhooks
+from windlass.service.cli.errors import reported
+
+_COMMANDS = (
+    cli_service.up,
+    cli_service.down,
+    cli_service.status,
+    cli_service.doctor,
+    cli_plan.plan,
+    cli_jobs.submit,
+    cli_jobs.jobs,
+    cli_jobs.show,
+    cli_jobs.logs,
+    cli_jobs.pause,
+    cli_jobs.resume,
+    cli_jobs.cancel,
+    cli_jobs.files,
+    cli_jobs.models,
+    cli_jobs.checkpoints,
+    cli_jobs.export,
+    cli_data.storage,
+    cli_data.delete,
+    cli_data.backup,
+    cli_data.restore,
+)
+_KEYS = "keys"
+
+
+def main() -> None:
+    """Run the command line."""
+    os.umask(0o077)  # models, data and keys are their owner's
+    app = typer.Typer(
+        name="windlass",
+        help="Fine-tune models far larger than the GPU, on boxes you own.",
+        no_args_is_help=True,
+        add_completion=False,
+        # Errors stay short, and tracebacks hide no frames.
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    for command in _COMMANDS:
+        app.command()(reported(command))
+    app.add_typer(_webhook_commands(), name="webhooks")
+    app.add_typer(_key_commands(), name=_KEYS)
+    app()
+
+
+def _webhook_commands() -> typer.Typer:
+    webhooks = typer.Typer(help="Who is told how jobs end.", no_args_is_help=True)
+    _add(
+        webhooks,
+        create=cli_webhooks.create,
+        list=cli_webhooks.list_,
+        test=cli_webhooks.send_sample,
+        delete=cli_webhooks.delete,
+    )
+    return webhooks
+
+
+def _key_commands() -> typer.Typer:
+    """They work on the database, whose library other commands need not wait for: it is loaded where they are meant."""
+    keys = typer.Typer(help="API keys, and the audit of what was done with them.", no_args_is_help=True)
+    if _KEYS in sys.argv[1:]:
+        from windlass.service.cli import keys as cli_keys
+
+        _add(
+            keys,
+            create=cli_keys.create,
+            list=cli_keys.list_,
+            limit=cli_keys.limit,
+            revoke=cli_keys.revoke,
+            audit=cli_keys.audit,
+        )
+    else:
+        keys.callback()(lambda: None)
+    return keys
+
+
+def _add(group: typer.Typer, **commands: Callable[..., None]) -> None:
+    for name, command in commands.items():
+        group.command(name)(reported(command))

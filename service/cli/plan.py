@@ -1,0 +1,357 @@
+"""The command `plan`: what a job would take on a machine, before anything runs."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from windlass.actors.job import Optimizer
+from windlass.actors.lifecycle import WAIT_POLICY
+from windlass.amounts import GIB, bytes_text
+from windlass.engine.memory_plan import UpdateOrder, tokens_in_words
+from windlass.planner.hardware import Hardware, ModelShape, example_machines, load, unusual
+from windlass.planner.planning import DEFAULT_SLACK, Goal
+from windlass.service.cli.errors import CommandError
+from windlass.service.cli.table import print_columns
+from windlass.service.installation import HARDWARE_FILE, Settings, load_settings, num_cores
+from windlass.service.validation import DEFAULT_CLIP_NORM, ApiError, WindlassSettings, default_microbatches, model_dir
+from windlass.storage.ids import Precision, StatePrecision
+
+if TYPE_CHECKING:
+    from windlass.planner.planning import Comparison, Planned, PlanQuestion, PlanReport
+
+_MEASURED = "measured"
+_MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="A model's folder or name, or a YAML file with a shape's numbers.")],
+    batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples of a step.")],
+    seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens of an example.")],
+    hardware: Annotated[
+        str,
+        typer.Option(help="A YAML file, the name of a published machine, or 'measured': this one, and its settings."),
+    ] = _MEASURED,
+    num_microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Parts a step is computed in (default: what is fastest).")
+    ] = None,
+    precision: Annotated[Precision, typer.Option(help="Of the model.")] = Precision.BF16,
+    state_precision: Annotated[StatePrecision, typer.Option(help="Of the optimizer's states.")] = StatePrecision.FP32,
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="What makes updates of gradients; a step takes the same with both.")
+    ] = Optimizer.ADAMW,
+    clip: Annotated[bool, typer.Option(help="Clip the gradient's norm.")] = True,
+    gradient_updates: Annotated[
+        str,
+        typer.Option(
+            help=f"When blocks are updated: auto (the fastest order that is exact), {', '.join(UpdateOrder)}."
+        ),
+    ] = "auto",
+    accumulation_precision: Annotated[
+        Precision, typer.Option(help="Of gradients' sums over micro-batches: fp32, or the model's.")
+    ] = Precision.FP32,
+    num_validation_examples: Annotated[
+        int, typer.Option(min=0, help="Examples of a validation file: evaluations take device memory, too.")
+    ] = 0,
+    find: Annotated[Goal | None, typer.Option(help="Look for the extreme number for which the job fits.")] = None,
+    slack: Annotated[
+        float, typer.Option(min=0, max=1, help="With --find of SSDs and RAM: how much longer a step may take.")
+    ] = DEFAULT_SLACK,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline of a simulated step to this file.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also tell what the systems of the papers would take (docs/papers.md).")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    home: Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")] = None,
+) -> None:
+    """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
+    settings = load_settings(home)
+    machine = _hardware(settings, hardware)
+    if num_microbatches is not None and num_microbatches > batch_size:
+        raise CommandError(
+            f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
+        )
+    if gradient_updates not in ("auto", *UpdateOrder):
+        raise CommandError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
+    if clip and gradient_updates != "auto" and not UpdateOrder(gradient_updates).keeps_grads:
+        raise CommandError(
+            f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
+            "--no-clip, or choose kept"
+        )
+    asked = _settings(
+        precision=precision,
+        state_precision=state_precision,
+        optimizer=optimizer,
+        clip_norm=DEFAULT_CLIP_NORM if clip else None,
+        accumulation_precision=accumulation_precision,
+        gradient_updates=gradient_updates,
+    )
+    # Only a terminal shows it.
+    with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
+        question = _question(
+            settings,
+            model,
+            machine,
+            asked,
+            is_local=hardware == _MEASURED,
+            batch_size=batch_size,
+            num_microbatches=num_microbatches,
+            sequence_length=seq_len,
+            num_validation_examples=num_validation_examples,
+        )
+        if find is not None:
+            status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
+        number, num_params, question, planned = _answer(question, find, slack)
+        found = planned.report
+        if trace is not None and planned.solution is not None:
+            _trace(question, planned, trace)
+        compared = _compare(question, planned) if compare else None
+    job_settings = _job_settings(question, found)
+    if as_json:
+        of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
+        of_systems = {} if compared is None else {"compare": asdict(compared)}
+        about = {"job_settings": job_settings, "warnings": unusual(machine)}
+        print(json.dumps(of_search | asdict(found) | of_systems | about, indent=2))
+    else:
+        for warning in unusual(machine):
+            print(f"! {warning}")
+        if number:
+            print(f"{find}: {number} ({num_params / 1e9:.3g} billion parameters)")
+            print()
+        _print(found)
+        if job_settings is not None:
+            print()
+            _print_job_settings(job_settings, is_default=num_microbatches is None)
+        if compared is not None:
+            print()
+            _print_comparison(found, compared)
+    if not found.feasible:
+        raise typer.Exit(2)
+
+
+def _settings(**asked: Any) -> WindlassSettings:
+    """What a request's object `windlass` would say, checked as there.
+
+    Raises:
+        CommandError: an option is wrong; the text names it and says why.
+    """
+    try:
+        return WindlassSettings(**asked)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        option = str(first["loc"][0]).replace("_", "-")
+        raise CommandError(f"--{option}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _hardware(settings: Settings, name: str) -> Hardware:
+    if name == _MEASURED:
+        path = settings.home / HARDWARE_FILE
+        if not path.exists():
+            raise CommandError(f"--hardware: nothing was measured yet; run `windlass doctor`, which writes {path}")
+        return load(Hardware, path)
+    examples = example_machines()
+    if name not in examples and not Path(name).exists():
+        raise CommandError(
+            f"--hardware: there is no file {name}, and no published machine of that name; there are "
+            f"{', '.join(sorted(examples))}, and '{_MEASURED}'"
+        )
+    return load(Hardware, examples.get(name, Path(name)))
+
+
+def _question(
+    settings: Settings,
+    model: str,
+    machine: Hardware,
+    asked: WindlassSettings,
+    *,
+    is_local: bool,
+    batch_size: int,
+    num_microbatches: int | None,
+    sequence_length: int,
+    num_validation_examples: int,
+) -> "PlanQuestion":
+    """What a job's preparation asks, so that this answers for such a job."""
+    os.environ.update(WAIT_POLICY)  # before torch is imported
+    from windlass.planner.planning import PlanOrder, measure_as_worker, question_of
+    from windlass.service.jobs import MachineResources, plan_question
+    from windlass.service.processes import is_box_free
+
+    config = _config(settings, model, sequence_length)
+    question = plan_question(
+        settings,
+        machine,
+        MachineResources.here() if is_local else None,
+        model_dir=Path(model),
+        asked=asked,
+        batch_size=batch_size,
+        num_microbatches=num_microbatches,
+        sequence_length=sequence_length,
+        num_validation_examples=num_validation_examples,
+        has_gpus=is_local and machine.gpus.count > 0 and is_box_free(settings),
+    )
+    order = PlanOrder.model_validate(question)
+    measure_as_worker(order)
+    return question_of(order, config)
+
+
+def _config(settings: Settings, model: str, sequence_length: int) -> Any:
+    """Of transformers."""
+    from windlass.engine.model import load_config
+    from windlass.planner.profiling import config_of_shape
+
+    if model.endswith((".yaml", ".yml")):
+        return config_of_shape(load(ModelShape, Path(model)), num_tokens=sequence_length)
+    folder = Path(model)
+    if not (folder / "config.json").exists():
+        try:
+            folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+        except ApiError as error:
+            raise CommandError(f"--model: {error}") from None
+    if not (folder / "config.json").exists():
+        raise CommandError(
+            f"--model: there is no model in {folder}; name a folder with a config.json, or a YAML file with "
+            f"{', '.join(ModelShape.model_fields)}"
+        )
+    try:
+        config = load_config(str(folder))
+    except ValueError as error:
+        raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and sequence_length > longest:
+        raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
+    return config
+
+
+def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
+    """What was found, with so many parameters, for which job; 0 where nothing was looked for, or nothing fits."""
+    from windlass.engine.memory_estimate import DeviceNeedUnknownError
+    from windlass.engine.model import UnsupportedArchitectureError
+    from windlass.planner.planning import answer, find
+
+    try:
+        if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
+            return found.number, found.num_params, found.question, found.planned
+        return 0, 0, question, answer(question)
+    except (UnsupportedArchitectureError, DeviceNeedUnknownError) as error:
+        raise CommandError(f"--model: {error}") from None
+
+
+def _job_settings(question: "PlanQuestion", found: "PlanReport") -> dict[str, Any] | None:
+    """What a request's object `windlass` needs for a job that has this plan; None where there is no such job."""
+    if found.choices is None or question.num_layers is not None:
+        return None
+    return {
+        "batch_size": question.batch_size,
+        "num_microbatches": found.choices["num_microbatches"],
+        "sequence_length": question.sequence_length,
+        "precision": question.precision,
+        "state_precision": question.state_precision,
+        "optimizer": question.optimizer,
+        "clip_norm": DEFAULT_CLIP_NORM if question.clips else None,
+        "accumulation_precision": question.accumulation_precision,
+        "gradient_updates": question.update_order or "auto",
+    }
+
+
+def _print_job_settings(job_settings: dict[str, Any], *, is_default: bool) -> None:
+    """`is_default`: nobody asked for this number of micro-batches."""
+    defaults = WindlassSettings()
+    given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
+    options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
+    print(f"a job as planned: windlass submit MODEL FILE {options}")
+    by_itself = default_microbatches(job_settings["batch_size"])
+    if is_default and by_itself != job_settings["num_microbatches"]:
+        print(f"(the fastest number of micro-batches that was found; a job that names none has {by_itself})")
+
+
+def _trace(question: "PlanQuestion", planned: "Planned", path: Path) -> None:
+    """The timeline of a simulated step goes to the file."""
+    from windlass.actors.timeline import trace_of
+    from windlass.planner.simulation import simulate_planned
+
+    if planned.layout is None:
+        raise CommandError("--trace: there is no model of that many layers to simulate; leave out --find most-layers")
+    assert planned.solution is not None, "there is a plan"
+    simulated = simulate_planned(planned.solution, planned.layout, question.formats, num_cores=num_cores())
+    last = simulated.steps[-1]
+    memory = {
+        tier: {"allocated_nbytes": found.allocated_nbytes, "peak_nbytes": found.peak_nbytes}
+        for tier, found in simulated.memory.items()
+    }
+    about = {"summary": last.summary, "memory": memory}
+    trace = trace_of(last.spans, begins_s=last.start_s, about=about, levels=last.levels)
+    try:
+        path.write_text(json.dumps(trace))
+    except OSError as error:
+        raise CommandError(f"--trace: {path} cannot be written: {error}") from None
+
+
+def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":
+    from windlass.planner.planning import comparison
+
+    return comparison(question, planned)
+
+
+def _print_comparison(own: "PlanReport", compared: "Comparison") -> None:
+    if compared.systems:
+        found = ("-", "-", "-", "-", "no")
+        if own.step_s is not None and own.tokens_per_s is not None and own.busy_s is not None:
+            gpu = f"{own.busy_s['compute'] / own.step_s:.0%}"
+            found = (f"{own.step_s:.3g}", f"{own.tokens_per_s:.4g}", gpu, str(own.bottleneck), "yes")
+        rows = [("system", "step, s", "tokens a second", "GPU busy", "busiest", "fits"), ("windlass", *found)]
+        for each in compared.systems:
+            lacks = ", ".join(
+                f"{bytes_text(int(gib * GIB))} of {memory} memory" for memory, gib in each.missing_gib.items()
+            )
+            fits = f"no: lacks {lacks}" if lacks else "yes"
+            gpu = f"{each.gpu_share:.0%}"
+            rows.append((each.system, f"{each.step_s:.3g}", f"{each.tokens_per_s:.4g}", gpu, each.bottleneck, fits))
+        print_columns(rows)
+    for note in compared.notes:
+        print(note)
+
+
+def _print(found: "PlanReport") -> None:
+    if not found.feasible:
+        print("it does not fit:")
+        for reason in found.reasons:
+            print(f"  {reason}")
+        return
+    numbers = asdict(found)
+    print_columns(
+        [
+            ("step", f"{numbers['step_s']:.3g} s; no resource alone takes more than {numbers['bound_s']:.3g} s"),
+            ("tokens a second", f"{numbers['tokens_per_s']:.4g}"),
+            ("model's TFLOPS", f"{numbers['tflops']:.4g}"),
+            ("written to SSDs a step", f"{numbers['ssd_write_gb_per_step']:.4g} GB"),
+            *((f"peak of {name} memory", f"{gib:.2f} GiB") for name, gib in numbers["peak_gib"].items()),
+            *((f"{name} busy", f"{seconds:.3g} s") for name, seconds in numbers["busy_s"].items()),
+        ]
+    )
+    print()
+    activations = numbers["choices"]["activations"]
+    print_columns([(name, _shown(each)) for name, each in numbers["choices"].items() if not isinstance(each, list)])
+    print()
+    rows = [("layers", "input", "rest", "kept", "swapped")]
+    rows += [
+        (each["layers"], each["input"], each["rest"], *(_names(each.get(key, ())) for key in ("kept", "swapped")))
+        for each in activations
+    ]
+    print_columns(rows)
+    print()
+    for reason in found.reasons:
+        print(reason)
+    print(f"planned for {tokens_in_words(numbers['example_tokens'])}")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _names(operators: Any) -> str:
+    return ", ".join(name.removeprefix("aten.").replace(".default", "") for name in operators) or "-"

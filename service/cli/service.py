@@ -1,0 +1,201 @@
+"""Commands for the service as a whole: up, down, status, doctor.
+
+Each imports what it alone needs: most commands only talk to the service, and shall start at once.
+"""
+
+import logging
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windlass.service.cli.table import print_columns
+from windlass.service.installation import (
+    HARDWARE_FILE,
+    KEY_VARIABLE,
+    Drive,
+    Settings,
+    find_killed,
+    find_serving,
+    inspect_machine,
+    load_settings,
+    open_client,
+    told_killed,
+)
+from windlass.service.machine import RayCluster
+from windlass.service.processes import start_detached
+from windlass.service.validation import told_jobs
+from windlass.storage.ids import Precision
+from windlass.storage.ssd import is_device_path
+
+_GIB = 1024**3
+
+Home = Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")]
+
+
+def up(
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Go on in the background, and return once it answers.")
+    ] = False,
+    port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option(help="Measure the machine where it was not yet, or has changed (default: the setting `measure`)."),
+    ] = None,
+    home: Home = None,
+) -> None:
+    """Start the service, or take up the jobs of one that was killed."""
+    if port is not None:
+        # The environment wins over the settings file, and reaches the processes that are started.
+        os.environ["WINDLASS_PORT"] = str(port)
+    os.environ.pop(KEY_VARIABLE, None)  # for requests only: no process of the service, and no job, is to know it
+    settings = load_settings(home)
+    measures = (settings.measure if measure is None else measure) and find_serving(settings.home) is None
+    if measures or settings.is_for_others:  # refused before anything takes time
+        from windlass.service.auth import prepare_database
+
+        prepare_database(settings)
+    if measures:
+        from windlass.service.processes import ensure_measured
+
+        ensure_measured(settings, lambda line: print(line, flush=True))
+    if detach:
+        serving = start_detached(settings)
+        print(f"windlass is up at {serving.url} (process {serving.process.pid}); end it with `windlass down`")
+        return
+    from windlass.service.processes import Supervisor
+
+    os.environ["WINDLASS_HOME"] = str(settings.home)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    Supervisor(settings).run()
+    _leave_ray_to_jobs(settings)
+
+
+def down(
+    force: Annotated[bool, typer.Option("--force", help="Also when jobs are running: they end as failed.")] = False,
+    home: Home = None,
+) -> None:
+    """End the service, its Ray daemon, and with --force its running jobs."""
+    from windlass.service.processes import shut_down
+
+    ended = shut_down(load_settings(home), force=force)
+    if ended.supervisor is not None:
+        print(f"ended the service at {ended.supervisor.url} (process {ended.supervisor.process.pid})")
+    if ended.num_ray_processes:
+        print(f"ended Ray ({ended.num_ray_processes} processes)")
+    for job_id in ended.failed_jobs:
+        print(f"job {job_id} has failed: it was running")
+    if ended.supervisor is None and not ended.num_ray_processes:
+        print("windlass is not running; there was nothing to end")
+
+
+def status(home: Home = None) -> None:
+    """Tell whether the service runs, and what its jobs do. Exit code 1 if it does not run."""
+    settings = load_settings(home)
+    serving = find_serving(settings.home)
+    cluster = RayCluster(settings.home)
+    ray_pids = cluster.pids
+    ray = f"running ({len(ray_pids)} processes)" if ray_pids else "not running"
+    if ray_pids and not cluster.is_running:
+        ray = f"broken ({len(ray_pids)} of its processes are left)"
+    if serving is None:
+        killed = find_killed(settings.home)
+        if killed is None:
+            print(f"windlass is not running in {settings.home}; start it with `windlass up --detach`")
+        else:
+            print(f"windlass is not running: nothing answers at {killed.url}, {told_killed(settings, killed)}")
+        if cluster.is_running:
+            print(f"Ray is {ray}: jobs go on, and `windlass up` takes them up again")
+        raise typer.Exit(1)
+    with open_client(settings) as client:
+        healthy = client.is_healthy()
+        found = client.jobs() if healthy else []
+    print(f"windlass is {'up' if healthy else 'starting, or does not answer,'} at {serving.url}")
+    print(f"home  {settings.home}\npid   {serving.process.pid}\nRay   {ray}")
+    counts = Counter(job["status"] for job in found)
+    print(f"jobs  {', '.join(f'{count} {name}' for name, count in sorted(counts.items())) or 'none'}")
+    for job in found:
+        if reason := job["windlass"]["waiting_reason"]:
+            name = f"{job['suffix']}, " if job["suffix"] else ""
+            print(f"! {job['id']} ({name}{job['status']}): {reason}")
+
+
+def doctor(
+    home: Home = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Where the hardware profile goes (default: in the home).")] = None,
+    precision: Annotated[Precision, typer.Option(help="That jobs will train in: the device is measured in it.")] = (
+        Precision.BF16
+    ),
+) -> None:
+    """Show what this machine has for jobs, and measure what it does: device, link, memory, optimizer, SSDs."""
+    from windlass.service.machine import check_limits
+
+    settings = load_settings(home)
+    directories = [path for path in settings.ssd_dirs if not is_device_path(path)]
+    devices = tuple(path for path in settings.ssd_dirs if is_device_path(path))
+    machine = inspect_machine((Path("/dev/shm"), settings.home, *directories), devices)
+    rows = [
+        ("cores", str(machine.num_cores)),
+        ("memory", _of(machine.available_memory_nbytes, machine.memory_nbytes)),
+        *((str(space.path), _of(space.free_nbytes, space.total_nbytes)) for space in machine.spaces),
+        *((str(drive.path), _describe_drive(drive)) for drive in machine.drives),
+        *(
+            ("GPU", f"{gpu.name}, {gpu.memory_nbytes / _GIB:.1f} GiB, driver {gpu.driver_version}")
+            for gpu in machine.gpus
+        ),
+    ]
+    if not machine.gpus:
+        rows.append(("GPU", "none that may be used; jobs train on the CPU"))
+    findings = check_limits(machine)
+    print_columns([*rows, *((finding.what, finding.found) for finding in findings)])
+    for finding in findings:
+        if finding.remedy:
+            print(f"! {finding.what}: {finding.remedy}")
+    if not quick:
+        settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _measure(settings, save or settings.home / HARDWARE_FILE, precision)
+
+
+def _measure(settings: Settings, path: Path, precision: Precision) -> None:
+    from windlass.planner.hardware import unusual
+    from windlass.service.processes import measure_and_save
+
+    hardware = measure_and_save(settings, path, lambda line: print(line, flush=True), precision=precision)
+    print_columns(
+        [
+            (f"{group}.{name}", value)
+            for group, part in hardware.model_dump(exclude_none=True).items()
+            for name, value in part.items()
+        ]
+    )
+    for warning in unusual(hardware):
+        print(f"! {warning}")
+    print(f"saved as {path}")
+
+
+def _describe_drive(drive: Drive) -> str:
+    if drive.nbytes is None:
+        return "there is no such block device"
+    size = f"block device of {drive.nbytes / _GIB:.1f} GiB"
+    return size if drive.may_be_used else f"{size}, which you may not read and write; group disk may, as a rule"
+
+
+def _of(free_nbytes: int, total_nbytes: int) -> str:
+    return f"{free_nbytes / _GIB:.1f} of {total_nbytes / _GIB:.1f} GiB free"
+
+
+def _leave_ray_to_jobs(settings: Settings) -> None:
+    """The end of a service in the foreground: Ray stays where jobs train on it."""
+    from windlass.service.processes import running_jobs
+
+    if jobs := running_jobs(settings):
+        print(
+            f"training goes on without the service: {told_jobs(jobs)}; `windlass up` takes it up again, "
+            "`windlass down --force` ends it"
+        )
+    else:
+        RayCluster(settings.home).stop()

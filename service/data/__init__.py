@@ -1,0 +1,5 @@
+"""The data that users leave on this installation: sizes, deletion, backups."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

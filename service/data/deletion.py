@@ -1,0 +1,189 @@
+"""What may be deleted: by people, and by the retention settings. What an unfinished job needs stays."""
+
+import logging
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from sqlalchemy.orm import Session
+
+from windlass.actors.lifecycle import close_attempt
+from windlass.service.data.job_remains import free_space, output_dir
+from windlass.service.installation import Settings, is_local, node_of
+from windlass.service.jobs import job_dir
+from windlass.service.validation import ApiError, job_id_prefix, told_jobs
+from windlass.storage.ids import Attempt, JobId
+from windlass.storage.sql import ACTIVE_STATUSES, Database, DeletedJob, Job, NotFound, Removal
+from windlass.storage.sql.repositories import (
+    DeletionRepository,
+    EventRepository,
+    FileRepository,
+    JobRepository,
+    RemovalKind,
+)
+
+_LOG = logging.getLogger(__name__)
+
+_MAX_NAMED = 3
+_DOOMED = ".deleted"
+
+
+# --- rows, within the caller's transaction; `only_of`: the user whose jobs alone may be named -------------------------
+
+
+def delete_job(
+    session: Session, settings: Settings, job: Job, *, with_model: bool = False, only_of: str | None = None
+) -> None:
+    """Delete a finished job with its events, checkpoints and result files; the dispatcher removes what is on disks.
+
+    Its model stays unless `with_model`. Raises ApiError where the job is not finished, a process of it still lives, or
+    what would go is in use.
+    """
+    if job.status in ACTIVE_STATUSES:
+        raise ApiError(
+            f"job {job.id} is {job.status}; only finished jobs are deleted: cancel it first, or wait until it has "
+            "ended",
+            code="invalid_state",
+        )
+    if not is_local(settings, job):
+        raise ApiError(
+            f"the data of job {job.id} lies with the service that it was sent to; delete it there", code="job_elsewhere"
+        )
+    if not close_attempt(job_dir(settings, job.id), Attempt(job.attempt)):
+        raise ApiError(f"the processes of job {job.id} have not ended yet; try again soon", code="invalid_state")
+    jobs, files, deletion = JobRepository(session), FileRepository(session), DeletionRepository(session)
+    model = output_dir(settings, job).name
+    keeps_model = job.fine_tuned_model is not None and not with_model
+    users = [*jobs.active_using_checkpoints_of(model), *(() if keeps_model else jobs.active_using_models([model]))]
+    _refuse_if_used(f"a model that job {job.id} made", users, only_of, code="model_in_use")
+    for file_id in job.result_files:
+        with suppress(NotFound):
+            files.delete(file_id)
+            deletion.doom(RemovalKind.FILE, file_id, node_of(settings.home))
+    deletion.delete_job(job, model=model, keeps_model=keeps_model)
+
+
+def delete_file(session: Session, settings: Settings, file_id: str, *, only_of: str | None = None) -> Removal:
+    """Delete a file; `carry_out` must follow. Raises NotFound, and ApiError where an unfinished job needs it."""
+    node = FileRepository(session, only_of).delete(file_id)
+    _refuse_if_used(f"file {file_id}", JobRepository(session).active_using_file(file_id), only_of, code="file_in_use")
+    return DeletionRepository(session).doom(RemovalKind.FILE, file_id, node or node_of(settings.home))
+
+
+def delete_model(session: Session, settings: Settings, model: str, *, only_of: str | None = None) -> Removal:
+    """Delete a fine-tuned model or a checkpoint; `carry_out` must follow. Raises ApiError where it is in use."""
+    _refuse_if_used(f"model {model!r}", JobRepository(session).active_using_models([model]), only_of, "model_in_use")
+    _refuse_if_its_job_needs_it(session, model)
+    EventRepository(session).remove_checkpoint(model)
+    job = _job_of(session, model)
+    node = (job and job.node) or node_of(settings.home)
+    return DeletionRepository(session).doom(RemovalKind.MODEL, model, node)
+
+
+def refuse_if_it_may_go(session: Session, model: str) -> None:
+    """Raise ApiError for a checkpoint that the job which made it may remove, as it still trains."""
+    job = _job_of(session, model)
+    if job is None or job.status not in ACTIVE_STATUSES:
+        return
+    checkpoint = EventRepository(session).checkpoint_of(model)
+    keeps_all = job.windlass.get("keep_checkpoints") is None
+    if checkpoint is None or not keeps_all or set(checkpoint.reasons) == {"best"}:
+        raise ApiError(
+            f"model: {model!r} may be removed by job {job.id}, which still trains and keeps its last or its best "
+            "checkpoints only; start from it when that job has ended, or export it into the models directory",
+            param="model",
+            code="model_may_go",
+        )
+
+
+def _refuse_if_used(what: str, users: Sequence[Job], only_of: str | None, code: str) -> None:
+    if not users:
+        return
+    named = [job.id for job in users if only_of in (None, job.owner)][:_MAX_NAMED]
+    who = told_jobs(named) if named else "a job of another user"
+    raise ApiError(f"{what} is in use by {who}; cancel it first, or wait until it has ended", code=code)
+
+
+def _refuse_if_its_job_needs_it(session: Session, model: str) -> None:
+    job = _job_of(session, model)
+    if job is None or job.status not in ACTIVE_STATUSES:
+        return
+    checkpoint = EventRepository(session).checkpoint_of(model)
+    if checkpoint is None:
+        raise ApiError(f"model {model!r} is just being made by job {job.id}; cancel it first", code="model_in_use")
+    if "best" in checkpoint.reasons:
+        raise ApiError(
+            f"model {model!r} is the best that job {job.id} has so far; the job removes it when there is a better one; "
+            "cancel it first",
+            code="model_in_use",
+        )
+
+
+def _job_of(session: Session, model: str) -> Job | None:
+    prefix = job_id_prefix(model)
+    return None if prefix is None else JobRepository(session).by_prefix(prefix)
+
+
+# --- disks, once that is committed ------------------------------------------------------------------------------------
+
+
+def carry_out(database: Database, settings: Settings, removal: Removal) -> bool:
+    """Remove a deleted file or model from the disk; where that fails, the dispatcher of its home tries again."""
+    if removal.node != node_of(settings.home):
+        return False
+    try:
+        if removal.kind == RemovalKind.FILE:
+            (settings.files_dir / removal.name).unlink(missing_ok=True)
+        else:
+            _remove_folder(settings.fine_tuned_dir / removal.name)
+    except OSError as error:
+        _LOG.warning("%s %s is deleted but could not be removed yet: %s", removal.kind, removal.name, error)
+        return False
+    with database.write() as session:
+        DeletionRepository(session).removed(removal.ordinal)
+    return True
+
+
+def remove_deleted_job(database: Database, settings: Settings, job: DeletedJob) -> bool:
+    """Remove what a deleted job has in this home and on its SSDs. False if a process of its last attempt lives.
+
+    Raises OSError where something cannot be removed; what is left can be removed later.
+    """
+    folder, model = job_dir(settings, job.id), settings.fine_tuned_dir / job.model
+    if not close_attempt(folder, Attempt(job.attempt)):
+        return False
+    free_space(settings, JobId(job.id), model)
+    for checkpoint in _checkpoints_beside(model):
+        _remove_folder(checkpoint)
+    if not job.keeps_model:
+        _remove_folder(model)
+    _remove_tree(folder)
+    with database.write() as session:
+        DeletionRepository(session).job_removed(job.id)
+    return True
+
+
+def _checkpoints_beside(model: Path) -> list[Path]:
+    """Also those whose removal was begun."""
+    found = []
+    for folder in model.parent.iterdir() if model.parent.is_dir() else ():
+        name = folder.name.removeprefix(".").removesuffix(_DOOMED)
+        if name.startswith(f"{model.name}-step-") and name.removeprefix(f"{model.name}-step-").isdecimal():
+            found.append(model.with_name(name))
+    return found
+
+
+def _remove_folder(folder: Path) -> None:
+    """Under another name first, so that nobody meets half of it."""
+    doomed = folder.with_name(f".{folder.name}{_DOOMED}")
+    _remove_tree(doomed)  # of a process that was killed in here
+    with suppress(FileNotFoundError):
+        folder.rename(doomed)
+    _remove_tree(doomed)
+
+
+def _remove_tree(folder: Path) -> None:
+    while folder.exists():
+        with suppress(FileNotFoundError):  # another process removes it as well
+            shutil.rmtree(folder)

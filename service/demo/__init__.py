@@ -1,0 +1,1 @@
+"""`make demo`: a small model, data, and a fine-tune of it over REST."""

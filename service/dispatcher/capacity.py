@@ -1,0 +1,159 @@
+"""What this box has for jobs, what they have taken of it, and what a job takes by its plan."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.job import disk_of
+from windlass.amounts import GIB
+from windlass.service.data import has_volume
+from windlass.service.dispatcher.queue_policy import Amounts
+from windlass.service.installation import Settings
+from windlass.service.jobs import ARENA_DIR, MachineResources
+from windlass.service.machine import measured_hardware
+from windlass.storage.integrity import StoreError
+from windlass.storage.memory import arena_room_nbytes, arenas_in, directory_free_nbytes
+from windlass.storage.ssd import UNIT_NBYTES, Calibration, Volume, device_nbytes, is_block_device, stripe_weights
+
+_LOG = logging.getLogger(__name__)
+
+# Resources besides the disks, which go by a path.
+DEVICES = "devices"
+HOST_MEMORY = "host memory"  # by what plans count, of what was measured
+BUFFERS = "buffers"  # in shared memory, of what is free now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a job takes by its plan. What nobody knows is 0."""
+
+    host_nbytes: int = 0  # buffers, processes, and without a GPU what the device holds
+    buffers_nbytes: int = 0
+    ssd_nbytes: int = 0  # on all SSDs together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdSpace:
+    """One entry of `ssd_dirs`."""
+
+    disk: str  # the same for those that share one
+    free_nbytes: int
+    rate: float | None = None  # bytes a second, as it was measured
+    held: Mapping[str, int] = field(default_factory=dict)  # by job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineCapacity:
+    """What there is now."""
+
+    host_nbytes: int | None = None  # as it was measured with no job on it; None: it was not
+    room_nbytes: int  # for buffers in shared memory
+    buffers: Mapping[str, int] = field(default_factory=dict)  # that are there, or are being made, by job
+    ssds: Sequence[SsdSpace] = ()  # none where one of them cannot be looked at
+
+    def has(self, machinery: MachineResources, holders: Collection[str]) -> Amounts:
+        """All of each resource: what is free, and what these jobs have taken."""
+        found = {DEVICES: machinery.num_devices, BUFFERS: self.room_nbytes}
+        found[BUFFERS] += sum(self.buffers.get(job_id, 0) for job_id in holders)
+        if self.host_nbytes is not None:
+            found[HOST_MEMORY] = self.host_nbytes
+        for ssd in self.ssds:  # what is free is the disk's, whatever lies on it
+            found[ssd.disk] = ssd.free_nbytes
+        for ssd in self.ssds:
+            found[ssd.disk] += sum(ssd.held.get(job_id, 0) for job_id in holders)
+        return found
+
+    def takes(self, job_id: str, demand: Demand) -> Amounts:
+        """Of a job that has its part of the box, or is about to take it."""
+        buffers = max(self.buffers.get(job_id, 0), demand.buffers_nbytes)
+        return {**_memory(demand, buffers), **self._disks(demand, job_id, of_its_own=True)}
+
+    def keeps(self, job_id: str, demand: Demand) -> Amounts:
+        """... and of that, what a paused one keeps."""
+        return self._disks(demand, job_id, of_its_own=True)
+
+    def needs(self, job_id: str, demand: Demand) -> Amounts:
+        """Of a job that waits. States that lie on an SSD already are not free there."""
+        return {**_memory(demand, demand.buffers_nbytes), **self._disks(demand, job_id, of_its_own=False)}
+
+    def _disks(self, demand: Demand, job_id: str, *, of_its_own: bool) -> Amounts:
+        found: defaultdict[str, int] = defaultdict(int)
+        for ssd, share in zip(self.ssds, self._shares(), strict=True):
+            if (held := ssd.held.get(job_id, 0)) > 0:
+                found[ssd.disk] += held if of_its_own else 0
+            else:
+                found[ssd.disk] += int(demand.ssd_nbytes * share)
+        return found
+
+    def _shares(self) -> Sequence[float]:
+        rates = [ssd.rate for ssd in self.ssds if ssd.rate is not None]
+        weights = stripe_weights(rates) if len(rates) == len(self.ssds) > 0 else (1,) * len(self.ssds)
+        return [weight / sum(weights) for weight in weights]
+
+
+def demand_of(found: dict[str, Any] | None, *, budget_nbytes: int | None, is_cpu: bool) -> Demand:
+    """By a plan (`job_plans.load_plan`); without one, the budget of buffers that the job was given, if it was."""
+    if found is None:
+        return Demand(buffers_nbytes=budget_nbytes or 0)
+    peaks = {name: int(gib * GIB) for name, gib in (found["plan"].get("peak_gib") or {}).items()}
+    return Demand(
+        host_nbytes=peaks.get("host", 0) + (peaks.get("gpu", 0) if is_cpu else 0),
+        buffers_nbytes=found.get("arena_nbytes", 0),
+        ssd_nbytes=peaks.get("ssd", 0),
+    )
+
+
+def look_at_box(settings: Settings) -> MachineCapacity:
+    """This one, as it is now."""
+    hardware = measured_hardware(settings)
+    return MachineCapacity(
+        host_nbytes=None if hardware is None else int(hardware.host.memory_gib * GIB),
+        room_nbytes=arena_room_nbytes(ARENA_DIR),
+        buffers={str(job): nbytes for job, nbytes in arenas_in(ARENA_DIR).items()},
+        ssds=_ssds(settings.ssd_dirs),
+    )
+
+
+def _ssds(paths: Sequence[Path]) -> Sequence[SsdSpace]:
+    names: dict[int, str] = {}
+    found = []
+    for path in paths:
+        try:
+            found.append(_ssd(path, names.setdefault(disk_of(path), str(path))))
+        except (OSError, StoreError, ValueError) as error:  # a job that needs it is told by its runner
+            _LOG.debug("SSD %s cannot be looked at: %s", path, error)
+            return ()
+    return found
+
+
+def _ssd(path: Path, disk: str) -> SsdSpace:
+    if not has_volume(path):
+        free_nbytes = device_nbytes(path) if is_block_device(path) else directory_free_nbytes(path)
+        return SsdSpace(disk=disk, free_nbytes=free_nbytes)
+    # No states are moved from here, so it does not matter whether the file system takes O_DIRECT.
+    volume = Volume.open(path, direct=False)
+    try:
+        held = {
+            str(job): UNIT_NBYTES * sum(part.count for part in each.taken) for job, each in volume.allocations().items()
+        }
+        # In a file: without giving back what a killed process left, which needs no look.
+        free_nbytes = volume.free_nbytes() if is_block_device(path) else directory_free_nbytes(path)
+        return SsdSpace(disk=disk, free_nbytes=free_nbytes, rate=_rate(volume), held=held)
+    finally:
+        volume.close()
+
+
+def _rate(volume: Volume) -> float | None:
+    if (known := volume.calibration()) is None:
+        return None
+    try:
+        return Calibration.from_json(known).mixed_bytes_per_s
+    except ValueError:
+        return None
+
+
+def _memory(demand: Demand, buffers_nbytes: int) -> Amounts:
+    return {DEVICES: 1, HOST_MEMORY: demand.host_nbytes, BUFFERS: buffers_nbytes}

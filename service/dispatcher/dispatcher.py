@@ -1,0 +1,447 @@
+"""Brings jobs from accepted to finished: prepares them, gives them a device in turn, and takes in what runners tell.
+
+The database is the one authority. Whatever this process remembers besides it can be lost at any time: a new one goes
+on from the tables, the jobs' journals and the runners that are still there.
+"""
+
+import functools
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.actors.job import OUTCOME, JournalReader, JournalRecord
+from windlass.actors.lifecycle import close_attempt, has_begun, kill_attempt, last_sign_of_life
+from windlass.actors.scheduler import ROOM
+from windlass.service.data import free_space, jobs_with_states, remove_arenas, remove_states
+from windlass.service.dispatcher.capacity import MachineCapacity, look_at_box
+from windlass.service.dispatcher.housekeeping import Housekeeping
+from windlass.service.dispatcher.lease import Lease
+from windlass.service.dispatcher.outcomes import (
+    cut_short,
+    fail_attempt,
+    fail_job,
+    last_fruitful_attempt,
+    open_journal,
+    resume,
+    take_in,
+)
+from windlass.service.dispatcher.plan_corrections import Ask, PlanCorrections, ask_planner
+from windlass.service.dispatcher.plan_renewal import PlanRenewals
+from windlass.service.dispatcher.preparations import Preparations
+from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
+from windlass.service.dispatcher.runners import RunnerLostError, Runners
+from windlass.service.installation import Settings, about, is_out_of_room, room_reason
+from windlass.service.jobs import (
+    MachineResources,
+    build_job_spec,
+    expected_pace,
+    job_dir,
+    load_plan,
+    seconds_left,
+    why_it_waits_for_room,
+)
+from windlass.service.preparation import Preparation, PreparationMemory, PreparationOrder, preparation_of
+from windlass.storage.ids import Attempt, JobId
+from windlass.storage.memory import may_find_room_later
+from windlass.storage.sql import (
+    ACTIVE_STATUSES,
+    TERMINAL_STATUSES,
+    Database,
+    Job,
+    JobStatus,
+    JournalError,
+    StatusConflict,
+    why_unavailable,
+)
+from windlass.storage.sql.repositories import DeletionRepository, EventRepository, JobRepository
+
+_LOG = logging.getLogger(__name__)
+
+# What a runner is told that has only just begun.
+_CUT_SHORT = "make room at once"
+# How long a runner that was asked to end may take before it is asked again.
+_TELL_AGAIN_S = 10.0
+# How long a runner whose attempt is over may take to close its files and to end its other actors.
+_KILL_AFTER_S = 180.0
+# How long those may outlive their runner; Ray ends them with it.
+_KILL_ORPHANS_AFTER_S = 5.0
+# How long a runner may give no sign of life, of which it gives one a second.
+_SILENT_S = 60.0
+_HANGS = f"its runner hung: it gave no sign of life for {_SILENT_S:g} s"
+_LOST = (
+    "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine, "
+    "or the disk was too full to write one"
+)
+
+
+# For how long after the home's disk was full a runner that is gone is taken to have died of that.
+_FULL_LATELY_S = 30.0
+_ROOM_AGAIN = "There is room on the disk again"
+_GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Over:
+    """An attempt that is over, until the job's next attempt begins or nothing is left of the job."""
+
+    attempt: Attempt
+    kill_at: float
+    is_gone: bool = False  # its processes, so that what they held is free
+
+
+class Dispatcher:
+    """One pass after the other over all unfinished jobs; nothing in it blocks for long."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        runners: Runners,
+        machinery: MachineResources,
+        lease: Lease,
+        *,
+        prepare: Callable[[PreparationOrder], Preparation] = preparation_of,
+        ask: Ask = ask_planner,
+        look: Callable[[], MachineCapacity] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+        housekeeping: Housekeeping | None = None,
+        preparation_memory: PreparationMemory | None = None,
+    ) -> None:
+        self._database = database
+        self._settings = settings
+        self._runners = runners
+        self._machinery = machinery
+        self._lease = lease
+        self._clock = clock
+        self._housekeeping = housekeeping or Housekeeping(database, settings, node=lease.node, clock=clock)
+        self._corrections = PlanCorrections(database, settings, ask=ask)
+        self._renewals = PlanRenewals(database, settings, ask=ask)
+        self._queue = JobQueue(
+            database,
+            settings,
+            machinery,
+            lease,
+            look=look or functools.partial(look_at_box, settings),
+            clock=clock,
+            jitter=jitter,
+        )
+        self._preparations = Preparations(
+            database,
+            settings,
+            machinery,
+            prepare=prepare,
+            is_box_free=self._queue.is_box_free,
+            clock=clock,
+            memory=preparation_memory,
+        )
+        self._readers: dict[str, JournalReader] = {}  # of running jobs
+        self._over: dict[str, _Over] = {}  # the last attempts of jobs that have just ended, or wait for another one
+        self._told: dict[str, tuple[str, float]] = {}  # what the runner of a job that is to end was told last, and when
+        self._signs: dict[str, tuple[int | None, float]] = {}  # the last sign of life of a job's runner, and since when
+        self._full = (-math.inf, -math.inf)  # since when the home's disk was full, and when it was so last
+        self._was_cut_short = False  # the last pass: what it began with may not have been done for all jobs
+
+    def tick(self) -> None:
+        """Do what can be done for every unfinished job now. What fails for one is logged and holds up no other.
+
+        Raises what SQLAlchemy does where the database cannot be used: then the next pass does what this one did not.
+        """
+        if is_out_of_room(self._settings.home):  # noted first: the database may be on the same disk
+            since = self._full[0] if self._was_full_lately else self._clock()
+            self._full = (since, self._clock())
+        was_cut_short, self._was_cut_short = self._was_cut_short, True
+        if self._lease.renew():
+            self._forget()
+            was_cut_short = True
+        if was_cut_short:
+            self._take_up_all()
+        for job in self._lease.claim():
+            self._guarded(about(job.id, job.attempt), self._take_up, job)
+        running = self._jobs(JobStatus.RUNNING, JobStatus.PAUSING)
+        for job in running:
+            self._guarded(about(job.id, job.attempt), self._watch, job)
+        self._corrections.drop(keep={job.id for job in running})
+        for job_id, over in tuple(self._over.items()):
+            self._guarded(about(job_id, over.attempt), self._see_off, job_id, over)
+        validating = self._jobs(JobStatus.VALIDATING_FILES)
+        self._preparations.arrange(validating, is_starting=any(map(is_starting, running)))
+        for job in validating:
+            self._guarded(about(job.id, job.attempt), self._preparations.tend, job, validating)
+        self._launch_next()
+        self._housekeeping.tick(busy={*self._over, *self._preparations.job_ids})
+        self._was_cut_short = False
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a job waits for its next step of preparation."""
+        return bool(self._preparations.job_ids)
+
+    def close(self) -> None:
+        """End the preparations, and let another dispatcher go on; runners stay."""
+        self._preparations.drop(keep=())
+        self._corrections.drop(keep=())
+        self._renewals.drop(keep=())
+        self._housekeeping.close()
+        self._lease.give_up()
+
+    # --- what another dispatcher had in hand, or this one under another name ------------------------------------------
+
+    def _forget(self) -> None:
+        """What is remembered may be of jobs that were others' meanwhile."""
+        self._preparations.drop(keep=())
+        self._corrections.drop(keep=())
+        self._renewals.drop(keep=())
+        self._queue.forget()
+        for remembered in (self._readers, self._over, self._told, self._signs):
+            remembered.clear()
+
+    def _take_up_all(self) -> None:
+        for job_id in jobs_with_states(self._settings):
+            with self._database.read() as session:
+                job = JobRepository(session).find(job_id)
+                deleted = DeletionRepository(session).deleted_job(job_id)
+            if job is not None and job.status in TERMINAL_STATUSES:
+                self._await_end(job.id, job.attempt)
+            elif deleted is not None:  # this SSD was not there when it was removed
+                self._await_end(job_id, deleted.attempt)
+        with self._database.read() as session:
+            doomed = DeletionRepository(session).jobs_to_remove(self._lease.node)
+        for each in doomed:
+            self._await_end(each.id, each.attempt)
+        for job in self._jobs(*ACTIVE_STATUSES):
+            self._guarded(about(job.id, job.attempt), self._take_up, job)
+
+    def _take_up(self, job: Job) -> None:
+        if job.status in (JobStatus.RUNNING, JobStatus.PAUSING):
+            self._end_unless_begun(job)
+        elif job.attempt:
+            self._await_end(job.id, job.attempt)
+
+    # --- running jobs -----------------------------------------------------------------------------------------------
+
+    def _watch(self, job: Job) -> None:
+        # Asked before the journal is read: a runner that has ended by now wrote its outcome before.
+        alive = self._runners.is_alive(JobId(job.id), Attempt(job.attempt))
+        hangs = alive and self._is_silent(job)
+        lost = _HANGS if hangs else self._why_lost()
+        if alive:  # whatever becomes of it, the journal is read
+            self._guarded(about(job.id, job.attempt), self._tell_to_end, job)
+        reader = self._readers.pop(job.id, None) or open_journal(self._settings, job)
+        records = reader.read_new()
+        try:
+            is_over = take_in(
+                self._database,
+                self._settings,
+                job,
+                records,
+                lost=lost if hangs or not alive else None,
+                when_lost=functools.partial(cut_short if self._left_for_another(job) else resume, self._settings),
+            )
+        except JournalError as error:
+            with self._database.write() as session:
+                fail_job(session, job, "journal_damaged", str(error))
+            is_over = True
+        if is_over:
+            self._await_end(job.id, job.attempt, 0.0 if hangs else _KILL_AFTER_S)
+            self._note_room_needed(job, records)
+            self._tell_full(job)
+        else:
+            self._explain_room(job, why_it_waits_for_room(self._settings, job))
+            # Not kept if anything above failed: what was not imported must be read again.
+            self._readers[job.id] = reader
+
+    def _why_lost(self) -> str:
+        if self._was_full_lately:
+            return (
+                f"the disk of {self._settings.home} was full, so that its runner could not go on, or tell how it ended"
+            )
+        return _LOST
+
+    @property
+    def _was_full_lately(self) -> bool:
+        return self._clock() - self._full[1] <= _FULL_LATELY_S
+
+    def _tell_full(self, job: Job) -> None:
+        """Tell of a disk that was full, once there is room: meanwhile the database could not take an event."""
+        since, until = self._full
+        if not self._was_full_lately or job.waiting_reason is not None or is_out_of_room(self._settings.home):
+            return
+        message = f"The disk of {self._settings.home} was full for {until - since:.0f} s; there is room again"
+        with self._database.write() as session:
+            EventRepository(session).add(job.id, attempt=job.attempt, message=message, level="warn")
+
+    def _note_room_needed(self, job: Job, records: Sequence[JournalRecord]) -> None:
+        """An attempt that found too little room on a disk tells how much the next one needs."""
+        for record in records:
+            if record.kind == OUTCOME and record.attempt == job.attempt and (room := record.data.get(ROOM)) is not None:
+                path, nbytes = room
+                self._queue.wait_for_room(job.id, Path(path), nbytes)
+
+    def _explain_room(self, job: Job, reason: str | None) -> None:
+        """Tell the owner of a job that is not queued that it waits for room, or waits no more."""
+        if reason is not None and job.waiting_reason is None:
+            self._queue.explain(job, reason)
+        elif reason is None and job.waiting_reason is not None:
+            message = _GOES_ON_WITHOUT_ROOM if is_out_of_room(self._settings.home) else _ROOM_AGAIN
+            with self._database.write() as session:
+                JobRepository(session).clear_waiting_reason(job.id, message, seen=job)
+
+    def _end_unless_begun(self, job: Job) -> None:
+        """A runner that was made, but whose dispatcher was killed before it told it to begin, would wait for ever."""
+        if not has_begun(job_dir(self._settings, job.id), Attempt(job.attempt)):
+            self._runners.kill(JobId(job.id), Attempt(job.attempt))
+
+    def _is_silent(self, job: Job) -> bool:
+        """By this clock: the file's time stands still while the machine sleeps, and jumps when it is set."""
+        sign, now = last_sign_of_life(job_dir(self._settings, job.id), Attempt(job.attempt)), self._clock()
+        known, since = self._signs.get(job.id, (None, now))
+        if sign != known:
+            since = now
+        self._signs[job.id] = (sign, since)
+        return sign is not None and now - since > _SILENT_S
+
+    def _tell_to_end(self, job: Job) -> None:
+        """To end the job, or the attempt; nothing is told to one that may go on."""
+        if job.cancel_requested:
+            self._tell(job, "cancel", self._runners.cancel)
+        elif job.status is JobStatus.RUNNING and job.yields_to is not None and not self._has_a_step(job):
+            self._tell(job, _CUT_SHORT, self._runners.kill)
+        elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._corrections.tend(job):
+            self._tell(job, "pause", self._runners.pause)
+
+    def _has_a_step(self, job: Job) -> bool:
+        with self._database.read() as session:
+            return last_fruitful_attempt(session, job.id) == job.attempt
+
+    def _left_for_another(self, job: Job) -> bool:
+        """Whether its runner was ended for another job, before its first step."""
+        return self._told.get(job.id, ("", 0.0))[0] == _CUT_SHORT
+
+    def _tell(self, job: Job, what: str, tell: Callable[[JobId, Attempt], None]) -> None:
+        told, told_at = self._told.get(job.id, ("", 0.0))
+        if told != what:
+            _LOG.info("asked to %s", what, extra=about(job.id, job.attempt))
+        if told != what or self._clock() - told_at >= _TELL_AGAIN_S:
+            self._told[job.id] = (what, self._clock())
+            tell(JobId(job.id), Attempt(job.attempt))
+
+    def _see_off(self, job_id: str, over: _Over) -> None:
+        """The device, memory and SSD space of an attempt that is over are free once its processes are gone."""
+        if not over.is_gone:
+            if not self._are_gone(job_id, over):
+                return
+            over.is_gone = True
+            self._told.pop(job_id, None)
+            self._signs.pop(job_id, None)
+            remove_arenas()
+        with self._database.read() as session:
+            job = JobRepository(session).find(job_id)
+            deleted = DeletionRepository(session).deleted_job(job_id)
+        if job is None:
+            if deleted is not None:
+                free_space(self._settings, JobId(job_id), self._settings.fine_tuned_dir / deleted.model)
+            del self._over[job_id]
+        elif job.status in TERMINAL_STATUSES:  # else the states wait for the next attempt
+            remove_states(self._settings, job)
+            del self._over[job_id]
+
+    def _are_gone(self, job_id: str, over: _Over) -> bool:
+        """Whether the attempt's processes are, so that nothing of theirs can be written any more; kills who stays."""
+        now = self._clock()
+        if self._runners.is_alive(JobId(job_id), over.attempt):
+            if now >= over.kill_at:
+                self._runners.kill(JobId(job_id), over.attempt)
+            return False
+        folder = job_dir(self._settings, job_id)
+        if close_attempt(folder, over.attempt):
+            return True
+        over.kill_at = min(over.kill_at, now + _KILL_ORPHANS_AFTER_S)
+        if now >= over.kill_at and (killed := kill_attempt(folder, over.attempt)):
+            _LOG.warning(
+                "processes %s outlived their runner and were killed", killed, extra=about(job_id, over.attempt)
+            )
+        return False
+
+    def _await_end(self, job_id: str, attempt: int, kill_after_s: float = _KILL_AFTER_S) -> None:
+        self._over[job_id] = _Over(attempt=Attempt(attempt), kill_at=self._clock() + kill_after_s)
+
+    # --- the queue --------------------------------------------------------------------------------------------------
+
+    def _launch_next(self) -> None:
+        leaving = {job_id for job_id, over in self._over.items() if not over.is_gone}
+        verdicts = self._queue.verdicts(leaving)
+        self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
+        for verdict in verdicts:
+            self._guarded(about(verdict.job.id, verdict.job.attempt), self._carry_out, verdict)
+
+    def _carry_out(self, verdict: Verdict) -> None:
+        job = verdict.job
+        if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
+            self._queue.explain(job, reason)
+            return
+        # One that was begun is seen to its end: other jobs wait for the planner.
+        if (verdict.may_move or job.id in self._renewals.pending) and self._renewals.is_pending(job):
+            self._queue.explain(job, "its plan is made again, as the machine or the settings have changed since")
+        elif verdict.is_ready and verdict.decision.begins:
+            self._launch(job)
+        else:
+            self._queue.make_room(job, verdict.decision.pauses)
+            self._queue.explain(job, verdict.reason)
+
+    def _launch(self, job: Job) -> None:
+        attempt = Attempt(job.attempt + 1)
+        planned = load_plan(self._settings, job)
+        with self._database.write() as session:
+            pace = expected_pace(planned, EventRepository(session).last_paced_step(job.id))
+            left_s = seconds_left(pace, job)
+            claimed = JobRepository(session).transition(
+                job.id,
+                JobStatus.QUEUED,
+                JobStatus.RUNNING,
+                message="Fine-tuning job started" if attempt == 1 else f"Attempt {attempt} started",
+                seen=job,
+                attempt=attempt,
+                estimated_finish=None if left_s is None else time.time() + left_s,
+                finish_is_measured=pace is not None and pace.is_measured,
+            )
+        self._over.pop(job.id, None)
+        try:
+            self._runners.start(build_job_spec(self._settings, self._machinery, claimed, planned, pace))
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this job's error
+            _LOG.exception("could not be started", extra=about(job.id, attempt))
+            # Whatever did start must be gone before the next job gets the device.
+            self._await_end(job.id, attempt)
+            self._runners.kill(JobId(job.id), attempt)
+            with self._database.write() as session:
+                if isinstance(error, RunnerLostError) or may_find_room_later(error, attempt):
+                    resume(self._settings, session, claimed, str(error))
+                else:
+                    code, message = getattr(error, "code", "start_failed"), str(error) or repr(error)
+                    param = getattr(error, "param", None)
+                    fail_attempt(self._settings, session, claimed, code, message, param)
+        else:
+            device = "the CPU" if self._machinery.num_gpus == 0 else f"one of {self._machinery.num_gpus} GPUs"
+            _LOG.info("launched on %s", device, extra=about(job.id, attempt))
+
+    # --- all of them ------------------------------------------------------------------------------------------------
+
+    def _jobs(self, *statuses: JobStatus) -> Sequence[Job]:
+        """Those that this dispatcher holds."""
+        with self._database.read() as session:
+            return JobRepository(session).with_status(*statuses, lease_holder=self._lease.holder)
+
+    def _guarded(self, subject: dict[str, object], handle: Callable[..., None], *arguments: object) -> None:
+        try:
+            handle(*arguments)
+        except StatusConflict as conflict:
+            # Cancelled, or taken over, between our look and our change; the next pass sees what holds now.
+            _LOG.info("%s", conflict, extra=subject)
+        except Exception as error:  # one job's trouble must not stop the others
+            if why_unavailable(error) is not None:
+                raise  # it is the same for all of them
+            _LOG.exception("could not be handled; it will be tried again", extra=subject)

@@ -1,0 +1,276 @@
+"""Prepares the jobs whose files are to be validated, several side by side, and queues those that are prepared."""
+
+import contextlib
+import functools
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from windlass.service.dispatcher.outcomes import fail_job
+from windlass.service.installation import CORES_TO_DIVIDE, Settings, about, is_about_room, room_reason
+from windlass.service.jobs import MachineResources, job_dir, preparation_order, resolve_job
+from windlass.service.machine import measured_hardware
+from windlass.service.preparation import (
+    CHECK_MODEL,
+    Candidate,
+    Preparation,
+    PreparationError,
+    PreparationMemory,
+    PreparationOrder,
+    PreparationStep,
+    check_model_room,
+    tell_warnings,
+    who_computes,
+)
+from windlass.service.preparation.sandbox import LimitedProcess
+from windlass.service.validation import model_dir, told_jobs_beside
+from windlass.storage.files import sync_path, sync_tree
+from windlass.storage.sql import Database, Job, JobStatus
+from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository
+
+_LOG = logging.getLogger(__name__)
+
+# What has computed for so long leaves the cores to a job that starts, where there are few.
+_LONG_S = 5.0
+# After so long, half of what an owner's preparations have computed is forgotten.
+_HALF_LIFE_S = 300.0
+# How often progress is written, and a reason of which only numbers have changed.
+_TELL_EVERY_S = 2.0
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+_ROOM_AGAIN = "There is room on the disk again"
+
+
+class Preparations:
+    """All preparations of one dispatcher. What it remembers may be lost at any time: then they begin anew."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        machinery: MachineResources,
+        *,
+        prepare: Callable[[PreparationOrder], Preparation],
+        is_box_free: Callable[[], bool],
+        clock: Callable[[], float],
+        memory: PreparationMemory | None = None,
+    ) -> None:
+        self._database = database
+        self._settings = settings
+        self._machinery = machinery
+        self._prepare = prepare
+        self._is_box_free = is_box_free
+        self._clock = clock
+        self._memory = memory or PreparationMemory()
+        # Each computes by one thread, for most of its time; jobs have the other cores.
+        self._num_side_by_side = max(1, machinery.num_cores // 2)
+        self._running: dict[str, Preparation] = {}
+        self._computed_s: dict[str, float] = {}  # of running ones, as it was at the last look
+        self._used_s: defaultdict[str | None, float] = defaultdict(float)  # by owner, of late
+        self._looked_at = clock()
+        self._nbytes: dict[str, int] = {}  # of jobs' files
+        self._began_at: dict[str, float] = {}
+        self._told_at: dict[str, float] = {}
+        self._going_on: Sequence[str] = ()
+
+    @property
+    def job_ids(self) -> Collection[str]:
+        """Jobs whose preparation has begun."""
+        return self._running.keys()
+
+    def arrange(self, jobs: Sequence[Job], *, is_starting: bool = False) -> None:
+        """Choose which of the jobs to validate are prepared now: those go on or may begin, the others stand still.
+
+        `is_starting`: an attempt of a job has just begun. Where there are few cores, those that have computed for long
+        leave them to it: it imports and compiles, and its owner waits for the first step.
+        """
+        self.drop(keep={job.id for job in jobs})
+        self._account(jobs)
+        has_few_cores = self._machinery.num_cores < CORES_TO_DIVIDE
+        candidates = [self._candidate(job, is_starting=is_starting and has_few_cores) for job in jobs]
+        chosen = who_computes(candidates, self._used_s, num_side_by_side=self._num_side_by_side)
+        for job_id, preparation in self._running.items():
+            if job_id in chosen or preparation.measures:
+                preparation.proceed()
+            else:
+                preparation.halt()
+        self._going_on = chosen
+
+    def tend(self, job: Job, jobs: Sequence[Job]) -> None:
+        """Begin a job's preparation where it is its turn, look how far it is, and queue the job once it is prepared.
+
+        `jobs`: all that are to be validated.
+        """
+        preparation = self._running.get(job.id)
+        if preparation is None:
+            reason = room_reason(self._settings.home)
+            if reason is None and job.id not in self._going_on:
+                reason = self._why_it_stands_back(job, jobs)
+            if reason is not None:
+                self._tell(job, reason, None)
+                return
+            preparation = self._running[job.id] = self._begin(job)
+        try:
+            results = preparation.poll()
+            tell_warnings(self._database, job, preparation)
+            if results is None:
+                self._tell_state(job, preparation, jobs)
+                return
+            self._enqueue(job, results)
+        except PreparationError as error:
+            tell_warnings(self._database, job, preparation)
+            self._drop(job.id)
+            if (reason := room_reason(self._settings.home)) is not None:
+                self._tell(job, reason, None)
+                _LOG.warning("the disk is full, and the preparation begins anew: %s", error, extra=about(job.id))
+                return
+            with self._database.write() as session:
+                fail_job(session, job, error.code, error.message, error.param)
+        else:
+            self._drop(job.id)
+
+    def drop(self, *, keep: Collection[str]) -> None:
+        """End the preparations of all other jobs."""
+        for job_id in self._running.keys() - set(keep):
+            self._drop(job_id)
+        for remembered in (self._nbytes, self._began_at, self._told_at):
+            for job_id in remembered.keys() - set(keep):
+                del remembered[job_id]
+
+    # --- whose turn it is ---------------------------------------------------------------------------------------------
+
+    def _account(self, jobs: Sequence[Job]) -> None:
+        """Count what was computed since the last look for its owners, and forget what was computed long ago."""
+        now = self._clock()
+        kept = 0.5 ** ((now - self._looked_at) / _HALF_LIFE_S)
+        self._looked_at = now
+        for owner in self._used_s:
+            self._used_s[owner] *= kept
+        for job in jobs:
+            if (preparation := self._running.get(job.id)) is not None:
+                computed_s = preparation.computed_s
+                self._used_s[job.owner] += computed_s - self._computed_s.get(job.id, 0.0)
+                self._computed_s[job.id] = computed_s
+
+    def _candidate(self, job: Job, *, is_starting: bool) -> Candidate:
+        preparation = self._running.get(job.id)
+        if preparation is None:
+            folder = model_dir(
+                job.model, models_dir=self._settings.models_dir, fine_tuned_dir=self._settings.fine_tuned_dir
+            )
+            uses_cores = folder.exists()  # else it is downloaded first
+        else:
+            uses_cores = preparation.uses_cores and not preparation.waits_for_memory
+        computed_s = 0.0 if preparation is None else preparation.computed_s
+        return Candidate(
+            job_id=job.id,
+            owner=job.owner,
+            nbytes=self._nbytes_of(job),
+            created_at=job.created_at,
+            computed_s=computed_s,
+            has_process=preparation is not None,
+            uses_cores=uses_cores,
+            leaves_cores=is_starting and computed_s >= _LONG_S,
+        )
+
+    def _nbytes_of(self, job: Job) -> int:
+        if job.id not in self._nbytes:
+            total = 0
+            for file_id in (job.training_file, job.validation_file):
+                with contextlib.suppress(OSError):  # its preparation tells
+                    total += 0 if file_id is None else (self._settings.files_dir / file_id).stat().st_size
+            self._nbytes[job.id] = total
+        return self._nbytes[job.id]
+
+    def _why_it_stands_back(self, job: Job, jobs: Sequence[Job]) -> str:
+        """For its owner: other users' jobs are counted, not named."""
+        first = [each for each in jobs if each.id in self._going_on]
+        if not first:
+            return "its turn to be prepared, after a job that starts"
+        told = told_jobs_beside([each.id for each in first if each.owner == job.owner], len(first))
+        return f"its turn to be prepared, after {told}"
+
+    # --- one of them --------------------------------------------------------------------------------------------------
+
+    def _begin(self, job: Job) -> Preparation:
+        hardware = measured_hardware(self._settings)
+        with self._database.read() as session:
+            filenames = FileRepository(session).filenames([job.training_file, job.validation_file])
+        order = preparation_order(
+            self._settings,
+            self._machinery,
+            job,
+            hardware,
+            filenames=filenames,
+            is_alone=lambda: self._is_box_free() and len(self._running) == 1,
+        )
+        preparation = self._prepare(order)
+        preparation.admit = functools.partial(self._admit, job.id, job.owner)
+        self._began_at[job.id] = self._clock()
+        return preparation
+
+    def _admit(self, job_id: str, owner: str | None, step: PreparationStep) -> int | None:
+        return self._memory.grant(
+            job_id, owner, step, lambda: self._process_of(job_id), is_box_free=self._is_box_free()
+        )
+
+    def _process_of(self, job_id: str) -> LimitedProcess | None:
+        preparation = self._running.get(job_id)
+        return None if preparation is None else preparation.process
+
+    def _tell_state(self, job: Job, preparation: Preparation, jobs: Sequence[Job]) -> None:
+        """Let the owner see how far it is, and why it stands still."""
+        reason = None
+        if preparation.is_halted:
+            reason = self._why_it_stands_back(job, jobs)
+        elif preparation.waits_for_memory:
+            reason = self._memory.why_not()
+        progress = preparation.progress()
+        if progress is not None:
+            progress["elapsed_s"] = round(self._clock() - self._began_at[job.id], 1)
+        self._tell(job, reason, progress)
+
+    def _tell(self, job: Job, reason: str | None, progress: dict[str, Any] | None) -> None:
+        before, now = job.waiting_reason, self._clock()
+        is_new = _without_numbers(reason) != _without_numbers(before)
+        has_changed = reason != before or progress != job.preparation
+        if not is_new and not (has_changed and now - self._told_at.get(job.id, -_TELL_EVERY_S) >= _TELL_EVERY_S):
+            return
+        self._told_at[job.id] = now
+        with self._database.write() as session:
+            rows = JobRepository(session)
+            if reason is not None and before is None and progress is None:  # once: how it goes on is no event
+                rows.set_waiting_reason(job.id, reason, seen=job)
+            elif reason is None and before is not None and is_about_room(before):
+                rows.clear_waiting_reason(job.id, _ROOM_AGAIN, seen=job)
+            rows.set_fields(job.id, seen=job, waiting_reason=reason, preparation=progress)
+
+    def _enqueue(self, job: Job, results: Mapping[str, dict[str, Any]]) -> None:
+        resolved = resolve_job(job, dict(results))
+        num_params, total_steps = results[CHECK_MODEL]["num_params"], resolved.total_steps
+        room = check_model_room(self._settings, job, num_params=num_params, total_steps=total_steps)
+        # Before the row that says they are there: a job that is queued is not prepared again after a power loss.
+        sync_tree(job_dir(self._settings, job.id))
+        sync_path(self._settings.jobs_dir)
+        with self._database.write() as session:
+            JobRepository(session).transition(
+                job.id,
+                JobStatus.VALIDATING_FILES,
+                JobStatus.QUEUED,
+                message=f"Files validated, moving job to queued state: {resolved.summary}",
+                seen=job,
+                hyperparameters=resolved.hyperparameters,
+                total_steps=resolved.total_steps,
+            )
+            for warning in (*resolved.warnings, *(() if room is None else (room,))):
+                EventRepository(session).add(job.id, attempt=job.attempt, message=warning, level="warn")
+
+    def _drop(self, job_id: str) -> None:
+        self._running.pop(job_id).stop()
+        self._computed_s.pop(job_id, None)
+        self._memory.give_back(job_id)
+
+
+def _without_numbers(reason: str | None) -> str | None:
+    return reason and _NUMBER.sub("", reason)

@@ -1,0 +1,154 @@
+"""The dispatcher as a process: the Ray driver, started again by the supervisor, or by who runs its container."""
+
+import contextlib
+import functools
+import logging
+import signal
+import threading
+from types import FrameType
+
+import ray
+from sqlalchemy.exc import SQLAlchemyError
+
+from windlass.actors.job import JobSpec
+from windlass.actors.runtime import ray_runner as deploy
+from windlass.service.dispatcher.dispatcher import Dispatcher
+from windlass.service.dispatcher.lease import Lease
+from windlass.service.dispatcher.plan_corrections import ask_planner
+from windlass.service.dispatcher.runners import RunnerLostError
+from windlass.service.installation import DispatcherLock, Settings, boot_id, node_of
+from windlass.service.jobs import MachineResources
+from windlass.service.machine import RayCluster, RayNode
+from windlass.service.preparation import preparation_of, step_server
+from windlass.service.webhooks import WebhookSender
+from windlass.storage.ids import Attempt, JobId
+from windlass.storage.sql import Database, why_unavailable
+
+_LOG = logging.getLogger(__name__)
+_INTERVAL_S = 0.5
+# Between passes while the database cannot be used: each time longer.
+_LONGEST_INTERVAL_S = 5.0
+# While a job is prepared, in several steps: each waits for the next look.
+_SHORT_INTERVAL_S = 0.1
+
+
+class RayLostError(RuntimeError):
+    """What this process was connected to has ended: the Ray daemon, or this machine's node of a cluster."""
+
+
+class RayRunners:
+    """Runners as detached actors of the Ray cluster that this process is connected to."""
+
+    def start(self, spec: JobSpec) -> None:
+        """Launch a job's runner."""
+        try:
+            deploy.start_runner(spec)
+        except ray.exceptions.RayTaskError:
+            raise  # what the runner itself raised
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise RunnerLostError(f"its runner did not start ({error})") from error
+
+    def is_alive(self, job: JobId, attempt: Attempt) -> bool:
+        """Whether the job's runner is there."""
+        return deploy.find_runner(job, attempt) is not None
+
+    def cancel(self, job: JobId, attempt: Attempt) -> None:
+        """Ask the job's runner to end the job after its step."""
+        deploy.cancel_runner(job, attempt)
+
+    def pause(self, job: JobId, attempt: Attempt) -> None:
+        """Ask the job's runner to end the attempt after its step."""
+        deploy.pause_runner(job, attempt)
+
+    def kill(self, job: JobId, attempt: Attempt) -> None:
+        """End the job's runner at once; its other actors die with it."""
+        runner = deploy.find_runner(job, attempt)
+        if runner is not None:
+            ray.kill(runner)
+
+
+def run_dispatcher(settings: Settings) -> None:
+    """Dispatch until SIGTERM; raises RayLostError for a new process to be started, with a new Ray.
+
+    Raises RayStartError where there is no Ray that jobs could run on.
+    """
+    ending = threading.Event()
+
+    def end(_signum: int, _frame: FrameType | None) -> None:
+        ending.set()
+
+    ray_side, machinery = _connect(settings)
+    # Only now: Ray sets handlers of its own when it connects.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, end)
+    lock = DispatcherLock(settings.home)
+    while not lock.try_acquire():
+        _LOG.info("another dispatcher of this home has not ended yet")
+        if ending.wait(_INTERVAL_S):
+            return
+    database = Database(settings.database_url)
+    lease = Lease(database, node=node_of(settings.home), machine=boot_id(), is_alone=True)
+    server = step_server(settings.home / "logs" / "step-server.log")
+    dispatcher = Dispatcher(
+        database,
+        settings,
+        RayRunners(),
+        machinery,
+        lease,
+        prepare=functools.partial(preparation_of, start=server.start),
+        ask=functools.partial(ask_planner, start=server.start),
+    )
+    pulse = threading.Thread(target=lease.beat_until, args=(ending,), name="lease", daemon=True)
+    pulse.start()
+    sender = WebhookSender(database, settings)
+    sender.start()
+    _LOG.info("dispatching")
+    try:
+        with contextlib.suppress(OSError):  # there may be room for its log, or memory for it, later
+            server.begin()
+        dispatch_until(ending, dispatcher, ray_side)
+    finally:
+        ending.set()
+        pulse.join()
+        sender.close()
+        dispatcher.close()
+        server.close()
+        database.close()
+
+
+def dispatch_until(ending: threading.Event, dispatcher: Dispatcher, ray_side: RayCluster | RayNode) -> None:
+    """Pass after pass, also while the database cannot be used for a while. Raises RayLostError."""
+    interval_s = _INTERVAL_S
+    while not ending.is_set():
+        if not ray_side.is_running:
+            raise RayLostError("Ray has ended here; when it is back, its jobs go on there")
+        try:
+            dispatcher.tick()
+            interval_s = _SHORT_INTERVAL_S if dispatcher.is_preparing else _INTERVAL_S
+        except SQLAlchemyError as error:
+            if (why := why_unavailable(error)) is None:
+                raise
+            interval_s = min(2 * max(interval_s, _INTERVAL_S), _LONGEST_INTERVAL_S)
+            _LOG.warning("nothing can be done now, as the database cannot be used: %s (%s)", why, error)
+        ending.wait(interval_s)
+
+
+def _connect(settings: Settings) -> tuple[RayCluster | RayNode, MachineResources]:
+    """Become a driver, of a Ray daemon of our own or of a cluster that others run; and what jobs have there."""
+    if settings.ray_address is not None:
+        node = RayNode.join(settings.ray_address)
+        return node, node.machinery
+    here = MachineResources.here()
+    cluster = RayCluster(settings.home)
+    cluster.ensure_running(num_cpus=here.num_cores, num_gpus=here.num_gpus)
+    cluster.connect()
+    # A daemon that was adopted may be older than a GPU's driver: what jobs get is what Ray was told of.
+    machinery = RayNode.of_this_process().machinery
+    if machinery.num_gpus != here.num_gpus:
+        _LOG.warning(
+            "the driver lists %d GPUs, but Ray was started when there were %d, and jobs get those; "
+            "`windlass down` and `windlass up` once no job runs",
+            here.num_gpus,
+            machinery.num_gpus,
+        )
+    return cluster, machinery

@@ -1,0 +1,356 @@
+"""The queue of a box: in which order jobs get their turn, what each waits for, and who is paused for whom."""
+
+import logging
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.amounts import GIB
+from windlass.service.auth import most_running_jobs
+from windlass.service.dispatcher.capacity import BUFFERS, DEVICES, HOST_MEMORY, Demand, MachineCapacity, demand_of
+from windlass.service.dispatcher.lease import Lease
+from windlass.service.dispatcher.outcomes import in_words_to, last_fruitful_attempt
+from windlass.service.dispatcher.queue_policy import Decision, Holder, Queued, Turn, decide, in_turn
+from windlass.service.installation import Settings, about, needs_room
+from windlass.service.jobs import MachineResources, load_plan, plan_bounds
+from windlass.service.validation import count_text, told_jobs_beside
+from windlass.storage.ids import Attempt
+from windlass.storage.memory import directory_free_nbytes, directory_nbytes
+from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, JobStatus
+from windlass.storage.sql.repositories import JobRepository
+
+_LOG = logging.getLogger(__name__)
+
+# Between an attempt that was lost without a step of progress and the next: each time longer. Up to half of it is left
+# out at random, so that jobs that were lost together do not start together.
+_FIRST_PAUSE_S = 2.0
+_PAUSE_GROWS = 4.0
+_LONGEST_PAUSE_S = 300.0
+# For how long one look at the box serves, as long as the same jobs are on it.
+_LOOK_AGAIN_S = 5.0
+# For how long a reason stays whose numbers only have changed. Such a change is no event.
+_SAY_AGAIN_S = 60.0
+# How long an attempt takes to start, at most, as far as others are concerned: its processes import, and nothing of the
+# job is lost where they end.
+_STARTING_S = 20.0
+# Attempts in a row that may be ended while they start. The next one brings the job on, however many urgent jobs come.
+_MOST_CUT_SHORT = 3
+_AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
+
+
+def is_starting(job: Job) -> bool:
+    """Whether an attempt of a running job has just begun."""
+    return job.launched_at is not None and 0 <= time.time() - job.launched_at < _STARTING_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What becomes of a queued job in this pass. `reason`: why it does not begin."""
+
+    job: Job
+    decision: Decision
+    reason: str = ""
+    is_ready: bool = True  # else it is but told the reason
+
+    @property
+    def may_move(self) -> bool:
+        """Whether its plan had better be right: it is about to begin, or to make others pause, or never will by it."""
+        return self.is_ready and (self.decision.begins or bool(self.decision.pauses) or self.decision.never)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Retry:
+    """When a job goes on that was lost."""
+
+    after: Attempt
+    pause_s: float
+    at: float
+
+
+class JobQueue:
+    """Of one box, as one of its dispatchers sees it. What it remembers may be lost at any time."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        machinery: MachineResources,
+        lease: Lease,
+        *,
+        look: Callable[[], MachineCapacity],
+        clock: Callable[[], float],
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._database = database
+        self._settings = settings
+        self._machinery = machinery
+        self._lease = lease
+        self._look = look
+        self._clock = clock
+        self._jitter = jitter
+        self._retries: dict[str, _Retry] = {}  # of jobs that were lost
+        self._demands: dict[str, tuple[int, Demand]] = {}  # by the number of their plan
+        self._said_at: dict[str, float] = {}  # of waiting jobs
+        self._rooms: dict[str, tuple[Path, int]] = {}  # of jobs whose attempt found too little: the disk, bytes
+        self._seen: tuple[float, Collection[str], MachineCapacity] | None = None
+
+    def forget(self) -> None:
+        """All that is remembered, as the jobs may have been others' meanwhile."""
+        self._retries.clear()
+        self._demands.clear()
+        self._said_at.clear()
+        self._rooms.clear()
+
+    def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
+        """Let a job wait until a disk has so much free: its attempt was lost, as it had less.
+
+        Where this is forgotten, the next attempt finds out again.
+        """
+        self._rooms[job_id] = (path, nbytes)
+
+    def is_box_free(self) -> bool:
+        """Whether no job runs here."""
+        return not self._present(())
+
+    def verdicts(self, leaving: Collection[str]) -> Sequence[Verdict]:
+        """On each queued job that this dispatcher holds, in the order in which they get their turn. `leaving`: jobs of
+        which an attempt is over and has processes still.
+        """
+        queued = self._queued()
+        self._forget_all_but({job.id for job in queued})
+        if not queued:
+            return []
+        present = self._present(leaving)
+        queued = self._in_turn(queued, present)
+        too_many = self._over_their_limit(queued, present)
+        box = self._box({job.id for job in present})
+        self._demands = {job.id: self._demand(job) for job in (*present, *queued)}
+        pauses = {job.id: self._pause_before_retry(job) for job in queued}
+        lacks = {job.id: self._lacks_room(job.id) for job in queued}
+        decisions = decide(
+            box.has(self._machinery, [job.id for job in present]),
+            [self._holder(job, box, job.id in leaving, highest=queued[0].priority) for job in present],
+            [
+                self._in_queue(job, box, is_ready=pauses[job.id] is None and lacks[job.id] is None)
+                for job in queued
+                if job.id not in leaving and job.id not in too_many
+            ],
+        )
+        by_job = {decision.job_id: decision for decision in decisions}
+        verdicts, there, num_before = list[Verdict](), list(present), 0
+        for job in queued:
+            decision, pause_s = by_job.get(job.id, Decision(job_id=job.id)), pauses[job.id]
+            if job.id in leaving:
+                reason = f"the processes of attempt {job.attempt} have not ended yet"
+            elif (lack := lacks[job.id]) is not None:
+                reason = lack
+            elif (most := too_many.get(job.id)) is not None:
+                reason = f"one of your jobs to end: {count_text(most, 'job')} of yours may run at once"
+            elif pause_s is not None:
+                reason = f"attempt {job.attempt} was lost; the next one begins about {pause_s:.0f} s later"
+            else:
+                reason = "" if decision.begins else self._reason(job, decision, box, there, num_before)
+            is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
+            if job.lease_holder == self._lease.holder:
+                verdicts.append(Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready))
+            if decision.begins:
+                there.append(job)
+            if not (is_ready and (decision.begins or decision.never)):
+                num_before += 1
+        return verdicts
+
+    def explain(self, job: Job, reason: str) -> None:
+        """Tell a job's owner why it waits, where it is not known yet."""
+        before = job.waiting_reason or ""
+        if reason == before:
+            return
+        now = self._clock()
+        if _AMOUNT.sub("", reason) != _AMOUNT.sub("", before):
+            with self._database.write() as session:
+                JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
+        elif now - self._said_at.get(job.id, now - _SAY_AGAIN_S) >= _SAY_AGAIN_S:
+            with self._database.write() as session:
+                JobRepository(session).set_fields(job.id, seen=job, waiting_reason=reason)
+        else:
+            return
+        self._said_at[job.id] = now
+
+    def make_room(self, job: Job, victims: Collection[str]) -> None:
+        """Let jobs of lower priority pause, that go on by themselves when there is room again."""
+        for victim in victims:
+            with self._database.write() as session:
+                found = JobRepository(session).get(victim)
+                has_a_step = last_fruitful_attempt(session, victim) == found.attempt
+                how = "the runner ends its attempt after its step" if has_a_step else "its attempt has only just begun"
+                message = (
+                    f"Pausing for {in_words_to(session, found, job.id)} of higher priority: {how}; the job goes on by "
+                    "itself when there is room"
+                )
+                JobRepository(session).ask_to_yield(victim, job.id, message=message, seen=found)
+            _LOG.info(
+                "of priority %d, it makes room for job %s, of priority %d",
+                *(found.priority, job.id, job.priority),
+                extra=about(victim, found.attempt),
+            )
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def _queued(self) -> Sequence[Job]:
+        """Also those that another dispatcher of this home holds: their turn is theirs."""
+        with self._database.read() as session:
+            return JobRepository(session).with_status(JobStatus.QUEUED, node=self._lease.node)
+
+    def _in_turn(self, queued: Sequence[Job], present: Sequence[Job]) -> Sequence[Job]:
+        """The order in which they get their turn."""
+        owners = {job.owner for job in queued}
+        last_began: Mapping[str | None, float] = {}
+        if len(owners) > 1:
+            with self._database.read() as session:
+                last_began = JobRepository(session).last_began(owners)
+        turns = [
+            Turn(
+                job_id=job.id,
+                owner=job.owner,
+                priority=job.priority,
+                created_at=job.created_at,
+                keeps_place=job.keeps_place,
+            )
+            for job in queued
+        ]
+        by_id = {job.id: job for job in queued}
+        return [by_id[job_id] for job_id in in_turn(turns, Counter(job.owner for job in present), last_began)]
+
+    def _over_their_limit(self, queued: Sequence[Job], present: Sequence[Job]) -> Mapping[str, int]:
+        """Jobs that may not begin now whatever room there is, as their owner may run only so many at once: how many."""
+        num_running, found = Counter(job.owner for job in present), dict[str, int]()
+        with self._database.read() as session:
+            most = {owner: most_running_jobs(session, self._settings, owner) for owner in {job.owner for job in queued}}
+        for job in queued:
+            limit = most[job.owner]
+            num_running[job.owner] += 1
+            if limit is not None and num_running[job.owner] > limit:
+                found[job.id] = limit
+        return found
+
+    def _present(self, leaving: Collection[str]) -> Sequence[Job]:
+        """Jobs that have a part of the box, whichever dispatcher holds them."""
+        with self._database.read() as session:
+            jobs = JobRepository(session)
+            running = jobs.with_status(JobStatus.RUNNING, JobStatus.PAUSING, node=self._lease.node)
+            known = {job.id for job in running}
+            others = [job for job_id in leaving if job_id not in known and (job := jobs.find(job_id)) is not None]
+        return [*running, *others]
+
+    def _box(self, present: Collection[str]) -> MachineCapacity:
+        now = self._clock()
+        if self._seen is None or self._seen[1] != present or now - self._seen[0] >= _LOOK_AGAIN_S:
+            self._seen = (now, present, self._look())
+        return self._seen[2]
+
+    def _demand(self, job: Job) -> tuple[int, Demand]:
+        known = self._demands.get(job.id)
+        if known is not None and known[0] == job.plan_number:
+            return known
+        try:
+            budget_nbytes = plan_bounds(self._settings, job)["host_memory_nbytes"]
+            found, is_cpu = load_plan(self._settings, job), self._machinery.num_gpus == 0
+            return job.plan_number, demand_of(found, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # its launch will fail it, and no other job
+            _LOG.warning("what it takes cannot be read: %s", error, extra=about(job.id, job.attempt))
+            return job.plan_number, Demand()
+
+    def _in_queue(self, job: Job, box: MachineCapacity, *, is_ready: bool) -> Queued:
+        needs = box.needs(job.id, self._demands[job.id][1])
+        return Queued(job_id=job.id, needs=needs, priority=job.priority, is_ready=is_ready)
+
+    def _holder(self, job: Job, box: MachineCapacity, is_leaving: bool, *, highest: int) -> Holder:
+        demand = self._demands[job.id][1]
+        is_leaving |= job.status is not JobStatus.RUNNING or job.cancel_requested or job.yields_to is not None
+        may_be_paused = not is_leaving and job.priority > highest
+        return Holder(
+            job_id=job.id,
+            takes=box.takes(job.id, demand),
+            keeps={} if job.status in TERMINAL_STATUSES else box.keeps(job.id, demand),
+            priority=job.priority,
+            created_at=job.created_at,
+            is_leaving=is_leaving,
+            may_be_paused=may_be_paused,
+            may_leave_now=may_be_paused and self._may_leave_now(job),
+        )
+
+    def _may_leave_now(self, job: Job) -> bool:
+        """Once its attempt has a step, or as long as it starts: then it is ended at once, but not again and again."""
+        with self._database.read() as session:
+            num_fruitless = job.attempt - last_fruitful_attempt(session, job.id)
+        return num_fruitless == 0 or (num_fruitless <= _MOST_CUT_SHORT and is_starting(job))
+
+    def _pause_before_retry(self, job: Job) -> float | None:
+        """How long a job waits after its attempt was lost without a step of progress; None if it need not any more."""
+        if not job.num_lost:
+            return None
+        retry = self._retries.get(job.id)
+        if retry is None or retry.after != job.attempt:
+            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _PAUSE_GROWS ** (job.num_lost - 1))
+            pause_s = longest_s * (1 - self._jitter() / 2)
+            retry = self._retries[job.id] = _Retry(
+                after=Attempt(job.attempt), pause_s=pause_s, at=self._clock() + pause_s
+            )
+        return None if self._clock() >= retry.at else retry.pause_s
+
+    def _lacks_room(self, job_id: str) -> str | None:
+        """Why a job waits for room on the disk where its last attempt found too little; None once it is there.
+
+        None also where the whole disk is smaller: to wait would be for ever, while attempts that are lost for want of
+        room come to an end.
+        """
+        if job_id not in self._rooms:
+            return None
+        path, nbytes = self._rooms[job_id]
+        try:
+            free_nbytes, disk_nbytes = directory_free_nbytes(path), directory_nbytes(path)
+        except OSError:  # the folder is not there any more: the next attempt tells
+            return None
+        return needs_room(path, nbytes, free_nbytes) if free_nbytes < nbytes <= disk_nbytes else None
+
+    def _forget_all_but(self, queued: Collection[str]) -> None:
+        for remembered in (self._retries, self._said_at, self._rooms):
+            for job_id in remembered.keys() - queued:
+                del remembered[job_id]
+
+    # --- why a job waits ----------------------------------------------------------------------------------------------
+
+    def _reason(self, job: Job, decision: Decision, box: MachineCapacity, there: Sequence[Job], num_before: int) -> str:
+        """For its owner: other users' jobs are counted, not named."""
+        needs = box.needs(job.id, self._demands[job.id][1])
+        if decision.never:
+            lacks = [_short_of(name, needs[name], lack) for name, lack in decision.missing.items()]
+            return f"{'; '.join(lacks)}, also with no other job here"
+        parts = []
+        beside = told_jobs_beside([other.id for other in there if other.owner == job.owner], len(there))
+        for name, lack in decision.missing.items():
+            if name == DEVICES:
+                parts.append(f"{self._devices} in use by {beside}")
+            else:
+                parts.append(f"{_short_of(name, needs[name], lack)} beside {beside}")
+        if decision.waits_behind is not None:
+            parts.append("there is room for it, but a job before it would have to wait longer")
+        if decision.pauses or decision.will_pause or any(other.yields_to == job.id for other in there):
+            parts.append("jobs of lower priority are paused for it after their step")
+        if num_before:
+            parts.append(f"{num_before} queued job{'s are' if num_before > 1 else ' is'} before this one")
+        return "; ".join(parts)
+
+    @property
+    def _devices(self) -> str:
+        return "the CPU is" if self._machinery.num_gpus == 0 else "every GPU is"
+
+
+def _short_of(resource: str, needed_nbytes: int, lack_nbytes: int) -> str:
+    where = {HOST_MEMORY: "host memory", BUFFERS: "memory for its buffers"}
+    what = where.get(resource, f"space on the SSD {resource}")
+    free_nbytes = max(0, needed_nbytes - lack_nbytes)
+    return f"needs {needed_nbytes / GIB:.1f} GiB of {what}; {free_nbytes / GIB:.1f} GiB are free"

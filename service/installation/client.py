@@ -1,0 +1,238 @@
+"""The service's HTTP API as the command line uses it."""
+
+import json
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from windlass.service.validation import ReportedError
+
+_TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
+_PAGE = 100
+# Another program that listens at the address may never say a word.
+_HEALTH_TIMEOUT_S = 3.0
+
+
+class ServiceUnreachableError(ReportedError):
+    """Nothing answers at the service's address."""
+
+
+class RequestRefusedError(ReportedError):
+    """The service answered with an error; `code` is that of its envelope."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message, code)
+        self.message, self.code = message, code
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ServiceClient:
+    """Talks to a running service; errors are one line for people.
+
+    With `certificate`, the service's own (PEM), exactly that one is trusted, whatever name the address has. `if_away`
+    ends the message where nothing answers.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        certificate: Path | None = None,
+        if_away: str = "; start it with `windlass up --detach`",
+    ) -> None:
+        self._base_url = base_url
+        self._if_away = if_away
+        self._http = httpx.Client(
+            base_url=base_url,
+            timeout=httpx.Timeout(30.0, connect=5.0),
+            trust_env=False,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            verify=True if certificate is None else _trust_only(certificate),
+        )
+
+    def __enter__(self) -> "ServiceClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def is_healthy(self) -> bool:
+        """Whether the service answers."""
+        try:
+            return self._http.get("/healthz", timeout=_HEALTH_TIMEOUT_S).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def upload(self, path: Path) -> dict[str, Any]:
+        """Send a training or validation file."""
+        with path.open("rb") as file:
+            return self._call("POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": "fine-tune"})
+
+    def files(self) -> list[dict[str, Any]]:
+        """All files."""
+        return self._list("/v1/files")
+
+    def file(self, file_id: str) -> dict[str, Any]:
+        """One file."""
+        return self._call("GET", f"/v1/files/{file_id}")
+
+    def models(self) -> list[dict[str, Any]]:
+        """Base and fine-tuned models."""
+        return list(self._call("GET", "/v1/models")["data"])
+
+    def create_job(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Submit a job."""
+        # Written here, as httpx would not send a NaN: the service says which setting is none of its numbers.
+        headers = {"Content-Type": "application/json"}
+        return self._call("POST", "/v1/fine_tuning/jobs", content=json.dumps(request), headers=headers)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """All jobs, newest first."""
+        return self._list("/v1/fine_tuning/jobs")
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """One job."""
+        return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}")
+
+    def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+        """A job's checkpoints, latest first."""
+        return self._list(f"/v1/fine_tuning/jobs/{job_id}/checkpoints")
+
+    def storage(self) -> dict[str, Any]:
+        """All that occupies disks, with totals."""
+        return self._call("GET", "/v1/storage")
+
+    def job_storage(self, job_id: str) -> dict[str, Any]:
+        """What a job occupies, by part."""
+        return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/storage")
+
+    def delete_job(self, job_id: str, *, with_model: bool) -> None:
+        """Delete a finished job."""
+        self._call("DELETE", f"/v1/fine_tuning/jobs/{job_id}", params={"delete_model": with_model})
+
+    def delete_file(self, file_id: str) -> None:
+        """Delete a file."""
+        self._call("DELETE", f"/v1/files/{file_id}")
+
+    def delete_model(self, model: str) -> None:
+        """Delete a fine-tuned model or a checkpoint."""
+        self._call("DELETE", f"/v1/models/{model}")
+
+    def webhook_event_types(self) -> list[str]:
+        """All that webhooks can be told of."""
+        return list(self._call("GET", "/v1/webhook_event_types")["data"])
+
+    def webhooks(self) -> list[dict[str, Any]]:
+        """All endpoints of webhooks, newest first."""
+        return self._list("/v1/webhook_endpoints")
+
+    def webhook(self, webhook_id: str) -> dict[str, Any]:
+        """One, with its last deliveries."""
+        return self._call("GET", f"/v1/webhook_endpoints/{webhook_id}")
+
+    def create_webhook(self, *, name: str, url: str, event_types: list[str]) -> dict[str, Any]:
+        """Add one; the answer has its signing secret."""
+        body = {"name": name, "url": url, "event_types": event_types}
+        return self._call("POST", "/v1/webhook_endpoints", json=body)
+
+    def test_webhook(self, webhook_id: str, event_type: str) -> dict[str, Any]:
+        """Have a sample sent; how it was answered."""
+        return self._call("POST", f"/v1/webhook_endpoints/{webhook_id}/test", json={"event_type": event_type})
+
+    def delete_webhook(self, webhook_id: str) -> None:
+        """Forget one."""
+        self._call("DELETE", f"/v1/webhook_endpoints/{webhook_id}")
+
+    def plan(self, job_id: str) -> dict[str, Any]:
+        """What was planned for a job, and what was measured since."""
+        return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/plan")
+
+    def cancel(self, job_id: str) -> dict[str, Any]:
+        """Cancel a job, or ask its runner to stop."""
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/cancel")
+
+    def pause(self, job_id: str) -> dict[str, Any]:
+        """Pause a job, or ask its runner to."""
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/pause")
+
+    def resume(self, job_id: str) -> dict[str, Any]:
+        """Let a paused job go on."""
+        return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume")
+
+    def events(self, job_id: str, *, after: str | None = None) -> list[dict[str, Any]]:
+        """A job's events, oldest first; those after the event `after`."""
+        found: list[dict[str, Any]] = []
+        # The service lists the newest first: pages back until the known one.
+        for event in self._pages(f"/v1/fine_tuning/jobs/{job_id}/events"):
+            if event["id"] == after:
+                break
+            found.append(event)
+        return found[::-1]
+
+    def follow(self, job_id: str, *, interval_s: float = 0.5) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """The job and the events that are new, again and again until it has ended and all were handed out."""
+        last: str | None = None
+        while True:
+            job = self.job(job_id)
+            events = self.events(job_id, after=last)
+            last = events[-1]["id"] if events else last
+            yield job, events
+            if job["status"] in _TERMINAL:
+                return
+            time.sleep(interval_s)
+
+    def _list(self, path: str) -> list[dict[str, Any]]:
+        return list(self._pages(path))
+
+    def _pages(self, path: str) -> Iterator[dict[str, Any]]:
+        after: str | None = None
+        while True:
+            page = self._call("GET", path, params={"limit": _PAGE} | ({"after": after} if after else {}))
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = page["data"][-1]["id"]
+
+    def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx.ConnectError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise ServiceUnreachableError(
+                    f"what answers at {self._base_url} has another certificate than the settings name: {error}"
+                ) from error
+            raise ServiceUnreachableError(f"no service answers at {self._base_url}{self._if_away}") from error
+        except httpx.TransportError as error:
+            raise ServiceUnreachableError(
+                f"the service at {self._base_url} did not answer {method} {path}: {error or type(error).__name__}"
+            ) from error
+        if response.is_success:
+            answer: dict[str, Any] = response.json()
+            return answer
+        raise _refusal(response)
+
+
+def _trust_only(certificate: Path) -> ssl.SSLContext:
+    """A context for the one server that has this certificate; those behind it in the file are not trusted."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    first, end, _ = certificate.read_text().partition("-----END CERTIFICATE-----")
+    context.load_verify_locations(cadata=first + end)
+    return context
+
+
+def _refusal(response: httpx.Response) -> RequestRefusedError:
+    try:
+        error = response.json()["error"]
+        return RequestRefusedError(str(error["message"]), error.get("code"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = f"status {response.status_code} from something that is not windlass at {response.url}"
+        return RequestRefusedError(text)

@@ -1,0 +1,21 @@
+"""What lies in one home, where several homes share a database."""
+
+from windlass.service.installation.home import node_of
+from windlass.service.installation.settings import Settings
+from windlass.service.validation import ApiError
+from windlass.storage.sql import Job
+
+
+def is_local(settings: Settings, job: Job) -> bool:
+    """Whether the data of a job lies in this home; nobody's data may come to lie here."""
+    return job.node in (None, node_of(settings.home))
+
+
+def check_is_here(settings: Settings, job: Job) -> None:
+    """Refuse to answer for a job whose data lies in another home."""
+    if not is_local(settings, job):
+        raise ApiError(
+            f"the data of job {job.id} lies with the service that it was sent to; ask there",
+            status=404,
+            code="job_elsewhere",
+        )

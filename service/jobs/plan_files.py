@@ -1,0 +1,116 @@
+"""The plans of a job, in files of its folder: the one it was queued with, and those that came while it ran.
+
+The job's row says which one holds: an attempt runs by the plan that holds when it is launched.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.actors.job import Pace, pace_of_metrics
+from windlass.service.installation import Settings
+from windlass.service.jobs.plan_view import predicted_of
+from windlass.service.jobs.spec_builder import dataset_dir, job_dir
+from windlass.service.preparation import PLAN_JOB, QUESTION_FILE
+from windlass.service.validation import model_dir
+from windlass.storage.files import sync_path, write_durably
+from windlass.storage.sql import Job, JobMetrics
+
+
+def load_plan(settings: Settings, job: Job) -> dict[str, Any] | None:
+    """The plan that holds (see `actors.plan_job`); None if nothing was planned.
+
+    One that came while the job ran also has `from_attempt`: the first that it is another one for.
+    """
+    return _load(_path(settings, job, job.plan_number))
+
+
+def has_plan(settings: Settings, job: Job) -> bool:
+    """Whether something was planned; a list asks it of many jobs, so the file is read only when it has changed."""
+    path = _path(settings, job, job.plan_number)
+    try:
+        changed_ns = path.stat().st_mtime_ns
+    except OSError:
+        return False
+    return _holds_plan(path, changed_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _holds_plan(path: Path, _changed_ns: int) -> bool:
+    return _load(path) is not None
+
+
+def plans_of(settings: Settings, job: Job) -> Sequence[dict[str, Any]]:
+    """All that the job has had, the one that holds last."""
+    found = (_load(_path(settings, job, number)) for number in range(job.plan_number + 1))
+    return [plan for plan in found if plan is not None]
+
+
+def keep_plan(settings: Settings, job: Job, found: dict[str, Any]) -> int:
+    """Lay a plan down as the job's next one; returns its number, with which it holds once the row has that.
+
+    A file that the row does not name yet is written over.
+    """
+    number = job.plan_number + 1
+    path = _path(settings, job, number)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write_durably(path, json.dumps(found))
+    sync_path(path.parent.parent)
+    return number
+
+
+def load_question(settings: Settings, job: Job) -> dict[str, Any] | None:
+    """What the planner was asked for the plan that holds; None if that is not known any more."""
+    found = load_plan(settings, job) or {}
+    try:
+        question: dict[str, Any] = json.loads((job_dir(settings, job.id) / "prepare" / QUESTION_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    # The home may have been moved since.
+    folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    if question.get("dataset") is not None:  # a question of an earlier release has none
+        here = {"dataset_dir": str(dataset_dir(job_dir(settings, job.id)))}
+        question["dataset"] = question["dataset"] | here
+    # ... and jobs may run now.
+    return question | {"model_dir": str(folder), "is_alone": False} | made_for(found)
+
+
+def made_for(found: dict[str, Any]) -> dict[str, Any]:
+    """What a plan was made for that was made again, for the machine and the settings as they were later."""
+    names = ("hardware", "num_optimizers", "host_memory_nbytes", "device_memory_nbytes")
+    return {name: found[name] for name in names if name in found}
+
+
+def expected_pace(found: dict[str, Any] | None, last_step: JobMetrics | None) -> Pace | None:
+    """The time of a step in a job's next attempt: as the last one told (`EventRepository.last_paced_step`), else as its
+    plan says; None where neither is known, and where the steps contradict the plan.
+
+    What was measured before the plan that holds says nothing of how long steps take by it.
+    """
+    from_attempt = (found or {}).get("from_attempt") or 0
+    if last_step is not None and last_step.attempt >= from_attempt:
+        return pace_of_metrics(last_step.data)
+    predicted = predicted_of(found)
+    return None if predicted is None else Pace(step_s=float(predicted["step_s"]), is_measured=False)
+
+
+def seconds_left(pace: Pace | None, job: Job) -> float | None:
+    """What the rest of a job takes at this pace; None where that is not known."""
+    if pace is None or job.total_steps is None:
+        return None
+    return pace.step_s * (job.total_steps - (job.step or 0))
+
+
+def _path(settings: Settings, job: Job, number: int) -> Path:
+    folder = job_dir(settings, job.id)
+    return folder / "plans" / f"{number}.json" if number else folder / "prepare" / f"{PLAN_JOB}.json"
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if "plan" in found else None

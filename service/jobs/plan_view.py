@@ -1,0 +1,96 @@
+"""A job's plan as people see it: what was predicted, what was measured since, and how far apart the two are."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from windlass.actors.job import MIN_MEASURED_STEPS
+from windlass.amounts import GIB, bytes_text
+from windlass.engine.memory_plan import tokens_in_words
+from windlass.planner.planning import TIER_NAMES, PlanReport
+
+_TIERS = tuple(TIER_NAMES.values())
+_NAMES = {"gpu": "device memory", "host": "host buffers", "ssd": "SSD space"}
+
+
+def view_of(found: dict[str, Any] | None, measured: dict[str, Any] | None) -> dict[str, Any]:
+    """What the API answers. `found`: see `job_plans.load_plan`; without a plan its keys are null. `measured`: what the
+    runner told last (`actors.measured`)."""
+    plan = dict.fromkeys(field.name for field in fields(PlanReport)) if found is None else found["plan"]
+    predicted, told = predicted_of(found), measured_of(measured)
+    return {
+        **plan,
+        "simulated": None if found is None else found.get("simulated"),
+        "predicted": predicted,
+        "measured": told,
+        "error": _error_of(predicted, told),
+        "is_estimate": _is_estimate(predicted, told),
+        "min_measured_steps": MIN_MEASURED_STEPS,
+    }
+
+
+def predicted_of(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What is promised, in the numbers that can be measured; None without a plan, and where nothing fits."""
+    if found is None or not found["plan"]["feasible"]:
+        return None
+    plan = found["plan"]
+    return {"step_s": plan["step_s"], "peak_gib": plan.get("engine_gib") or dict.fromkeys(_TIERS)}
+
+
+def measured_of(measured: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The same numbers as `predicted_of`; null is what nobody has told yet."""
+    if measured is None:
+        return None
+    gib = {name: nbytes / GIB for name, nbytes in measured["peak_bytes"].items()}
+    return {
+        "step_s": measured["step_s"],
+        "num_steps": measured["num_steps"],
+        "peak_gib": {name: gib.get(name) for name in _TIERS},
+        "gpu_reserved_gib": gib.get("gpu_reserved"),
+    }
+
+
+def _is_estimate(predicted: dict[str, Any] | None, measured: dict[str, Any] | None) -> bool | None:
+    """Whether too few steps were measured to tell how good a promise is; None where nothing is promised."""
+    if predicted is None:
+        return None
+    return measured is None or measured["num_steps"] < MIN_MEASURED_STEPS
+
+
+def _error_of(predicted: dict[str, Any] | None, measured: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Measured over predicted, less one."""
+    if predicted is None or measured is None:
+        return None
+    peaks = {name: _error(predicted["peak_gib"][name], measured["peak_gib"][name]) for name in _TIERS}
+    return {"step_s": _error(predicted["step_s"], measured["step_s"]), "peak_gib": peaks}
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return measured / predicted - 1 if measured is not None and predicted else None
+
+
+def in_words(view: dict[str, Any]) -> dict[str, str]:
+    """For people: each number that was predicted or measured, and how far apart the two are."""
+    predicted, measured, error = (view[name] or {} for name in ("predicted", "measured", "error"))
+    promised, came, apart = (each.get("step_s") for each in (predicted, measured, error))
+    found = {"step time": _line(promised, came, apart, "{:.3g} s".format)}
+    if found["step time"] and view["is_estimate"]:
+        found["step time"] += f"; an estimate until {MIN_MEASURED_STEPS} steps are measured"
+    if (tokens := view.get("example_tokens")) is not None:
+        found["planned for"] = tokens_in_words(tokens)
+    for tier, name in _NAMES.items():
+        promised, came, apart = ((each.get("peak_gib") or {}).get(tier) for each in (predicted, measured, error))
+        found[name] = _line(promised, came, apart, lambda gib: bytes_text(gib * GIB))
+    return {name: line for name, line in found.items() if line}
+
+
+def _line(predicted: float | None, measured: float | None, error: float | None, told: Callable[[float], str]) -> str:
+    parts = []
+    if predicted is not None:
+        parts.append(f"predicted {told(predicted)}")
+    if measured is not None:
+        parts.append(f"measured {told(measured)}")
+    if error is None:
+        return ", ".join(parts)
+    # A percentage of several hundred says little.
+    return ", ".join(parts) + (f" ({error:+.1%})" if error < 1 else f" ({1 + error:.3g} times as much)")

@@ -1,0 +1,402 @@
+"""From a job's row to what its preparation and its runner are told."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from windlass.actors.job import (
+    JOURNAL_FILE,
+    EarlyStopping,
+    Hyperparameters,
+    Initialization,
+    JobSpec,
+    Optimizer,
+    Pace,
+    Schedule,
+)
+from windlass.actors.lifecycle import cores_of, numa_nodes
+from windlass.amounts import GIB
+from windlass.engine.memory_plan import Placement, UpdateOrder, placement_json
+from windlass.planner.hardware import Hardware
+from windlass.service.installation import CORES_TO_DIVIDE, Settings, find_gpus, num_cores
+from windlass.service.preparation import (
+    CHECK_MODEL,
+    PLAN_JOB,
+    PREPARE_DATA,
+    PreparationError,
+    PreparationOrder,
+    Results,
+)
+from windlass.service.validation import (
+    JobSettings,
+    WindlassSettings,
+    count_text,
+    fine_tuned_model_id,
+    model_dir,
+    num_steps,
+    resolve,
+)
+from windlass.storage.ids import Attempt, JobId, Kernel, ModelKernel, Precision, StatePrecision
+from windlass.storage.sql import Job
+
+ARENA_DIR = Path("/dev/shm")
+
+# With a GPU the worker's process copies, prepares batches and starts kernels; the optimizers have the other cores, but
+# for what the SSD servers need.
+_GPU_WORKER_THREADS = 2
+_SSD_SERVER_THREADS = 1
+# How long a job's plan may be simulated, before it is queued.
+_SIMULATION_S = 60.0
+# Without a GPU: one core updates about as fast as SSDs bring the states.
+_CORES_TO_ONE_THAT_UPDATES = 8
+_DEADLINE_S = 120.0
+_KEPT_CHECKS, _KEPT_TIMES = "checked-models", "measured-models"  # in the home
+# Hyperparameters that JSON keeps as words.
+_WORDS: dict[str, type[StrEnum]] = {
+    "schedule": Schedule,
+    "optimizer": Optimizer,
+    "precision": Precision,
+    "state_precision": StatePrecision,
+    "accumulation_precision": Precision,
+    "update_order": UpdateOrder,
+    "kernel": Kernel,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineResources:
+    """What jobs are run with here."""
+
+    num_cores: int
+    num_gpus: int
+
+    @property
+    def num_devices(self) -> int:
+        """Jobs that can run at once; without a GPU the CPU is the one device."""
+        return max(1, self.num_gpus)
+
+    def threads(self, num_optimizers: int, compute: int | None = None, each: int | None = None) -> tuple[int, int]:
+        """Threads of a job's GPU worker and of each optimizer; `compute` and `each` as far as the settings say.
+
+        Together no more than the job's share of the cores, but at least one each; without a GPU and with less than
+        `CORES_TO_DIVIDE` cores the optimizers share those of the compute (see decision 8).
+        """
+        cores = self.num_cores // self.num_devices
+        if self.num_gpus:
+            left = cores - num_optimizers * (each or 1)
+            compute = compute or max(1, min(_GPU_WORKER_THREADS, left))
+            return compute, each or max(1, (cores - compute - _SSD_SERVER_THREADS) // num_optimizers)
+        together = min(cores // _CORES_TO_ONE_THAT_UPDATES, cores - (compute or 0))
+        each = each or max(1, together // num_optimizers)
+        if cores < CORES_TO_DIVIDE:
+            return compute or cores, each
+        return compute or max(1, cores - num_optimizers * each), each
+
+    @classmethod
+    def here(cls) -> "MachineResources":
+        """This machine's."""
+        return cls(num_cores=num_cores(), num_gpus=len(find_gpus()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedJob:
+    """What is known of a job once its model and data have been looked at."""
+
+    hyperparameters: dict[str, Any]  # plain numbers and words
+    total_steps: int
+    summary: str
+    warnings: tuple[str, ...]
+
+
+def job_dir(settings: Settings, job_id: str) -> Path:
+    """A job's folder."""
+    return settings.jobs_dir / job_id
+
+
+def dataset_dir(folder: Path) -> Path:
+    """The prepared data of the job that has this folder."""
+    return folder / "dataset"
+
+
+def journal_path(settings: Settings, job_id: str) -> Path:
+    """The journal of a job's runners."""
+    return job_dir(settings, job_id) / JOURNAL_FILE
+
+
+def preparation_order(
+    settings: Settings,
+    machinery: MachineResources,
+    job: Job,
+    hardware: Hardware | None = None,
+    *,
+    filenames: Mapping[str, str],
+    is_alone: Callable[[], bool] = lambda: False,
+) -> PreparationOrder:
+    """What is to be checked and prepared for a job, and planned, where the machine's profile is known.
+
+    `filenames`: their users' names for the job's files, by id. `is_alone`: whether no job trains here, asked when the
+    planner is: then what it measures is kept.
+    """
+    folder, asked = job_dir(settings, job.id), _settings_of(job)
+
+    def question(results: Results) -> dict[str, Any]:
+        assert hardware is not None, "nothing is asked without it"
+        found = resolve_job(job, results)
+        resolved = found.hyperparameters
+        dataset = {"seed": resolved["seed"], "total_steps": found.total_steps, "dataset_dir": str(dataset_dir(folder))}
+        numbers = {name: resolved[name] for name in ("batch_size", "num_microbatches", "sequence_length")}
+        numbers["num_validation_examples"] = results[PREPARE_DATA]["num_validation_examples"]
+        folder_of_model = _model_dir(settings, job.model)
+        alone = is_alone()
+        question = plan_question(
+            settings,
+            hardware,
+            machinery,
+            model_dir=folder_of_model,
+            asked=asked.windlass,
+            has_gpus=alone,
+            **numbers,
+        )
+        return question | {"dataset": dataset, "simulation_s": _SIMULATION_S, "is_alone": alone}
+
+    def unplanned_spec(results: Results) -> dict[str, Any]:
+        resolved = resolve_job(job, results)
+        num_validation_examples = results[PREPARE_DATA]["num_validation_examples"]
+        hyper = _hyperparameters(resolved.hyperparameters)
+        spec = _job_spec(settings, machinery, job, hyper, resolved.total_steps, num_validation_examples, None)
+        found: dict[str, Any] = TypeAdapter(JobSpec).dump_python(spec, mode="json")
+        return found
+
+    validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
+
+    def told(file_id: str) -> str:
+        return f"{filenames[file_id]} ({file_id})" if file_id in filenames else file_id
+
+    return PreparationOrder(
+        model=job.model,
+        model_dir=_model_dir(settings, job.model),
+        training_file=settings.files_dir / job.training_file,
+        training_name=told(job.training_file),
+        validation_file=validation_file,
+        validation_name=None if job.validation_file is None else told(job.validation_file),
+        sequence_length=asked.sequence_length,
+        precision=asked.windlass.precision,
+        random_weights=asked.initialization is Initialization.RANDOM,
+        layout_file=_layout_file(folder),
+        kept_checks_dir=settings.home / _KEPT_CHECKS,
+        dataset_dir=dataset_dir(folder),
+        work_dir=folder / "prepare",
+        day=datetime.fromtimestamp(job.created_at, UTC).date(),
+        plan_question=None if hardware is None else question,
+        unplanned_spec=unplanned_spec if _has_budget(_bounds(settings, asked.windlass)) else None,
+    )
+
+
+def plan_question(
+    settings: Settings,
+    hardware: Hardware,
+    machinery: MachineResources | None,
+    *,
+    model_dir: Path,
+    asked: WindlassSettings,
+    batch_size: int,
+    num_microbatches: int | None,
+    sequence_length: int,
+    num_validation_examples: int = 0,
+    has_gpus: bool = False,
+) -> dict[str, Any]:
+    """What the planner is asked, as JSON has it (`actors.plan_job.PlanOrder`).
+
+    `machinery`: of this machine, which `hardware` is then; None: `hardware` is another one, where nothing can be
+    measured, and which the installation's settings are not about. `num_microbatches` None: as many as are fastest.
+    `has_gpus`: whoever plans has this machine's GPUs, if there are any, to itself.
+    """
+    return {
+        "model_dir": str(model_dir),
+        "hardware": hardware.model_dump(),
+        "batch_size": batch_size,
+        "num_microbatches": num_microbatches,
+        "sequence_length": sequence_length,
+        "num_validation_examples": num_validation_examples,
+        "precision": asked.precision,
+        "state_precision": asked.state_precision,
+        "optimizer": asked.optimizer,
+        "clips": asked.clip_norm is not None,
+        "accumulation_precision": asked.accumulation_precision,
+        "update_order": asked.update_order,
+        "compute_threads": None if machinery is None else threads_of(settings, machinery)[0],
+        "may_measure": has_gpus or hardware.gpus.count == 0,
+        "kept_times_dir": str(settings.home / _KEPT_TIMES),
+        **(_bounds_elsewhere(asked) if machinery is None else _bounds(settings, asked)),
+    }
+
+
+def plan_bounds(settings: Settings, job: Job) -> dict[str, int | None]:
+    """What the planner is asked about a job that depends on the installation's settings."""
+    return _bounds(settings, _settings_of(job).windlass)
+
+
+def resolve_job(job: Job, results: dict[str, dict[str, Any]]) -> ResolvedJob:
+    """Turn what the request left open into numbers, by what its preparation found.
+
+    Raises:
+        PreparationError: no plan fits the machine.
+    """
+    plan = results.get(PLAN_JOB, {}).get("plan")
+    if plan is not None and not plan["feasible"]:
+        param = _budget_that_lacks(_settings_of(job).windlass, plan.get("missing_bytes") or {})
+        raise PreparationError("does_not_fit", "; ".join(plan["reasons"]), param)
+    data, model = results[PREPARE_DATA], results[CHECK_MODEL]
+    num_examples: int = data["num_examples"]
+    hyper = resolve(_settings_of(job), num_examples)
+    total_steps = num_steps(hyper.epochs, hyper.batch_size, num_examples)
+    return ResolvedJob(
+        hyperparameters=asdict(hyper),
+        total_steps=total_steps,
+        summary=(
+            f"{count_text(num_examples, 'training example')} with {count_text(data['num_targets'], 'token')} to learn, "
+            f"{count_text(data['num_validation_examples'], 'validation example')}, "
+            f"{model['num_params']:,} parameters, {count_text(total_steps, 'step')}"
+        ),
+        warnings=tuple(warning for result in results.values() for warning in result.get("warnings", ())),
+    )
+
+
+def build_job_spec(
+    settings: Settings,
+    machinery: MachineResources,
+    job: Job,
+    planned: dict[str, Any] | None = None,
+    expected_pace: Pace | None = None,
+) -> JobSpec:
+    """What a queued job's runner is told, for the attempt that its row names. `planned`: the plan that holds for it."""
+    assert job.hyperparameters is not None, f"job {job.id} is {job.status} without hyperparameters"
+    assert job.total_steps is not None, f"job {job.id} is {job.status} without a number of steps"
+    prepared = json.loads((job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json").read_text())
+    hyper, num_validation_examples = _hyperparameters(job.hyperparameters), prepared["num_validation_examples"]
+    spec = _job_spec(settings, machinery, job, hyper, job.total_steps, num_validation_examples, planned)
+    return replace(spec, expected_pace=expected_pace)
+
+
+def _job_spec(
+    settings: Settings,
+    machinery: MachineResources,
+    job: Job,
+    hyper: Hyperparameters,
+    total_steps: int,
+    num_validation_examples: int,
+    planned: dict[str, Any] | None,
+) -> JobSpec:
+    asked = _settings_of(job)
+    stopping = asked.windlass.early_stopping
+    folder = job_dir(settings, job.id)
+    compute_threads, optimizer_threads = threads_of(settings, machinery)
+    bounds = _bounds(settings, asked.windlass)
+    return JobSpec(
+        job=JobId(job.id),
+        attempt=Attempt(job.attempt),
+        model_dir=str(_model_dir(settings, job.model)),
+        initialization=asked.initialization,
+        layout_file=str(_layout_file(folder)),
+        dataset_dir=str(dataset_dir(folder)),
+        num_validation_examples=num_validation_examples,
+        job_dir=str(folder),
+        output_dir=str(_model_dir(settings, fine_tuned_model_id(job.model, job.suffix, job.id))),
+        ssd_dirs=tuple(str(path) for path in settings.ssd_dirs),
+        arena_dir=str(ARENA_DIR),
+        hyperparameters=hyper,
+        total_steps=total_steps,
+        checkpoint_every=asked.windlass.checkpoint_every,
+        checkpoint_minutes=asked.windlass.checkpoint_minutes,
+        keep_checkpoints=asked.windlass.keep_checkpoints,
+        keep_best=asked.windlass.keep_best,
+        early_stopping=None if stopping is None else EarlyStopping(**stopping.model_dump()),
+        final_model=asked.windlass.final_model,
+        evaluate_every=asked.windlass.evaluate_every or total_steps // hyper.epochs,
+        num_cpu_optimizers=settings.num_cpu_optimizers,
+        compute_threads=compute_threads,
+        optimizer_threads=optimizer_threads,
+        kernel_dir=str(settings.home / "kernels"),
+        # What was planned has exactly the memory that was planned.
+        host_memory_nbytes=bounds["host_memory_nbytes"] if planned is None else planned["arena_nbytes"],
+        device_memory_nbytes=bounds["device_memory_nbytes"],
+        planned_device_nbytes=None if planned is None else _planned_device_nbytes(planned["plan"]),
+        deadline_s=_DEADLINE_S,
+        placement=Placement() if planned is None else placement_json.from_json(planned["placement"]),
+    )
+
+
+def _has_budget(bounds: dict[str, int | None]) -> bool:
+    return bounds["host_memory_nbytes"] is not None or bounds["device_memory_nbytes"] is not None
+
+
+def _budget_that_lacks(asked: WindlassSettings, missing_nbytes: dict[str, int]) -> str | None:
+    """The request's field whose value is too small, if it is one of its budgets."""
+    budgets = {"gpu": "gpu_memory_gib", "host": "host_memory_gib"}
+    lacking = (budgets[tier] for tier, nbytes in missing_nbytes.items() if nbytes and tier in budgets)
+    return next((f"windlass.budgets.{name}" for name in lacking if getattr(asked.budgets, name) is not None), None)
+
+
+def _planned_device_nbytes(plan: dict[str, Any]) -> int | None:
+    """None for a plan of an older version, which does not tell."""
+    of_engine = plan.get("engine_gib")
+    return None if of_engine is None else int(of_engine["gpu"] * GIB)
+
+
+def _settings_of(job: Job) -> JobSettings:
+    return JobSettings.from_row(job.method, job.windlass, job.seed)
+
+
+def _layout_file(folder: Path) -> Path:
+    return folder / "layout.json"
+
+
+def _model_dir(settings: Settings, model: str) -> Path:
+    return model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+
+
+def _hyperparameters(stored: dict[str, Any]) -> Hyperparameters:
+    """Read what `resolve_job` made; jobs of older versions keep less, and have the defaults for the rest."""
+    words: dict[str, Any] = {name: word(stored[name]) for name, word in _WORDS.items() if stored.get(name) is not None}
+    if stored.get("model_kernels") is not None:
+        words["model_kernels"] = tuple(map(ModelKernel, stored["model_kernels"]))
+    return Hyperparameters(**{**stored, **words})
+
+
+def threads_of(settings: Settings, machinery: MachineResources) -> tuple[int, int]:
+    """Of a job's GPU worker and of each of its optimizers."""
+    num_optimizers = settings.num_cpu_optimizers
+    compute, each = machinery.threads(num_optimizers, settings.compute_threads, settings.optimizer_threads)
+    if settings.optimizer_threads is None:  # no more than the cores that the least of them has on its NUMA node
+        nodes = numa_nodes()
+        each = min(each, *(len(cores_of(index, num_optimizers, nodes)) for index in range(num_optimizers)))
+    return compute, each
+
+
+def _bounds(settings: Settings, asked: WindlassSettings) -> dict[str, int | None]:
+    return {
+        "num_optimizers": settings.num_cpu_optimizers,
+        "host_memory_nbytes": _budget_nbytes(settings.host_memory_gib, asked.budgets.host_memory_gib),
+        "device_memory_nbytes": _budget_nbytes(settings.gpu_memory_gib, asked.budgets.gpu_memory_gib),
+    }
+
+
+def _bounds_elsewhere(asked: WindlassSettings) -> dict[str, int | None]:
+    """The same about a job on another machine, of which only its profile is known."""
+    return {
+        "num_optimizers": 1,
+        "host_memory_nbytes": _budget_nbytes(asked.budgets.host_memory_gib),
+        "device_memory_nbytes": _budget_nbytes(asked.budgets.gpu_memory_gib),
+    }
+
+
+def _budget_nbytes(*budgets_gib: float | None) -> int | None:
+    """The smallest of what the installation and the job allow; None where nobody says anything."""
+    given = [budget for budget in budgets_gib if budget is not None]
+    return int(min(given) * 1024**3) if given else None

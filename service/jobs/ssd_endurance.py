@@ -1,0 +1,106 @@
+"""What jobs wear off SSDs: the bytes they write, beside the terabytes written (TBW) that an SSD is rated for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.amounts import bytes_text
+
+_DAY_S = 86400
+_COUNT_UNITS = ("", "k", "M", "G", "T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnduranceForecast:
+    """What a job means for the ratings of its SSDs."""
+
+    steps: float | None  # until the first SSD, if new, has taken what it is rated for; None: nothing is written
+    days: float | None  # of training without a pause, for these steps
+    share_of_rating: float  # that the whole job uses up, on the SSD where that is most; 1.0 is all of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdWear:
+    """A job's wear as clients see it; bytes are summed over its SSDs."""
+
+    bytes_per_step: int
+    bytes_written: int  # by all attempts so far: what the metrics call `ssd_bytes_written`
+    bytes_of_whole_job: int  # those of the steps to come included
+    forecast: EnduranceForecast | None  # None: the ratings are not known
+    summary: str  # for people, on one line
+
+
+def forecast_endurance(
+    *, step_nbytes: Sequence[int], job_nbytes: Sequence[int], rated_nbytes: Sequence[float], step_s: float
+) -> EnduranceForecast:
+    """Forecast from what each SSD takes in a step and in the whole job, and is rated for, all in the order of SSDs.
+
+    Ratings and figures are of bytes that the host writes; how much a drive writes inside for each is in its rating.
+    Source: JEDEC JESD218, which defines TBW.
+    """
+    pairs = zip(step_nbytes, rated_nbytes, strict=True)
+    steps = min((rated / nbytes for nbytes, rated in pairs if nbytes > 0), default=None)
+    return EnduranceForecast(
+        steps=steps,
+        days=None if steps is None else steps * step_s / _DAY_S,
+        share_of_rating=max(nbytes / rated for nbytes, rated in zip(job_nbytes, rated_nbytes, strict=True)),
+    )
+
+
+def ssd_wear(
+    metrics: Mapping[str, Any], *, total_steps: int, is_over: bool, rated_nbytes: Sequence[float]
+) -> SsdWear | None:
+    """The wear that a job's last metrics tell of; None where they tell of none.
+
+    `is_over`: no step comes any more. `rated_nbytes` of each SSD, empty where unknown; a job that ran on another number
+    of SSDs gets no forecast, as nobody knows which these were.
+    """
+    step_nbytes = metrics.get("ssd_bytes_written_step_by_ssd")
+    written_nbytes = metrics.get("ssd_bytes_written_by_ssd")
+    if step_nbytes is None or written_nbytes is None:
+        return None
+    steps_left = 0 if is_over else total_steps - metrics["step"]
+    job_nbytes = [done + steps_left * each for done, each in zip(written_nbytes, step_nbytes, strict=True)]
+    forecast = None
+    if len(rated_nbytes) == len(step_nbytes):
+        forecast = forecast_endurance(
+            step_nbytes=step_nbytes, job_nbytes=job_nbytes, rated_nbytes=rated_nbytes, step_s=metrics["step_s"]
+        )
+    # More than the sum of `written_nbytes` where the job has had another number of SSDs. Older versions counted the
+    # total of one attempt.
+    total_nbytes = max(metrics.get("ssd_bytes_written", 0), sum(written_nbytes))
+    whole_nbytes = total_nbytes + steps_left * sum(step_nbytes)
+    # In the units of the page's other amounts, so that its reader can compare them.
+    of_job = f"{bytes_text(whole_nbytes)} by {'this' if is_over else 'the whole'} job"
+    return SsdWear(
+        bytes_per_step=sum(step_nbytes),
+        bytes_written=total_nbytes,
+        bytes_of_whole_job=whole_nbytes,
+        forecast=forecast,
+        summary=f"{bytes_text(sum(step_nbytes))} a step, {of_job}{_describe(forecast)}",
+    )
+
+
+def _describe(forecast: EnduranceForecast | None) -> str:
+    if forecast is None:
+        return ""
+    share = f" ({_percent(forecast.share_of_rating)} of the rating)"
+    if forecast.steps is None or forecast.days is None:
+        return share
+    days = f"{forecast.days:,.{0 if forecast.days >= 9.95 else 1}f}"
+    return f"{share}; the rating lasts {_scaled(forecast.steps, _COUNT_UNITS)} steps or {days} days of training"
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    power = 0
+    while value >= 999.5 and power < len(units) - 1:
+        value, power = value / 1000, power + 1
+    digits = 0 if power == 0 or value >= 9.95 else 1
+    return f"{value:,.{digits}f} {units[power]}".rstrip()
+
+
+def _percent(share: float) -> str:
+    percent = 100 * share
+    if percent < 0.01:
+        return "less than 0.01 %"
+    return f"{percent:,.0f} %" if percent >= 9.95 else f"{percent:.2g} %"

@@ -1,0 +1,259 @@
+"""The Ray daemon of our own: started apart from every process of the service, so that jobs outlive them.
+
+It listens on loopback only, asks for a token that only the owner can read, and is ended by the pids recorded when it
+was started; `ray stop` would end other people's clusters too.
+"""
+
+import fcntl
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from windlass.service.installation import ProcessId, end_processes, find_process, with_descendants
+from windlass.service.validation import ReportedError
+
+NAMESPACE = "windlass"
+# One job at a time holds the machine's device(s); Ray knows it as this resource.
+DEVICE_RESOURCE = "device"
+TOKEN_FILE = "ray-token"  # in the home
+
+_CORE_NAMES = ("gcs_server", "raylet")
+_START_TIMEOUT_S = 120.0
+# Ray's minimum is 75 MiB: bulk bytes never pass through its object store.
+_OBJECT_STORE_NBYTES = 80 * 1024**2
+_NUM_REMOVALS = 10
+_REMOVAL_PAUSE_S = 0.2
+
+
+class RayStartError(ReportedError):
+    """Ray could not be started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """What is known of the daemon; kept in the home, written before it starts and again when it has."""
+
+    address: str
+    temp_dir: str
+    core: tuple[ProcessId, ...]  # GCS and raylet, without which nothing works; empty while they start
+    helpers: tuple[ProcessId, ...]  # what else Ray starts; jobs do without
+
+    @property
+    def is_running(self) -> bool:
+        return len(self.core) > 0 and all(process.is_alive for process in self.core)
+
+
+class RayCluster:
+    """The Ray daemon that belongs to a home directory."""
+
+    def __init__(self, home: Path) -> None:
+        self._record_path = home / "ray.json"
+        self._lock_path = home / "ray.lock"
+        self._token_path = home / TOKEN_FILE
+        self._log_path = home / "logs" / "ray-start.log"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the recorded GCS and raylet live."""
+        record = self._read_record()
+        return record is not None and record.is_running
+
+    @property
+    def address(self) -> str:
+        """Host and port that a driver connects to; of the daemon that runs or ran last."""
+        record = self._read_record()
+        if record is None:
+            raise RayStartError("no Ray daemon has been started in this home; start one with `windlass up`")
+        return record.address
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The daemon's recorded processes that live."""
+        record = self._read_record()
+        if record is None:
+            return ()
+        return tuple(process.pid for process in (*record.core, *record.helpers) if process.is_alive)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the environment of the daemon and of its drivers must hold, before they import Ray."""
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token_path),
+            # The monitor counts shared memory, where our arenas lie, and kills actors.
+            "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray gives its workers nice 15: any other program on the box would starve a training job.
+            "RAY_worker_niceness": "0",
+            # Off, Ray uses the loopback address and listens there only; else it turns 127.0.0.1 into the machine's
+            # outer address, listens on every interface, and fails when that address changes.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
+
+    def ensure_running(self, *, num_cpus: int, num_gpus: int) -> bool:
+        """Start the daemon unless the recorded one lives, in which case it is adopted; True if it was started."""
+        with self._locked():
+            if self.is_running:
+                return False
+            # After a crash: what is left of an earlier daemon can't serve anybody.
+            self._end_recorded()
+            self._start(num_cpus=num_cpus, num_gpus=num_gpus)
+            return True
+
+    def connect(self) -> None:
+        """Make this process a Ray driver in our namespace. The daemon must be running."""
+        missing = {key for key, value in self.environment.items() if os.environ.get(key) != value}
+        if "ray" in sys.modules and missing:
+            # It would look for the daemon on the machine's outer address, and wait there for ever.
+            raise RayStartError(f"ray was imported before its environment was set: {', '.join(sorted(missing))}")
+        os.environ.update(self.environment)
+        import ray  # which reads some of its environment when it is imported
+
+        ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
+
+    def stop(self) -> list[int]:
+        """End the recorded processes and all that they started, and nothing else; the pids that were ended."""
+        if not self._lock_path.exists():
+            return []  # nothing was ever started here
+        with self._locked():
+            return self._end_recorded()
+
+    def _start(self, *, num_cpus: int, num_gpus: int) -> None:
+        self._write_token()
+        # Unix socket paths may have 107 characters and Ray adds some 70: a home may be too deep. Ray makes its own
+        # folder writable for all, so it lies in one that only the owner may enter.
+        temp_dir = Path(tempfile.mkdtemp(prefix="windlass-ray-", dir="/tmp"))
+        address = f"127.0.0.1:{_free_port()}"
+        self._write_record(_Record(address=address, temp_dir=str(temp_dir), core=(), helpers=()))
+        command = _start_command(address, temp_dir / "ray", num_cpus=num_cpus, num_gpus=num_gpus)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            try:
+                result = subprocess.run(
+                    command,
+                    env={**os.environ, **self.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    timeout=_START_TIMEOUT_S,
+                    check=False,
+                )
+                problem = f"exit code {result.returncode}" if result.returncode != 0 else None
+            except subprocess.TimeoutExpired:
+                problem = f"it did not finish within {_START_TIMEOUT_S:g} s"
+        core, helpers = _daemon_processes(temp_dir)
+        if problem is None and len(core) != len(_CORE_NAMES):
+            problem = "GCS or raylet ended at once"
+        if problem is not None:
+            self._end_recorded()
+            raise RayStartError(f"`ray start` failed ({problem}); see {self._log_path}")
+        self._write_record(_Record(address=address, temp_dir=str(temp_dir), core=core, helpers=helpers))
+
+    def _end_recorded(self) -> list[int]:
+        record = self._read_record()
+        if record is None:
+            return []
+        ended = with_descendants((*record.core, *record.helpers))
+        # The last one started first: a raylet takes its leave of the GCS, and asked both at once they never end.
+        for process in reversed(record.core):
+            end_processes([process], grace_s=3.0)
+        end_processes(ended, grace_s=3.0)
+        # A start that was cut short recorded no pids and may still be at it, but its folder's name is like no other.
+        while more := with_descendants(sum(_daemon_processes(Path(record.temp_dir)), ())):
+            end_processes(more, grace_s=3.0)
+            ended += more
+        _remove_folder(Path(record.temp_dir))
+        self._record_path.unlink(missing_ok=True)
+        return [process.pid for process in ended]
+
+    def _write_token(self) -> None:
+        if self._token_path.exists():
+            return
+        partial = self._token_path.with_suffix(".partial")
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(secrets.token_hex(32))
+        partial.replace(self._token_path)
+
+    def _read_record(self) -> _Record | None:
+        try:
+            fields = json.loads(self._record_path.read_text())
+            core, helpers = (tuple(ProcessId(**each) for each in fields[name]) for name in ("core", "helpers"))
+            return _Record(address=fields["address"], temp_dir=fields["temp_dir"], core=core, helpers=helpers)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None  # none was started, or a power loss took the record, and the daemon with it
+
+    def _write_record(self, record: _Record) -> None:
+        partial = self._record_path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(record), indent=1))
+        partial.replace(self._record_path)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Only one process at a time starts or stops the daemon."""
+        with self._lock_path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _start_command(address: str, temp_dir: Path, *, num_cpus: int, num_gpus: int) -> list[str]:
+    host, port = address.rsplit(":", 1)
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
+        f"--node-ip-address={host}",
+        f"--port={port}",
+        # 0: any free port, instead of a range that another cluster may be using.
+        *("--min-worker-port=0", "--max-worker-port=0"),
+        f"--temp-dir={temp_dir}",
+        f"--num-cpus={num_cpus}",
+        f"--num-gpus={num_gpus}",
+        f"--resources={json.dumps({DEVICE_RESOURCE: max(1, num_gpus)})}",
+        f"--object-store-memory={_OBJECT_STORE_NBYTES}",
+        *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor", "--disable-usage-stats"),
+    ]
+    if importlib.util.find_spec("grpc") is not None:
+        # Where gRPC is installed Ray opens a client server too, on a fixed port unless told.
+        command.append(f"--ray-client-server-port={_free_port()}")
+    return command
+
+
+def _remove_folder(folder: Path) -> None:
+    """Tries more than once: workers whose raylet was killed write their last lines there while they end."""
+    for _ in range(_NUM_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_REMOVAL_PAUSE_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _daemon_processes(temp_dir: Path) -> tuple[tuple[ProcessId, ...], tuple[ProcessId, ...]]:
+    """Our own processes whose command line holds a path below `temp_dir`, as `ray start` does not tell their pids."""
+    core: list[ProcessId] = []
+    helpers: list[ProcessId] = []
+    for process in psutil.process_iter(["name", "cmdline", "uids"]):
+        cmdline, uids = process.info["cmdline"], process.info["uids"]
+        named = any(f"{temp_dir}/" in argument for argument in cmdline or ())
+        if named and uids is not None and uids.real == os.getuid() and (found := find_process(process.pid)) is not None:
+            (core if process.info["name"] in _CORE_NAMES else helpers).append(found)
+    return tuple(core), tuple(helpers)

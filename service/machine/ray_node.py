@@ -1,0 +1,64 @@
+"""This machine's node of a Ray cluster that others run: `ray_address`.
+
+A driver speaks to a cluster through the node of its own machine, and all processes of a job are on one machine. So jobs
+run on the node that the dispatcher stands on, whatever other nodes the cluster has.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from windlass.service.installation import num_cores
+from windlass.service.jobs import MachineResources
+from windlass.service.machine.ray_cluster import DEVICE_RESOURCE, NAMESPACE, RayStartError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """The node that this process has joined, and what it gives to jobs."""
+
+    node_id: str
+    machinery: MachineResources
+
+    @classmethod
+    def join(cls, address: str) -> "RayNode":
+        """Make this process a driver, in our namespace. Raises RayStartError."""
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RayStartError(
+                f"there is no node of the Ray cluster at {address} on this machine ({error.__cause__ or error})"
+            ) from error
+        return cls.of_this_process()
+
+    @classmethod
+    def of_this_process(cls) -> "RayNode":
+        """The node of a process that is a driver already. Raises RayStartError."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return cls(node_id=node_id, machinery=_machinery(_find(node_id)))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the cluster knows the node as alive; a driver is not told when it ends."""
+        return _find(self.node_id) is not None
+
+
+def _find(node_id: str) -> dict[str, Any] | None:
+    return next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
+
+
+def _machinery(node: dict[str, Any] | None) -> MachineResources:
+    if node is None:
+        raise RayStartError("the Ray node of this machine has just ended")
+    resources = node["Resources"]
+    # `--num-cpus` may say less than the machine has: a container's share of it.
+    cores = min(num_cores(), int(resources.get("CPU", 0)) or num_cores())
+    machinery = MachineResources(num_cores=cores, num_gpus=int(resources.get("GPU", 0)))
+    found = resources.get(DEVICE_RESOURCE, 0)
+    if found != machinery.num_devices:
+        raise RayStartError(
+            f"the Ray node of this machine offers {found:g} of the resource {DEVICE_RESOURCE!r}, and has "
+            f"{machinery.num_gpus} GPUs: start it with --resources='{{\"{DEVICE_RESOURCE}\": {machinery.num_devices}}}'"
+        )
+    return machinery

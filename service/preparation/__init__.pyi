@@ -1,0 +1,24 @@
+"""Prepares jobs: downloads and checks the model, prepares the data, makes the plan."""
+
+from windlass.service.preparation.disk_check import check_model_room as check_model_room
+from windlass.service.preparation.events import tell_warnings as tell_warnings
+from windlass.service.preparation.memory import PreparationMemory as PreparationMemory
+from windlass.service.preparation.model_files import HubFiles as HubFiles
+from windlass.service.preparation.model_files import check_model as check_model
+from windlass.service.preparation.model_files import fit_sequence_length as fit_sequence_length
+from windlass.service.preparation.model_files import list_hub_files as list_hub_files
+from windlass.service.preparation.pipeline import CHECK_MODEL as CHECK_MODEL
+from windlass.service.preparation.pipeline import PLAN_JOB as PLAN_JOB
+from windlass.service.preparation.pipeline import PREPARE_DATA as PREPARE_DATA
+from windlass.service.preparation.pipeline import QUESTION_FILE as QUESTION_FILE
+from windlass.service.preparation.pipeline import Preparation as Preparation
+from windlass.service.preparation.pipeline import PreparationError as PreparationError
+from windlass.service.preparation.pipeline import PreparationOrder as PreparationOrder
+from windlass.service.preparation.pipeline import PreparationStep as PreparationStep
+from windlass.service.preparation.pipeline import Results as Results
+from windlass.service.preparation.pipeline import StepFailedError as StepFailedError
+from windlass.service.preparation.pipeline import plan_step as plan_step
+from windlass.service.preparation.pipeline import preparation_of as preparation_of
+from windlass.service.preparation.pipeline import step_server as step_server
+from windlass.service.preparation.turns import Candidate as Candidate
+from windlass.service.preparation.turns import who_computes as who_computes

@@ -1,0 +1,518 @@
+"""Checks a job's model and prepares its data, each in a limited process of its own.
+
+Chat templates and data files come from strangers; what handles them has little memory, little time and no secrets.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from windlass.amounts import GIB
+from windlass.service.preparation.check_cache import CheckCache
+from windlass.service.preparation.sandbox import (
+    PASSED_ON,
+    LimitedCommand,
+    LimitedProcess,
+    ServerEndedError,
+    Start,
+    StepServer,
+    start_limited,
+)
+from windlass.storage.files import describe_process_end, last_line, tells_of_no_memory
+from windlass.storage.ids import Precision
+
+_LOG = logging.getLogger(__name__)
+
+DOWNLOAD_MODEL = "download_model"
+CHECK_MODEL = "check_model"
+PREPARE_DATA = "prepare_data"
+PLAN_JOB = "plan_job"
+CHECK_BUDGETS = "check_budgets"
+QUESTION_FILE = "question.json"  # that the planner was asked
+
+# What messages call the steps.
+_TITLES = {
+    DOWNLOAD_MODEL: "the download of the model",
+    CHECK_MODEL: "the check of the model",
+    PREPARE_DATA: "the preparation of the data",
+    PLAN_JOB: "planning",
+    CHECK_BUDGETS: "the check of the budgets",
+}
+_MEMORY_ADVICE = "Wait until other jobs and programs have ended, or add memory, and submit the job again"
+_TIME_ADVICE = {PREPARE_DATA: "Try a smaller file", CHECK_MODEL: "Try a smaller model"}
+_OTHER_ADVICE = "Submit the job again; the administrator finds its output in prepare/prepare.log of the job's folder"
+_MOST_LOG_NBYTES = 4096  # of a step's output that are looked at for its last line
+_TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600, CHECK_BUDGETS: 600}
+_CHECKER, _PREPARER, _PLANNER = (
+    "windlass.engine.checkpoint.check_model",
+    "windlass.engine.data.prepare",
+    "windlass.planner.planning.worker",
+)
+_BUDGETS = "windlass.actors.job.check_budgets"
+# Transformers loads it with the first model that is built, to plan with or to check.
+_MODELS = "transformers.modeling_utils"
+# What a step must get to begin: importing torch and transformers takes a third of it.
+LEAST_MEMORY_NBYTES = 3 * 1024**3 // 2
+# Importing torch alone maps several GiB of addresses.
+_LEAST_ADDRESS_SPACE_NBYTES = 16 * 1024**3
+# What the one step that talks to the hub gets besides. Without a folder of the model's no file of a stranger is read.
+_HUB_PASSED_ON = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
+
+
+class PreparationError(Exception):
+    """A job's model or data can't be trained with; code, message and param are the job's error."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(code, message, param)
+        self.code, self.message, self.param = code, message, param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StepFailedError(PreparationError):
+    """A step's process failed by itself, so that nothing is known of the model or the data."""
+
+    def __init__(self, code: str, cause: str, advice: str, log_path: Path) -> None:
+        """`cause`: how it failed, and why. `advice`: what to do. `log_path`: the output of the process."""
+        # Its readers may be on another machine, and are told no path of this one.
+        super().__init__(code, f"{cause}. {advice}")
+        self.cause, self.advice, self.log_path = cause, advice, log_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparationOrder:
+    """What is to be checked and prepared, and where to."""
+
+    model: str  # the id that was asked for
+    model_dir: Path
+    training_file: Path
+    training_name: str  # what messages call it
+    validation_file: Path | None
+    validation_name: str | None
+    sequence_length: int
+    precision: Precision
+    random_weights: bool  # the folder needs none
+    layout_file: Path  # the model's blocks
+    dataset_dir: Path  # made anew
+    work_dir: Path  # results and log
+    day: date  # that chat templates print, the same however often the data is prepared
+    kept_checks_dir: Path | None = None  # of models that were checked before; None: each is checked anew
+    # What to ask the planner, once the results of the steps before are there; None: nothing.
+    plan_question: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
+    # The job's spec as JSON, to check its budgets where no plan was made; None: it has none.
+    unplanned_spec: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparationStep:
+    """One process: what it runs, and the file that it leaves its result in."""
+
+    name: str
+    command: tuple[str, ...]
+    result_path: Path
+    timeout_s: int
+    passed_on: tuple[str, ...] = PASSED_ON  # environment variables
+    kept: CheckCache | None = None  # where its result may be already
+    maps: Path | None = None  # a model whose weights it maps, one file at a time
+    sees_gpus: bool = False
+    num_threads: int = 1  # that compute at once
+    # What is run where this fails, as a step that measures may; None: the preparation has failed.
+    instead: "PreparationStep | None" = None
+    instead_in_words: str = ""  # how `instead` differs
+
+    @property
+    def title(self) -> str:
+        """What messages call the step."""
+        return _TITLES.get(self.name, self.name)
+
+    @property
+    def progress_path(self) -> Path:
+        """Where the process may tell how far it is: a JSON object with `percent`, `line` and `file`."""
+        return self.result_path.with_suffix(".progress")
+
+    @property
+    def cpu_s(self) -> int:
+        """What all its threads may compute together."""
+        return self.timeout_s * self.num_threads
+
+
+Results = dict[str, dict[str, Any]]  # of steps, by name
+# What the process of a step may take as memory of its own, in bytes; None: it has to wait for memory.
+Admit = Callable[[PreparationStep], int | None]
+
+
+def half_of_the_machine(_step: PreparationStep) -> int:
+    """Admit any step, with half of the machine's memory."""
+    return max(LEAST_MEMORY_NBYTES, psutil.virtual_memory().total // 2)
+
+
+LaterStep = Callable[[Results], PreparationStep | None]  # None: there is nothing to do
+
+
+class Preparation:
+    """Runs steps one after the other without blocking; ends with the result of each by name.
+
+    A step may be made from the results of those before it, or left out by them. `warnings` tells of processes that died
+    and were replaced, for the job's owner; whoever has passed them on clears the list. `admit` is asked before a step
+    begins, until it does.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[PreparationStep | LaterStep],
+        *,
+        work_dir: Path,
+        start: Start = start_limited,
+    ) -> None:
+        self._steps = deque(steps)
+        self._work_dir = work_dir
+        self._start = start
+        self._log_path = work_dir / "prepare.log"
+        self._results: Results = {}
+        self._step: PreparationStep | None = None  # that runs
+        self._process: LimitedProcess | None = None
+        self._memory_nbytes = 0  # that the process may take
+        self._began_s = 0.0
+        self._stood_still_s = 0.0  # of the time since then
+        self._halted_at: float | None = None
+        self._computed_s = 0.0  # by the processes before this one
+        self._log_offset = 0  # where the output of the process begins
+        self.admit: Admit = half_of_the_machine
+        self.waits_for_memory = False
+        self.warnings: list[str] = []
+
+    @property
+    def process(self) -> LimitedProcess | None:
+        """The process that runs, if any."""
+        return self._process
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether it stands still."""
+        return self._halted_at is not None
+
+    @property
+    def uses_cores(self) -> bool:
+        """Whether its present step computes, rather than waits for a network."""
+        step = self._step if self._process is not None else next(iter(self._steps), None)
+        return not (isinstance(step, PreparationStep) and step.name == DOWNLOAD_MODEL)
+
+    @property
+    def measures(self) -> bool:
+        """Whether its present step measures how long something takes, which would go wrong if it stood still."""
+        return self._process is not None and self._step is not None and self._step.instead is not None
+
+    @property
+    def computed_s(self) -> float:
+        """For how long its processes have run without standing still; downloads do not count."""
+        return self._computed_s + (self._ran_s if self._process is not None and self.uses_cores else 0.0)
+
+    def progress(self) -> dict[str, Any] | None:
+        """Tell the present `step`, and where it tells that itself, `percent` and the `line` of a `file`."""
+        if self._process is None or self._step is None:
+            return None
+        told: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads(self._step.progress_path.read_text())
+        return {"step": self._step.name, **{name: told.get(name) for name in ("percent", "line", "file")}}
+
+    def halt(self) -> None:
+        """Let it stand still until `proceed`: no step begins, and the process that runs is stopped."""
+        if self._halted_at is None:
+            self._halted_at = time.monotonic()
+            if self._process is not None:
+                self._process.halt()
+
+    def proceed(self) -> None:
+        """Let it go on after `halt`."""
+        if self._halted_at is not None:
+            self._stood_still_s += time.monotonic() - self._halted_at
+            self._halted_at = None
+            if self._process is not None:
+                self._process.proceed()
+
+    @property
+    def _ran_s(self) -> float:
+        """For how long the process has run without standing still."""
+        until_s = time.monotonic() if self._halted_at is None else self._halted_at
+        return until_s - self._began_s - self._stood_still_s
+
+    def poll(self) -> Results | None:
+        """Go on where possible: all results once every step is done, None before; PreparationError if one failed."""
+        if not self._steps:
+            return self._results  # it was told before, to who could do nothing with it then
+        if self.is_halted:
+            return None
+        if self._process is None:
+            if self._is_known() or (step := self._next_step()) is None:
+                return self._go_on()
+            if not self._begin(step):
+                return None
+        step = self._step
+        assert step is not None
+        try:
+            if (code := self._poll(step)) is None:
+                self._check_in_time(step)
+                return None
+            self._forget_process()
+            self._results[step.name] = self._result(step, code)
+        except StepFailedError as error:
+            if step.instead is None:
+                raise
+            goes_on = step.instead_in_words or "It is done in another way"
+            self._warn(f"{error.cause}. {goes_on}")
+            _LOG.warning("its output is in %s", error.log_path)
+            self._steps[0] = step.instead
+            return self.poll()
+        if step.kept is not None:
+            step.kept.keep(self._results[step.name])
+        return self._go_on()
+
+    def stop(self) -> None:
+        """Kill the process that runs, if any."""
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(ServerEndedError):
+                self._process.wait()
+            self._forget_process()
+
+    def _forget_process(self) -> None:
+        self._computed_s = self.computed_s
+        self._process = None
+
+    def _warn(self, warning: str) -> None:
+        _LOG.warning("%s", warning)
+        self.warnings.append(warning[0].upper() + warning[1:])
+
+    def _check_in_time(self, step: PreparationStep) -> None:
+        if self._ran_s > step.timeout_s:
+            place = self._place()
+            self.stop()
+            cause = f"{step.title} did not end within {step.timeout_s} s{place}, and was killed"
+            advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
+            raise StepFailedError(f"{step.name}_timeout", cause, advice, self._log_path)
+
+    def _go_on(self) -> Results | None:
+        self._steps.popleft()
+        return self.poll()
+
+    def _is_known(self) -> bool:
+        """Whether the next step was done before, and need not be done again."""
+        step = self._steps[0]
+        if not isinstance(step, PreparationStep) or step.kept is None or (found := step.kept.find()) is None:
+            return False
+        self._results[step.name] = found
+        return True
+
+    def _next_step(self) -> PreparationStep | None:
+        """Make the next step from the results so far; None: there is nothing to do."""
+        step = self._steps[0]
+        if not isinstance(step, PreparationStep):
+            self._work_dir.mkdir(parents=True, exist_ok=True)
+            made = step(self._results)
+            if made is None:
+                return None
+            self._steps[0] = step = made
+        return step
+
+    def _begin(self, step: PreparationStep) -> bool:
+        """Start a step; False: it has to wait for memory."""
+        admitted_nbytes = self.admit(step)
+        self.waits_for_memory = admitted_nbytes is None
+        if admitted_nbytes is None:
+            return False
+        self._step, self._memory_nbytes = step, admitted_nbytes
+        self._work_dir.mkdir(parents=True, exist_ok=True)
+        self._launch(step, self._start)
+        return True
+
+    def _launch(self, step: PreparationStep, start: Start) -> None:
+        step.result_path.unlink(missing_ok=True)
+        step.progress_path.unlink(missing_ok=True)
+        limited = LimitedCommand(
+            command=step.command,
+            home=self._work_dir,
+            cpu_s=step.cpu_s,
+            address_space_nbytes=_address_space_nbytes(step),
+            memory_nbytes=self._memory_nbytes,
+            passed_on=step.passed_on,
+            sees_gpus=step.sees_gpus,
+        )
+        with self._log_path.open("ab") as log:
+            self._log_offset = log.tell()
+            self._process = start(limited, log)
+        self._began_s, self._stood_still_s = time.monotonic(), 0.0
+
+    def _poll(self, step: PreparationStep) -> int | None:
+        """The exit code of the process that runs, if it has ended."""
+        assert self._process is not None
+        try:
+            return self._process.poll()
+        except ServerEndedError as error:
+            self._warn(f"{step.title} begins anew, in a process of its own: {error}")
+            self._launch(step, start_limited)
+            return None
+
+    def _result(self, step: PreparationStep, exit_code: int) -> dict[str, Any]:
+        try:
+            result = json.loads(step.result_path.read_text())
+            if not result["ok"]:
+                error = result["error"]
+                told = PreparationError(error["code"], error["message"], error.get("param"))
+        except (OSError, ValueError, TypeError, KeyError) as cause:
+            raise self._failure(step, exit_code) from cause
+        if not result["ok"]:
+            raise told
+        if exit_code != 0:
+            raise self._failure(step, exit_code)
+        found: dict[str, Any] = result
+        return found
+
+    def _failure(self, step: PreparationStep, exit_code: int) -> StepFailedError:
+        cause, advice = self._describe(step, exit_code)
+        return StepFailedError(f"{step.name}_failed", cause, advice, self._log_path)
+
+    def _describe(self, step: PreparationStep, exit_code: int) -> tuple[str, str]:
+        """How a process ended that has no result, and what to do."""
+        if exit_code == -signal.SIGXCPU:
+            advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
+            return f"{step.title} used more than {step.cpu_s} s of CPU time{self._place()}, and was killed", advice
+        limit_nbytes = None if step.sees_gpus else min(self._memory_nbytes, _address_space_nbytes(step))
+        after_s = self._ran_s
+        how = f"{step.title} {describe_process_end(exit_code, after_s=after_s, limit_nbytes=limit_nbytes)}"
+        line = self._last_line()
+        if tells_of_no_memory(line):
+            limit = "" if limit_nbytes is None else f" of at most {limit_nbytes / GIB:.1f} GiB"
+            return f"{how}, and left no result: it got no more memory{limit} ({line})", _MEMORY_ADVICE
+        said = f"; it said last: {line}" if line else ""
+        advice = _MEMORY_ADVICE if exit_code == -signal.SIGKILL else _OTHER_ADVICE
+        return f"{how}, and left no result{said}", advice
+
+    def _place(self) -> str:
+        """Tell where in a file the step was last, if it tells that."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            told = json.loads(self._step.progress_path.read_text()) if self._step is not None else {}
+            return f", at line {told['line']} of {told['file']} or soon after it"
+        return ""
+
+    def _last_line(self) -> str:
+        with contextlib.suppress(OSError), self._log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_offset, size - _MOST_LOG_NBYTES))
+            return last_line(log.read().decode(errors="replace"))
+        return ""
+
+
+def step_server(log_path: Path) -> StepServer:
+    """Of the steps that import the same; the one that talks to the hub knows secrets, and is started anew always."""
+    return StepServer((_CHECKER, _PREPARER, _PLANNER, _BUDGETS), log_path, also=(_MODELS,))
+
+
+def preparation_of(order: PreparationOrder, start: Start = start_limited) -> Preparation:
+    """The model's download if it is not here, its check, then the data's preparation into a new folder."""
+    shutil.rmtree(order.dataset_dir, ignore_errors=True)
+    check = (
+        *(_CHECKER, "--model-dir", order.model_dir, "--precision", order.precision),
+        *("--layout-file", order.layout_file, *(("--random-weights",) if order.random_weights else ())),
+    )
+    prepare = (
+        *(_PREPARER, "--model-dir", order.model_dir, "--training-file", order.training_file),
+        f"--training-name={order.training_name}",
+        *(("--validation-file", order.validation_file) if order.validation_file is not None else ()),
+        *((f"--validation-name={order.validation_name}",) if order.validation_name is not None else ()),
+        *("--sequence-length", order.sequence_length, "--output-dir", order.dataset_dir, "--day", order.day),
+        *("--progress", order.work_dir / f"{PREPARE_DATA}.progress"),
+    )
+    kept = None
+    if order.kept_checks_dir is not None:
+        asked = (order.precision.value, "random" if order.random_weights else "weights")
+        kept = CheckCache(
+            folder=order.kept_checks_dir, model_dir=order.model_dir, layout_file=order.layout_file, asked=asked
+        )
+    steps = [
+        _step(order.work_dir, CHECK_MODEL, check, kept=kept, maps=order.model_dir),
+        _step(order.work_dir, PREPARE_DATA, prepare),
+    ]
+    if not order.model_dir.exists():
+        download = ("windlass.service.preparation.hub_download", "--model", order.model, "--model-dir", order.model_dir)
+        steps.insert(0, _step(order.work_dir, DOWNLOAD_MODEL, download, passed_on=(*PASSED_ON, *_HUB_PASSED_ON)))
+    later: list[LaterStep] = []
+    if (question := order.plan_question) is not None:
+        later.append(lambda results: plan_step(order.work_dir, question(results)))
+    if (spec := order.unplanned_spec) is not None:
+        later.append(
+            lambda results: (
+                None if "plan" in results.get(PLAN_JOB, {}) else _budgets_step(order.work_dir, spec(results))
+            )
+        )
+    return Preparation([*steps, *later], work_dir=order.work_dir, start=start)
+
+
+def plan_step(work_dir: Path, question: dict[str, Any]) -> PreparationStep:
+    """Asks the planner; files go to `work_dir`, which is there.
+
+    What is measured may fail in more ways than can be foreseen, and take long: then nothing is. On a GPU nothing is
+    beside a job.
+    """
+    path = work_dir / QUESTION_FILE
+    path.write_text(json.dumps(question))
+    step = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
+    threads, on_gpu = question["compute_threads"], question["hardware"]["gpus"]["count"] > 0
+    if threads is None or not question.get("may_measure", True) or (on_gpu and not question["is_alone"]):
+        return step
+    unmeasured = path.with_name(f"unmeasured-{path.name}")
+    unmeasured.write_text(json.dumps(question | {"may_measure": False}))
+    instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured))
+    words = "It begins anew without measuring the model's blocks, so the plan's times may be less exact"
+    return replace(step, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words)
+
+
+def _budgets_step(work_dir: Path, spec: dict[str, Any]) -> PreparationStep:
+    path = work_dir / "spec.json"
+    path.write_text(json.dumps(spec))
+    return _step(work_dir, CHECK_BUDGETS, (_BUDGETS, "--spec", path))
+
+
+def _step(
+    work_dir: Path,
+    name: str,
+    module_and_arguments: tuple[object, ...],
+    *,
+    passed_on: tuple[str, ...] = PASSED_ON,
+    kept: CheckCache | None = None,
+    maps: Path | None = None,
+) -> PreparationStep:
+    result_path = work_dir / f"{name}.json"
+    return PreparationStep(
+        name=name,
+        command=(sys.executable, "-m", *map(str, module_and_arguments), "--result", str(result_path)),
+        result_path=result_path,
+        timeout_s=_TIMEOUTS_S[name],
+        passed_on=passed_on,
+        kept=kept,
+        maps=maps,
+    )
+
+
+def _address_space_nbytes(step: PreparationStep) -> int:
+    """What a step may map: as much memory as it may take, and the largest file of weights, which takes addresses only.
+
+    Else no model could be checked that has a file of half the machine's memory.
+    """
+    weights = () if step.maps is None else step.maps.glob("*.safetensors")
+    mapped_nbytes = max((path.stat().st_size for path in weights), default=0)
+    return max(_LEAST_ADDRESS_SPACE_NBYTES, psutil.virtual_memory().total // 2) + mapped_nbytes

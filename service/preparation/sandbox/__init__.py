@@ -1,0 +1,5 @@
+"""Runs the steps that read users' files in limited processes."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

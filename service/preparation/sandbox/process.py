@@ -1,0 +1,280 @@
+"""Processes under limits, without secrets, that end with the one that started them; started anew or forked."""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from windlass.actors.lifecycle import WAIT_POLICY
+from windlass.service.installation import num_cores
+from windlass.service.preparation.sandbox.fork_server import CONTINUE, HALT, PID, StepOrder
+from windlass.storage.files import describe_process_end
+
+_LOG = logging.getLogger(__name__)
+
+# What programs need to find their libraries and to speak a language; everything else might be a secret.
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
+# A process that is killed is gone at once, but a server that has just been started imports for so long.
+_END_S = 60.0
+
+
+class ServerEndedError(RuntimeError):
+    """The server that a process was forked from has ended, and the process with it."""
+
+
+class LimitedProcess(Protocol):
+    """One that runs or ran."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its id; None while it is not known yet."""
+
+    def halt(self) -> None:
+        """Stop it where it is, until `proceed`; what has ended is left alone."""
+
+    def proceed(self) -> None:
+        """Let it go on after `halt`."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs. Raises ServerEndedError."""
+
+    def kill(self) -> None:
+        """Ask for its end."""
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended. Raises ServerEndedError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitedCommand:
+    """What is to be run, and what it may take."""
+
+    command: tuple[str, ...]
+    home: Path  # where it works
+    cpu_s: int
+    address_space_nbytes: int
+    memory_nbytes: int | None = None  # of its own; None: as much as it may map
+    passed_on: tuple[str, ...] = PASSED_ON  # environment variables
+    sees_gpus: bool = False  # then it may map what it likes, as CUDA maps more than any limit allows
+
+
+# CUDA maps more addresses than the limit allows, and hardly anything of this needs it.
+_NO_GPUS: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
+
+# Tokenizers take all cores else; steps run side by side, and beside jobs.
+_TOKENIZER_THREADS: Mapping[str, str] = {"RAYON_NUM_THREADS": str(max(1, num_cores() // 4))}
+
+Start = Callable[[LimitedCommand, IO[bytes]], LimitedProcess]  # the second: where its output goes
+
+
+def start_limited(limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
+    """In a process that is started anew."""
+    home = limited.home
+    limits = [f"--cpu-s={limited.cpu_s}"]
+    gpus = _NO_GPUS
+    if limited.sees_gpus:
+        gpus = {name: os.environ[name] for name in _NO_GPUS if name in os.environ}
+    else:
+        limits.append(f"--address-space-nbytes={limited.address_space_nbytes}")
+        if limited.memory_nbytes is not None:
+            limits.append(f"--memory-nbytes={limited.memory_nbytes}")
+    return _Started(_start(limited.command, limited.passed_on, home=home, cwd=home, log=log, limits=limits, gpus=gpus))
+
+
+def _start(
+    command: Sequence[str],
+    passed_on: Sequence[str],
+    *,
+    home: Path,
+    cwd: Path,
+    log: IO[bytes],
+    limits: Sequence[str] = (),
+    gpus: Mapping[str, str] = _NO_GPUS,
+    stdin: int = subprocess.DEVNULL,
+    more: Mapping[str, str] | None = None,
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "windlass.service.preparation.sandbox.limited_exec", f"--parent-pid={os.getpid()}"),
+            *(*limits, "--", *command),
+        ],
+        env={
+            "HF_HUB_OFFLINE": "1",
+            **{name: os.environ[name] for name in passed_on if name in os.environ},
+            "HOME": str(home),
+            **WAIT_POLICY,
+            **_TOKENIZER_THREADS,
+            **gpus,
+            **(more or {}),
+        },
+        cwd=cwd,
+        stdin=stdin,
+        stdout=log,
+        stderr=log,
+    )
+
+
+class _Started:
+    """A process that was started anew."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def halt(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def proceed(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+
+class _Forked:
+    """A process that a server has forked, or will when it is through with its imports."""
+
+    def __init__(self, link: socket.socket, server: "subprocess.Popen[bytes]") -> None:
+        self._link = link
+        self._server = server
+        self._code: int | None = None
+        self._pid: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    def halt(self) -> None:
+        self._send(HALT)
+
+    def proceed(self) -> None:
+        self._send(CONTINUE)
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._link.send(message)
+
+    def poll(self) -> int | None:
+        while self._code is None:
+            try:
+                told = self._link.recv(16)
+            except BlockingIOError:
+                return None
+            except OSError:
+                told = b""
+            if told.startswith(PID.encode()):
+                self._pid = int(told[len(PID) :])
+                continue
+            self._link.close()
+            if not told:
+                code = self._server.poll()
+                how = "has ended" if code is None else describe_process_end(code)
+                raise ServerEndedError(f"the process that it was forked from, {self._server.pid}, {how}")
+            self._code = int(told)
+        return self._code
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._link.shutdown(socket.SHUT_WR)
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            told = select.poll()
+            told.register(self._link, select.POLLIN)
+            if not told.poll(_END_S * 1000):
+                self._server.kill()  # which ends the process too
+        return code
+
+
+class StepServer:
+    """A process that has imported modules, and forks for each that is to run. Where it has ended it is started anew."""
+
+    def __init__(self, modules: Iterable[str], log_path: Path, *, also: Iterable[str] = ()) -> None:
+        """`also`: imported too, for what the modules import only when they need it."""
+        self._modules = frozenset(modules)
+        self._imports = (*sorted(self._modules), *also)
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._orders: socket.socket | None = None
+
+    def begin(self) -> None:
+        """Have it running: it imports meanwhile. Raises OSError."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.setblocking(False)
+        with theirs, self._log_path.open("ab") as log:
+            # It has no home, and works where no module of a stranger's can lie.
+            self._process = _start(
+                (sys.executable, "-m", "windlass.service.preparation.sandbox.fork_server", *self._imports),
+                PASSED_ON,
+                home=Path("/nonexistent"),
+                cwd=Path("/"),
+                log=log,
+                stdin=theirs.fileno(),
+                more={"OPENBLAS_NUM_THREADS": "1"},  # NumPy's would start threads when it is imported
+            )
+
+    def start(self, limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
+        """Forked, where the command is one of the modules; else, and where there is no server, started anew."""
+        if self._can_run(limited):
+            try:
+                return self._fork(limited, log)
+            except OSError as error:
+                _LOG.warning("there is no step server (%s), see %s", error, self._log_path)
+        return start_limited(limited, log)
+
+    def close(self) -> None:
+        """End it, and with it all that it has forked."""
+        if self._orders is not None:
+            self._orders.close()
+            self._orders = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _can_run(self, limited: LimitedCommand) -> bool:
+        is_ours = limited.command[:2] == (sys.executable, "-m") and limited.command[2] in self._modules
+        return is_ours and limited.passed_on == PASSED_ON and not limited.sees_gpus
+
+    def _fork(self, limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
+        self.begin()
+        assert self._orders is not None, "it has begun"
+        assert self._process is not None, "it has begun"
+        module, *arguments = limited.command[2:]
+        order = StepOrder(
+            module=module,
+            arguments=arguments,
+            home=str(limited.home),
+            cpu_s=limited.cpu_s,
+            address_space_nbytes=limited.address_space_nbytes,
+            memory_nbytes=limited.memory_nbytes,
+        )
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            try:
+                socket.send_fds(self._orders, [order.to_message()], [log.fileno(), theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return _Forked(ours, self._process)

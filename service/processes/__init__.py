@@ -1,0 +1,5 @@
+"""Starts, supervises and ends the service's processes."""
+
+from windlass.exports import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

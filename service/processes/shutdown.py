@@ -1,0 +1,107 @@
+"""What `windlass down` does to the processes and the jobs of a home."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from windlass.service.auth import record_command
+from windlass.service.data import remove_arenas, remove_states
+from windlass.service.dispatcher import cancel_job, fail_job, open_journal, resume, take_in
+from windlass.service.installation import Serving, Settings, end_processes, find_serving, forget_killed, node_of
+from windlass.service.machine import RayCluster
+from windlass.service.validation import ReportedError, report_database_errors, told_jobs
+from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, JobStatus
+from windlass.storage.sql.repositories import JobRepository
+
+
+class JobsRunningError(ReportedError):
+    """Ending the service now would end jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What `down` found and ended."""
+
+    supervisor: Serving | None
+    num_ray_processes: int
+    failed_jobs: tuple[str, ...]
+
+
+def shut_down(settings: Settings, *, force: bool) -> Ended:
+    """End the supervisor, its children and the Ray daemon.
+
+    Raises JobsRunningError unless `force`, and DatabaseUnavailableError; with `force` only once everything has ended.
+    """
+    serving = find_serving(settings.home)
+    cluster = RayCluster(settings.home)
+    if serving is None and not cluster.pids:
+        cluster.stop()  # what a daemon that was killed left on the disk
+        forget_killed(settings.home)
+        return Ended(supervisor=None, num_ray_processes=0, failed_jobs=())
+    if not force and (jobs := running_jobs(settings)):
+        raise JobsRunningError(
+            f"still running: {told_jobs(jobs)}; wait, or use `windlass cancel`, or let what runs fail with "
+            "`windlass down --force`"
+        )
+    if serving is not None:
+        end_processes([serving.process], grace_s=20.0)
+    num_ray_processes = len(cluster.stop())
+    forget_killed(settings.home)
+    failed = _fail_jobs_left(settings)
+    return Ended(supervisor=serving, num_ray_processes=num_ray_processes, failed_jobs=failed)
+
+
+def running_jobs(settings: Settings) -> tuple[str, ...]:
+    """Ids of the jobs that hold a runner."""
+    with _database(settings) as database:
+        return tuple(job.id for job in _jobs_here(database, settings))
+
+
+def is_box_free(settings: Settings) -> bool:
+    """Whether no job trains here."""
+    return not (RayCluster(settings.home).pids and running_jobs(settings))
+
+
+def _fail_jobs_left(settings: Settings) -> tuple[str, ...]:
+    """End the jobs whose runners ended with Ray, unless they had an outcome just before."""
+    lost = "`windlass down --force` ended the service while this job ran; submit it again"
+
+    def end(session: Session, job: Job, _reason: str) -> None:
+        record_command(session, "shut_down", job.id)
+        if job.cancel_requested:
+            cancel_job(session, job)
+        elif job.status is JobStatus.PAUSING:
+            resume(settings, session, job, "the service was ended")
+        else:
+            fail_job(session, job, "service_stopped", lost)
+
+    with _database(settings) as database:
+        left = _jobs_here(database, settings)
+        for job in left:
+            take_in(database, settings, job, open_journal(settings, job).read_new(), lost=lost, when_lost=end)
+        with database.read() as session:
+            statuses = {job.id: JobRepository(session).get(job.id).status for job in left}
+        for job in left:
+            # One that had ended its attempt for another one, or paused, goes on when the service is back.
+            if statuses[job.id] in TERMINAL_STATUSES:
+                remove_states(settings, job)
+        remove_arenas()
+    return tuple(job.id for job in left if statuses[job.id] is JobStatus.FAILED)
+
+
+@contextmanager
+def _database(settings: Settings) -> Iterator[Database]:
+    database = Database(settings.database_url)
+    try:
+        with report_database_errors():
+            yield database
+    finally:
+        database.close()
+
+
+def _jobs_here(database: Database, settings: Settings) -> Sequence[Job]:
+    """Those that hold a runner of this home."""
+    with database.read() as session:
+        return JobRepository(session).with_status(JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(settings.home))

@@ -1,0 +1,239 @@
+"""Keeps the service up: one supervisor a home, with the API and the dispatcher as its child processes.
+
+The Ray daemon, and with it every job, is no child of it: jobs go on when the service ends.
+"""
+
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from windlass.service.auth import prepare_database
+from windlass.service.installation import (
+    HomeLock,
+    Settings,
+    find_gpus,
+    is_loopback,
+    num_cores,
+    prepare_home,
+    rotate_logs,
+    telling_of_disk,
+)
+from windlass.service.machine import RayCluster
+from windlass.service.validation import ReportedError
+
+_LOG = logging.getLogger(__name__)
+
+# Delays before a child that died is started again; one that ran for a minute starts over at the first.
+_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_STEADY_S = 60.0
+_GRACE_S = 8.0
+_ROTATE_EVERY_S = 60.0
+
+
+class PortInUseError(ReportedError):
+    """Another program listens where the API should."""
+
+
+class Child:
+    """A process that is started again whenever it ends."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log_path: Path,
+        cwd: Path,
+        fds: tuple[int, ...],
+    ) -> None:
+        self.name = name
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._log_path = log_path
+        self._cwd = cwd
+        self._fds = fds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_failures = 0
+        self._started_at = 0.0
+        self._start_at = 0.0  # monotonic; when it may start next
+
+    def tend(self, now: float) -> None:
+        """Start it if it does not run and its delay is over."""
+        if self._process is None:
+            if now >= self._start_at:
+                self._start(now)
+        elif (code := self._process.poll()) is not None:
+            self._process = None
+            if now - self._started_at >= _STEADY_S:
+                self._num_failures = 0
+            delay_s = self._put_off(now)
+            _LOG.warning("%s ended with code %d; next start in %g s; see %s", self.name, code, delay_s, self._log_path)
+
+    def signal_end(self) -> None:
+        """Ask it to end."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def finish(self, deadline: float) -> None:
+        """Wait until it has ended; kill it at the deadline."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def _start(self, now: float) -> None:
+        self._started_at = now
+        try:
+            self._process = self._open()
+        except OSError as error:  # a full disk, or no memory for one more process: that may pass
+            _LOG.warning("%s could not be started (%s); next try in %g s", self.name, error, self._put_off(now))
+
+    def _open(self) -> "subprocess.Popen[bytes]":
+        with self._log_path.open("ab") as log:
+            # A session of its own: Ctrl-C in a terminal reaches the supervisor, which ends its children in order.
+            return subprocess.Popen(
+                self._command,
+                env=self._environment,
+                cwd=self._cwd,
+                pass_fds=self._fds,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _put_off(self, now: float) -> float:
+        """How long the next start waits: each time longer."""
+        delay_s = _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
+        self._num_failures += 1
+        self._start_at = now + delay_s
+        return delay_s
+
+
+class Supervisor:
+    """Serves a home until it is told to end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._ending = False
+
+    def run(self) -> None:
+        """Start everything, keep it running, and return after SIGTERM or SIGINT.
+
+        Raises HomeError, AlreadyUpError, PortInUseError, UnprotectedError, DatabaseUnavailableError or
+        RayStartError, with no process left.
+        """
+        settings = self._settings
+        with telling_of_disk(settings.home):
+            prepare_home(settings.home)
+            lock = HomeLock(settings.home)
+            lock.acquire(settings.base_url)
+        try:
+            with (
+                telling_of_disk(settings.home),
+                listening(settings.host, settings.port) as listener,
+                self._ended_by_signals(),
+            ):
+                settings.make_dirs()
+                prepare_database(settings)
+                _warn_of_clear_text(settings)
+                if settings.ray_address is None:
+                    start_ray(settings)
+                self._serve(listener)
+        finally:
+            lock.release()
+
+    def _serve(self, listener: socket.socket) -> None:
+        children = [
+            self._child("api", f"--listener={listener.fileno()}", fds=(listener.fileno(),)),
+            self._child("dispatcher"),
+        ]
+        _LOG.info("serving %s at %s", self._settings.home, self._settings.base_url)
+        rotate_at = 0.0
+        try:
+            while not self._ending:
+                now = time.monotonic()
+                for child in children:
+                    child.tend(now)
+                if now >= rotate_at:
+                    rotate_at = now + _ROTATE_EVERY_S
+                    rotate_logs(self._settings.home / "logs", limit_nbytes=self._settings.log_mib * 1024**2)
+                time.sleep(0.1)
+        finally:
+            _LOG.info("ending")
+            for child in children:
+                child.signal_end()
+            deadline = time.monotonic() + _GRACE_S
+            for child in children:
+                child.finish(deadline)
+
+    def _child(self, role: str, *arguments: str, fds: tuple[int, ...] = ()) -> Child:
+        ray_environment = RayCluster(self._settings.home).environment if self._settings.ray_address is None else {}
+        return Child(
+            role,
+            [sys.executable, "-m", "windlass.service", role, f"--parent-pid={os.getpid()}", *arguments],
+            environment={**os.environ, **ray_environment, "WINDLASS_HOME": str(self._settings.home)},
+            log_path=self._settings.home / "logs" / f"{role}.log",
+            cwd=self._settings.home,
+            fds=fds,
+        )
+
+    @contextmanager
+    def _ended_by_signals(self) -> Iterator[None]:
+        def end(_signum: int, _frame: FrameType | None) -> None:
+            self._ending = True
+
+        previous = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+
+def _warn_of_clear_text(settings: Settings) -> None:
+    if not (is_loopback(settings.host) or settings.tls_certificate or settings.trusted_proxies):
+        _LOG.warning("host is %s without TLS: whoever listens on the network reads the API keys", settings.host)
+
+
+def start_ray(settings: Settings) -> None:
+    """Start the home's Ray daemon, or adopt the one that runs; RayStartError if neither works."""
+    started = RayCluster(settings.home).ensure_running(num_cpus=num_cores(), num_gpus=len(find_gpus()))
+    _LOG.info("Ray was %s", "started" if started else "running and is adopted, with the jobs it runs")
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """The API's socket: held by the supervisor, so that no other program can take the port while the API restarts.
+
+    Raises PortInUseError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        # Else the port can't be used for a minute after the last service's connections were closed.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(128)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            why = "is used by another program" if error.errno == errno.EADDRINUSE else "may not be used by you"
+            raise PortInUseError(
+                f"port {port} of {host} {why}; choose another with `windlass up --port` or WINDLASS_PORT"
+            ) from error
+        yield listener

@@ -1,0 +1,34 @@
+"""Errors, and checks of what users send: settings, names, texts, numbers."""
+
+from windlass.service.validation.database_errors import report_database_errors as report_database_errors
+from windlass.service.validation.hyperparameters import DEFAULT_CLIP_NORM as DEFAULT_CLIP_NORM
+from windlass.service.validation.hyperparameters import DEFAULT_LEARNING_RATE as DEFAULT_LEARNING_RATE
+from windlass.service.validation.hyperparameters import DEFAULT_SEQUENCE_LENGTH as DEFAULT_SEQUENCE_LENGTH
+from windlass.service.validation.hyperparameters import JobSettings as JobSettings
+from windlass.service.validation.hyperparameters import SupervisedHyperparameters as SupervisedHyperparameters
+from windlass.service.validation.hyperparameters import WindlassSettings as WindlassSettings
+from windlass.service.validation.hyperparameters import default_microbatches as default_microbatches
+from windlass.service.validation.hyperparameters import num_steps as num_steps
+from windlass.service.validation.hyperparameters import resolve as resolve
+from windlass.service.validation.json_numbers import JsonNumbers as JsonNumbers
+from windlass.service.validation.known_names import hint as hint
+from windlass.service.validation.known_names import name_hint as name_hint
+from windlass.service.validation.known_names import near_names as near_names
+from windlass.service.validation.model_ids import SUFFIX as SUFFIX
+from windlass.service.validation.model_ids import check_model_id as check_model_id
+from windlass.service.validation.model_ids import check_suffix as check_suffix
+from windlass.service.validation.model_ids import fine_tuned_model_id as fine_tuned_model_id
+from windlass.service.validation.model_ids import is_fine_tuned_id as is_fine_tuned_id
+from windlass.service.validation.model_ids import is_hub_id as is_hub_id
+from windlass.service.validation.model_ids import job_id_prefix as job_id_prefix
+from windlass.service.validation.model_ids import model_dir as model_dir
+from windlass.service.validation.model_ids import models_in as models_in
+from windlass.service.validation.reported_error import ERROR_PREFIX as ERROR_PREFIX
+from windlass.service.validation.reported_error import ReportedError as ReportedError
+from windlass.service.validation.request_errors import ApiError as ApiError
+from windlass.service.validation.request_errors import describe_value as describe_value
+from windlass.service.validation.text import check_storable as check_storable
+from windlass.service.validation.text import count_text as count_text
+from windlass.service.validation.text import told_jobs as told_jobs
+from windlass.service.validation.text import told_jobs_beside as told_jobs_beside
+from windlass.service.validation.text import told_preparation as told_preparation

@@ -1,0 +1,353 @@
+"""What a job may ask for, within which limits, and what "auto" and silence mean.
+
+`docs` and these numbers are one: 3 epochs; 0.2 percent of the examples a batch, but at least 8 and at most 64; at most
+4 examples a micro-batch; a peak learning rate of 2e-5 times the multiplier; 3 percent of the steps to warm up.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from windlass.actors.job import FinalModel, Hyperparameters, Initialization, Optimizer, Schedule
+from windlass.engine.memory_plan import UpdateOrder
+from windlass.service.validation.json_numbers import JsonNumbers
+from windlass.storage.ids import Formats, Precision, StatePrecision
+
+DEFAULT_EPOCHS = 3
+DEFAULT_SEQUENCE_LENGTH = 2048
+DEFAULT_LEARNING_RATE = 2e-5
+DEFAULT_WARMUP_RATIO = 0.03
+DEFAULT_WEIGHT_DECAY = 0.0
+DEFAULT_CLIP_NORM = 1.0
+BATCH_RATIO, LEAST_BATCH_SIZE, GREATEST_BATCH_SIZE = 0.002, 8, 64
+GREATEST_MICROBATCH_SIZE = 4
+DEFAULT_BETAS, DEFAULT_EPSILON = (0.9, 0.999), 1e-8
+
+# Of what has a default in the job itself, too: one source.
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Hyperparameters)}
+_LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
+_MAX_BATCH_SIZE = 4096
+_MAX_SEED = 2**63 - 1
+_MAX_MINUTES = 525_600  # a year
+_MAX_STEPS = 2**31 - 1
+
+
+def _auto_or_int(low: int, high: int) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
+            return value
+        raise ValueError(f'must be "auto" or a whole number from {low} to {high}')
+
+    return check
+
+
+def _described_as(number: dict[str, Any]) -> WithJsonSchema:
+    """What the API's description says of "auto" or such a number."""
+    return WithJsonSchema({"anyOf": [{"const": "auto", "type": "string"}, number]})
+
+
+def _auto_or_positive(value: Any) -> Any:
+    if value == "auto":
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1000:
+        return float(value)
+    raise ValueError('must be "auto" or a number above 0, at most 1000')
+
+
+def _auto_or_order(value: Any) -> Any:
+    if value == "auto":
+        return value
+    if value in list(UpdateOrder):
+        return UpdateOrder(value)
+    raise ValueError(f"must be one of {', '.join(('auto', *UpdateOrder))}")
+
+
+# In JSON a word is a string, which is no member of an enum to strict validation.
+_WORD = Field(strict=False)
+
+
+class _Strict(JsonNumbers):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class SupervisedHyperparameters(_Strict):
+    """The three that OpenAI's API knows."""
+
+    n_epochs: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_auto_or_int(1, 1000)),
+        _described_as({"type": "integer", "minimum": 1, "maximum": 1000}),
+    ] = "auto"
+    batch_size: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_auto_or_int(1, _MAX_BATCH_SIZE)),
+        _described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
+    ] = "auto"
+    learning_rate_multiplier: Annotated[
+        float | Literal["auto"],
+        PlainValidator(_auto_or_positive),
+        _described_as({"type": "number", "exclusiveMinimum": 0, "maximum": 1000}),
+    ] = "auto"
+
+
+class Budgets(_Strict):
+    """Memory a job may take, at most."""
+
+    host_memory_gib: float | None = Field(default=None, gt=0, le=65536)
+    gpu_memory_gib: float | None = Field(default=None, gt=0, le=65536)
+
+
+class EarlyStoppingSettings(_Strict):
+    """When a job ends before its last step."""
+
+    patience: int = Field(ge=1, le=1000)  # evaluations in a row without an improvement
+    min_delta: float = Field(default=0.0, ge=0)  # what a loss must be lower by, more than this, to be one
+
+
+class WindlassSettings(_Strict):
+    """What windlass adds to a request, in its `windlass` object."""
+
+    epochs: int | None = Field(default=None, ge=1, le=1000)
+    batch_size: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
+    num_microbatches: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
+    sequence_length: int | None = Field(default=None, ge=8, le=1_048_576)
+    learning_rate: float | None = Field(default=None, gt=0, le=1)
+    warmup_steps: int | None = Field(default=None, ge=0, le=_MAX_STEPS)
+    warmup: float | None = Field(default=None, ge=0, le=1)  # share of all steps
+    schedule: Annotated[Schedule, _WORD] = Schedule.LINEAR
+    weight_decay: float = Field(default=DEFAULT_WEIGHT_DECAY, ge=0, le=1)
+    clip_norm: float | None = Field(default=DEFAULT_CLIP_NORM, gt=0)  # null: no clipping
+    optimizer: Annotated[Optimizer, _WORD] = _DEFAULTS["optimizer"]
+    beta1: float = Field(default=DEFAULT_BETAS[0], ge=0, lt=1)
+    beta2: float = Field(default=DEFAULT_BETAS[1], ge=0, lt=1)
+    epsilon: float = Field(default=DEFAULT_EPSILON, gt=0, json_schema_extra={"minimum": _LEAST_EPSILON})
+    precision: Annotated[Precision, _WORD] = Precision.BF16
+    # Checked against what stands above them.
+    state_precision: Annotated[StatePrecision, _WORD] = _DEFAULTS["state_precision"]
+    accumulation_precision: Annotated[Precision, _WORD] = _DEFAULTS["accumulation_precision"]
+    gradient_updates: Annotated[
+        UpdateOrder | Literal["auto"],
+        BeforeValidator(_auto_or_order),
+        WithJsonSchema({"enum": ["auto", *UpdateOrder]}),
+    ] = "auto"
+    max_bad_steps: int = Field(default=_DEFAULTS["max_bad_steps"], ge=0, le=1000)
+    model_kernels: Literal["auto", "torch"] = "auto"
+    seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
+    priority: int = Field(default=0, ge=-1000, le=1000)  # smaller runs first
+    checkpoint_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps
+    checkpoint_minutes: float | None = Field(default=None, gt=0, le=_MAX_MINUTES)
+    # Of the two above: the last so many; null: all.
+    keep_checkpoints: int | None = Field(default=None, ge=1, le=_MAX_STEPS)
+    keep_best: bool = False
+    early_stopping: EarlyStoppingSettings | None = None
+    final_model: Annotated[FinalModel, _WORD] = FinalModel.LAST
+    evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
+    initialization: Annotated[Initialization, _WORD] = Initialization.WEIGHTS
+    gpus: Literal[1] = 1
+    budgets: Budgets = Budgets()
+    lora: None = None
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _no_lora_yet(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("LoRA is not supported yet: windlass trains all parameters")
+        return value
+
+    @field_validator("epsilon")
+    @classmethod
+    def _fp32_has_it(cls, epsilon: float) -> float:
+        if epsilon < _LEAST_EPSILON:
+            raise ValueError(
+                f"must be at least {_LEAST_EPSILON}: fp32 takes less for 0, and then a gradient of 0 makes 0 / 0"
+            )
+        return epsilon
+
+    @field_validator("state_precision")
+    @classmethod
+    def _states_fit_the_model(cls, states: StatePrecision, info: ValidationInfo) -> StatePrecision:
+        if "precision" in info.data:  # absent where it is wrong itself
+            Formats(info.data["precision"], states)
+        return states
+
+    @field_validator("accumulation_precision")
+    @classmethod
+    def _sums_fit_the_model(cls, sums: Precision, info: ValidationInfo) -> Precision:
+        model = info.data.get("precision", sums)
+        if sums not in (Precision.FP32, model):
+            raise ValueError(f"must be fp32 or the model's own precision: {sums} sums do not go with precision {model}")
+        return sums
+
+    @field_validator("gradient_updates")
+    @classmethod
+    def _order_is_exact(cls, order: UpdateOrder | str, info: ValidationInfo) -> UpdateOrder | str:
+        if order == "auto" or UpdateOrder(order).keeps_grads:
+            return order
+        why = "every gradient must be known before the first update"
+        if info.data.get("precision") is Precision.FP16:
+            raise ValueError(
+                f"with precision fp16 {why}, as one overflow skips the step; choose auto or kept, or precision bf16"
+            )
+        if (clip_norm := info.data.get("clip_norm")) is not None:
+            raise ValueError(
+                f"with clip_norm {clip_norm} {why}, as the norm is that of all; set clip_norm to null, or choose auto "
+                "or kept"
+            )
+        return order
+
+    @field_validator("keep_checkpoints")
+    @classmethod
+    def _there_are_some_to_keep(cls, number: int | None, info: ValidationInfo) -> int | None:
+        asked = [info.data.get(name, "wrong") for name in ("checkpoint_every", "checkpoint_minutes")]
+        if number is not None and asked == [None, None]:
+            raise ValueError("without checkpoint_every or checkpoint_minutes there are none to keep")
+        return number
+
+    @property
+    def update_order(self) -> UpdateOrder | None:
+        """The order of updates that was asked for; None: the fastest one that is exact."""
+        return None if self.gradient_updates == "auto" else self.gradient_updates
+
+    @property
+    def needs_validation(self) -> str | None:
+        """A setting that goes by the validation loss; None if there is none."""
+        asked = {
+            "keep_best": self.keep_best,
+            "early_stopping": self.early_stopping is not None,
+            "final_model": self.final_model is FinalModel.BEST,
+        }
+        return next((name for name, is_asked in asked.items() if is_asked), None)
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup is not None and self.warmup_steps is not None:
+            raise ValueError(f"give warmup ({self.warmup}) or warmup_steps ({self.warmup_steps}), not both")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """All that a request says on how to train, checked; stored with the job as two JSON objects and the seed."""
+
+    supervised: SupervisedHyperparameters
+    windlass: WindlassSettings
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse what is said twice, differently."""
+        mine, theirs = self.windlass, self.supervised
+        for name, value, other in (
+            ("epochs", mine.epochs, theirs.n_epochs),
+            ("batch_size", mine.batch_size, theirs.batch_size),
+        ):
+            if value is not None and other not in ("auto", value):
+                raise ValueError(f"windlass.{name} is {value} but the method's hyperparameters say {other}")
+        if mine.learning_rate is not None and theirs.learning_rate_multiplier != "auto":
+            raise ValueError(
+                f"give windlass.learning_rate ({mine.learning_rate}) or the method's learning_rate_multiplier "
+                f"({theirs.learning_rate_multiplier}), not both"
+            )
+        batch_size = mine.batch_size or (None if theirs.batch_size == "auto" else theirs.batch_size)
+        if batch_size is not None and mine.num_microbatches is not None and mine.num_microbatches > batch_size:
+            raise ValueError(
+                f"windlass.num_microbatches is {mine.num_microbatches}, but a batch has only {batch_size} examples"
+            )
+
+    @classmethod
+    def from_row(cls, method: dict[str, Any], windlass: dict[str, Any], seed: int) -> "JobSettings":
+        """Read what a job's row keeps in its columns `method`, `windlass` and `seed`."""
+        return cls(
+            supervised=SupervisedHyperparameters.model_validate(method["supervised"]["hyperparameters"]),
+            windlass=WindlassSettings.model_validate(windlass),
+            seed=seed,
+        )
+
+    @property
+    def initialization(self) -> Initialization:
+        """Where the first weights come from."""
+        return self.windlass.initialization
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens an example may have; longer ones are cut."""
+        return self.windlass.sequence_length or DEFAULT_SEQUENCE_LENGTH
+
+
+def resolve(settings: JobSettings, num_examples: int) -> Hyperparameters:
+    """Turn every "auto" into a number, once the training data has been counted."""
+    extras = settings.windlass
+    epochs, batch_size = _epochs(settings), _batch_size(settings, num_examples)
+    num_microbatches = extras.num_microbatches or default_microbatches(batch_size)
+    total_steps = num_steps(epochs, batch_size, num_examples)
+    hyper = Hyperparameters(
+        epochs=epochs,
+        batch_size=batch_size,
+        num_microbatches=min(num_microbatches, batch_size),
+        sequence_length=settings.sequence_length,
+        learning_rate=_learning_rate(settings),
+        warmup_steps=_warmup_steps(extras, total_steps),
+        schedule=extras.schedule,
+        weight_decay=extras.weight_decay,
+        beta1=extras.beta1,
+        beta2=extras.beta2,
+        epsilon=extras.epsilon,
+        clip_norm=extras.clip_norm,
+        precision=extras.precision,
+        seed=settings.seed,
+        optimizer=extras.optimizer,
+        state_precision=extras.state_precision,
+        accumulation_precision=extras.accumulation_precision,
+        update_order=extras.update_order,
+        max_bad_steps=extras.max_bad_steps,
+        model_kernels=None if extras.model_kernels == "auto" else (),
+    )
+    return replace(hyper, update_order=hyper.order_of_updates)
+
+
+def default_microbatches(batch_size: int) -> int:
+    """Parts that a batch is computed in where nobody says."""
+    return math.ceil(batch_size / GREATEST_MICROBATCH_SIZE)
+
+
+def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:
+    """Steps of a job. An epoch's last batch may be smaller; no example is left out."""
+    if num_examples < 1:
+        raise ValueError(f"training needs at least one example, got {num_examples}")
+    return epochs * math.ceil(num_examples / batch_size)
+
+
+def _epochs(settings: JobSettings) -> int:
+    asked = settings.supervised.n_epochs
+    return settings.windlass.epochs or (DEFAULT_EPOCHS if asked == "auto" else asked)
+
+
+def _batch_size(settings: JobSettings, num_examples: int) -> int:
+    asked = settings.windlass.batch_size or settings.supervised.batch_size
+    chosen = min(max(round(BATCH_RATIO * num_examples), LEAST_BATCH_SIZE), GREATEST_BATCH_SIZE)
+    return min(chosen if asked == "auto" else asked, max(num_examples, 1))
+
+
+def _learning_rate(settings: JobSettings) -> float:
+    if settings.windlass.learning_rate is not None:
+        return settings.windlass.learning_rate
+    multiplier = settings.supervised.learning_rate_multiplier
+    return DEFAULT_LEARNING_RATE * (1.0 if multiplier == "auto" else multiplier)
+
+
+def _warmup_steps(extras: WindlassSettings, total_steps: int) -> int:
+    if extras.warmup_steps is not None:
+        return min(extras.warmup_steps, total_steps)
+    ratio = DEFAULT_WARMUP_RATIO if extras.warmup is None else extras.warmup
+    return math.ceil(ratio * total_steps)

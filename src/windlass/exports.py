@@ -1,0 +1,37 @@
+"""Public names of a package that are imported when they are first used.
+
+Each room of windlass lists in its `__init__.pyi` the names that other rooms may import from it. Its `__init__.py` calls
+`lazy_exports`. So type checkers see plain imports, and a process loads no more of a room than it uses. This matters
+because an actor that needs only a dataclass of a room must not load torch.
+
+Source: Scientific Python's SPEC 1, "Lazy Loading of Submodules and Functions".
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+_EXPORT = re.compile(r"^from (?P<module>[\w.]+) import (?P<name>\w+) as (?P=name)$", re.MULTILINE)
+
+
+def exported_names(stub: Path) -> dict[str, str]:
+    """The names that a stub exports, with the module that each is defined in; a submodule is its package's name."""
+    return {match["name"]: match["module"] for match in _EXPORT.finditer(stub.read_text(encoding="utf-8"))}
+
+
+def lazy_exports(package: str, init_file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a package, from the `__init__.pyi` beside its `__init__.py`."""
+    names = exported_names(Path(init_file).with_suffix(".pyi"))
+
+    def get(name: str) -> Any:
+        module = names.get(name)
+        if module is None or module == package:  # a submodule: the import system finds it
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(module), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted(names)

@@ -1,0 +1,61 @@
+"""Describes how a child process ended: its exit code or signal by name, and what that usually means."""
+
+import re
+import signal
+
+from windlass.amounts import GIB
+from windlass.storage.memory import memory_available_nbytes
+
+_CRASHES = frozenset(
+    (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
+)
+# The last line that a process prints when an allocation fails: Python's exceptions, C++'s, and the C library's error.
+_OUT_OF_MEMORY = re.compile(r"^[\w.]*MemoryError\b|std::bad_alloc|[Cc]an(not|'t) allocate memory")
+_MOST_CHARS = 300  # of a process's last line
+
+
+def describe_process_end(exit_code: int, *, after_s: float | None = None, limit_nbytes: int | None = None) -> str:
+    """How a process ended, as the rest of a sentence whose subject is the process.
+
+    `exit_code`: as `subprocess` has it, so that signals are negative. `after_s`: how long the process ran.
+    `limit_nbytes`: the memory that it could address.
+    """
+    after = "" if after_s is None else f" after {after_s:.0f} s"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}{after}"
+    name = _name(-exit_code)
+    if -exit_code == signal.SIGKILL:
+        limit = "" if limit_nbytes is None else f"; its limit was {limit_nbytes / GIB:.1f} GiB"
+        free = f"{memory_available_nbytes() / GIB:.1f} GiB are free without it{limit}"
+        return f"was killed by {name}{after}, most likely because the machine ran out of memory ({free})"
+    if -exit_code in _CRASHES:
+        limit = "" if limit_nbytes is None else f" (its limit was {limit_nbytes / GIB:.1f} GiB)"
+        return f"crashed with {name}{after}: a defect of a library, or too little memory{limit}"
+    return f"was ended by {name}{after}"
+
+
+def explain_process_end(exit_code: int, output: str) -> str:
+    """Why a process ended that printed its error last: that line, or how it ended where a signal did it."""
+    line = last_line(output)
+    if exit_code > 0 and line:
+        return line
+    return f"its process {describe_process_end(exit_code)}" + (f"; it said last: {line}" if line else "")
+
+
+def last_line(output: str) -> str:
+    """The last line that a process printed, shortened; "" where it printed none."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    printable = "".join(char if char.isprintable() else " " for char in lines[-1]) if lines else ""
+    return printable if len(printable) <= _MOST_CHARS else f"{printable[:_MOST_CHARS]}…"
+
+
+def tells_of_no_memory(line: str) -> bool:
+    """Whether a process's last line says that an allocation failed."""
+    return _OUT_OF_MEMORY.search(line) is not None
+
+
+def _name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"

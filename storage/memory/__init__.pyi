@@ -1,0 +1,17 @@
+"""Shared memory: arenas, their slots, huge pages, and the space that is left."""
+
+from windlass.storage.memory.arena import ALIGNMENT_NBYTES as ALIGNMENT_NBYTES
+from windlass.storage.memory.arena import Arena as Arena
+from windlass.storage.memory.arena import SlotPool as SlotPool
+from windlass.storage.memory.arena import arena_path as arena_path
+from windlass.storage.memory.arena import arenas_in as arenas_in
+from windlass.storage.memory.arena import remove_leftovers as remove_leftovers
+from windlass.storage.memory.capacity import InsufficientSpaceError as InsufficientSpaceError
+from windlass.storage.memory.capacity import arena_room_nbytes as arena_room_nbytes
+from windlass.storage.memory.capacity import directory_free_nbytes as directory_free_nbytes
+from windlass.storage.memory.capacity import directory_nbytes as directory_nbytes
+from windlass.storage.memory.capacity import is_for_want_of_room as is_for_want_of_room
+from windlass.storage.memory.capacity import may_find_room_later as may_find_room_later
+from windlass.storage.memory.capacity import memory_available_nbytes as memory_available_nbytes
+from windlass.storage.memory.capacity import require_arena_room as require_arena_room
+from windlass.storage.memory.capacity import require_disk_room as require_disk_room

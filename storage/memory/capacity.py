@@ -1,0 +1,162 @@
+"""Is there enough room? Asked before memory or disk is taken, so that a job is refused and nothing is half done."""
+
+import errno
+import os
+from pathlib import Path
+
+import psutil
+
+from windlass.amounts import bytes_text
+
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+
+
+class InsufficientSpaceError(RuntimeError):
+    """What was wanted does not fit; nothing has been taken."""
+
+    errno = errno.ENOSPC
+
+    def __init__(self, what: str, path: str, needed_nbytes: int, free_nbytes: int, advice: str) -> None:
+        super().__init__(what, path, needed_nbytes, free_nbytes, advice)
+        self.what = what
+        self.path = path
+        self.needed_nbytes = needed_nbytes
+        self.free_nbytes = free_nbytes
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return (
+            f"not enough room in {self.path} for {self.what}: {bytes_text(self.needed_nbytes)} needed, "
+            f"{bytes_text(self.needed_nbytes - self.free_nbytes)} more than the {bytes_text(self.free_nbytes)} free; "
+            f"{self.advice}"
+        )
+
+
+class DiskFull(InsufficientSpaceError):
+    """The file system of `path` has less than `needed_nbytes` free; once it has, the same may be tried again."""
+
+    @property
+    def directory(self) -> str:
+        """The directory whose free bytes were counted."""
+        return self.path
+
+
+def is_for_want_of_room(error: BaseException | None) -> bool:
+    """Whether a full disk or a quota is what made this fail, or what it was raised from: it may pass."""
+    while error is not None:
+        if getattr(error, "errno", None) in _FULL:
+            return True
+        # Ray wraps what an actor raised.
+        error = getattr(error, "cause", None) or error.__cause__
+    return False
+
+
+def may_find_room_later(error: BaseException, attempt: int) -> bool:
+    """Whether a job's next attempt may find the room that this one did not.
+
+    A job that asks for more than there is shall know at once; one that has trained waits.
+    """
+    return is_for_want_of_room(error) and (attempt > 1 or not isinstance(error, InsufficientSpaceError))
+
+
+def directory_free_nbytes(directory: Path) -> int:
+    """Bytes an ordinary user can still write in the file system that holds `directory`."""
+    facts = os.statvfs(directory)
+    return facts.f_bavail * facts.f_frsize
+
+
+def directory_nbytes(directory: Path) -> int:
+    """Bytes of the file system that holds `directory`, used ones included."""
+    facts = os.statvfs(directory)
+    return facts.f_blocks * facts.f_frsize
+
+
+def memory_available_nbytes() -> int:
+    """Bytes of memory this process may still take: what the machine has, or its control groups allow, if less."""
+    machine = int(psutil.virtual_memory().available)
+    group = cgroup_available_nbytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return machine if group is None else min(machine, group)
+
+
+def cgroup_available_nbytes(membership: Path, root: Path) -> int | None:
+    """Bytes the memory control groups (version 1 or 2) still allow; None where no group sets a limit.
+
+    `membership` is the process's cgroup file, `root` the place where control groups are mounted.
+    """
+    if not membership.is_file():
+        return None
+    available: list[int] = []
+    for line in membership.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            available += _levels_available(root, group, names)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            available += _levels_available(root / "memory", group, names)
+    return min(available, default=None)
+
+
+def require_disk_room(what: str, directory: Path, nbytes: int) -> None:
+    """Refuse what does not fit on the disk of `directory`.
+
+    Raises:
+        DiskFull: with the bytes needed and free.
+    """
+    free = directory_free_nbytes(directory)
+    if nbytes > free:
+        advice = "delete files there, or choose a directory on a larger disk"
+        raise DiskFull(what, str(directory), nbytes, free, advice)
+
+
+def arena_room_nbytes(directory: Path) -> int:
+    """Bytes that an arena in the shared-memory directory may have."""
+    return min(directory_free_nbytes(directory), memory_available_nbytes())
+
+
+def require_arena_room(directory: Path, nbytes: int) -> None:
+    """Refuse an arena that the shared-memory directory or the machine's memory cannot hold.
+
+    Raises:
+        InsufficientSpaceError: with the bytes needed and free.
+    """
+    what = "the arena of host buffers"
+    free = directory_free_nbytes(directory)
+    if nbytes > free:
+        advice = (
+            f"enlarge it (`mount -o remount,size=... {directory}`; for a container, its shm size), or lower the "
+            "job's host memory budget, or stop other jobs"
+        )
+        raise InsufficientSpaceError(what, str(directory), nbytes, free, advice)
+    free = memory_available_nbytes()
+    if nbytes > free:
+        advice = "lower the job's host memory budget, close other programs, or raise the container's memory limit"
+        raise InsufficientSpaceError(what, "memory", nbytes, free, advice)
+
+
+def _levels_available(mount: Path, group: str, names: tuple[str, str, str]) -> list[int]:
+    """Room at a group and at every group above it. Inside a container only the upper ones can be seen."""
+    limit_name, usage_name, cache_name = names
+    level = mount / group.lstrip("/")
+    available = []
+    for folder in (level, *level.parents):
+        limit_file, usage_file = folder / limit_name, folder / usage_name
+        if limit_file.is_file() and usage_file.is_file():
+            limit = limit_file.read_text().strip()
+            if limit != "max":
+                # Clean file cache counts as used but is given up on demand.
+                used = int(usage_file.read_text()) - _stat_value(folder / "memory.stat", cache_name)
+                available.append(max(0, int(limit) - used))
+        if folder == mount:
+            break
+    return available
+
+
+def _stat_value(stat: Path, name: str) -> int:
+    if not stat.is_file():
+        return 0
+    for line in stat.read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0

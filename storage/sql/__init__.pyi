@@ -1,0 +1,33 @@
+"""The database: its tables, its sessions, its errors."""
+
+from windlass.storage.sql.database import SUPPORTED_DATABASES as SUPPORTED_DATABASES
+from windlass.storage.sql.database import Database as Database
+from windlass.storage.sql.database import check_whole as check_whole
+from windlass.storage.sql.database import migrate as migrate
+from windlass.storage.sql.database import why_unavailable as why_unavailable
+from windlass.storage.sql.errors import DamagedDatabase as DamagedDatabase
+from windlass.storage.sql.errors import JournalError as JournalError
+from windlass.storage.sql.errors import NewerDatabase as NewerDatabase
+from windlass.storage.sql.errors import NotFound as NotFound
+from windlass.storage.sql.errors import StatusConflict as StatusConflict
+from windlass.storage.sql.job_status import ACTIVE_STATUSES as ACTIVE_STATUSES
+from windlass.storage.sql.job_status import TERMINAL_STATUSES as TERMINAL_STATUSES
+from windlass.storage.sql.job_status import IllegalTransition as IllegalTransition
+from windlass.storage.sql.job_status import JobStatus as JobStatus
+from windlass.storage.sql.job_status import check_transition as check_transition
+from windlass.storage.sql.models import ApiKey as ApiKey
+from windlass.storage.sql.models import AuditEvent as AuditEvent
+from windlass.storage.sql.models import Base as Base
+from windlass.storage.sql.models import Checkpoint as Checkpoint
+from windlass.storage.sql.models import DeletedJob as DeletedJob
+from windlass.storage.sql.models import Dispatcher as Dispatcher
+from windlass.storage.sql.models import File as File
+from windlass.storage.sql.models import Job as Job
+from windlass.storage.sql.models import JobEvent as JobEvent
+from windlass.storage.sql.models import JobMetrics as JobMetrics
+from windlass.storage.sql.models import LoginSession as LoginSession
+from windlass.storage.sql.models import Removal as Removal
+from windlass.storage.sql.models import WebhookDelivery as WebhookDelivery
+from windlass.storage.sql.models import WebhookEndpoint as WebhookEndpoint
+from windlass.storage.sql.paging import Page as Page
+from windlass.storage.sql.paging import page_of as page_of

@@ -1,0 +1,375 @@
+"""The jobs table: creation, lists, and the only place where a status changes."""
+
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+
+from sqlalchemy import CursorResult, func, or_, select, tuple_, update
+from sqlalchemy.orm import Session
+
+from windlass.storage.sql import (
+    ACTIVE_STATUSES,
+    TERMINAL_STATUSES,
+    DeletedJob,
+    IllegalTransition,
+    Job,
+    JobStatus,
+    NotFound,
+    Page,
+    StatusConflict,
+    check_transition,
+    page_of,
+)
+from windlass.storage.sql.repositories.deletions import begins_with
+from windlass.storage.sql.repositories.events import EventRepository
+from windlass.storage.sql.repositories.webhooks import WebhookRepository
+
+
+def new_job_id() -> str:
+    """An id nobody can guess."""
+    return f"ftjob-{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewJob:
+    """A job as it was asked for; everything has been checked."""
+
+    model: str
+    training_file: str
+    validation_file: str | None
+    suffix: str | None
+    seed: int
+    method: dict[str, Any]
+    windlass: dict[str, Any]
+    metadata: dict[str, str]
+    priority: int
+    idempotency_key: str | None
+    request_digest: str | None
+    node: str | None = None  # whose home has its files; None: that of whoever claims it
+    owner: str | None = None  # a user; None: no key was needed
+
+
+class JobFields(TypedDict, total=False):
+    """What a change of status, or of nothing but these, may write beside it."""
+
+    attempt: int
+    hyperparameters: dict[str, Any]
+    waiting_reason: str | None
+    preparation: dict[str, Any] | None
+    step: int
+    total_steps: int
+    trained_tokens: int
+    estimated_finish: float | None
+    finish_is_measured: bool
+    plan_number: int
+    num_lost: int
+    error: dict[str, Any]
+    fine_tuned_model: str
+    result_files: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    """For whom a change is meant."""
+
+    attempt: int
+    lease_holder: str | None
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt}" + ("" if self.lease_holder is None else f" of {self.lease_holder}")
+
+
+def _fence(seen: Job | None) -> _Fence | None:
+    # Taken before the job is read again, which would change a row of the same session.
+    return None if seen is None else _Fence(seen.attempt, seen.lease_holder)
+
+
+class JobRepository:
+    """Jobs, within the caller's transaction.
+
+    With `only_of`, `get` and all that begins with it, and `page`, know that user's jobs and no others.
+    """
+
+    def __init__(self, session: Session, only_of: str | None = None) -> None:
+        self._session = session
+        self._only_of = only_of
+
+    def create(self, new: NewJob) -> Job:
+        """Add a job, to be validated first, and its first event."""
+        job = Job(
+            id=new_job_id(),
+            status=JobStatus.VALIDATING_FILES,
+            created_at=time.time(),
+            owner=new.owner,
+            model=new.model,
+            training_file=new.training_file,
+            validation_file=new.validation_file,
+            suffix=new.suffix,
+            seed=new.seed,
+            method=new.method,
+            windlass=new.windlass,
+            job_metadata=new.metadata,
+            priority=new.priority,
+            idempotency_key=new.idempotency_key,
+            request_digest=new.request_digest,
+            node=new.node,
+            result_files=[],
+        )
+        self._session.add(job)
+        self._session.flush()
+        self._event(job, f"Created fine-tuning job: {job.id}", "info", {"status": job.status.value})
+        return job
+
+    def get(self, job_id: str) -> Job:
+        """The job as it is now; NotFound if there is none."""
+        job = self.find(job_id)
+        if job is None or self._only_of not in (None, job.owner):
+            raise NotFound("fine-tuning job", job_id)
+        return job
+
+    def find(self, job_id: str) -> Job | None:
+        """The job as it is now, if there is one, whosever it is."""
+        return self._session.get(Job, job_id, populate_existing=True)
+
+    def by_idempotency_key(self, owner: str | None, keys: Collection[str]) -> Job | None:
+        """The job that a request of this user with one of these keys made."""
+        return self._session.scalar(select(Job).where(Job.owner == owner, Job.idempotency_key.in_(keys)).limit(1))
+
+    def owners_by_prefix(self, prefix: str) -> tuple[str | None, ...]:
+        """The owners of the jobs whose ids begin so, deleted or not: of one, as a rule; none where none is known."""
+        there = select(Job.owner).where(*begins_with(Job.id, prefix))
+        deleted = select(DeletedJob.owner).where(*begins_with(DeletedJob.id, prefix))
+        return tuple(self._session.scalars(there.union_all(deleted)))
+
+    def all_ids(self) -> frozenset[str]:
+        """Of all jobs, and of those that were deleted."""
+        there, deleted = select(Job.id), select(DeletedJob.id)
+        if self._only_of is not None:
+            there, deleted = there.where(Job.owner == self._only_of), deleted.where(DeletedJob.owner == self._only_of)
+        return frozenset(self._session.scalars(there.union_all(deleted)))
+
+    def by_prefix(self, prefix: str) -> Job | None:
+        """The job whose id begins so, whosever it is; None if there is none, or several."""
+        found = self._session.scalars(select(Job).where(*begins_with(Job.id, prefix)).limit(2)).all()
+        return found[0] if len(found) == 1 else None
+
+    def page(self, *, limit: int, after: str | None, metadata: Mapping[str, str]) -> Page[Job]:
+        """Jobs, newest first, that carry all these metadata pairs; NotFound if `after` is not a job's id."""
+        query = select(Job).order_by(Job.created_at.desc(), Job.id.desc()).limit(limit + 1)
+        if self._only_of is not None:
+            query = query.where(Job.owner == self._only_of)
+        for key, value in metadata.items():
+            query = query.where(Job.job_metadata[key].as_string() == value)
+        if after is not None:
+            last = self.get(after)
+            query = query.where(tuple_(Job.created_at, Job.id) < tuple_(last.created_at, last.id))
+        return page_of(self._session.scalars(query).all(), limit)
+
+    def with_status(
+        self, *statuses: JobStatus, node: str | None = None, lease_holder: str | None = None
+    ) -> Sequence[Job]:
+        """Jobs in any of these statuses, in the order in which they get their turn: (priority, created_at, id).
+
+        Of one node or of none yet, or held by one dispatcher, where such is given.
+        """
+        query = select(Job).where(Job.status.in_(statuses)).order_by(Job.priority, Job.created_at, Job.id)
+        if node is not None:
+            query = query.where(or_(Job.node == node, Job.node.is_(None)))
+        if lease_holder is not None:
+            query = query.where(Job.lease_holder == lease_holder)
+        return self._session.scalars(query).all()
+
+    def count_by_status(self) -> dict[JobStatus, int]:
+        """Of all jobs; statuses that none is in are left out."""
+        query = select(Job.status, func.count().label("number")).group_by(Job.status)
+        return {row.status: row.number for row in self._session.execute(query)}
+
+    def count_waiting(self, owner: str | None) -> int:
+        """How many unfinished jobs a user has that do not run, paused ones included."""
+        waiting = ACTIVE_STATUSES - {JobStatus.RUNNING, JobStatus.PAUSING}
+        query = select(func.count()).select_from(Job).where(Job.owner == owner, Job.status.in_(waiting))
+        return self._session.scalar(query) or 0
+
+    def last_began(self, owners: Collection[str | None]) -> dict[str | None, float]:
+        """When each of these owners' jobs began to run last; owners of whom none has begun are left out."""
+        is_known = or_(Job.owner.in_([owner for owner in owners if owner is not None]), Job.owner.is_(None))
+        query = select(Job.owner, func.max(Job.launched_at).label("at")).where(is_known).group_by(Job.owner)
+        return {row.owner: row.at for row in self._session.execute(query) if row.at is not None}
+
+    def oldest_queued_at(self) -> float | None:
+        """When the oldest job that is queued was created."""
+        # As a sum, so that SQLite looks through the jobs of this status and not through all, from the oldest on.
+        return self._session.scalar(select(func.min(Job.created_at + 0)).where(Job.status == JobStatus.QUEUED))
+
+    def cancel_requests(self) -> Sequence[Job]:
+        """Jobs that hold a runner and whose owner wants them cancelled."""
+        query = select(Job).where(Job.cancel_requested, Job.status.in_(ACTIVE_STATUSES)).order_by(Job.created_at)
+        return self._session.scalars(query).all()
+
+    def active_using_file(self, file_id: str) -> Sequence[Job]:
+        """Unfinished jobs that train or validate on a file."""
+        uses = or_(Job.training_file == file_id, Job.validation_file == file_id)
+        return self._session.scalars(select(Job).where(uses, Job.status.in_(ACTIVE_STATUSES))).all()
+
+    def active_using_models(self, models: Collection[str]) -> Sequence[Job]:
+        """Unfinished jobs that start from one of these models."""
+        return self._session.scalars(select(Job).where(Job.model.in_(models), Job.status.in_(ACTIVE_STATUSES))).all()
+
+    def active_using_checkpoints_of(self, model: str) -> Sequence[Job]:
+        """Unfinished jobs that start from a checkpoint on the way to this model."""
+        is_checkpoint = Job.model.startswith(f"{model}-step-", autoescape=True)
+        return self._session.scalars(select(Job).where(is_checkpoint, Job.status.in_(ACTIVE_STATUSES))).all()
+
+    def request_cancel(self, job_id: str) -> Job:
+        """Cancel a job that no runner holds; ask the dispatcher to stop one that a runner does.
+
+        Raises IllegalTransition if the job is finished. Asking again changes nothing.
+        """
+        job = self.get(job_id)
+        check_transition(job_id, job.status, JobStatus.CANCELLED)
+        if job.status in (JobStatus.VALIDATING_FILES, JobStatus.QUEUED, JobStatus.PAUSED):
+            return self.transition(job_id, job.status, JobStatus.CANCELLED, message="Fine-tuning job cancelled")
+        if not job.cancel_requested:
+            self._update(job, (job.status,), None, {"cancel_requested": True})
+            self._event(job, "Cancelling: the runner is asked to stop", "info", {})
+        return self.get(job_id)
+
+    def request_pause(self, job_id: str) -> Job:
+        """Pause a job that no runner holds; one that a runner does pauses after its step. Asking again changes nothing.
+
+        Raises IllegalTransition if the job is finished or paused, and StatusConflict if it is to be cancelled.
+        """
+        job = self.get(job_id)
+        if job.status is JobStatus.PAUSING:
+            return job
+        if job.status is not JobStatus.RUNNING:
+            return self.transition(job_id, job.status, JobStatus.PAUSED, message="Paused")
+        if job.cancel_requested:
+            raise StatusConflict(job_id, "running", "running and asked to end")
+        message = "Pausing: the runner ends its attempt after its step"
+        return self.transition(job_id, job.status, JobStatus.PAUSING, message=message)
+
+    def request_resume(self, job_id: str) -> Job:
+        """Let a paused job go on, or be prepared if it was not; one that is about to pause does not rest.
+
+        Raises IllegalTransition if it has ended, and StatusConflict if it is neither, or is to be cancelled.
+        """
+        job = self.get(job_id)
+        if job.status in TERMINAL_STATUSES:
+            raise IllegalTransition(job_id, job.status, JobStatus.RUNNING)
+        if job.status is JobStatus.PAUSING:
+            if job.cancel_requested:
+                raise StatusConflict(job_id, JobStatus.PAUSED, "pausing and asked to end")
+            return self.transition(job_id, job.status, JobStatus.RUNNING, message="Resumed before it had paused")
+        target = JobStatus.VALIDATING_FILES if job.hyperparameters is None else JobStatus.QUEUED
+        if job.status is not JobStatus.PAUSED:
+            raise StatusConflict(job_id, JobStatus.PAUSED, job.status)
+        return self.transition(job_id, job.status, target, message="Resumed", num_lost=0)
+
+    def transition(
+        self,
+        job_id: str,
+        source: JobStatus,
+        target: JobStatus,
+        *,
+        message: str,
+        level: str = "info",
+        seen: Job | None = None,
+        **fields: Unpack[JobFields],
+    ) -> Job:
+        """Change a status, and write its event; for a final one, also what is to be told elsewhere.
+
+        `seen`: the job as the caller has read it, who acts for that attempt, and for whoever held the job then. Raises
+        IllegalTransition where the table does not list the pair, and StatusConflict where the job is not in `source`,
+        or is another attempt's or another holder's by now; then nothing is written.
+        """
+        check_transition(job_id, source, target)
+        fence = _fence(seen)
+        job = self.get(job_id)
+        values: dict[str, Any] = {
+            "waiting_reason": None,
+            "preparation": None,
+            "yields_to": None,
+            **fields,
+            "status": target,
+        }
+        now_s = time.time()
+        if target is JobStatus.RUNNING and source is JobStatus.QUEUED:
+            values["launched_at"] = now_s
+            values["started_at"] = job.started_at or now_s
+        if target is JobStatus.QUEUED:
+            values["keeps_place"] = source in (JobStatus.RUNNING, JobStatus.PAUSING)
+        if target in TERMINAL_STATUSES:
+            values |= {"finished_at": now_s, "estimated_finish": None}
+        self._update(job, (source,), fence, values)
+        data: dict[str, Any] = {"status": target.value}
+        if error := fields.get("error"):
+            data["error"] = error
+        job = self.get(job_id)
+        self._event(job, message, level, data)
+        if target in TERMINAL_STATUSES:
+            WebhookRepository(self._session).tell(job, target)
+        return job
+
+    def set_fields(self, job_id: str, *, seen: Job | None = None, **fields: Unpack[JobFields]) -> Job:
+        """Write fields of an unfinished job; StatusConflict if it is finished, or as in `transition`."""
+        fence = _fence(seen)
+        job = self.get(job_id)
+        self._update(job, ACTIVE_STATUSES, fence, dict(fields))
+        return self.get(job_id)
+
+    def check_held(self, seen: Job) -> None:
+        """StatusConflict if the job is another attempt's, or another holder's, than it was when the caller read it."""
+        fence = _fence(seen)
+        job = self._session.get(Job, seen.id, populate_existing=True, with_for_update=True)
+        if job is None:
+            raise NotFound("fine-tuning job", seen.id)
+        assert fence is not None
+        if (job.attempt, job.lease_holder) != (fence.attempt, fence.lease_holder):
+            raise StatusConflict(job.id, f"in {fence}", f"in {_fence(job)}")
+
+    def set_waiting_reason(self, job_id: str, reason: str, *, seen: Job | None = None) -> None:
+        """Say why a job does not run, with an event if the reason is new; StatusConflict as `set_fields`."""
+        fence = _fence(seen)
+        job = self.get(job_id)
+        if job.waiting_reason != reason:
+            self._update(job, ACTIVE_STATUSES, fence, {"waiting_reason": reason})
+            self._event(job, f"Waiting: {reason}", "info", {"waiting_reason": reason})
+
+    def clear_waiting_reason(self, job_id: str, message: str, *, seen: Job) -> None:
+        """Note, with an event, that a job waits no more; StatusConflict as `set_fields`."""
+        fence = _fence(seen)
+        job = self.get(job_id)
+        if job.waiting_reason is not None:
+            self._update(job, ACTIVE_STATUSES, fence, {"waiting_reason": None})
+            self._event(job, message, "info", {})
+
+    def ask_to_yield(self, job_id: str, to: str, *, message: str, seen: Job) -> None:
+        """Note that a running job's attempt is to end for another job; StatusConflict if it does not run, or as
+        `transition`.
+        """
+        fence = _fence(seen)
+        job = self.get(job_id)
+        self._update(job, (JobStatus.RUNNING,), fence, {"yields_to": to})
+        self._event(job, message, "info", {})
+
+    def _update(
+        self, job: Job, statuses: Collection[JobStatus], fence: "_Fence | None", values: Mapping[str, Any]
+    ) -> None:
+        statement = update(Job).where(Job.id == job.id, Job.status.in_(statuses)).values(**values)
+        expected = " or ".join(sorted(statuses))
+        if fence is not None:
+            statement = statement.where(
+                Job.attempt == fence.attempt, Job.lease_holder.is_not_distinct_from(fence.lease_holder)
+            )
+            expected += f" in {fence}"
+        result = self._session.execute(statement.execution_options(synchronize_session=False))
+        assert isinstance(result, CursorResult)
+        if result.rowcount != 1:
+            actual = self.get(job.id)
+            raise StatusConflict(job.id, expected, f"{actual.status} in {_fence(actual)}")
+
+    def _event(self, job: Job, message: str, level: str, data: dict[str, Any]) -> None:
+        EventRepository(self._session).add(job.id, attempt=job.attempt, message=message, level=level, data=data)

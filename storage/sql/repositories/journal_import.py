@@ -1,0 +1,171 @@
+"""Takes a runner's journal into the tables, each record exactly once."""
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from windlass.storage.sql import Checkpoint, Job, JobEvent, JobMetrics, JournalError, NotFound
+
+_MESSAGE = "message"
+_METRICS = "metrics"
+_CHECKPOINT = "checkpoint"
+_OUTCOME = "outcome"
+
+
+class Record(Protocol):
+    """What a record must offer; the journal's own class does."""
+
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def created_at(self) -> float: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def level(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def data(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an attempt says it ended."""
+
+    attempt: int
+    message: str
+    data: dict[str, Any]  # status, error, trained_tokens, model_dir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What an import did."""
+
+    num_records: int  # new ones
+    outcome: Outcome | None  # to be applied in the same transaction: it is handed out once
+
+
+def import_journal(session: Session, job_id: str, attempt: int, records: Iterable[Record]) -> Imported:
+    """Import the records after the job's cursor and move the cursor, in the caller's transaction.
+
+    Records at or before the cursor are passed over, so a batch may be given again. Raises JournalError, before anything
+    is written, for a record of an attempt newer than `attempt` or for a gap within an attempt, and NotFound.
+    """
+    job = session.scalar(
+        select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
+    )
+    if job is None:
+        raise NotFound("fine-tuning job", job_id)
+    fresh = _after_cursor(job, attempt, records)
+    outcome = None
+    for record in fresh:
+        if record.kind == _OUTCOME:
+            outcome = Outcome(attempt=record.attempt, message=record.message, data=record.data)
+            continue
+        _add_event(session, job_id, record)
+        if record.kind == _METRICS:
+            _put_metrics(session, job, record)
+        elif record.kind == _CHECKPOINT:
+            _put_checkpoint(session, job_id, record)
+    if fresh:
+        job.journal_attempt, job.journal_seq = fresh[-1].attempt, fresh[-1].seq
+    session.flush()
+    return Imported(num_records=len(fresh), outcome=outcome)
+
+
+def _after_cursor(job: Job, attempt: int, records: Iterable[Record]) -> list[Record]:
+    fresh: list[Record] = []
+    last = (job.journal_attempt, job.journal_seq)
+    for record in records:
+        position = (record.attempt, record.seq)
+        if position <= last:
+            continue
+        if record.attempt > attempt:
+            raise JournalError(job.id, f"record {record.seq} is of attempt {record.attempt}, which is after {attempt}")
+        expected = last[1] + 1 if record.attempt == last[0] else 1
+        if record.seq != expected:
+            reason = f"attempt {record.attempt} goes on with record {record.seq} where {expected} was expected"
+            raise JournalError(job.id, reason)
+        if record.kind == _METRICS and not isinstance(record.data.get("step"), int):
+            raise JournalError(job.id, f"metrics record {record.seq} of attempt {record.attempt} names no step")
+        fresh.append(record)
+        last = position
+    return fresh
+
+
+def _add_event(session: Session, job_id: str, record: Record) -> None:
+    session.add(
+        JobEvent(
+            job_id=job_id,
+            attempt=record.attempt,
+            seq=record.seq,
+            created_at=record.created_at,
+            level=record.level,
+            message=record.message,
+            type=_METRICS if record.kind == _METRICS else _MESSAGE,
+            data=record.data,
+        )
+    )
+
+
+def _put_metrics(session: Session, job: Job, record: Record) -> None:
+    step = record.data["step"]
+    # An earlier attempt went further than its last commit; from here on, this attempt's numbers count. An evaluation
+    # alone is of a step that was trained before.
+    first = step if "train_loss" in record.data else step + 1
+    stale = (JobMetrics.job_id == job.id, JobMetrics.step >= first, JobMetrics.attempt < record.attempt)
+    session.execute(delete(JobMetrics).where(*stale))
+    row = session.get(JobMetrics, (job.id, step))
+    if row is None:
+        row = JobMetrics(job_id=job.id, step=step, attempt=record.attempt, created_at=record.created_at, data={})
+        session.add(row)
+    row.data = {**row.data, **record.data}  # a step's evaluation may come in a record of its own
+    job.step = step
+    job.total_steps = record.data.get("total_steps", job.total_steps)
+    job.trained_tokens = record.data.get("trained_tokens", job.trained_tokens)
+    if "remaining_s" in record.data:  # null: nothing is known that can be relied on
+        remaining_s = record.data["remaining_s"]
+        job.estimated_finish = None if remaining_s is None else record.created_at + remaining_s
+        # Of a runner of an earlier release it is not known.
+        job.finish_is_measured = not record.data.get("remaining_is_estimate", True)
+    session.flush()
+
+
+def _keep_checkpoints(session: Session, job_id: str, kept: dict[int, list[str]]) -> None:
+    """Of those that there are, only these are left, and for these reasons."""
+    for row in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)).all():
+        if row.step_number in kept:
+            row.reasons = kept[row.step_number]
+        else:
+            session.delete(row)
+    session.flush()
+
+
+def _put_checkpoint(session: Session, job_id: str, record: Record) -> None:
+    values = {
+        "attempt": record.attempt,
+        "created_at": record.created_at,
+        "model": record.data["fine_tuned_model_checkpoint"],
+        "path": record.data["path"],
+        "metrics": record.data.get("metrics") or {},
+        "reasons": record.data.get("reasons") or [],
+        "nbytes": record.data.get("nbytes"),
+    }
+    step = record.data["step_number"]
+    if (kept := record.data.get("kept")) is not None:
+        _keep_checkpoints(session, job_id, dict(kept))
+    where = (Checkpoint.job_id == job_id, Checkpoint.step_number == step)
+    # A resumed attempt may pass a checkpoint again; its id stays, as others may have noted it.
+    checkpoint_id = session.scalar(select(Checkpoint.id).where(*where))
+    if checkpoint_id is None:
+        session.add(Checkpoint(id=f"ftckpt-{secrets.token_hex(12)}", job_id=job_id, step_number=step, **values))
+    else:
+        session.execute(update(Checkpoint).where(*where).values(**values))
+    session.flush()

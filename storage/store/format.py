@@ -1,0 +1,353 @@
+"""How a job's share of a volume is laid out: superblock, fence, commit journal, manifests; then the extents.
+
+Arithmetic and bytes; no files here. docs/store-format.md describes the same for people.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+
+from windlass.storage.ids import (
+    Attempt,
+    ChunkKey,
+    Formats,
+    JobId,
+    Precision,
+    Rank,
+    SsdIndex,
+    StateKind,
+    StatePrecision,
+    Step,
+)
+from windlass.storage.integrity import GRANULE_NBYTES, RECORD_NBYTES, StoreCorrupt, is_intact, seal
+from windlass.storage.memory import ALIGNMENT_NBYTES
+from windlass.storage.ssd import Demand
+
+# A step is written while the one before is kept.
+NUM_GENERATIONS = 2
+# Smallest unit of chunk_numel that makes every region, of 2 or 4 bytes an element, a multiple of the alignment.
+CHUNK_NUMEL_UNIT = ALIGNMENT_NBYTES // 2
+
+SUPERBLOCK_OFFSET = 0
+SUPERBLOCK_NBYTES = 65536
+# Each record is written twice, so that one damaged copy of what was acknowledged loses nothing.
+FENCE_OFFSETS = (SUPERBLOCK_NBYTES, SUPERBLOCK_NBYTES + RECORD_NBYTES)
+NUM_COMMIT_RECORDS = 64
+_JOURNAL_NBYTES = NUM_COMMIT_RECORDS * RECORD_NBYTES
+JOURNAL_OFFSETS = (FENCE_OFFSETS[1] + RECORD_NBYTES, FENCE_OFFSETS[1] + RECORD_NBYTES + _JOURNAL_NBYTES)
+MANIFESTS_OFFSET = 1 << 20
+MAX_PINS = 4
+# The last commit's, the one before it, the next one's, and one for each checkpoint.
+NUM_MANIFESTS = 3 + MAX_PINS
+TRAINER_STATE_MAX_NBYTES = 3072
+
+# The fence of a store that is being deleted: no attempt is as new.
+CLOSED = Attempt((1 << 64) - 1)
+
+# Little-endian everywhere. The nonce tells a job's records from those that an earlier owner of its space left.
+_SUPERBLOCK_HEAD = struct.Struct("<8s8sI")  # magic, nonce, nbytes of the JSON that follows
+_FENCE_HEAD = struct.Struct("<8s8sQ")  # magic, nonce, attempt
+_COMMIT_HEAD = struct.Struct("<8s8sQQQIIQII")
+_PIN = struct.Struct("<QQIIQ")  # step, attempt, manifest, zero, manifest's digest
+_SUPERBLOCK_MAGIC = b"WNDLSTOR"
+_FENCE_MAGIC = b"WNDLFNCE"
+_COMMIT_MAGIC = b"WNDLCMMT"
+
+_FILE_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreGeometry:
+    """What fixes the layout of one SSD's share of a job. Chunks are dealt out to the SSDs by their weights."""
+
+    job: JobId
+    rank: Rank
+    attempt: Attempt  # that created the store
+    ssd: SsdIndex
+    ssd_weights: tuple[int, ...]  # of every SSD of the job: a faster one gets more chunks
+    formats: Formats
+    chunk_numel: int
+    chunks_per_block: tuple[int, ...]
+    _first_ordinals: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _places: tuple[tuple[SsdIndex, int], ...] = field(init=False, repr=False, compare=False)
+    _region_offsets: dict[StateKind, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not _FILE_SAFE.fullmatch(self.job):
+            raise ValueError(f"job id {self.job!r} must consist of letters, digits, '.', '_' and '-' only")
+        if not self.ssd_weights or min(self.ssd_weights) < 1:
+            raise ValueError(f"every SSD needs a weight of at least 1, not {self.ssd_weights}")
+        if not 0 <= self.ssd < self.num_ssds:
+            raise ValueError(f"SSD index {self.ssd} is not one of {self.num_ssds} SSDs")
+        if self.rank < 0 or self.attempt < 1:
+            raise ValueError(f"rank {self.rank} must be at least 0 and attempt {self.attempt} at least 1")
+        if self.chunk_numel <= 0 or self.chunk_numel % CHUNK_NUMEL_UNIT:
+            raise ValueError(f"chunk_numel must be a positive multiple of {CHUNK_NUMEL_UNIT}, not {self.chunk_numel}")
+        if not self.chunks_per_block or min(self.chunks_per_block) < 1:
+            raise ValueError(f"every block has at least one chunk; chunks_per_block is {self.chunks_per_block}")
+        object.__setattr__(self, "_first_ordinals", tuple(accumulate(self.chunks_per_block, initial=0)))
+        object.__setattr__(self, "_places", _deal(self.num_chunks, self.ssd_weights))
+        starts = accumulate((self.region_nbytes(kind) for kind in self.kinds), initial=0)
+        object.__setattr__(self, "_region_offsets", dict(zip(self.kinds, starts, strict=False)))
+
+    @property
+    def num_ssds(self) -> int:
+        """SSDs of the job on this node."""
+        return len(self.ssd_weights)
+
+    @property
+    def kinds(self) -> tuple[StateKind, ...]:
+        """The states of a chunk, in the order in which they lie in an extent."""
+        return tuple(self.formats.itemsizes)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole model."""
+        return self._first_ordinals[-1]
+
+    @property
+    def num_local_chunks(self) -> int:
+        """Chunks that rest on this SSD."""
+        return sum(ssd == self.ssd for ssd, _ in self._places)
+
+    @property
+    def extent_nbytes(self) -> int:
+        """Bytes of all states of a chunk."""
+        return self.chunk_numel * sum(self.formats.itemsizes.values())
+
+    @property
+    def granules_per_extent(self) -> int:
+        """Checksums of an extent; none covers two states."""
+        return sum(-(-self.region_nbytes(kind) // GRANULE_NBYTES) for kind in self.kinds)
+
+    @property
+    def manifest_nbytes(self) -> int:
+        """Bytes of what a commit notes of every extent: a record, then numbers of 8 bytes."""
+        numbers_per_chunk = 1 + len(self.kinds) + self.granules_per_extent
+        nbytes = RECORD_NBYTES + 8 * numbers_per_chunk * self.num_local_chunks
+        return -(-nbytes // RECORD_NBYTES) * RECORD_NBYTES
+
+    @property
+    def demand(self) -> Demand:
+        """What this SSD must have room for, without checkpoints."""
+        return Demand(
+            head_nbytes=MANIFESTS_OFFSET + NUM_MANIFESTS * self.manifest_nbytes,
+            extent_nbytes=self.extent_nbytes,
+            num_extents=NUM_GENERATIONS * self.num_local_chunks,
+        )
+
+    def ordinal(self, key: ChunkKey) -> int:
+        """A chunk's place among all chunks of the model."""
+        if not 0 <= key.block < len(self.chunks_per_block) or not 0 <= key.chunk < self.chunks_per_block[key.block]:
+            raise ValueError(f"{key} is not a chunk of job {self.job}")
+        return self._first_ordinals[key.block] + key.chunk
+
+    def ssd_of(self, key: ChunkKey) -> SsdIndex:
+        """The SSD that a chunk rests on."""
+        return self._places[self.ordinal(key)][0]
+
+    def local_index(self, key: ChunkKey) -> int:
+        """A chunk's place among those of this SSD."""
+        ssd, index = self._places[self.ordinal(key)]
+        if ssd != self.ssd:
+            raise ValueError(f"{key} rests on SSD {ssd} of job {self.job}, not on SSD {self.ssd}")
+        return index
+
+    def region_nbytes(self, kind: StateKind) -> int:
+        """Bytes of one state of a chunk."""
+        sizes = self.formats.itemsizes
+        if kind not in sizes:
+            raise ValueError(f"the store holds no {kind}, only {', '.join(sizes)}")
+        return self.chunk_numel * sizes[kind]
+
+    def region_offset(self, kind: StateKind) -> int:
+        """Where in an extent a state begins."""
+        offset = self._region_offsets.get(kind)
+        if offset is None:
+            raise ValueError(f"the store holds no {kind}, only {', '.join(self.kinds)}")
+        return offset
+
+    def manifest_offset(self, manifest: int) -> int:
+        """Where in the head a manifest lies."""
+        return MANIFESTS_OFFSET + manifest * self.manifest_nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A checkpoint: a commit whose extents and manifest stay."""
+
+    step: Step
+    attempt: Attempt
+    manifest: int
+    manifest_digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord:
+    """One entry of the journal: the states of `step` are safe on this SSD."""
+
+    sequence: int  # counts the entries; entry n lies in place n % NUM_COMMIT_RECORDS
+    step: Step
+    attempt: Attempt
+    rank: Rank
+    manifest: int  # which of NUM_MANIFESTS tells where the states lie
+    manifest_digest: int
+    pins: tuple[Pin, ...]
+    trainer_state: str  # JSON
+
+    @property
+    def identity(self) -> tuple[Attempt, Step, str]:
+        """What must be the same on every SSD of the job for the step to count; the highest is the newest."""
+        return (self.attempt, self.step, self.trainer_state)
+
+
+def last_common_commit(records: Sequence[Sequence[CommitRecord]]) -> CommitRecord | None:
+    """The newest commit that every SSD of a job has; None if there never was any. `records`: the journal of each SSD.
+
+    A job without SSDs never has any.
+
+    Records of different attempts never pair: what an older one wrote beside a newer one's step may be of another
+    history.
+
+    Raises:
+        StoreCorrupt: there was one, as an SSD is past the first step; but now there is none.
+    """
+    if not records:
+        return None
+    common = set.intersection(*({record.identity for record in journal} for journal in records))
+    if not common:
+        last_steps = [max((record.step for record in journal), default=None) for journal in records]
+        if any(last_steps):  # nobody writes step 1 before step 0 is committed on every SSD
+            raise StoreCorrupt(
+                f"the last commits of the job's SSDs, in their order, are those of the steps {last_steps}, and none is "
+                "the same on all: an SSD has lost its journal, or is not the one that the job used; put the right one "
+                "in its place, or start again from a checkpoint"
+            )
+        return None
+    newest = max(common)
+    return next(record for record in records[0] if record.identity == newest)
+
+
+def pack_superblock(geometry: StoreGeometry, nonce: str) -> bytes:
+    """The superblock's bytes."""
+    facts = asdict(geometry)
+    del facts["_first_ordinals"], facts["_places"], facts["_region_offsets"]
+    text = json.dumps(facts, separators=(",", ":")).encode()
+    if _SUPERBLOCK_HEAD.size + len(text) + 4 > SUPERBLOCK_NBYTES:
+        raise ValueError(f"job {geometry.job}: {len(geometry.chunks_per_block)} blocks are more than a store can note")
+    return seal(_SUPERBLOCK_HEAD.pack(_SUPERBLOCK_MAGIC, bytes.fromhex(nonce), len(text)) + text, SUPERBLOCK_NBYTES)
+
+
+def unpack_superblock(raw: bytes, nonce: str, where: str) -> StoreGeometry:
+    """The geometry that a superblock tells; `where` is for the error.
+
+    Raises:
+        StoreCorrupt: damaged, or another job's.
+    """
+    if not is_intact(raw, _SUPERBLOCK_MAGIC + bytes.fromhex(nonce)):
+        raise StoreCorrupt(f"{where}: the superblock is damaged (its checksum is wrong); its states cannot be used")
+    nbytes = _SUPERBLOCK_HEAD.unpack_from(raw)[2]
+    facts = json.loads(raw[_SUPERBLOCK_HEAD.size : _SUPERBLOCK_HEAD.size + nbytes])
+    stored, chunks = facts.pop("formats"), tuple(facts.pop("chunks_per_block"))
+    formats = Formats(Precision(stored["precision"]), StatePrecision(stored["states"]))
+    weights = tuple(facts.pop("ssd_weights"))
+    return StoreGeometry(formats=formats, chunks_per_block=chunks, ssd_weights=weights, **facts)
+
+
+def pack_fence(attempt: Attempt, nonce: str) -> bytes:
+    """A fence record: attempts older than this one may not write."""
+    return seal(_FENCE_HEAD.pack(_FENCE_MAGIC, bytes.fromhex(nonce), attempt))
+
+
+def unpack_fence(raw: bytes, nonce: str) -> Attempt | None:
+    """The attempt of a fence record; None where it was torn, damaged or is another job's."""
+    if not is_intact(raw, _FENCE_MAGIC + bytes.fromhex(nonce)):
+        return None
+    return Attempt(_FENCE_HEAD.unpack_from(raw)[2])
+
+
+def pack_commit(record: CommitRecord, nonce: str) -> bytes:
+    """A journal entry's bytes."""
+    state = record.trainer_state.encode()
+    if len(state) > TRAINER_STATE_MAX_NBYTES:
+        raise ValueError(f"the trainer's state takes {len(state)} bytes; a commit holds {TRAINER_STATE_MAX_NBYTES}")
+    head = _COMMIT_HEAD.pack(
+        _COMMIT_MAGIC,
+        bytes.fromhex(nonce),
+        record.sequence,
+        record.step,
+        record.attempt,
+        record.rank,
+        record.manifest,
+        record.manifest_digest,
+        len(record.pins),
+        len(state),
+    )
+    pins = b"".join(_PIN.pack(pin.step, pin.attempt, pin.manifest, 0, pin.manifest_digest) for pin in record.pins)
+    return seal(head + pins + state)
+
+
+def unpack_commit(raw: bytes, nonce: str) -> CommitRecord | None:
+    """A journal entry; None where it was torn, damaged, never written or is another job's."""
+    if not is_intact(raw, _COMMIT_MAGIC + bytes.fromhex(nonce)):
+        return None
+    _, _, sequence, step, attempt, rank, manifest, digest, num_pins, state_nbytes = _COMMIT_HEAD.unpack_from(raw)
+    at = _COMMIT_HEAD.size
+    pins = []
+    for _ in range(num_pins):
+        pin_step, pin_attempt, pin_manifest, _, pin_digest = _PIN.unpack_from(raw, at)
+        pins.append(Pin(step=pin_step, attempt=pin_attempt, manifest=pin_manifest, manifest_digest=pin_digest))
+        at += _PIN.size
+    return CommitRecord(
+        sequence=sequence,
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        manifest=manifest,
+        manifest_digest=digest,
+        pins=tuple(pins),
+        trainer_state=raw[at : at + state_nbytes].decode(),
+    )
+
+
+def unpack_journals(copies: Sequence[bytes], nonce: str, where: str) -> list[CommitRecord]:
+    """The entries of which a copy is intact, oldest first; `where` is for the error.
+
+    Raises:
+        StoreCorrupt: both copies of one are damaged that is not the next, which a crash may have torn.
+    """
+    records, damaged = {}, set()
+    for place in range(NUM_COMMIT_RECORDS):
+        raws = [raw[place * RECORD_NBYTES : (place + 1) * RECORD_NBYTES] for raw in copies]
+        entries = [record for raw in raws if (record := unpack_commit(raw, nonce)) is not None]
+        found = {each.sequence: each for each in entries if each.sequence % NUM_COMMIT_RECORDS == place}
+        records.update(found)
+        if not found and any(raw.startswith(_COMMIT_MAGIC + bytes.fromhex(nonce)) for raw in raws):
+            damaged.add(place)
+    next_place = (max(records) + 1 if records else 0) % NUM_COMMIT_RECORDS
+    if damaged - {next_place}:
+        raise StoreCorrupt(
+            f"{where}: both copies of the journal are damaged in {len(damaged)} of {NUM_COMMIT_RECORDS} places: which "
+            "step was committed last is unknown; check the disk, and start again from a checkpoint"
+        )
+    return [records[sequence] for sequence in sorted(records)]
+
+
+def _deal(num_chunks: int, weights: Sequence[int]) -> tuple[tuple[SsdIndex, int], ...]:
+    """The SSD of every chunk, and its place there: smooth weighted round robin, so that any stretch is dealt evenly.
+
+    Source: the scheme of nginx's upstream balancing: each turn everybody gains its weight, the richest is served and
+    pays the sum.
+    """
+    credit, counts, total = [0] * len(weights), [0] * len(weights), sum(weights)
+    places = []
+    for _ in range(num_chunks):
+        credit = [have + weight for have, weight in zip(credit, weights, strict=True)]
+        richest = credit.index(max(credit))
+        credit[richest] -= total
+        places.append((SsdIndex(richest), counts[richest]))
+        counts[richest] += 1
+    return tuple(places)

@@ -1,0 +1,517 @@
+"""The model states of a job on one SSD, read and written past the page cache, committed step by step.
+
+Copy on write: a step's states go to extents that hold neither the last committed step nor a checkpoint. Until the next
+commit later steps write over them in place.
+"""
+
+import heapq
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import xxhash
+
+from windlass.storage.ids import Attempt, ChunkKey, JobId, StateKind, Step
+from windlass.storage.integrity import (
+    GRANULE_NBYTES,
+    RECORD_NBYTES,
+    StaleAttempt,
+    StepNotAllowed,
+    StoreCorrupt,
+    StoreIoError,
+    StoreMissing,
+)
+from windlass.storage.memory import ALIGNMENT_NBYTES
+from windlass.storage.ssd import Allocation, Volume
+from windlass.storage.store import format as layout
+from windlass.storage.store.format import CommitRecord, Pin, StoreGeometry
+from windlass.storage.store.manifest import Manifest
+from windlass.storage.store.regions import StateRegion
+from windlass.storage.store.scratch import Scratch, scratch_demand
+from windlass.storage.store.uncommitted import UncommittedMap
+
+
+def stored_geometry(volume: Volume, job: JobId) -> StoreGeometry | None:
+    """How a job's states were laid out on an SSD; None if it has none there. Raises StoreCorrupt."""
+    found = _find(volume, job)
+    return None if found is None else found[1]
+
+
+def last_attempt(volume: Volume, job: JobId) -> Attempt | None:
+    """The newest attempt that has opened a job's store; None if the job has none there. Raises StoreCorrupt."""
+    found = _find(volume, job)
+    if found is None:
+        return None
+    nonce = found[0].nonce
+    raws = (_read(volume, found[0], offset, RECORD_NBYTES) for offset in layout.FENCE_OFFSETS)
+    fences = [fence for raw in raws if (fence := layout.unpack_fence(raw, nonce)) is not None]
+    return max((fence for fence in fences if fence != layout.CLOSED), default=None)
+
+
+def _find(volume: Volume, job: JobId) -> tuple[Allocation, StoreGeometry] | None:
+    allocation = volume.allocations().get(job)
+    if allocation is None or not allocation.is_ready:
+        return None
+    raw = _read(volume, allocation, layout.SUPERBLOCK_OFFSET, layout.SUPERBLOCK_NBYTES)
+    return allocation, layout.unpack_superblock(raw, allocation.nonce, f"SSD {volume.path}, job {job}")
+
+
+class TensorStore:
+    """One job's states on one SSD, open for one attempt. Reads and writes are safe from many threads at once."""
+
+    def __init__(self, volume: Volume, allocation: Allocation, geometry: StoreGeometry, attempt: Attempt) -> None:
+        """Not for callers: use `create` or `open`."""
+        self.volume = volume
+        self.geometry = geometry
+        self.attempt = attempt
+        self._allocation = allocation
+        self._offsets = allocation.extent_offsets(geometry.demand)  # on the SSD, of every extent
+        self._own_fences = len(layout.FENCE_OFFSETS) * layout.pack_fence(attempt, allocation.nonce)
+        self._records = self._read_journal()  # oldest first
+        self._committed: tuple[CommitRecord, Manifest] | None = None
+        self._begun = False
+        self._working = UncommittedMap(geometry)  # what has been written since
+        self._pins: dict[Step, tuple[Pin, Manifest]] = {}
+        self._free: list[int] = []  # heap of extents
+        self._failed_sync: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The SSD and the job, for people."""
+        return f"SSD {self.volume.path}, job {self.geometry.job}"
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, volume: Volume, geometry: StoreGeometry) -> "TensorStore":
+        """Reserve a job's space and open it for the attempt of `geometry`. `resume_from` must follow.
+
+        Raises:
+            InsufficientSpaceError: the SSD is too full; nothing has been taken.
+            StoreExists: there is one already.
+        """
+        job = geometry.job
+        found = volume.allocations().get(job)
+        if found is not None and not found.is_ready:
+            volume.free(job, nonce=found.nonce)  # somebody died in here
+        allocation = volume.reserve(job, geometry.demand)
+        try:
+            superblock = layout.pack_superblock(geometry, allocation.nonce)
+            fence = layout.pack_fence(geometry.attempt, allocation.nonce)
+            records = [(layout.SUPERBLOCK_OFFSET, superblock), *((offset, fence) for offset in layout.FENCE_OFFSETS)]
+            allocation = volume.set_up(allocation, records)
+        except BaseException:
+            volume.free(job, nonce=allocation.nonce)
+            raise
+        return cls(volume, allocation, geometry, geometry.attempt)
+
+    @classmethod
+    def open(cls, volume: Volume, job: JobId, attempt: Attempt) -> "TensorStore":
+        """Open a job's store for `attempt`, and note it there: from then on older attempts are refused.
+
+        `resume_from` must follow before anything is read or written. A write of an older attempt that is in the kernel
+        at this moment still lands: start only when their processes are gone.
+
+        Raises:
+            StoreMissing: the SSD holds no states of this job.
+            StoreCorrupt: what lies there is damaged.
+            StaleAttempt: a newer attempt has opened it.
+        """
+        found = _find(volume, job)
+        if found is None:
+            raise StoreMissing(f"SSD {volume.path} holds no states of job {job}, or they were never completely set up")
+        allocation, geometry = found
+        store = cls(volume, allocation, geometry, attempt)
+        with volume.device.lock():
+            if store._check_attempt() != [attempt, attempt]:
+                store._write_fences(attempt)
+            store._records = store._read_journal()  # again, now that no older attempt adds to it
+        return store
+
+    @classmethod
+    def delete(cls, volume: Volume, job: JobId) -> None:
+        """Give a job's space back; nothing happens if it has none.
+
+        The fence is closed first: an attempt that still lives can't write to what will be another job's.
+        """
+        allocation = volume.allocations().get(job)
+        if allocation is None:
+            return
+        fence = layout.pack_fence(layout.CLOSED, allocation.nonce)
+        volume.free(job, nonce=allocation.nonce, records=[(offset, fence) for offset in layout.FENCE_OFFSETS])
+
+    def reserve_scratch(self, slot_nbytes: int, num_slots: int) -> Scratch:
+        """Space of this attempt's own, in the place of what an earlier one had; 0 slots give that back.
+
+        Raises:
+            InsufficientSpaceError: it does not fit.
+            StaleAttempt: a newer attempt has opened the store.
+        """
+        with self._lock:
+            self._check_attempt()
+            demand = scratch_demand(slot_nbytes, num_slots)
+            allocation = self.volume.reserve_scratch(self.geometry.job, demand, nonce=self._allocation.nonce)
+        offsets = allocation.scratch_offsets(demand)[:num_slots]
+        return Scratch(self.name, slot_nbytes, offsets, check_writable=self._check_attempt)
+
+    # --- commits ------------------------------------------------------------------------------------------------------
+
+    def commits(self) -> list[CommitRecord]:
+        """What the journal tells, oldest first; the newest that all SSDs of the job have is where to resume."""
+        return list(self._records)
+
+    def last_commit(self) -> CommitRecord | None:
+        """The commit that this attempt stands on; None before the first."""
+        return None if self._committed is None else self._committed[0]
+
+    def resume_from(self, commit: CommitRecord | None) -> None:
+        """Make a commit of any SSD of the job the one that this attempt goes on from; None: from the beginning.
+
+        What was written after it is forgotten. Adds a record of this attempt, so that none of an older one pairs with
+        what follows.
+
+        Raises:
+            StoreCorrupt: this SSD lacks that commit, or its manifest is damaged.
+        """
+        with self._lock:
+            self._check_attempt()
+            assert not self._begun, "an attempt begins once"
+            mine, committed, pins = None, None, dict[Step, tuple[Pin, Manifest]]()
+            if commit is not None:
+                # The newest of that identity: it knows what was made a checkpoint since.
+                mine = next((each for each in reversed(self._records) if each.identity == commit.identity), None)
+                if mine is None:
+                    raise StoreCorrupt(
+                        f"{self.name}: no intact record of step {commit.step} of attempt {commit.attempt}, which other "
+                        "SSDs of the job have"
+                    )
+                step_map = self._read_manifest(mine.manifest, mine.manifest_digest, f"step {mine.step}")
+                for pin in mine.pins:
+                    what = f"the checkpoint of step {pin.step}"
+                    pins[pin.step] = (pin, self._read_manifest(pin.manifest, pin.manifest_digest, what))
+                if mine.attempt != self.attempt:
+                    mine = replace(mine, sequence=self._next_sequence(), attempt=self.attempt)
+                    self._append(mine)
+                committed = (mine, step_map)
+            self._committed, self._pins = committed, pins
+            self._collect_free()
+            self._begun = True
+
+    def commit(self, step: Step, attempt: Attempt, trainer_state: str, *, states_step: Step | None = None) -> None:
+        """Make `step` the state that a restart finds: sync its data and manifest, append a record, sync that.
+
+        `states_step` is the last step that changed the states, None: `step` itself. Where that is the last commit, no
+        bytes are copied. From then on they are the states of `step`. Every write must have returned; gradients are
+        forgotten. `trainer_state` is JSON of at most 3072 bytes.
+
+        Raises:
+            StaleAttempt, StepNotAllowed: also where a chunk's states are not, or not all, those of `states_step`.
+            StoreIoError: the sync failed. Nothing can be committed until the store is opened anew.
+        """
+        if attempt != self.attempt:
+            raise StaleAttempt(f"{self.name}: open for attempt {self.attempt}; attempt {attempt} cannot commit")
+        with self._lock:
+            self._check_attempt()
+            self._check_follows_commit(step, "commit")
+            if not self.volume.device.is_present:
+                raise StoreIoError(f"{self.name}: the file has vanished from its directory; nothing can be committed")
+            step_map = self._map_to_commit(step, step if states_step is None else states_step)
+            record = CommitRecord(
+                sequence=self._next_sequence(),
+                step=step,
+                attempt=attempt,
+                rank=self.geometry.rank,
+                manifest=self._free_manifest(),
+                manifest_digest=0,
+                pins=tuple(pin for pin, _ in self._pins.values()),
+                trainer_state=trainer_state,
+            )
+            raw, digest = step_map.pack(record, self._allocation.nonce)
+            self._write_synced(raw, (self.geometry.manifest_offset(record.manifest),), f"the manifest of step {step}")
+            record = replace(record, manifest_digest=digest)
+            self._append(record)
+            # In this order: what is read meanwhile, without the lock, is found in one of the two.
+            self._committed = (record, step_map)
+            self._working = UncommittedMap(self.geometry)
+            self._collect_free()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def pin(self, step: Step) -> None:
+        """Keep the last commit, which must be that of `step`, as a checkpoint: no bytes are copied.
+
+        Raises:
+            InsufficientSpaceError: the SSD cannot hold another step's extents; nothing has changed.
+            StepNotAllowed: it is not the last commit, or there are too many checkpoints already.
+        """
+        with self._lock:
+            self._check_attempt()
+            last = self.last_commit()
+            if step in self._pins:
+                return
+            if last is None or last.step != step or len(self._pins) >= layout.MAX_PINS:
+                raise StepNotAllowed(
+                    f"{self.name}: step {step} cannot be kept as a checkpoint: the last commit is "
+                    f"{'none' if last is None else f'step {last.step}'}, and {len(self._pins)} of at most "
+                    f"{layout.MAX_PINS} checkpoints are kept"
+                )
+            num_chunks = self.geometry.num_local_chunks
+            missing = (layout.NUM_GENERATIONS + len(self._pins) + 1) * num_chunks - len(self._offsets)
+            if missing > 0:
+                demand = replace(self.geometry.demand, head_nbytes=0, num_extents=missing)
+                self._allocation = self.volume.extend(self.geometry.job, demand)
+                self._offsets = self._allocation.extent_offsets(self.geometry.demand)
+            pin = Pin(step=step, attempt=last.attempt, manifest=last.manifest, manifest_digest=last.manifest_digest)
+            assert self._committed is not None, "it is the last commit"
+            self._append_pins({**self._pins, step: (pin, self._committed[1])})
+
+    def unpin(self, step: Step) -> None:
+        """Give a checkpoint up; nothing happens if there is none of that step."""
+        with self._lock:
+            self._check_attempt()
+            if step in self._pins:
+                self._append_pins({each: pin for each, pin in self._pins.items() if each != step})
+
+    @property
+    def pinned(self) -> tuple[Step, ...]:
+        """Steps kept as checkpoints."""
+        return tuple(sorted(self._pins))
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def regions_to_read(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[StateRegion]:
+        """Where to read so many bytes of each state, or of the gradient, once it is sure that `step`'s lie there.
+
+        Raises:
+            StepNotAllowed: they have never been written, or may have been written over.
+        """
+        chunk = self.geometry.local_index(key)
+        step_map = self._map_to_read(chunk, step)
+        extent = None if step_map is None else step_map.extent(chunk)
+        regions = []
+        for kind, nbytes in sizes:
+            written = 0 if step_map is None else step_map.nbytes(chunk, kind)
+            if step_map is None or extent is None or nbytes > written:
+                record = self.last_commit()
+                last = "nothing" if record is None else f"step {record.step}"
+                raise StepNotAllowed(
+                    f"{self.name}: cannot read {nbytes} bytes of the {kind} of block {key.block}, chunk {key.chunk} as "
+                    f"step {step} left it: {written} bytes of it are held, and {last} is the last commit"
+                )
+            if nbytes != written and nbytes % GRANULE_NBYTES:
+                raise ValueError(
+                    f"{nbytes} of {written} bytes end inside a checksum; read all, or whole {GRANULE_NBYTES}s"
+                )
+            regions.append(self._region(key, kind, step, nbytes, chunk, extent, step_map))
+        return regions
+
+    def regions_to_write(self, key: ChunkKey, step: Step, sizes: Sequence[tuple[StateKind, int]]) -> list[StateRegion]:
+        """Where to write so many bytes of each state, once it is sure that this destroys nothing that is needed.
+
+        From then on a chunk's states, or gradient, of an earlier step that is not committed are gone, in whole. A
+        gradient is asked for alone, up to the size of the extent; it lies where the states of its step will.
+
+        Raises:
+            StaleAttempt: a newer attempt has opened the store.
+            StepNotAllowed: `step` is committed; or it would write over a later step, or a gradient over states.
+        """
+        is_gradient = any(kind is StateKind.GRAD for kind, _ in sizes)
+        if is_gradient and len(sizes) > 1:
+            raise ValueError(f"{key}: a gradient lies where the states do, so both cannot be written at once")
+        chunk = self.geometry.local_index(key)
+        with self._lock:
+            self._check_attempt()
+            self._check_follows_commit(step, "write")
+            self._check_follows_writes(key, chunk, step, is_gradient)
+            extent = self._working.extent(chunk)
+            if extent is None:
+                extent = heapq.heappop(self._free)  # a working map and every one that is kept has one for each chunk
+                self._working.place(chunk, extent)
+            regions = [self._region(key, kind, step, nbytes, chunk, extent, self._working) for kind, nbytes in sizes]
+            self._working.begin(chunk, step, sizes)
+        return regions
+
+    def read(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
+        """Fill `buffer` with the first bytes of a state as `step` left it, verified; in one thread."""
+        (region,) = self.regions_to_read(key, step, [(kind, buffer.nbytes)])
+        for start in range(0, buffer.nbytes, GRANULE_NBYTES):
+            part = buffer[start : start + GRANULE_NBYTES]
+            self._transfer("read", region, start, part)
+            region.verify(start, part)
+
+    def write(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
+        """Write the first bytes of a state as `step` leaves it; in one thread. Safe once the step is committed."""
+        (region,) = self.regions_to_write(key, step, [(kind, buffer.nbytes)])
+        for start in range(0, buffer.nbytes, GRANULE_NBYTES):
+            part = buffer[start : start + GRANULE_NBYTES]
+            self._transfer("write", region, start, part)
+            region.note_written(start, part)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _transfer(self, verb: str, region: StateRegion, start: int, buffer: memoryview) -> None:
+        move = self.volume.device.read if verb == "read" else self.volume.device.write
+        done = 0
+        while done < buffer.nbytes:
+            offset = region.offset + start + done
+            try:
+                moved = move(offset, buffer[done:])
+            except OSError as error:
+                raise region.io_error(verb, error) from error
+            if moved == 0:
+                raise region.io_error(verb, EOFError(f"the SSD ends at byte {offset}"))
+            done += moved
+
+    def _map_to_read(self, chunk: int, step: Step) -> Manifest | None:
+        # A commit may meanwhile take a step out of the one, and leave it in the other.
+        if (working := self._working).label(chunk) == step:
+            return working
+        if (committed := self._committed) is not None and committed[0].step == step:
+            return committed[1]
+        pinned = self._pins.get(step)
+        return None if pinned is None else pinned[1]
+
+    def _map_to_commit(self, step: Step, states_step: Step) -> Manifest:
+        """Where all states of `states_step` lie; raises StepNotAllowed if they don't, or if a later step has begun."""
+        committed, working, reason = self._committed, self._working, None
+        is_unchanged = committed is not None and committed[0].step == states_step
+        stray = working.unlike(None if is_unchanged else states_step)
+        if (newest := working.newest()) is not None and newest > step:
+            reason = f"step {newest} has been begun"
+        elif stray is not None and (found := working.states_step(stray)) is not None:
+            reason = f"chunk {stray} of this SSD has the states of step {found}, not {states_step}"
+        elif not is_unchanged and (missing := working.missing()) is not None:
+            reason = f"the {missing[1]} of chunk {missing[0]} of this SSD has not been written"
+        if reason is not None:
+            raise StepNotAllowed(f"{self.name}: step {step} cannot be committed: {reason}")
+        return committed[1] if committed is not None and is_unchanged else working
+
+    def _region(
+        self, key: ChunkKey, kind: StateKind, step: Step, nbytes: int, chunk: int, extent: int, step_map: Manifest
+    ) -> StateRegion:
+        is_gradient = kind is StateKind.GRAD
+        full = self.geometry.extent_nbytes if is_gradient else self.geometry.region_nbytes(kind)
+        if not 0 < nbytes <= full or nbytes % ALIGNMENT_NBYTES:
+            raise ValueError(
+                f"{nbytes} bytes cannot be the {kind} of {key}: a multiple of {ALIGNMENT_NBYTES} up to {full} is needed"
+            )
+        offset = self._offsets[extent] + (0 if is_gradient else self.geometry.region_offset(kind))
+        return StateRegion(self.name, offset, nbytes, key, kind, step, extent, chunk, step_map)
+
+    def _check_follows_commit(self, step: Step, verb: str) -> None:
+        if not self._begun:
+            raise StepNotAllowed(f"{self.name}: cannot {verb} step {step} before it is said where to resume")
+        last = self.last_commit()
+        if last is not None and step <= last.step:
+            raise StepNotAllowed(
+                f"{self.name}: cannot {verb} step {step} when step {last.step} is the last commit; only later steps "
+                "may change"
+            )
+
+    def _check_follows_writes(self, key: ChunkKey, chunk: int, step: Step, is_gradient: bool) -> None:
+        label, what = self._working.label(chunk), "gradient" if is_gradient else "states"
+        if label is not None and (step < label or (is_gradient and self._working.states_step(chunk) is not None)):
+            raise StepNotAllowed(
+                f"{self.name}: cannot write the {what} of block {key.block}, chunk {key.chunk}, step {step}: what step "
+                f"{label} has written lies in their place, and is not committed"
+            )
+
+    def _collect_free(self) -> None:
+        """All extents that neither the last commit, nor what is written for the next, nor a checkpoint uses."""
+        used = [self._working.extents(), *(step_map.extents() for _, step_map in self._pins.values())]
+        if self._committed is not None:
+            used.append(self._committed[1].extents())
+        self._free = sorted(set(range(len(self._offsets))).difference(*used))  # sorted is a heap
+
+    def _check_attempt(self) -> list[Attempt]:
+        """The fences; raises StaleAttempt if they, or the journal, know a newer attempt."""
+        nbytes = len(layout.FENCE_OFFSETS) * RECORD_NBYTES
+        raw = _read(self.volume, self._allocation, layout.FENCE_OFFSETS[0], nbytes)
+        if raw == self._own_fences:  # before every write: not worth a checksum
+            fences = [self.attempt, self.attempt]
+        else:
+            nonce, parts = self._allocation.nonce, (raw[:RECORD_NBYTES], raw[RECORD_NBYTES:])
+            fences = [fence for part in parts if (fence := layout.unpack_fence(part, nonce)) is not None]
+        if not fences:
+            raise StaleAttempt(
+                f"{self.name}: both fence records are damaged, or the job was deleted and its space is another's; "
+                f"attempt {self.attempt} may not change it"
+            )
+        if max(fences) == layout.CLOSED:
+            raise StaleAttempt(f"{self.name}: the job was deleted; attempt {self.attempt} may not change it")
+        seen = max([*fences, *(record.attempt for record in self._records[-1:])])
+        if seen > self.attempt:
+            raise StaleAttempt(f"{self.name}: attempt {seen} has taken over; attempt {self.attempt} may not change it")
+        return fences
+
+    def _write_fences(self, attempt: Attempt) -> None:
+        raw, nonce = layout.pack_fence(attempt, self._allocation.nonce), self._allocation.nonce
+        known = {
+            offset: layout.unpack_fence(_read(self.volume, self._allocation, offset, RECORD_NBYTES), nonce)
+            for offset in layout.FENCE_OFFSETS
+        }
+        # One after the other, the damaged or older one first: a torn write leaves a good one.
+        for offset in sorted(known, key=lambda offset: known[offset] or 0):
+            self._write_synced(raw, (offset,), "the fence")
+
+    def _read_journal(self) -> list[CommitRecord]:
+        nbytes = layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
+        copies = [_read(self.volume, self._allocation, offset, nbytes) for offset in layout.JOURNAL_OFFSETS]
+        return layout.unpack_journals(copies, self._allocation.nonce, self.name)
+
+    def _read_manifest(self, manifest: int, digest: int, what: str) -> Manifest:
+        offset = self.geometry.manifest_offset(manifest)
+        raw = _read(self.volume, self._allocation, offset, self.geometry.manifest_nbytes)
+        if xxhash.xxh3_64_intdigest(raw) != digest:
+            raise StoreCorrupt(
+                f"{self.name}: the manifest of {what} is damaged (its checksum is wrong); these states cannot be used"
+            )
+        return Manifest.unpack(raw, self.geometry)
+
+    def _next_sequence(self) -> int:
+        return self._records[-1].sequence + 1 if self._records else 0
+
+    def _free_manifest(self) -> int:
+        # That of the record before stays, too: another SSD may lack the last one.
+        used = {record.manifest for record in self._records[-2:]} | {pin.manifest for pin, _ in self._pins.values()}
+        if self._committed is not None:
+            used.add(self._committed[0].manifest)
+        return next(manifest for manifest in range(layout.NUM_MANIFESTS) if manifest not in used)
+
+    def _append_pins(self, pins: dict[Step, tuple[Pin, Manifest]]) -> None:
+        assert self._committed is not None, "only what is committed is pinned"
+        last, step_map = self._committed
+        record = replace(last, sequence=self._next_sequence(), pins=tuple(pin for pin, _ in pins.values()))
+        self._append(record)
+        self._committed, self._pins = (record, step_map), pins
+        self._collect_free()
+
+    def _append(self, record: CommitRecord) -> None:
+        raw = layout.pack_commit(record, self._allocation.nonce)
+        place = record.sequence % layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
+        offsets = [journal + place for journal in layout.JOURNAL_OFFSETS]
+        self._write_synced(raw, offsets, f"the commit of step {record.step}")
+        self._records = [*self._records[-(layout.NUM_COMMIT_RECORDS - 1) :], record]
+
+    def _write_synced(self, raw: bytes, offsets: Sequence[int], what: str) -> None:
+        if self._failed_sync is not None:
+            raise StoreIoError(f"{self.name}: an earlier sync failed ({self._failed_sync}); nothing can be committed")
+        try:
+            for offset in offsets:
+                self.volume.device.write_records(self._allocation.head_offset + offset, raw)
+            self.volume.device.sync()
+        except OSError as error:
+            # The kernel reports a lost write once and calls the next sync a success: never try again.
+            self._failed_sync = str(error)
+            raise StoreIoError(f"{self.name}: could not sync {what}: {error}; check the disk") from error
+
+
+def _read(volume: Volume, allocation: Allocation, offset: int, nbytes: int) -> bytes:
+    """Bytes of a job's head."""
+    try:
+        return volume.device.read_records(allocation.head_offset + offset, nbytes)
+    except OSError as error:
+        raise StoreIoError(
+            f"SSD {volume.path}, job {allocation.job}: could not read its records: {error}; check the disk"
+        ) from error

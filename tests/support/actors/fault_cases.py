@@ -1,0 +1,239 @@
+"""Which faults there are: every message that actors take in the middle of an attempt, in every mode that has it."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.actors.faults import FaultKind
+from tests.support.training import make_spec
+from windlass.actors import messages
+from windlass.actors.gpu_worker import worker as gpu_worker
+from windlass.actors.job.context import GPU_WORKER, SCHEDULER, optimizer_name, ssd_name
+from windlass.actors.job.spec import JobSpec
+from windlass.actors.messages import (
+    AcquireParamSlots,
+    ActivationIoDone,
+    ActorFailed,
+    BlockBackwardDone,
+    BlockComputed,
+    BlockFlushed,
+    BlockUpdated,
+    ChunkIoDone,
+    CommitStore,
+    ComputeBlock,
+    ExportModel,
+    FlushBlock,
+    GradDiscarded,
+    GradOffloaded,
+    GradSlotsReleased,
+    KernelChosen,
+    LoadModel,
+    LoadProgressed,
+    LossComputed,
+    MemoryReported,
+    Message,
+    ModelExported,
+    ModelKernelsChosen,
+    ModelLoaded,
+    OffloadGrad,
+    ParamSlotReleased,
+    ParamSlotsGranted,
+    PrefetchParams,
+    ReadActivations,
+    ReadChunks,
+    RestoreStates,
+    SpansReported,
+    SsdRequest,
+    StatesRestored,
+    StoreCommitted,
+    UpdateBlock,
+    UserMessage,
+    WriteActivations,
+    WriteChunks,
+)
+from windlass.engine.memory_plan import plan
+from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, ActivationChoice
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.model.block_runner import BlockRunner
+from windlass.storage.ids import ActorName, Precision
+
+# The last of them is committed in every mode, and one before it.
+NUM_STEPS = 4
+SKIPPED_STEP = 3
+
+# The model has five blocks, of which three are layers.
+_EVERY_BLOCK = (0, 1, 2, 3, 4)
+_SWAPPING = (*ActivationChoice.SWAP.of_layers(1), RECOMPUTE_ALL, *ActivationChoice.RECOMPUTE_SWAP_INPUT.of_layers(1))
+_SLOT_NBYTES = 8192  # for activations: as small as the model is
+MODES: dict[str, dict[str, Any]] = {
+    "active": {},
+    "kept": {"clip_norm": 0.5, "num_microbatches": 2},
+    "spilled": {"clip_norm": 0.5, "num_microbatches": 2, "placement": Placement(num_host_grad_blocks=1)},
+    "host": {"placement": Placement(host_blocks=_EVERY_BLOCK, commit_every=2)},
+    "mixed": {"placement": Placement(host_blocks=(1,), device_blocks=(0, 3), commit_every=2)},
+    "skipping": {"clip_norm": 0.5},
+    "swapped": {
+        "placement": Placement(
+            activations=_SWAPPING, host_activation_nbytes=4 * _SLOT_NBYTES, ssd_activation_nbytes=128 * _SLOT_NBYTES
+        )
+    },
+}
+_FROM_SSDS = ("active", "kept", "spilled", "mixed", "skipping", "swapped")  # where an optimizer reads states
+_RESTING = ("host", "mixed")
+
+OPTIMIZER = optimizer_name(0)
+SSDS = (ssd_name(0), ssd_name(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A type of message and who takes it."""
+
+    message: type[Message]
+    to: tuple[ActorName, ...]
+    modes: tuple[str, ...] = tuple(MODES)
+    in_thread: bool = False  # a thread of the receiver works at it; else it is dealt with as it comes
+    is_awaited: bool = True  # that it is missing shows; else what waits may find another way, or nothing waits for it
+
+
+ROWS = (
+    Row(message=ReadChunks, to=SSDS, in_thread=True),
+    Row(message=WriteChunks, to=SSDS, in_thread=True),
+    Row(message=CommitStore, to=SSDS, in_thread=True),
+    Row(message=WriteActivations, to=SSDS, modes=("swapped",), in_thread=True),
+    Row(message=ReadActivations, to=SSDS, modes=("swapped",), in_thread=True),
+    Row(message=PrefetchParams, to=(GPU_WORKER,), in_thread=True),
+    Row(message=ComputeBlock, to=(GPU_WORKER,), in_thread=True),
+    Row(message=OffloadGrad, to=(GPU_WORKER,), in_thread=True),
+    Row(message=UpdateBlock, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
+    Row(message=FlushBlock, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
+    Row(message=RestoreStates, to=(GPU_WORKER,), modes=("mixed",), in_thread=True),
+    Row(message=ChunkIoDone, to=(GPU_WORKER,), modes=_FROM_SSDS),
+    Row(message=ActivationIoDone, to=(GPU_WORKER,), modes=("swapped",)),
+    Row(message=AcquireParamSlots, to=(GPU_WORKER,), modes=_FROM_SSDS),
+    Row(message=ParamSlotReleased, to=(GPU_WORKER,), modes=_FROM_SSDS, is_awaited=False),
+    Row(message=GradSlotsReleased, to=(GPU_WORKER,), is_awaited=False),
+    Row(message=GradDiscarded, to=(GPU_WORKER,), modes=("skipping",), is_awaited=False),
+    Row(message=LoadModel, to=(OPTIMIZER,)),
+    Row(message=UpdateBlock, to=(OPTIMIZER,), in_thread=True),
+    Row(message=FlushBlock, to=(OPTIMIZER,), modes=_RESTING, in_thread=True),
+    Row(message=RestoreStates, to=(OPTIMIZER,), modes=_RESTING, in_thread=True),
+    Row(message=ExportModel, to=(OPTIMIZER,), in_thread=True),
+    Row(message=ChunkIoDone, to=(OPTIMIZER,)),
+    Row(message=ParamSlotsGranted, to=(OPTIMIZER,), modes=_FROM_SSDS),
+    Row(message=ModelLoaded, to=(SCHEDULER,)),
+    Row(message=StatesRestored, to=(SCHEDULER,), modes=_RESTING),
+    Row(message=BlockComputed, to=(SCHEDULER,)),
+    Row(message=LossComputed, to=(SCHEDULER,)),
+    Row(message=BlockBackwardDone, to=(SCHEDULER,)),
+    Row(message=GradOffloaded, to=(SCHEDULER,)),
+    Row(message=BlockUpdated, to=(SCHEDULER,)),
+    Row(message=BlockFlushed, to=(SCHEDULER,), modes=_RESTING),
+    Row(message=StoreCommitted, to=(SCHEDULER,)),
+    Row(message=ModelExported, to=(SCHEDULER,)),
+    Row(message=KernelChosen, to=(SCHEDULER,), is_awaited=False),
+    Row(message=LoadProgressed, to=(SCHEDULER,), is_awaited=False),
+    Row(message=SpansReported, to=(SCHEDULER,), is_awaited=False),
+    Row(message=MemoryReported, to=(SCHEDULER,), is_awaited=False),
+)
+# Told before training begins; the report of a fault itself; a kind of request.
+WITHOUT_CASES = {UserMessage, ModelKernelsChosen, ActorFailed, SsdRequest}
+
+
+def all_messages() -> set[type[Message]]:
+    """Every message that there is."""
+    kinds = {each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Message)}
+    return kinds - {Message}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of the matrix."""
+
+    mode: str
+    row: Row
+    to: ActorName
+    kind: FaultKind
+    moment: float  # 0: the first such message of the attempt, 1: the last
+
+    def __str__(self) -> str:
+        where = {0.0: "first ", 0.5: "", 0.9: "late "}[self.moment]
+        return f"{self.mode}: {self.to} {self.kind} {where}{self.row.message.__name__}"
+
+    def nth(self, count: int) -> int:
+        """Which of so many messages."""
+        return 1 + int(self.moment * (count - 1))
+
+
+def kinds_of(row: Row) -> list[FaultKind]:
+    """What can happen at a message."""
+    if row.to == (SCHEDULER,):  # that it dies or hangs itself is nobody's to see in one process
+        return [FaultKind.LOST, FaultKind.LATE]
+    in_thread = {FaultKind.BREAKS_THREAD, FaultKind.HANGS_THREAD}
+    return [kind for kind in FaultKind if row.in_thread or kind not in in_thread]
+
+
+def full_product() -> list[Case]:
+    """Every mode, message and kind of fault in the middle of an attempt; in one mode of each at other moments too."""
+    return [
+        Case(mode=mode, row=row, to=to, kind=kind, moment=moment)
+        for row in ROWS
+        for mode in row.modes
+        for to in row.to
+        for kind in kinds_of(row)
+        for moment in ((0.0, 0.5, 0.9) if mode == row.modes[-1] else (0.5,))
+    ]
+
+
+def quick_cases() -> list[Case]:
+    """Each message that is awaited once; kinds of faults, modes and SSDs in turn."""
+    kinds = cycle(FaultKind)
+    modes, ssds = cycle(MODES), cycle(SSDS)
+    return [
+        Case(
+            mode=next(mode for mode in modes if mode in row.modes),
+            row=row,
+            to=next(ssds) if row.to == SSDS else row.to[0],
+            kind=next(kind for kind in kinds if kind in kinds_of(row)),
+            moment=0.5,
+        )
+        for row in ROWS
+        if row.is_awaited
+    ]
+
+
+def spec_of(root: Path, mode: str, deadline_s: float) -> JobSpec:
+    """A job of four steps."""
+    return make_spec(
+        root,
+        precision=Precision.BF16,
+        total_steps=NUM_STEPS,
+        evaluate_every=2,
+        deadline_s=deadline_s,
+        **MODES[mode],
+    )
+
+
+@contextmanager
+def conditions_of(mode: str) -> Iterator[None]:
+    """What a mode takes beside its job: gradients of a step that are infinite; slots that suit the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mode == "skipping":
+            patch.setattr(BlockRunner, "head", _overflowing(BlockRunner.head))
+        if mode == "swapped":
+            patch.setattr(plan, "ACTIVATION_SLOT_NBYTES", _SLOT_NBYTES)
+            patch.setattr(gpu_worker, "check_architecture", lambda *_: None)  # takes long
+        yield
+
+
+def _overflowing(head: Callable[..., Any]) -> Callable[..., Any]:
+    def overflows(self: BlockRunner, step: int, *arguments: Any, loss_scale: float = 1.0, **options: Any) -> Any:
+        return head(self, step, *arguments, loss_scale=math.inf if step == SKIPPED_STEP else loss_scale, **options)
+
+    return overflows

@@ -1,0 +1,186 @@
+"""A scheduler whose actors answer at once, or not at all."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.support.actors.specs import make_layout, make_spec
+from tests.support.training import journal_of
+from windlass.actors.job.context import make_context, optimizer_name
+from windlass.actors.job.spec import JobSpec, System, behaving_as
+from windlass.actors.lifecycle.stop_request import StopRequest
+from windlass.actors.messages import (
+    ActorFailed,
+    BlockBackwardDone,
+    BlockComputed,
+    BlockFlushed,
+    BlockUpdated,
+    CommitStore,
+    ComputeBlock,
+    ExportModel,
+    FailureKind,
+    FlushBlock,
+    GradChunk,
+    GradOffloaded,
+    LoadModel,
+    LoadProgressed,
+    LossComputed,
+    Message,
+    ModelExported,
+    ModelLoaded,
+    OffloadGrad,
+    Phase,
+    RestoreStates,
+    StatesRestored,
+    StoreCommitted,
+    UpdateBlock,
+)
+from windlass.actors.scheduler.scheduler import Scheduler
+from windlass.engine.memory_plan.plan import Placement
+from windlass.storage.ids import ActorName, JobId, Precision, Rank, Span, Step
+from windlass.storage.store.format import CommitRecord
+
+LAYOUT = make_layout(2048, 5000, 4096)
+NUM_TARGETS = 10
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+NBYTES_A_STEP = {"ssd-0": 50, "ssd-1": 30}
+
+FP16 = {"precision": Precision.FP16}
+TIERED: dict[str, Any] = {
+    "total_steps": 7,
+    "placement": Placement(host_blocks=(0,), device_blocks=(2,), commit_every=3),
+}
+
+
+class Stage:
+    """A scheduler whose actors answer each message inside the call that brings it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        resume_from: CommitRecord | None = None,
+        system: System | None = None,
+        **changes: Any,
+    ) -> None:
+        options: dict[str, Any] = {"total_steps": 4, "deadline_s": 60.0, **changes}
+        self.spec: JobSpec = make_spec(job_dir=str(directory), output_dir=str(directory / "out"), **options)
+        if system is not None:
+            self.spec = behaving_as(self.spec, system, len(LAYOUT.blocks))
+        self.context = make_context(self.spec, LAYOUT, str(directory / "arena"))
+        self.received: list[tuple[ActorName, Message]] = []
+        self.silent: set[type[Message]] = set()  # what no actor answers
+        self.loss = 3.0
+        self.losses: dict[int, float] = {}  # of steps in which it is another
+        self.bad_outputs: set[tuple[int, Phase, int]] = set()  # step, phase and block that put out what is not finite
+        self.bad_grads: set[tuple[int, int]] = set()  # step and block whose gradient is not finite
+        self.loss_scale = 1.0  # of the step at hand
+        self.bytes_written: Counter[str] = Counter()
+        self.before: Callable[[Message], None] = lambda message: None
+        self.check_actors: Callable[[], None] = lambda: None
+        self.stop = StopRequest()
+        self.scheduler = Scheduler(
+            self.context,
+            self._send,
+            resume_from=resume_from,
+            check_actors=lambda: self.check_actors(),
+            stop=self.stop,
+        )
+
+    def commit(self, step: int) -> CommitRecord:
+        """What the stores keep of a step that was committed."""
+        (state,) = {
+            each.trainer_state for _, each in self.received if isinstance(each, CommitStore) and each.step == step
+        }
+        return CommitRecord(
+            sequence=step,
+            step=Step(step),
+            attempt=self.spec.attempt,
+            rank=Rank(0),
+            manifest=0,
+            manifest_digest=0,
+            pins=(),
+            trainer_state=state,
+        )
+
+    def _send(self, to: ActorName, message: Message) -> None:
+        self.received.append((to, message))
+        self.before(message)
+        if type(message) not in self.silent:
+            for event in self._answers(to, message):
+                self.scheduler.post(event)
+
+    def _answers(self, to: ActorName, message: Message) -> list[Message]:
+        facts: dict[str, Any] = {"job": message.job, "step": message.step}
+        match message:
+            case LoadModel():
+                progress = LoadProgressed(
+                    **facts, actor=optimizer_name(0), num_params=LAYOUT.numel // 2, total_params=LAYOUT.numel
+                )
+                return [progress, ModelLoaded(**facts)]
+            case ComputeBlock():
+                return self._computed(message, facts)
+            case OffloadGrad():
+                keys = LAYOUT.chunk_keys(message.block)
+                chunks = tuple(GradChunk(key, Span(0, 4096)) for key in keys)
+                return [GradOffloaded(**facts, block=message.block, chunks=chunks)]
+            case UpdateBlock():
+                return [BlockUpdated(**facts, block=message.block, actor=to)]
+            case FlushBlock():
+                return [BlockFlushed(**facts, block=message.block, actor=to)]
+            case RestoreStates():
+                return [StatesRestored(**facts, actor=to)]
+            case CommitStore():
+                self.bytes_written[to] += NBYTES_A_STEP[to]
+                return [StoreCommitted(**facts, actor=to, bytes_read=100, bytes_written=self.bytes_written[to])]
+            case ExportModel():
+                Path(message.path).mkdir()
+                return [ModelExported(**facts, path=message.path)]
+        return []
+
+    def _computed(self, message: ComputeBlock, facts: dict[str, Any]) -> list[Message]:
+        events: list[Message] = []
+        if message.phase is Phase.HEAD:
+            self.loss_scale = message.loss_scale
+        is_last = message.group == self.context.plan.num_groups - 1
+        if message.phase in (Phase.HEAD, Phase.EVALUATE_HEAD):
+            counts: dict[str, Any] = {"num_targets": NUM_TARGETS, "num_correct": 4, "group": message.group}
+            loss_sum = self.losses.get(message.step, self.loss) * NUM_TARGETS
+            events.append(LossComputed(**facts, phase=message.phase, loss_sum=loss_sum, **counts))
+        if is_last and message.phase in (Phase.HEAD, Phase.BACKWARD):
+            is_bad = (message.step, message.block) in self.bad_grads
+            sq_sum = math.inf if is_bad else 12.0 * self.loss_scale**2
+            events.append(BlockBackwardDone(**facts, block=message.block, grad_sq_sum=sq_sum))
+        is_finite = (message.step, message.phase, message.block) not in self.bad_outputs
+        work: dict[str, Any] = {"op": message.op, "phase": message.phase, "block": message.block, "compute_s": 0.1}
+        return [*events, BlockComputed(**facts, **work, is_finite=is_finite)]
+
+    def break_step(self, step: int, block: int) -> None:
+        """The forward pass of a block overflows, and with it all that follows, as the GPU worker tells it."""
+        head = len(LAYOUT.blocks) - 1
+        self.bad_outputs |= {(step, Phase.FORWARD, each) for each in range(block, head)} | {(step, Phase.HEAD, head)}
+        self.bad_grads |= {(step, each) for each in range(head + 1)}
+        self.losses[step] = math.nan
+
+    def sent(self, kind: type[AnyMessage]) -> list[AnyMessage]:
+        """What was sent of one kind, in order."""
+        return [message for _, message in self.received if isinstance(message, kind)]
+
+    def run(self) -> dict[str, Any]:
+        outcome = self.scheduler.run()
+        last = journal_of(self.spec)[-1]
+        assert (last.kind, last.data) == ("outcome", outcome)
+        assert last.level == ("error" if outcome["status"] == "failed" else "info")
+        return outcome
+
+
+def failure(actor: str, error: str, kind: FailureKind = FailureKind.LASTING) -> ActorFailed:
+    return ActorFailed(
+        job=JobId("ftjob-1"), step=Step(1), actor=ActorName(actor), kind=kind, error=error, detail="Traceback"
+    )
+
+
+def warnings_of(spec: JobSpec) -> list[str]:
+    return [record.message for record in journal_of(spec) if record.level == "warn"]

@@ -1,0 +1,169 @@
+"""What the tests of a GPU worker share: one rank, with SSD servers that keep params in memory."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from tests.support.actors.memory_ssds import MemorySsds
+from tests.support.training import make_partition, make_spec
+from windlass.actors.gpu_worker.worker import GpuWorker
+from windlass.actors.job.context import grad_precision, make_context
+from windlass.actors.job.spec import JobSpec
+from windlass.actors.messages import (
+    BlockBackwardDone,
+    BlockComputed,
+    ComputeBlock,
+    GradOffloaded,
+    GradSlotsReleased,
+    OffloadGrad,
+    Phase,
+    PrefetchParams,
+)
+from windlass.engine.data.dataset import PreparedDataset
+from windlass.engine.data.examples import NO_TARGET
+from windlass.engine.device.dtypes import TORCH_DTYPE
+from windlass.storage.ids import BlockIndex, StateKind, Step
+from windlass.storage.memory.arena import Arena
+
+STEP = Step(1)
+
+
+class Bench:
+    """A worker that has begun, its arena, and SSDs with the model's params as step 0 left them."""
+
+    def __init__(self, directory: Path, **changes: Any) -> None:
+        self.spec: JobSpec = make_spec(directory, **{"num_microbatches": 2, "clip_norm": 1.0, **changes})
+        self.precision = self.spec.hyperparameters.precision
+        self.loss_scale = 1.0
+        partition = make_partition(self.spec)
+        self.layout = partition.layout
+        self.context = make_context(self.spec, self.layout, str(directory / "arena"))
+        self.arena = Arena.create(self.context.arena_path, self.context.plan.arena_nbytes)
+        self.ssds = MemorySsds(self.context, self.arena)
+        self.worker = GpuWorker(self.context, partition, self.ssds.send, poison_released=True)
+        self.ssds.answer = self.worker.post
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self.spec.model_dir, dtype=TORCH_DTYPE[self.precision]
+        ).train()
+        self.store_params()
+        self.num_operations = 0
+
+    def store_params(self) -> None:
+        """What the model is at this moment."""
+        params = dict(self.model.named_parameters())
+        for block in self.layout.blocks:
+            if block.params:
+                flat = torch.cat([params[param.name].detach().flatten() for param in block.params])
+                for key in self.layout.chunk_keys(block.index):
+                    start, stop = self.layout.chunk_range(key)
+                    self.ssds.put(0, key, self.context.formats.param_kind, flat[start:stop])
+
+    def prefetch(self, block: int, op: int, phase: Phase = Phase.FORWARD, group: int = 0) -> None:
+        for needed in self.layout.shared[block]:
+            self.worker.post(
+                PrefetchParams(job=self.spec.job, step=Step(0), op=op, phase=phase, block=needed, group=group)
+            )
+
+    def compute(self, phase: Phase, block: int, op: int, group: int = 0) -> None:
+        blocks = self.layout.shared[block]
+        message = ComputeBlock(
+            job=self.spec.job,
+            step=STEP,
+            op=op,
+            phase=phase,
+            block=BlockIndex(block),
+            blocks=blocks,
+            group=group,
+            loss_scale=self.loss_scale if phase is Phase.HEAD else 1.0,
+        )
+        self.worker.post(message)
+
+    def run(self, phase: Phase, block: int, group: int = 0) -> None:
+        """One operation, to its end."""
+        self.num_operations += 1
+        self.prefetch(block, self.num_operations, phase, group)
+        self.compute(phase, block, self.num_operations, group)
+        self.ssds.receive(BlockComputed, self.num_operations)
+
+    def offload(self, block: int) -> torch.Tensor:
+        """A block's gradient, as it arrives in the arena; its slots are given back."""
+        before = len(self.ssds.of(GradOffloaded))
+        self.worker.post(OffloadGrad(job=self.spec.job, step=STEP, block=BlockIndex(block)))
+        return self.received_grad(block, before + 1)
+
+    def received_grad(self, block: int, count: int) -> torch.Tensor:
+        """The last of so many gradients that were offloaded."""
+        offloaded = self.ssds.receive(GradOffloaded, count)[-1]
+        assert [chunk.key for chunk in offloaded.chunks] == self.layout.chunk_keys(BlockIndex(block))
+        dtype = TORCH_DTYPE[grad_precision(self.spec)]
+        parts = []
+        for chunk in offloaded.chunks:
+            if chunk.span is None:
+                part = self.ssds.state(STEP, chunk.key, StateKind.GRAD, dtype)
+            else:
+                raw = bytearray(self.arena.buffer(chunk.span))
+                part = torch.frombuffer(raw, dtype=dtype)[: self.context.chunk_numel(chunk.key)]
+            parts.append(part.float())
+        spans = tuple(chunk.span for chunk in offloaded.chunks if chunk.span is not None)
+        self.worker.post(GradSlotsReleased(job=self.spec.job, step=STEP, spans=spans))
+        return torch.cat(parts)
+
+    def forward_and_head(self, group: int = 0) -> int:
+        """The first half of a step, or of one of its groups; the head's block."""
+        last = len(self.layout.blocks) - 1
+        for block in range(last):
+            self.run(Phase.FORWARD, block, group)
+        self.run(Phase.HEAD, last, group)
+        return last
+
+    def train_step(self) -> dict[int, torch.Tensor]:
+        """One step's operations in their order, and the gradient of each block."""
+        last_group = self.context.plan.num_groups - 1
+        for group in range(last_group):
+            for block in reversed(range(self.forward_and_head(group))):
+                self.run(Phase.BACKWARD, block, group)
+        assert self.ssds.of(BlockBackwardDone) == []
+        last = self.forward_and_head(last_group)
+        found = {last: self.offload(last)}
+        for block in reversed(range(last)):
+            self.run(Phase.BACKWARD, block, last_group)
+            found[block] = self.offload(block)
+        return found
+
+    def plain_step(self) -> tuple[float, int, dict[str, torch.Tensor]]:
+        """Sum of the losses, number of targets and scaled gradients of the first step, in plain autograd."""
+        hyper = self.spec.hyperparameters
+        dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
+        batch = dataset.batch(0, hyper.batch_size, hyper.num_microbatches, hyper.seed)
+        num_targets = sum(microbatch.num_targets for microbatch in batch)
+        total = 0.0
+        sums = {name: torch.zeros(param.shape) for name, param in self.model.named_parameters()}
+        for microbatch in batch:
+            self.model.zero_grad()
+            logits = self.model(input_ids=microbatch.input_ids, use_cache=False).logits.float().flatten(0, 1)
+            targets = microbatch.targets.flatten()
+            loss = F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
+            torch.autograd.backward(loss / num_targets * self.loss_scale)
+            total += float(loss.detach())
+            for name, param in self.model.named_parameters():
+                sums[name] += param.grad.float()
+        return total, num_targets, sums
+
+
+@contextlib.contextmanager
+def running(bench: Bench) -> Iterator[Bench]:
+    """Sets its worker up, and stops it in the end."""
+    bench.worker.setup()
+    yield bench
+    bench.worker.stop()
+    bench.arena.close()
+
+
+def of_bench(**options: Any) -> Any:
+    return pytest.param(options, id="-".join(str(value) for value in options.values()))

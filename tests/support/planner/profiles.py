@@ -1,0 +1,70 @@
+"""Small profiles and machines for tests of the planner."""
+
+from typing import Any
+
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.planner.cost.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
+from windlass.planner.cost.rates import Speeds
+from windlass.planner.solver.step_cost import PlannedJob
+
+
+def operator(
+    name: str, nbytes: int, num_flops: int, reads: tuple[int, ...], *, is_saved: bool = True
+) -> OperatorProfile:
+    return OperatorProfile(name=name, outputs_nbytes=(nbytes,), num_flops=num_flops, is_saved=is_saved, reads=reads)
+
+
+def make_profile(num_layers: int, *, scale: int = 1 << 20, is_tied: bool = False) -> ModelProfile:
+    """Layers of 8 x `scale` parameters whose operators put out some MiB; two products spare different FLOP per byte."""
+    layer = LayerProfile(
+        numel=8 * scale,
+        num_flops=100 * 10**9,
+        peak_nbytes=12 << 20,
+        input_nbytes=2 << 20,
+        largest_param_numel=4 * scale,
+        operators=(
+            operator("norm#0", 2 << 20, 0, ()),
+            operator("mm#0", 6 << 20, 50 * 10**9, (0,)),
+            operator("act#0", 6 << 20, 0, (1,)),
+            operator("mm#1", 2 << 20, 50 * 10**9, (2,), is_saved=False),
+        ),
+    )
+    return ModelProfile(
+        name="small",
+        num_examples=1,
+        num_tokens=128,
+        embedding=BlockProfile(numel=4 * scale, num_flops=0, peak_nbytes=2 << 20),
+        layers=(layer,) * num_layers,
+        head=BlockProfile(numel=4 * scale, num_flops=20 * 10**9, peak_nbytes=8 << 20),
+        shared=shared_of(num_layers, is_tied=is_tied),
+        chunk_numel=scale,
+    )
+
+
+def make_job(num_layers: int = 6, *, num_microbatches: int = 1, keeps_grads: bool = False, **kwargs: int) -> PlannedJob:
+    """In bf16, with fp32 states."""
+    return PlannedJob(
+        model=make_profile(num_layers, **kwargs),
+        num_microbatches=num_microbatches,
+        update_order=UpdateOrder.KEPT if keeps_grads else UpdateOrder.ACTIVE,
+        param_itemsize=2,
+        state_itemsize=14,
+        read_itemsize=12,
+        grad_itemsize=4 if num_microbatches > 1 else 2,
+    )
+
+
+def make_speeds(**changes: float) -> Speeds:
+    """A machine on which everything takes about as long."""
+    rates: dict[str, Any] = {
+        "num_ssds": 1,
+        "device_flops": 1e12,
+        "device_memory_bytes": 1e15,
+        "device_params": 1e10,
+        "h2d_bytes": 1e9,
+        "d2h_bytes": 1e9,
+        "ssd_read_bytes": 2e9,
+        "ssd_write_bytes": 1e9,
+        "optimizer_params": 1e8,
+    }
+    return Speeds(**{**rates, **changes})

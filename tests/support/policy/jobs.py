@@ -1,0 +1,151 @@
+"""Small jobs for the policy: their shapes, their gradients, and their operations as the design tells them."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from windlass.actors.messages import GradChunk, Phase
+from windlass.actors.policy.config import SchedulerConfig
+from windlass.actors.policy.ordering import Ordering
+from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkIndex, ChunkKey, JobId, Span
+
+JOB = JobId("ftjob-1")
+GPU = ActorName("gpu-0")
+WITH_GRADIENT = (Phase.HEAD, Phase.BACKWARD)
+
+
+def make_shape(
+    *,
+    chunks_per_block: tuple[int, ...] = (2, 1, 3, 1),
+    tied: bool = False,
+    num_optimizers: int = 1,
+    num_ssds: int = 1,
+    **options: Any,
+) -> SchedulerConfig:
+    """A small job; `tied`: the head reads the embedding's params as well as its own.
+
+    Unless told otherwise, gradients are kept where that must be: with clipping. Options of the ordering count, too.
+    """
+    ordering = {field.name: options.pop(field.name) for field in fields(Ordering) if field.name in options}
+    last = len(chunks_per_block) - 1
+    shared = [(BlockIndex(b),) for b in range(last)] + [
+        (BlockIndex(last), BlockIndex(0)) if tied else (BlockIndex(last),)
+    ]
+    settings: dict[str, Any] = {
+        "total_steps": 2,
+        "num_evaluation_groups": 0,
+        "evaluate_every": 0,
+        "checkpoint_every": 0,
+        "clip_norm": None,
+        "keeps_grads": options.get("clip_norm") is not None,
+        "ordering": Ordering(**ordering),
+        "max_bad_steps": 10,
+    }
+    return SchedulerConfig(
+        job=JOB,
+        attempt=Attempt(3),
+        chunks=tuple(
+            tuple(ChunkKey(BlockIndex(b), ChunkIndex(c)) for c in range(num)) for b, num in enumerate(chunks_per_block)
+        ),
+        shared=tuple(shared),
+        learning_rate=lambda step: 0.5 / step,
+        trainer_state=lambda step: "",  # the world's own takes its place
+        gpu_worker=GPU,
+        optimizers=tuple(ActorName(f"optimizer-{i}") for i in range(num_optimizers)),
+        ssd_servers=tuple(ActorName(f"ssd-{i}") for i in range(num_ssds)),
+        output_dir="/models/out",
+        **(settings | options),
+    )
+
+
+def grad_chunks(shape: SchedulerConfig, block: int) -> tuple[GradChunk, ...]:
+    """Where the gradient of a block lies once it is offloaded."""
+    if block in shape.spilled_blocks:
+        return tuple(GradChunk(key, None) for key in shape.chunks[block])
+    return tuple(GradChunk(key, Span(4096 * (10 * key.block + key.chunk), 4096)) for key in shape.chunks[block])
+
+
+def holders(shape: SchedulerConfig, block: int) -> dict[ActorName, tuple[ChunkKey, ...]]:
+    """Who updates a block, and which of its chunks; on the device nobody tells them apart."""
+    if block in shape.device_blocks:
+        return {GPU: ()}
+    num = len(shape.optimizers)
+    shares = {actor: shape.chunks[block][place::num] for place, actor in enumerate(shape.optimizers)}
+    return {actor: share for actor, share in shares.items() if share}
+
+
+def grad_sq_sum(step: int, block: int) -> float:
+    """The squared norm of a block's gradient before the loss is scaled: some steps need clipping, some do not."""
+    return float((block + 1) * (100 if step % 2 else 0.01))
+
+
+def not_finite(step: int, block: int) -> float:
+    """What the world's GPU worker reports of a bad gradient."""
+    return math.inf if (step + block) % 2 else math.nan
+
+
+def expected_operations(shape: SchedulerConfig, first_step: int) -> list[tuple[int, Phase | None, int, int]]:
+    """(step, phase, block, group) of every operation, written down as the design tells it; phase None is an export."""
+    layers = list(range(shape.num_blocks - 1))
+    head = shape.num_blocks - 1
+    found: list[tuple[int, Phase | None, int, int]] = []
+    for step in range(first_step - 1, shape.total_steps + 1):
+        if step >= first_step:
+            for group in range(shape.num_groups):
+                found += [(step, Phase.FORWARD, b, group) for b in layers]
+                found += [(step, Phase.HEAD, head, group)]
+                found += [(step, Phase.BACKWARD, b, group) for b in reversed(layers)]
+        elif step == 0:
+            continue  # what follows a step is due again for the one that a resumed job goes on from
+        last = step == shape.total_steps
+        if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
+            for group in range(shape.num_evaluation_groups):
+                found += [(step, Phase.EVALUATE, b, group) for b in layers]
+                found += [(step, Phase.EVALUATE_HEAD, head, group)]
+        if last or (shape.checkpoint_every and step % shape.checkpoint_every == 0):
+            found += [(step, None, 0, 0)]
+    return found
+
+
+class Expected:
+    """What follows from a job's shape and its gradients alone. `bad`: (step, block) whose gradient is not finite."""
+
+    def __init__(self, shape: SchedulerConfig, bad: frozenset[tuple[int, int]], scales_loss: bool) -> None:
+        self.shape = shape
+        self.bad = frozenset(key for key in bad if key[1] < shape.num_blocks)
+        self.skipped = frozenset(step for step, _ in self.bad) if shape.keeps_grads else frozenset()
+        self.scales_loss = scales_loss
+
+    def last_good(self, step: int) -> int:
+        """The last step up to this one that was not skipped."""
+        return next((each for each in range(step, -1, -1) if each not in self.skipped), -1)
+
+    def num_skipped_in_a_row(self, step: int) -> int:
+        """Skipped steps up to this one, since the last good one."""
+        return step - self.last_good(step)
+
+    def expected_trainer(self, step: int) -> dict[str, float]:
+        """The trainer's state after a step; far too early for the loss scale to grow."""
+        num_bad = sum(each <= step for each in self.skipped)
+        last_bad = max((each for each in self.skipped if each <= step), default=0)
+        return {
+            "optimizer_step": step - num_bad,
+            "bad_steps": self.num_skipped_in_a_row(step),
+            "loss_scale": 65536.0 / 2**num_bad,
+            "good_steps": step - last_bad,
+        }
+
+    def expected_loss_scale(self, step: int) -> float:
+        """What the gradients of a step are multiplied by."""
+        return self.expected_trainer(step - 1)["loss_scale"] if self.scales_loss else 1.0
+
+    def expected_grad_scale(self, step: int) -> float:
+        """Takes the loss scale back out, and clips. Source: torch.nn.utils.clip_grad_norm_."""
+        unscaled = 1.0 / self.expected_loss_scale(step)
+        if self.shape.clip_norm is None:
+            return unscaled
+        return unscaled * min(1.0, self.shape.clip_norm / (self.grad_norm(step) + 1e-6))
+
+    def grad_norm(self, step: int) -> float:
+        """Of a step whose gradients are finite."""
+        return math.sqrt(sum(grad_sq_sum(step, block) for block in range(self.shape.num_blocks)))

@@ -1,0 +1,432 @@
+"""A world that carries out a policy's instructions in any order, and checks each one as it is issued.
+
+It keeps its own account of what is true, and never asks the policy.
+"""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.support.policy.facts import Facts, Pending
+from tests.support.policy.jobs import (
+    GPU,
+    JOB,
+    WITH_GRADIENT,
+    holders,
+)
+from windlass.actors.messages import (
+    BlockBackwardDone,
+    BlockFlushed,
+    BlockUpdated,
+    CommitStore,
+    ComputeBlock,
+    ExportModel,
+    FlushBlock,
+    GradDiscarded,
+    LoadModel,
+    Message,
+    OffloadGrad,
+    Phase,
+    PrefetchParams,
+    RestoreStates,
+    UpdateBlock,
+)
+from windlass.actors.policy.config import SchedulerConfig
+from windlass.actors.policy.pending_replies import Instruction
+from windlass.actors.policy.pipeline import NotFiniteError, Pipeline
+from windlass.actors.policy.trainer_state import TrainerState
+from windlass.storage.ids import ActorName, Step
+
+
+class World(Facts):
+    """Holds a policy's outstanding instructions; `deliver` makes one of its `choices` happen."""
+
+    def __init__(
+        self,
+        shape: SchedulerConfig,
+        initial_step: int | None = None,
+        *,
+        bad: frozenset[tuple[int, int]] = frozenset(),
+        scales_loss: bool = False,
+        best: frozenset[int] = frozenset(),
+        finish_at: int | None = None,
+    ) -> None:
+        """`best`: steps whose evaluations ask for a checkpoint; `finish_at`: that of a first one that ends the job."""
+        super().__init__(shape, initial_step, bad=bad, scales_loss=scales_loss)
+        self.best, self.finish_at, self.initial_step = best, finish_at, initial_step or 0
+        trainer = TrainerState(scales_loss=scales_loss)
+        trainer.restore(self.expected_trainer(initial_step or 0))
+        self.pipeline = Pipeline(self._with_state(), trainer, None if initial_step is None else Step(initial_step))
+        # Steps whose trainer's state was asked for; at first nothing is decided.
+        self.captured = [self.last_good(self.committed)]
+        self.told_by_policy = self.told
+
+    def fork(self) -> "World":
+        """An independent copy; needs a policy whose program can be copied."""
+        shared = (self.shape, self.pipeline.shape, self.expected, self.bad, self.skipped)
+        twin = copy.deepcopy(self, {id(each): each for each in shared})
+        twin.pipeline.shape = twin._with_state()
+        return twin
+
+    def _with_state(self) -> SchedulerConfig:
+        """The shape, with commits that keep what the trainer is when the state is asked for."""
+        return replace(self.shape, trainer_state=self._capture)
+
+    def _capture(self, step: int) -> str:
+        """Must be asked for once a step, when it is known what became of it, and before that changes for the next."""
+        assert step not in self.captured
+        self.captured.append(step)
+        assert step == self._last_decided()
+        assert not any(compute.step > step and compute.phase is Phase.HEAD for compute in self.computing)
+        return json.dumps({"step": step, **self.pipeline.trainer.to_json()})
+
+    # --- what bad gradients lead to ---------------------------------------------------------------------------------
+
+    def _expected_failure(self, event: Message) -> str | None:
+        """What the policy must say where it cannot go on after an event that has just happened."""
+        if not isinstance(event, BlockBackwardDone):
+            return None
+        if not self.shape.keeps_grads:
+            is_bad = (event.step, event.block) in self.bad
+            text = (
+                f"a gradient of step {event.step} is not finite.*; step {self.committed} is the last that was committed"
+            )
+            return text if is_bad else None
+        num = self.num_skipped_in_a_row(event.step)
+        if not self._gradients_complete(event.step) or num <= self.shape.max_bad_steps:
+            return None
+        return f"gradients of {num} steps in a row, up to step {event.step}, were not finite"
+
+    # --- making it happen -------------------------------------------------------------------------------------------
+
+    def start(self, now_s: float = 0.0) -> None:
+        self._take(self.pipeline.start(now_s))
+
+    def deliver(self, pending: Pending, now_s: float = 0.0) -> list[Instruction]:
+        """Lets an event happen, and checks what the policy makes of it."""
+        event = pending.event
+        self.account(event)
+        self.delivered.append(event)
+        if (text := self._expected_failure(event)) is not None:
+            with pytest.raises(NotFiniteError, match=text):
+                self.pipeline.handle(event, now_s)
+            self.failed = True
+            return []
+        if self.shape.evaluation_decides and self.is_end_of_evaluation(event):
+            self._decide(int(event.step))
+        instructions = self.pipeline.handle(event, now_s)
+        self._take(instructions)
+        return instructions
+
+    def _decide(self, step: int) -> None:
+        """What the shell does before the policy hears that the evaluation is over."""
+        if step in self.best:
+            self.checkpoint_after(step)
+        if step == self.finish_at:
+            self.pipeline.finish_after_current_step()
+            if self.stopped_at is None:
+                self.expect_end(step)
+
+    def want_checkpoint(self) -> int:
+        """As where so much time has passed. Returns the step that it will be of."""
+        step = self.pipeline.next_open_commit
+        is_kept = max(self.captured[-1], self.initial_step)
+        open_steps = range(max(is_kept + 1, self.begun), self.shape.total_steps)
+        assert step == min(filter(self.is_due_for_commit, open_steps), default=self.shape.total_steps)
+        self.checkpoint_after(step)
+        return step
+
+    def checkpoint_after(self, step: int) -> None:
+        self.pipeline.checkpoint_after(step)
+        if self.stopped_at is None and step <= self.final_step:
+            self.expect_export(step)
+
+    def stop(self) -> None:
+        if self.stopped_at is None:
+            self.stopped_at = self.begun
+        self._take(self.pipeline.stop_after_current_step(0.0))
+
+    # --- checking what the policy issues ----------------------------------------------------------------------------
+
+    def _take(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            assert instruction.message.job == JOB
+            self._take_one(instruction.to, instruction.message)
+        self._check_commit_is_whole()
+        limits = self.shape.ordering
+        assert len(self.computing) <= limits.max_prefetched
+        assert len(self.offloading) <= limits.max_offloading
+        assert len(self.flushing) <= limits.max_flushing
+        on_device = sum(block in self.shape.device_blocks for _, block in self.updating)
+        assert on_device <= limits.max_updating_on_device
+        assert len(self.updating) - on_device <= limits.max_updating
+        # Every wait has a deadline: what is outstanding here and what the policy waits for are the same.
+        num_outstanding = sum(len(shares) for shares in self.updating.values()) + len(self.committing)
+        num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
+        num_outstanding += len(self.offloading) + self.loading + (self.exporting is not None)
+        num_gradients = sum(map(self._completes_gradient, self.computing)) - self.backward_told
+        assert len(self.pipeline.waits.outstanding) == num_outstanding + len(self.computing) + num_gradients
+        assert self.pipeline.committed == self.committed
+        self._check_skipped()
+        self._check_ends()
+        self._check_prompt()
+        self._check_told()
+        if self.pipeline.finished:
+            assert not self.choices()
+        else:
+            assert self.choices(), "nothing is outstanding and the job is not finished: it is stuck"
+
+    def _take_one(self, to: ActorName, message: Message) -> None:
+        match message:
+            case LoadModel():
+                assert to == self.shape.optimizers[0]
+                assert not self.delivered
+                self.loading = True
+            case PrefetchParams():
+                assert to == GPU
+                assert self.labels[message.block] == message.step, "params are read under another step than their own"
+                version = self.written[message.block]
+                self.prefetched.add((message.op, message.phase, message.block, message.group, version))
+            case ComputeBlock():
+                self._take_compute(to, message)
+            case OffloadGrad():
+                key = (int(message.step), int(message.block))
+                assert to == GPU
+                assert key == self._first_of(self.to_offload), "a block is offloaded before its turn"
+                is_safe = self.committed >= message.step - 1
+                assert is_safe or message.block not in self.shape.spilled_blocks, (
+                    "a gradient overwrites what is not safe"
+                )
+                self.to_offload.remove(key)
+                self.offloading[key] = message
+            case UpdateBlock():
+                self._take_update(to, message)
+            case FlushBlock():
+                self._take_flush(to, message)
+            case RestoreStates():
+                self._take_restore(to, message)
+            case GradDiscarded():
+                self._take_drop(to, message)
+            case CommitStore():
+                self._take_commit(to, message)
+            case ExportModel():
+                self._take_export(to, message)
+            case _:
+                raise AssertionError(f"nobody expects {message}")
+
+    def _take_drop(self, to: ActorName, message: GradDiscarded) -> None:
+        key = (int(message.step), int(message.block))
+        assert to == GPU
+        assert message.step in self.skipped, "an optimizer returns the slots of a step that is not skipped"
+        assert self._gradients_complete(message.step)
+        assert message.chunks == self.offloaded[key]
+        self.lent.remove(key)  # each block once
+
+    def _take_restore(self, to: ActorName, message: RestoreStates) -> None:
+        assert to in {actor for block in self.resident for actor in holders(self.shape, block)}
+        assert to not in self.restoring
+        assert to not in self.restored
+        assert message.step == self.committed
+        assert not self.computed
+        assert not self.computing
+        self.restoring[to] = message
+
+    def _take_flush(self, to: ActorName, message: FlushBlock) -> None:
+        block, step = int(message.block), int(message.step)
+        assert block in self.resident
+        assert to in holders(self.shape, block)
+        assert step == self.labels[block], "states are written under another step than their own"
+        assert self.on_ssd[block] != self.content[block], "the SSDs have these states already"
+        assert not any(updated == block for _, updated in self.updating), "a block is written while it changes"
+        assert self.committed >= self.commit_before(step), "what a restart needs would be overwritten"
+        flushes = self.flushing.setdefault(block, {})
+        assert to not in flushes
+        flushes[to] = message
+        last = self._last_over()
+        is_due = self.committed < last and self.is_commit_step(last)
+        assert self.is_commit_step(step) or is_due, "flushed for no commit"
+
+    def _take_commit(self, to: ActorName, message: CommitStore) -> None:
+        step = message.step
+        assert to not in self.committing
+        assert self.is_commit_step(step)
+        assert step == 0 or self.committed >= self.commit_before(step), "a commit overtook an earlier one"
+        assert set(self.labels) == {message.states_step}
+        assert set(self.content) == {self.last_good(step)}, "a step is committed before all of it is there"
+        assert self.on_ssd == self.content, "a step is committed before all of it is on the SSDs"
+        assert not self.flushing
+        assert not self.updating
+        assert (message.states_step < step) == (step in self.skipped)
+        if step in self.skipped:
+            assert self._gradients_at_rest(step)
+            assert not self.computing, "params are renamed while they are read"
+        assert not {key for key in self.lent if key[0] <= step}
+        assert message.attempt == self.shape.attempt
+        assert json.loads(message.trainer_state) == {"step": step, **self.expected_trainer(step)}
+        self.committing[to] = message
+        self.asked_commits.append(step)
+
+    def _check_prompt(self) -> None:
+        """Resident blocks are flushed as soon as a commit will need it, and trainer states are kept in time."""
+        due = {
+            block
+            for block in self.resident
+            if self.on_ssd[block] != self.content[block] and self.is_commit_step(self.labels[block])
+        }
+        is_busy = len(self.flushing) == self.shape.ordering.max_flushing
+        assert is_busy or due <= self.flushing.keys(), "a block waits for its flush"
+        assert self.captured[-1] == self._last_decided()
+
+    def _check_told(self) -> None:
+        """Steps are settled in order: with their commit or, where none is due, when they are over."""
+        while self.told < max(self.committed, 0) or (
+            not self.is_commit_step(self.told + 1)
+            and self.committed >= self.commit_before(self.told + 1)
+            and min(self.written) > self.told
+        ):
+            self.told += 1
+        self.told_by_policy = max(self.told_by_policy, self.pipeline.commits.settled)
+        assert self.told_by_policy == self.told
+
+    def _check_skipped(self) -> None:
+        """No slot of a skipped step stays where it is; nothing of it is updated."""
+        skipped = {step for step in self.skipped if self._gradients_complete(step)}
+        assert not skipped & {step for step, _ in self.lent}, "slots of a skipped step are kept"
+        assert not skipped & {step for step, _ in self.updating}
+
+    def _check_ends(self) -> None:
+        """What a step turned out to be is told once all its gradients are known."""
+        begun = {step for step, _ in self.backward_done}
+        assert self.pipeline.ends.keys() == {step for step in begun if self._gradients_complete(step)}
+        for step, end in self.pipeline.ends.items():
+            norm = math.nan if step in self.skipped else self.grad_norm(step)
+            assert end.grad_norm == pytest.approx(norm, rel=1e-12, abs=0.0, nan_ok=True)
+            assert end.loss_scale == self.expected_loss_scale(step)
+            assert end.num_skipped == sum(each <= step for each in self.skipped)
+
+    def _take_compute(self, to: ActorName, message: ComputeBlock) -> None:
+        assert to == GPU
+        assert self.committed >= 0
+        self._check_restored()
+        assert self.stopped_at is None or message.step <= self.stopped_at, "a step began after the job was stopped"
+        found = (message.step, message.phase, message.block, message.group)
+        assert found == self.expected[self.num_issued]
+        self.num_issued += 1
+        self.begun = max(self.begun, message.step)
+        assert message.loss_scale == (self.expected_loss_scale(message.step) if message.phase is Phase.HEAD else 1.0)
+        assert message.blocks == self.shape.shared[message.block]
+        evaluates = message.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD)
+        version = message.step if evaluates else message.step - 1
+        if not self.shape.ordering.overlaps_steps:
+            assert min(self.written) >= version, "a block is computed beside updates of the step before"
+        for block in message.blocks:
+            assert self.written[block] == version, "a block is computed with params of another step"
+            assert (message.op, message.phase, block, message.group, version) in self.prefetched
+        assert all(message.op > other.op for other in self.computing)
+        self.computing.append(message)
+
+    def _check_restored(self) -> None:
+        assert not self.restoring, "states are not in memory yet"
+        assert set(self.restored) == {actor for block in self.resident for actor in holders(self.shape, block)}
+
+    def _take_update(self, to: ActorName, message: UpdateBlock) -> None:
+        key = (int(message.step), int(message.block))
+        self._check_restored()
+        assert self.committed >= self.commit_before(message.step), "what a restart needs would be overwritten"
+        assert message.block not in self.flushing, "a block changes while it is written"
+        assert message.from_step == self.labels[message.block], "states are read under another step than their own"
+        reading = self.computing[self.backward_told :]
+        assert not any(message.block in compute.blocks for compute in reading), "params change while they are read"
+        added = {
+            group for step, phase, block, group in self.computed if phase in WITH_GRADIENT and (step, block) == key
+        }
+        assert added >= set(range(self.shape.num_groups - 1)), "a group has yet to add its gradient"
+        assert message.learning_rate == self.shape.learning_rate(message.step)
+        assert message.grad_scale == pytest.approx(self.expected_grad_scale(message.step), rel=1e-12, abs=0.0)
+        assert message.optimizer_step == self.expected_trainer(message.step)["optimizer_step"]
+        if self.shape.keeps_grads:
+            assert self._gradients_complete(message.step)
+            assert message.step not in self.skipped
+        if not self.shape.ordering.overlaps_steps:
+            assert all(compute.step == message.step for compute in reading), "a block is updated beside the next step"
+            assert not (reading and self.shape.keeps_grads), "a block is updated beside the backward pass"
+        if key not in self.updating:
+            is_device = message.block in self.shape.device_blocks
+            rivals = [each for each in self.to_update if (each[1] in self.shape.device_blocks) == is_device]
+            assert key == self._first_of(rivals), "a block is updated before its turn"
+            self.to_update.remove(key)
+            self.lent.remove(key)
+            self.updating[key] = {}
+        shares = self.updating[key]
+        assert to not in shares
+        shares[to] = message
+        assert tuple(chunk.key for chunk in message.chunks) == holders(self.shape, message.block)[to]
+        assert set(message.chunks) <= set(self.offloaded[key])
+
+    def _take_export(self, to: ActorName, message: ExportModel) -> None:
+        assert to == self.shape.optimizers[0]
+        assert self.stopped_at is None
+        is_final = message.step == self.final_step
+        assert message.path == ("/models/out" if is_final else f"/models/out-step-{message.step}")
+        assert (message.step, None, 0, 0) == self.expected[self.num_issued]
+        self.num_issued += 1
+        assert self.committed == message.step
+        assert not self.computing
+        self._check_restored()
+        assert set(self.written) == set(self.labels) == {message.step}
+        self.exporting = message
+
+    def _check_commit_is_whole(self) -> None:
+        """Commands of one answer go out together: every share of an update, every server of a commit."""
+        for (step, block), shares in self.updating.items():
+            if not any(isinstance(e, BlockUpdated) and (e.step, e.block) == (step, block) for e in self.delivered):
+                assert shares.keys() == holders(self.shape, block).keys()
+        for block, flushes in self.flushing.items():
+            (step,) = {flush.step for flush in flushes.values()}
+            if not any(isinstance(e, BlockFlushed) and (e.step, e.block) == (step, block) for e in self.delivered):
+                assert flushes.keys() == holders(self.shape, block).keys()
+        if self.committing and self.asked_commits:
+            step = self.asked_commits[-1]
+            assert self.asked_commits.count(step) == len(self.shape.ssd_servers)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def check_end(self) -> None:
+        """Everything was done, once, in program order, and is committed; unless bad gradients ended it before."""
+        if self.failed:
+            return
+        assert self.pipeline.finished
+        assert not self.choices()
+        assert not self.to_offload
+        assert not self.to_update
+        assert not self.lent
+        last = self.final_step if self.stopped_at is None else self.stopped_at
+        assert self.committed == last
+        assert set(self.written) == set(self.labels) == {last}
+        assert set(self.on_ssd) == set(self.content) == {self.last_good(last)}
+        expected = self.expected[: self.num_issued]
+        if self.stopped_at is None:
+            assert self.num_issued == len(self.expected)
+        else:
+            trained = [o for o in self.expected if o[0] <= last and o[1] in (Phase.FORWARD, *WITH_GRADIENT)]
+            assert [o for o in expected if o[1] in (Phase.FORWARD, *WITH_GRADIENT)] == trained
+        assert self.computed == [o for o in expected if o[1] is not None]
+        exports = [o[0] for o in expected if o[1] is None]
+        assert [step for step, _ in self.exports] == exports
+
+
+def deliver_all_but(world: World, *kept: str) -> None:
+    """Lets everything happen except what answers one of `kept`."""
+    while choices := [c for c in world.choices() if not c.answers.startswith(kept)]:
+        world.deliver(choices[0])
+
+
+def sent(world: World, *kinds: type[Message]) -> list[Message]:
+    """What the policy sends from now on, of some kinds, until nothing is left."""
+    found: list[Message] = []
+    while choices := world.choices():
+        found += [i.message for i in world.deliver(choices[0]) if isinstance(i.message, kinds)]
+    return found

@@ -1,0 +1,125 @@
+"""The loop that the engine must equal: a job in plain PyTorch, with the whole model in memory."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+
+from windlass.actors.job.spec import JobSpec, Optimizer
+from windlass.engine.data.dataset import MicroBatch, PreparedDataset
+from windlass.engine.data.examples import NO_TARGET
+from windlass.engine.device.dtypes import TORCH_DTYPE
+from windlass.storage.ids import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRun:
+    """What plain PyTorch made of the same job."""
+
+    losses: list[float]
+    validation_losses: dict[int, float]  # by step
+    params: dict[str, torch.Tensor]  # fp32 masters
+    grad_norms: list[float]
+    loss_scales: list[float]  # of each step; 1.0 but in fp16
+    skipped: list[int]  # steps whose gradients overflowed in fp16
+
+
+def train_plainly(spec: JobSpec, device: str = "cpu") -> PlainRun:
+    """The job in plain PyTorch: the whole model, torch's own optimizer on fp32 masters, one count of targets a step.
+
+    fp16 with torch.amp.GradScaler.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(spec.compute_threads)
+    try:
+        return _train_plainly(spec, torch.device(device))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
+    hyper = spec.hyperparameters
+    whole = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=torch.float32).to(device)
+    masters = dict(whole.named_parameters())
+    model = AutoModelForCausalLM.from_pretrained(spec.model_dir, dtype=TORCH_DTYPE[hyper.precision]).to(device).train()
+    optimizer = _optimizer(spec, masters)
+    schedule = get_cosine_schedule_with_warmup(optimizer, hyper.warmup_steps, spec.total_steps)
+    train, validation = (PreparedDataset.open(spec.dataset_dir, split) for split in ("train", "validation"))
+    scaler = torch.amp.GradScaler(device.type, enabled=hyper.precision is Precision.FP16)
+    losses, grad_norms, loss_scales, skipped, validation_losses = [], [], [], [], {}
+    for step in range(1, spec.total_steps + 1):
+        batch = train.batch(step - 1, hyper.batch_size, hyper.num_microbatches, hyper.seed)
+        loss_scales.append(scaler.get_scale())
+        losses.append(_accumulate(model, masters, batch, scaler))
+        scaler.unscale_(optimizer)
+        max_norm = float("inf") if hyper.clip_norm is None else hyper.clip_norm
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm)))
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < loss_scales[-1]:
+            skipped.append(step)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step()`")  # where step 1 is skipped
+            schedule.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+        if step == spec.total_steps or step % (spec.evaluate_every or spec.total_steps) == 0:
+            validation_losses[step] = evaluate(model, list(validation.evaluation_batches(1)))
+    params = {name: param.detach().cpu() for name, param in masters.items()}
+    return PlainRun(
+        losses=losses,
+        validation_losses=validation_losses,
+        params=params,
+        grad_norms=grad_norms,
+        loss_scales=loss_scales,
+        skipped=skipped,
+    )
+
+
+def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.optim.Adam:
+    """Weight decay on matrices only: all norms and biases of these models are vectors."""
+    hyper = spec.hyperparameters
+    groups = [
+        {"params": [param for param in masters.values() if param.ndim >= 2], "weight_decay": hyper.weight_decay},
+        {"params": [param for param in masters.values() if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    make = torch.optim.AdamW if hyper.optimizer is Optimizer.ADAMW else torch.optim.Adam
+    return make(groups, lr=hyper.learning_rate, betas=(hyper.beta1, hyper.beta2), eps=hyper.epsilon)
+
+
+def _accumulate(
+    model: Any, masters: dict[str, torch.nn.Parameter], batch: Sequence[MicroBatch], scaler: torch.amp.GradScaler
+) -> float:
+    """The loss of a step; its scaled gradients are summed over the micro-batches in fp32, in the masters."""
+    num_targets = sum(microbatch.num_targets for microbatch in batch)
+    for master in masters.values():
+        master.grad = torch.zeros_like(master)
+    total = 0.0
+    for microbatch in batch:
+        loss_sum = _loss_sum(model, microbatch)
+        model.zero_grad()
+        torch.autograd.backward(scaler.scale(loss_sum / num_targets))
+        total += float(loss_sum.detach())
+        for name, param in model.named_parameters():
+            masters[name].grad += param.grad.float()
+    return total / num_targets
+
+
+def evaluate(model: Any, batches: Sequence[MicroBatch]) -> float:
+    """The loss a target token; the model is in training mode afterwards."""
+    model.eval()
+    with torch.no_grad():
+        total = sum(float(_loss_sum(model, batch)) for batch in batches)
+    model.train()
+    return total / sum(batch.num_targets for batch in batches)
+
+
+def _loss_sum(model: Any, microbatch: MicroBatch) -> torch.Tensor:
+    logits = model(input_ids=microbatch.input_ids.to(model.device), use_cache=False).logits.float()
+    flat_targets = microbatch.targets.flatten().to(model.device)
+    return F.cross_entropy(logits.flatten(0, 1), flat_targets, ignore_index=NO_TARGET, reduction="sum")

@@ -1,0 +1,477 @@
+"""Whose turn it is with the staging buffers, step by step: SSDs that answer when the test says so."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.actors.swap_bench import SLOT_NBYTES, WAIT_S, WORKER, PoisonedSlots, make_swap_context, some_bytes
+from windlass.actors.activations import ssd_store as ssd_activations
+from windlass.actors.activations.parts import Moment, SsdSwap
+from windlass.actors.activations.ssd_store import SsdActivations
+from windlass.actors.messages import ActivationIoDone, Message, ReadActivations, WriteActivations
+from windlass.engine.activations.host_store import ActivationMemoryError, ActivationTimeoutError
+from windlass.engine.activations.store import Unwatched
+from windlass.engine.device.device import Device
+from windlass.storage.ids import ActorName, BlockIndex, Step
+
+Request = WriteActivations | ReadActivations
+
+
+class GatedDevice(Device):
+    """Copies wait for a gate."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failing: set[str] = set()
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._pass("out")
+        super().copy_out(target, source)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._pass("in")
+        super().copy_in(target, source)
+
+    def _pass(self, way: str) -> None:
+        assert self.gate.wait(WAIT_S)
+        if way in self.failing:
+            raise RuntimeError(f"the link is down, {way}")
+
+
+class Stage:
+    """The store, and SSDs in memory that move bytes and answer one request at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, max_leaving_nbytes: int = 1 << 30, **facts: Any) -> None:
+        self.context = make_swap_context(Path("/nowhere"), **({"num_host": 3, "num_staged": 1, "num_ssd": 8} | facts))
+        self.device = GatedDevice()
+        self.memory = torch.full((self.context.plan.activations.nbytes,), 0xFF, dtype=torch.uint8)
+        self.on_ssds: dict[tuple[ActorName, int], torch.Tensor] = {}
+        self.asked: list[tuple[ActorName, Request]] = []
+        self.changed = threading.Condition()
+        with monkeypatch.context() as patch:
+            patch.setattr(ssd_activations, "SlotPool", self._make_pool)
+            self.store = SsdActivations(
+                self.context,
+                self.device,
+                self.memory,
+                self._send,
+                WORKER,
+                Unwatched(),
+                max_leaving_nbytes=max_leaving_nbytes,
+            )
+
+    def _make_pool(self, *args: Any, **kwargs: Any) -> PoisonedSlots:
+        self.pool = PoisonedSlots(*args, **kwargs)
+        self.pool.memory = self.memory
+        return self.pool
+
+    def _send(self, to: ActorName, message: Message) -> None:
+        assert isinstance(message, Request)
+        with self.changed:
+            self.asked.append((to, message))
+            self.changed.notify_all()
+
+    def next(self) -> Request:
+        """What is asked of the SSDs, in order; it stays unanswered."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: bool(self.asked), WAIT_S), "nothing was asked"
+            return self.asked[0][1]
+
+    def is_quiet(self) -> bool:
+        """Nothing is asked that the test has not answered."""
+        with self.changed:
+            return not self.changed.wait_for(lambda: bool(self.asked), 0.05)
+
+    def answer(self) -> Request:
+        """The next one is done."""
+        request = self.next()
+        to, _ = self.asked.pop(0)
+        span = self.memory[request.span.offset : request.span.offset + request.span.nbytes]
+        for i, slot in enumerate(request.slots):
+            part = span[i * SLOT_NBYTES : (i + 1) * SLOT_NBYTES]
+            if isinstance(request, WriteActivations):
+                self.on_ssds[to, slot] = part.clone()
+            else:
+                part.copy_(self.on_ssds.pop((to, slot)))
+        self.store.take(ActivationIoDone(job=request.job, step=request.step, correlation=request.correlation))
+        return request
+
+    def put(self, seed: int, nbytes: int = SLOT_NBYTES) -> SsdSwap:
+        """Named by its block."""
+        self.store.begin(Moment(Step(3), 10 + seed, BlockIndex(seed)))
+        return self.store.put(some_bytes(nbytes, seed))
+
+    def rest(self, seed: int, nbytes: int = SLOT_NBYTES) -> SsdSwap:
+        """Put, and written."""
+        swap = self.put(seed, nbytes)
+        for _ in swap.parts:
+            assert isinstance(self.answer(), WriteActivations)
+        return swap
+
+    def prefetch(self, swap: SsdSwap) -> torch.Tensor:
+        target = torch.zeros(swap.nbytes, dtype=torch.uint8)
+        self.store.prefetch(swap, target)
+        return target
+
+    def in_thread(self, act: Callable[[], object]) -> "Result":
+        return Result(act)
+
+    def check_free(self) -> None:
+        """Nothing is held, and all slots of the SSDs can be had."""
+        self.store.drop(self.rest(0, self.context.plan.num_ssd_activations * SLOT_NBYTES))
+        assert self.pool.statistics.in_use_nbytes == 0
+        assert self.store.counts.held_nbytes == 0
+        assert bool((self.memory == 0xFF).all())
+
+
+class Result:
+    """Of something that waits."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(act,), daemon=True)
+        self._thread.start()
+
+    def _run(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+
+    def is_waiting(self) -> bool:
+        self._thread.join(0.05)
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(**facts: Any) -> Stage:
+        stages.append(Stage(monkeypatch, **facts))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.device.gate.set()
+        stage.store.stop()
+        stage.store.close()
+
+
+class TestRequests:
+    def test_say_whose_they_are_and_how_urgent(self, make: Callable[..., Stage]) -> None:
+        stage = make(num_staged=4, num_ssd=9)  # in parts of one slot
+        stage.store.begin(Moment(Step(5), 70, BlockIndex(2)))
+        swap = stage.store.put(some_bytes(2 * SLOT_NBYTES + 1))
+        writes = [stage.answer() for _ in range(3)]
+        for write in writes:
+            assert isinstance(write, WriteActivations)
+            assert (write.job, write.step, write.block, write.reply_to) == ("ftjob-1", 5, 2, WORKER)
+            # Until the next operation; params of step 5 are asked for with priorities (4, operation).
+            assert write.priority == (4, 71)
+            assert write.deadline_s == WAIT_S
+            assert write.span.offset >= 3 * SLOT_NBYTES  # beyond what stays in host memory
+        assert [write.slots for write in writes] == [(0,), (1,), (2,)]
+        assert [write.span.nbytes for write in writes] == [SLOT_NBYTES] * 3
+        stage.store.begin(Moment(Step(5), 78, BlockIndex(3)))
+        target = stage.prefetch(swap)
+        reads = [stage.answer() for _ in range(3)]
+        for read, write in zip(reads, writes, strict=True):
+            assert isinstance(read, ReadActivations)
+            assert (read.priority, read.block, read.slots, read.span.nbytes) == ((4, 78), 2, write.slots, SLOT_NBYTES)
+        stage.store.wait_for(swap)
+        assert torch.equal(target, some_bytes(2 * SLOT_NBYTES + 1))
+        assert len({each.correlation for each in (*writes, *reads)}) == 6
+        stage.check_free()
+
+    @pytest.mark.parametrize(
+        ("num_staged", "weights", "expected"),
+        [(1, (1,), 1), (7, (1,), 1), (8, (1,), 2), (16, (1,), 4), (64, (1,), 4), (16, (1, 1, 1), 2), (16, (1,) * 8, 1)],
+    )
+    def test_parts_are_as_large_as_buffers_for_all_ssds_allow(
+        self, make: Callable[..., Stage], num_staged: int, weights: tuple[int, ...], expected: int
+    ) -> None:
+        stage = make(num_staged=num_staged, weights=weights, num_ssd=64)
+        swap = stage.put(1, 8 * SLOT_NBYTES)
+        assert [len(part.slots) for part in swap.parts] == [expected] * (8 // expected)
+        assert len(stage.next().slots) == expected
+        assert stage.pool.num_slots == num_staged // expected
+
+    def test_a_part_that_is_too_large_for_its_ssd_is_cut(self, make: Callable[..., Stage]) -> None:
+        stage = make(num_staged=64, weights=(1, 1), num_ssd=6)  # three on each
+        swap = stage.put(1, 6 * SLOT_NBYTES)
+        assert [(part.ssd, part.slots) for part in swap.parts] == [(0, (0, 1, 2)), (1, (0, 1, 2))]
+
+
+class TestTurns:
+    """With one buffer."""
+
+    def test_one_part_after_the_other(self, make: Callable[..., Stage]) -> None:
+        stage = make()
+        swap = stage.put(1, 3 * SLOT_NBYTES)
+        for slot in range(3):
+            assert stage.next().slots == (slot,)
+            assert len(stage.asked) == 1
+            stage.answer()
+        assert stage.is_quiet()
+        target = stage.prefetch(swap)
+        for slot in range(3):
+            assert stage.answer().slots == (slot,)
+        stage.store.wait_for(swap)
+        assert torch.equal(target, some_bytes(3 * SLOT_NBYTES, 1))
+        stage.check_free()
+
+    def test_what_is_waited_for_goes_first(self, make: Callable[..., Stage]) -> None:
+        stage = make()
+        swaps = [stage.rest(seed) for seed in range(4)]
+        targets = [stage.prefetch(swap) for swap in swaps]
+        assert stage.next().block == 0  # on its way
+        result = stage.in_thread(lambda: stage.store.wait_for(swaps[2]))
+        assert result.is_waiting()
+        assert [stage.answer().block for _ in range(4)] == [0, 2, 1, 3]
+        result.end()
+        for i in (0, 1, 3):
+            stage.store.wait_for(swaps[i])
+        assert all(torch.equal(target, some_bytes(SLOT_NBYTES, i)) for i, target in enumerate(targets))
+        stage.check_free()
+
+    def test_what_is_to_leave_goes_before_what_is_read_ahead(self, make: Callable[..., Stage]) -> None:
+        stage = make()
+        resting = stage.rest(1)
+        stage.put(2)
+        stage.next()
+        stage.prefetch(resting)
+        stage.put(3)
+        kinds = [(type(request), request.block) for request in (stage.answer() for _ in range(3))]
+        assert kinds == [(WriteActivations, 2), (WriteActivations, 3), (ReadActivations, 1)]
+        stage.store.wait_for(resting)
+
+    def test_what_is_waited_for_goes_before_what_is_to_leave(self, make: Callable[..., Stage]) -> None:
+        stage = make()
+        resting = stage.rest(1)
+        stage.put(2)
+        stage.next()
+        stage.put(3)
+        stage.prefetch(resting)
+        result = stage.in_thread(lambda: stage.store.wait_for(resting))
+        assert result.is_waiting()
+        kinds = [(type(request), request.block) for request in (stage.answer() for _ in range(3))]
+        assert kinds == [(WriteActivations, 2), (ReadActivations, 1), (WriteActivations, 3)]
+        result.end()
+
+    def test_what_has_not_left_yet_is_read_after_it_was_written(self, make: Callable[..., Stage]) -> None:
+        """And waits without a buffer, which others need."""
+        stage = make()
+        swaps = [stage.put(seed) for seed in range(3)]
+        targets = [stage.prefetch(swap) for swap in reversed(swaps)]
+        result = stage.in_thread(lambda: stage.store.wait_for(swaps[2]))
+        assert result.is_waiting()
+        kinds = [(type(request), request.block) for request in (stage.answer() for _ in range(6))]
+        assert kinds[:4] == [*((WriteActivations, block) for block in range(3)), (ReadActivations, 2)]
+        assert kinds[4:] == [(ReadActivations, 1), (ReadActivations, 0)]
+        result.end()
+        for swap in swaps[:2]:
+            stage.store.wait_for(swap)
+        assert all(torch.equal(target, some_bytes(SLOT_NBYTES, 2 - i)) for i, target in enumerate(targets))
+        stage.check_free()
+
+
+class TestDrop:
+    def test_of_what_waits_to_leave(self, make: Callable[..., Stage]) -> None:
+        stage = make()
+        stage.put(1)
+        waiting = stage.put(2, 7 * SLOT_NBYTES)
+        stage.store.drop(waiting)
+        assert waiting.source is None
+        stage.put(3, 7 * SLOT_NBYTES)  # there is room for it at once
+        assert stage.answer().block == 1
+        assert stage.next().block == 3
+
+    @pytest.mark.parametrize("state", ["copying out", "writing", "resting", "reading", "copying in"])
+    def test_of_what_is_elsewhere(self, make: Callable[..., Stage], state: str) -> None:
+        """A buffer that may still be written to is not given away."""
+        stage = make()
+        if state == "copying out":
+            stage.device.gate.clear()
+        swap = stage.rest(1) if state in ("resting", "reading", "copying in") else stage.put(1)
+        if state == "writing":
+            stage.next()
+        if state in ("reading", "copying in"):
+            stage.prefetch(swap)
+            stage.next()
+        if state == "copying in":
+            stage.device.gate.clear()
+            stage.answer()
+        stage.store.drop(swap)
+        assert stage.store.counts.held_nbytes == 0
+        is_busy = state != "resting"
+        assert (stage.pool.statistics.in_use_nbytes > 0) == is_busy
+        put = stage.in_thread(lambda: stage.put(2, 8 * SLOT_NBYTES))  # needs every slot
+        assert put.is_waiting() == is_busy
+        stage.device.gate.set()
+        if state in ("writing", "reading"):
+            stage.answer()
+        put.end()
+        for _ in range(8):
+            assert stage.answer().block == 2
+
+
+class TestBounds:
+    def test_what_is_on_its_way_out_is_bounded(self, make: Callable[..., Stage]) -> None:
+        stage = make(max_leaving_nbytes=2 * SLOT_NBYTES, num_staged=2)
+        stage.device.gate.clear()
+        stage.put(1)
+        stage.put(2)
+        third = stage.in_thread(lambda: stage.put(3))
+        assert third.is_waiting()
+        stage.device.gate.set()
+        third.end()  # two lie in buffers, one waits on the device
+        fourth = stage.in_thread(lambda: stage.put(4, 3 * SLOT_NBYTES))
+        assert fourth.is_waiting()
+        stage.answer()
+        fourth.end()  # alone it may be larger
+
+    def test_the_tensor_is_let_go_when_it_has_left(self, make: Callable[..., Stage]) -> None:
+        stage = make(num_staged=2)
+        tensor = some_bytes(2 * SLOT_NBYTES)
+        reference = weakref.ref(tensor)
+        swap = stage.store.put(tensor)
+        del tensor
+        stage.answer()
+        stage.answer()
+        assert reference() is None
+        target = stage.prefetch(swap)
+        stage.answer()
+        stage.answer()
+        stage.store.wait_for(swap)
+        assert torch.equal(target, some_bytes(2 * SLOT_NBYTES))
+        assert swap.target is None
+
+    def test_full_space(self, make: Callable[..., Stage]) -> None:
+        stage = make()
+        stage.rest(1, 6 * SLOT_NBYTES)
+        with pytest.raises(ActivationMemoryError, match=r"3 slots of 4.00 KiB .* 6 of 8 are in use; raise ssd_activ"):
+            stage.put(2, 3 * SLOT_NBYTES)
+        stage.put(2, 2 * SLOT_NBYTES)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("way", ["out", "in"])
+    def test_a_failed_copy_raises_where_its_bytes_are_needed(self, make: Callable[..., Stage], way: str) -> None:
+        stage = make()
+        stage.device.failing = {way}
+        swap = stage.put(1, 3 * SLOT_NBYTES)
+        if way == "in":
+            for _ in range(3):
+                stage.answer()
+        stage.prefetch(swap)
+        if way == "in":
+            stage.answer()
+        with pytest.raises(RuntimeError, match=f"the link is down, {way}"):
+            stage.store.wait_for(swap)
+        stage.device.failing = set()
+        while not stage.is_quiet():
+            stage.answer()
+        stage.check_free()
+
+    def test_what_does_not_come_back_is_named(self, make: Callable[..., Stage]) -> None:
+        stage = make(deadline_s=0.05, weights=(1, 1), num_staged=2)
+        swap = stage.rest(4, 3 * SLOT_NBYTES)
+        stage.prefetch(swap)
+        stage.answer()
+        text = (
+            r"8.00 KiB of 12.00 KiB of activations of block 4, step 3 did not come back from ssd-0, ssd-1 within 0.05 s"
+        )
+        with pytest.raises(ActivationTimeoutError, match=text):
+            stage.store.wait_for(swap)
+
+    def test_what_each_ssd_server_has_owed_for_longest_is_known(
+        self, make: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now_s = 50.0
+        monkeypatch.setattr(ssd_activations.time, "monotonic", lambda: now_s)
+        stage = make(weights=(1, 1), num_staged=6)
+        assert stage.store.describe_overdue() == ""
+        stage.prefetch(stage.rest(4))
+        assert isinstance(stage.next(), ReadActivations)
+        now_s = 51.0
+        stage.put(5, 2 * SLOT_NBYTES)
+        with stage.changed:
+            assert stage.changed.wait_for(lambda: len(stage.asked) == 3, WAIT_S)
+        now_s = 52.0
+        assert stage.store.describe_overdue() == (
+            "ssd-0 has owed a read of activations of block 4, step 3 for 2.0 s: check its SSD; "
+            "ssd-1 has owed a write of activations of block 5, step 3 for 1.0 s: check its SSD"
+        )
+        for _ in range(3):
+            stage.answer()
+        assert stage.store.describe_overdue() == ""
+
+    def test_what_does_not_leave_is_named(self, make: Callable[..., Stage]) -> None:
+        stage = make(deadline_s=0.05, max_leaving_nbytes=0)
+        stage.put(1, 2 * SLOT_NBYTES)
+        with pytest.raises(ActivationTimeoutError, match=r"4.00 KiB of activations did not leave the device"):
+            stage.put(2)
+
+    def test_what_is_not_let_go_is_named(self, make: Callable[..., Stage]) -> None:
+        stage = make(deadline_s=0.05)
+        swap = stage.put(1, 8 * SLOT_NBYTES)
+        stage.next()
+        stage.store.drop(swap)
+        stage.put(2, 7 * SLOT_NBYTES)
+        with pytest.raises(ActivationTimeoutError, match=r"nobody needs were not off the SSDs within 0\.05 s"):
+            stage.put(3)
+
+
+class TestStop:
+    def test_who_waits_is_told(self, make: Callable[..., Stage]) -> None:
+        stage = make(max_leaving_nbytes=0)
+        swap = stage.put(1, 2 * SLOT_NBYTES)
+        stage.prefetch(swap)
+        get, put = stage.in_thread(lambda: stage.store.wait_for(swap)), stage.in_thread(lambda: stage.put(2))
+        assert get.is_waiting()
+        assert put.is_waiting()
+        stage.store.stop()
+        for result in (get, put):
+            with pytest.raises(InterruptedError, match="the job was stopped"):
+                result.end()
+
+    @pytest.mark.parametrize("state", ["copying out", "writing", "reading", "copying in"])
+    def test_in_the_middle_asks_for_nothing_more_and_takes_late_answers(
+        self, make: Callable[..., Stage], state: str
+    ) -> None:
+        stage = make()
+        if state == "copying out":
+            stage.device.gate.clear()
+        swap = stage.rest(1) if state in ("reading", "copying in") else stage.put(1)
+        other = stage.put(2) if state in ("copying out", "writing") else None
+        if state in ("reading", "copying in"):
+            stage.prefetch(swap)
+        if state == "copying in":
+            stage.device.gate.clear()
+            stage.answer()
+        elif state != "copying out":
+            stage.next()
+        stage.store.stop()
+        stage.device.gate.set()
+        stage.store.close()
+        if state in ("writing", "reading"):
+            stage.answer()
+        assert stage.asked == []
+        for each in (swap, other):
+            if each is not None:
+                stage.store.drop(each)
+        assert stage.pool.statistics.in_use_nbytes == stage.store.counts.held_nbytes == 0

@@ -1,0 +1,199 @@
+"""Faults at every message between actors: a named error in time, nothing left, and an attempt that goes on from there.
+
+In one process, with the real actors and a double between them. It goes on as if nothing had happened: same losses, same
+bytes of the model.
+"""
+
+import dataclasses
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.actors.fault_cases import (
+    MODES,
+    ROWS,
+    SSDS,
+    WITHOUT_CASES,
+    Case,
+    all_messages,
+    conditions_of,
+    full_product,
+    quick_cases,
+    spec_of,
+)
+from tests.support.actors.faults import BROKEN, Double, Fault, FaultKind, double_between_actors
+from tests.support.training import has_direct_io, journal_of, leftovers_of, make_partition
+from windlass.actors.job.context import GPU_WORKER, SCHEDULER, optimizer_name
+from windlass.actors.job.spec import JobSpec
+from windlass.actors.messages import (
+    CommitStore,
+    LoadModel,
+    Message,
+    ModelExported,
+    ModelLoaded,
+    StoreCommitted,
+    in_words,
+)
+from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.scheduler.scheduler import INTERRUPTED
+from windlass.storage.ids import ActorName, Attempt
+
+# Longer where the machine was so slow that the attempt stalled before its fault.
+DEADLINES_S = (1.0, 5.0, 25.0)
+NO_DEADLINE_S = 120.0
+NUMBERS = ("train_loss", "valid_loss", "grad_norm", "trained_tokens")
+# Only a hang takes as long.
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undisturbed:
+    """What a job does in a mode that nobody interferes with."""
+
+    numbers: set[tuple[int, str, float]]
+    model: bytes
+    counts: Counter[tuple[ActorName, type[Message]]]
+
+
+def numbers_of(spec: JobSpec) -> set[tuple[int, str, float]]:
+    """What the journal tells of the steps; what is told again must be the same."""
+    told = [record.data for record in journal_of(spec) if record.kind == "metrics"]
+    return {(data["step"], name, data[name]) for data in told for name in NUMBERS if name in data}
+
+
+def model_of(spec: JobSpec) -> bytes:
+    return (Path(spec.output_dir) / "model.safetensors").read_bytes()
+
+
+def attempt(spec: JobSpec) -> dict[str, Any]:
+    return run_local(spec, partition=make_partition(spec), direct=has_direct_io(Path(spec.job_dir)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Undisturbed]:
+    found: dict[str, Undisturbed] = {}
+
+    def get(mode: str) -> Undisturbed:
+        if mode not in found:
+            spec = spec_of(tmp_path_factory.mktemp(mode), mode, NO_DEADLINE_S)
+            with conditions_of(mode), double_between_actors() as double:
+                assert attempt(spec)["status"] == "succeeded"
+            counts = Counter((to, type(message)) for to, message in double.delivered)
+            found[mode] = Undisturbed(numbers=numbers_of(spec), model=model_of(spec), counts=counts)
+        return found[mode]
+
+    return get
+
+
+def test_every_message_has_its_cases() -> None:
+    missing = all_messages() - {row.message for row in ROWS} - WITHOUT_CASES
+    assert not missing, f"add rows to fault_cases.py for {missing}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_actor_takes_what_the_matrix_says(mode: str, undisturbed: Callable[[str], Undisturbed]) -> None:
+    expected = {(to, row.message) for row in ROWS if mode in row.modes for to in row.to}
+    assert set(undisturbed(mode).counts) == expected
+
+
+# A third of them is quick enough: one of every three, each time another one, as kinds of faults come in turn.
+QUICK = [
+    pytest.param(case, id=str(case), marks=[pytest.mark.long] * (i % 3 != i // 3 % 3))
+    for i, case in enumerate(quick_cases())
+]
+FULL = [pytest.param(case, id=f"{case}, full", marks=pytest.mark.long) for case in full_product()]
+
+
+@pytest.mark.parametrize("case", QUICK + FULL)
+def test_a_fault_ends_in_a_named_error_and_the_next_attempt_goes_on(
+    tmp_path: Path, case: Case, undisturbed: Callable[[str], Undisturbed]
+) -> None:
+    expected = undisturbed(case.mode)
+    nth = case.nth(expected.counts[(case.to, case.row.message)])
+    fault = Fault(to=case.to, message=case.row.message, nth=nth, kind=case.kind)
+    with conditions_of(case.mode):
+        for deadline_s in DEADLINES_S:
+            spec = spec_of(tmp_path / f"{deadline_s:g}", case.mode, deadline_s)
+            status, error, double = disturbed_attempt(spec, fault)
+            if double.hit is not None:
+                break
+        assert double.hit is not None, error
+        if status == "succeeded":
+            assert not case.row.is_awaited
+        else:
+            assert status == INTERRUPTED
+            assert_named(error, case, double.hit)
+            again = dataclasses.replace(spec, attempt=Attempt(2), deadline_s=NO_DEADLINE_S)
+            assert attempt(again)["status"] == "succeeded"
+            assert_went_on_from_the_last_commit(spec, double)
+    assert numbers_of(spec) == expected.numbers
+    assert model_of(spec) == expected.model
+    assert leftovers_of(spec) == []
+
+
+def disturbed_attempt(spec: JobSpec, fault: Fault) -> tuple[str, str, Double]:
+    """Its status, its error, and the double; no thread of it is left, and no arena."""
+    before = set(threading.enumerate())
+    with double_between_actors(fault) as double:
+        hung = ""
+        try:
+            attempt(spec)
+        except TimeoutError as error:
+            hung = str(error)
+        if fault.kind is FaultKind.HANGS_THREAD and double.hit is not None:
+            assert re.search(rf"{fault.to} .* end this process before the job goes on", hung)
+        else:
+            assert hung == ""
+            assert set(threading.enumerate()) <= before
+    await_end_of(set(threading.enumerate()) - before)
+    assert not [path for path in Path(spec.arena_dir).iterdir() if spec.job in path.name]
+    outcome = journal_of(spec)[-1]
+    assert outcome.kind == "outcome"
+    return outcome.data["status"], (outcome.data["error"] or {}).get("message", ""), double
+
+
+def await_end_of(threads: set[threading.Thread]) -> None:
+    """Of those that hung, and were released."""
+    until_s = time.monotonic() + NO_DEADLINE_S
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def assert_named(error: str, case: Case, hit: Message) -> None:
+    """The actor, the step, and the block where there is one; what raised tells what it was at."""
+    assert culprit(case.to, hit) in error
+    assert re.search(r"step \d", error) or case.row.message in (LoadModel, ModelLoaded)
+    if case.kind is FaultKind.BREAKS:
+        assert f"{BROKEN} (at {in_words(hit)})" in error
+    if case.kind is FaultKind.BREAKS_THREAD:
+        assert re.search(rf"{BROKEN} \(at .*step {hit.step}\b", error)
+    if " block" in in_words(hit):
+        assert re.search(r"block \d", error)
+
+
+def culprit(to: ActorName, hit: Message) -> ActorName:
+    """Who is to be named: the one that did not take a message or, where the scheduler lacks an answer, who owes it."""
+    if to != SCHEDULER:
+        return to
+    by_default = optimizer_name(0) if isinstance(hit, ModelLoaded | ModelExported) else GPU_WORKER
+    return getattr(hit, "actor", by_default)
+
+
+def assert_went_on_from_the_last_commit(spec: JobSpec, double: Double) -> None:
+    """Of a commit that was under way all SSDs may or may not have the record."""
+    told, asked = Counter[int](), Counter[int]()
+    for _, message in double.delivered:
+        told[message.step] += isinstance(message, StoreCommitted)
+        asked[message.step] += isinstance(message, CommitStore)
+    first, last = (max((s for s, n in counts.items() if n == len(SSDS)), default=-1) for counts in (told, asked))
+    texts = [record.message for record in journal_of(spec) if record.attempt == 2]
+    resumed = [int(text.rpartition(" ")[2]) for text in texts if text.startswith("Resuming after step ")]
+    assert first <= (resumed[0] if resumed else -1) <= last

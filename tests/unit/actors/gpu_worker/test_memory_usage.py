@@ -1,0 +1,66 @@
+"""The peak of device memory, by the kernel's count where the device is the CPU."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.actors.gpu_worker import memory_usage as device_memory
+from windlass.actors.gpu_worker.memory_usage import DeviceMemory
+from windlass.actors.messages import MemoryKind
+
+MIB = 1 << 20
+_NUMEL = 64 * MIB // 4
+# What else comes and goes in a process meanwhile, and how exact the kernel's counters are.
+_SLACK_NBYTES = 6 * MIB
+
+
+def take() -> torch.Tensor:
+    """64 MiB that are written."""
+    return torch.ones(_NUMEL)
+
+
+def peak_of(memory: DeviceMemory) -> int:
+    return memory.peaks()[MemoryKind.DEVICE]
+
+
+def test_what_was_freed_before_anybody_looked_counts() -> None:
+    memory = DeviceMemory(torch.device("cpu"))
+    held = take()
+    more = [take(), take()]
+    more.clear()
+    assert peak_of(memory) == pytest.approx(3 * held.nbytes, abs=_SLACK_NBYTES)
+    assert peak_of(memory) == pytest.approx(3 * held.nbytes, abs=_SLACK_NBYTES)  # it stays
+    more.append(take())
+    assert peak_of(memory) == pytest.approx(3 * held.nbytes, abs=_SLACK_NBYTES)
+
+
+def test_what_comes_in_a_pause_is_left_out() -> None:
+    memory = DeviceMemory(torch.device("cpu"))
+    held = [take()]  # the model's
+    memory.pause()
+    held += [take(), take()]  # not the model's
+    memory.begin()
+    passing = take()
+    del passing
+    assert peak_of(memory) == pytest.approx(2 * held[0].nbytes, abs=_SLACK_NBYTES)
+    memory.begin()
+    held.append(take())
+    assert peak_of(memory) == pytest.approx(2 * held[0].nbytes, abs=_SLACK_NBYTES)
+
+
+def test_shared_memory_is_not_counted() -> None:
+    memory = DeviceMemory(torch.device("cpu"))
+    with mmap.mmap(-1, 64 * MIB) as shared:
+        for _ in range(64):
+            shared.write(b"x" * MIB)
+        assert peak_of(memory) <= _SLACK_NBYTES
+
+
+def test_a_kernel_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "nothing" / "clear_refs")
+    memory = DeviceMemory(torch.device("cpu"))
+    memory.pause()
+    memory.begin()
+    assert memory.peaks() == {}

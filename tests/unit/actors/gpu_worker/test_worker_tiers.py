@@ -1,0 +1,259 @@
+"""One rank whose params and gradients rest elsewhere than on the SSDs, and gradients that do rest there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.actors.worker_bench import STEP, Bench, of_bench, running
+from windlass.actors.messages import (
+    AcquireParamSlots,
+    ActorFailed,
+    BlockFlushed,
+    BlockUpdated,
+    ComputeBlock,
+    FlushBlock,
+    GradChunk,
+    GradDiscarded,
+    GradOffloaded,
+    KernelChosen,
+    OffloadGrad,
+    ParamSlotLease,
+    ParamSlotReleased,
+    ParamSlotsGranted,
+    Phase,
+    PrefetchParams,
+    ReadChunks,
+    RestoreStates,
+    StatesRestored,
+    UpdateBlock,
+    WriteChunks,
+)
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.optimizer.adam_kernel import AdamSettings, ChunkStates, OptimizerKernel
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
+
+OPTIMIZER = ActorName("optimizer-0")
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    with running(Bench(tmp_path, **getattr(request, "param", {}))) as bench:
+        yield bench
+
+
+# --- params that stay in host memory ----------------------------------------------------------------------------------
+
+
+def keys_read(bench: Bench) -> list[ChunkKey]:
+    return [item.key for read in bench.ssds.of(ReadChunks) for item in read.items]
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_cached_params=100))], indirect=True)
+def test_params_that_stay_are_read_once(bench: Bench) -> None:
+    bench.train_step()
+    every = [key for block in bench.layout.blocks for key in bench.layout.chunk_keys(block.index)]
+    assert sorted(keys_read(bench)) == every
+
+
+def borrow(bench: Bench, block: int) -> list[ParamSlotLease]:
+    """What the worker lends for the update of a block."""
+    keys = tuple(bench.layout.chunk_keys(BlockIndex(block)))
+    before = len(bench.ssds.of(ParamSlotsGranted))
+    message = AcquireParamSlots(
+        job=bench.spec.job, step=STEP, actor=OPTIMIZER, block=BlockIndex(block), from_step=Step(0), keys=keys
+    )
+    bench.worker.post(message)
+    lent = bench.ssds.receive(ParamSlotsGranted, before + 1)[-1]
+    assert (lent.step, lent.block) == (STEP, block)
+    return list(lent.loans)
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_cached_params=100))], indirect=True)
+def test_the_next_forward_pass_takes_params_from_where_they_were_updated(bench: Bench) -> None:
+    bench.train_step()
+    num_read = len(keys_read(bench))
+    loans = borrow(bench, 1)
+    assert [loan.key for loan in loans] == bench.layout.chunk_keys(BlockIndex(1))
+    kind = bench.context.formats.param_kind
+    for loan in loans:
+        assert loan.is_filled
+        stored = bench.ssds.states[(Step(0), loan.key, kind)]
+        buffer = bench.arena.buffer(loan.span)
+        assert bytes(buffer[: len(stored)]) == stored
+        buffer[:] = b"\0" * len(buffer)  # the update
+        bench.worker.post(ParamSlotReleased(job=bench.spec.job, step=STEP, key=loan.key, span=loan.span))
+    for step, op, block in ((STEP, 90, BlockIndex(1)), (Step(0), 91, BlockIndex(2))):
+        bench.worker.post(
+            PrefetchParams(job=bench.spec.job, step=step, op=op, phase=Phase.FORWARD, block=block, group=0)
+        )
+    compute = ComputeBlock(
+        job=bench.spec.job,
+        step=Step(2),
+        op=90,
+        phase=Phase.FORWARD,
+        block=BlockIndex(1),
+        blocks=(BlockIndex(1),),
+        group=0,
+        loss_scale=1.0,
+    )
+    fetch = bench.worker._feed.wait_for(compute, BlockIndex(1))
+    assert fetch.ready.wait(60)
+    assert not fetch.buffer.any()
+    assert len(keys_read(bench)) == num_read
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_cached_params=0))], indirect=True)
+def test_a_worker_without_room_lends_nothing(bench: Bench) -> None:
+    assert borrow(bench, 1) == []
+
+
+# --- gradients on the SSDs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_host_grad_blocks=2))], indirect=True)
+def test_gradients_that_the_plan_spills_go_to_the_ssds(bench: Bench) -> None:
+    bench.train_step()
+    spilled = {item.key.block for write in bench.ssds.of(WriteChunks) for item in write.items}
+    assert spilled == set(range(2, len(bench.layout.blocks)))
+    for message in bench.ssds.of(GradOffloaded):
+        assert all((chunk.span is None) == (message.block in spilled) for chunk in message.chunks)
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_host_grad_blocks=0))], indirect=True)
+def test_a_gradient_is_told_as_offloaded_when_all_of_it_is_written(bench: Bench) -> None:
+    last = bench.forward_and_head()
+    bench.ssds.hold = True
+    bench.worker.post(OffloadGrad(job=bench.spec.job, step=STEP, block=BlockIndex(last)))
+    for write in bench.ssds.receive(WriteChunks, 2):  # one to each SSD
+        assert bench.ssds.of(GradOffloaded) == []
+        bench.ssds.serve(write)
+    bench.ssds.receive(GradOffloaded)
+
+
+def test_a_dropped_gradient_gives_its_slots_back(bench: Bench) -> None:
+    last = bench.forward_and_head()
+    bench.worker.post(OffloadGrad(job=bench.spec.job, step=STEP, block=BlockIndex(last)))
+    (offloaded,) = bench.ssds.receive(GradOffloaded)
+    assert bench.worker._grads._slots.statistics.in_use_nbytes > 0
+    chunks = (*offloaded.chunks, GradChunk(bench.layout.chunk_keys(BlockIndex(0))[0], None))
+    bench.worker.post(GradDiscarded(job=bench.spec.job, step=STEP, block=BlockIndex(last), chunks=chunks))
+    assert bench.worker._grads._slots.statistics.in_use_nbytes == 0
+
+
+# --- states that rest in memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(host_blocks=(1, 2)))], indirect=True)
+def test_params_that_rest_in_host_memory_are_taken_from_there(bench: Bench) -> None:
+    offset = bench.context.state_offsets()[bench.context.formats.param_kind]
+    for key, slot in bench.context.host_slots().items():
+        stored = bench.ssds.states.pop((Step(0), key, bench.context.formats.param_kind))
+        buffer = bench.arena.buffer(Span(slot.offset + offset, 4096 * -(-len(stored) // 4096)))
+        buffer[: len(stored)] = stored
+    found = bench.train_step()
+    _, _, grads = bench.plain_step()
+    param = bench.layout.blocks[1].params[0]
+    torch.testing.assert_close(
+        found[1][: param.numel], grads[param.name].flatten(), rtol=1e-4, atol=1e-6 * float(grads[param.name].max())
+    )
+    assert {key.block for key in keys_read(bench)} == set(range(len(bench.layout.blocks))) - {1, 2}
+
+
+def store_moments(bench: Bench) -> None:
+    """Optimizer states beside the params of step 0, in fp32."""
+    for block in bench.layout.blocks:
+        for key in bench.layout.chunk_keys(block.index):
+            for i, kind in enumerate((StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)):
+                bench.ssds.put(0, key, kind, torch.full((bench.context.chunk_numel(key),), 0.01 * (i + 1)))
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(device_blocks=(1, 4)))], indirect=True)
+def test_states_on_the_device_are_updated_there(bench: Bench) -> None:
+    job, resident = bench.spec.job, [BlockIndex(1), BlockIndex(4)]
+    store_moments(bench)
+    bench.worker.post(RestoreStates(job=job, step=Step(0)))
+    (restored,) = bench.ssds.receive(StatesRestored)
+    assert (restored.step, restored.actor) == (0, "gpu-0")
+    last = bench.forward_and_head()
+    for block in reversed(range(last)):
+        bench.run(Phase.BACKWARD, block)
+        if block not in resident:
+            bench.offload(block)
+    (chosen,) = bench.ssds.of(KernelChosen)
+    assert chosen.actor == "gpu-0"
+    hyper = bench.spec.hyperparameters
+    for i, block in enumerate(resident):
+        flat = bench.worker._grads._complete[block].flat
+        expected = expected_update(bench, block, flat.clone())
+        update = UpdateBlock(
+            job=job,
+            step=STEP,
+            block=block,
+            from_step=Step(0),
+            optimizer_step=1,
+            chunks=(),
+            learning_rate=hyper.learning_rate,
+            grad_scale=0.5,
+        )
+        bench.worker.post(update)
+        updated = bench.ssds.receive(BlockUpdated, i + 1)[i]
+        assert (updated.block, updated.actor) == (block, "gpu-0")
+        bench.worker.post(FlushBlock(job=job, step=STEP, block=block))
+        flushed = bench.ssds.receive(BlockFlushed, i + 1)[i]
+        assert (flushed.block, flushed.step, flushed.actor) == (block, STEP, "gpu-0")
+        keys = bench.layout.chunk_keys(block)
+        for kind, state in expected.items():
+            assert torch.equal(torch.cat([bench.ssds.state(1, key, kind) for key in keys]), state)
+
+
+def expected_update(bench: Bench, block: BlockIndex, grad: torch.Tensor) -> dict[StateKind, torch.Tensor]:
+    """What the kernel makes of the stored states."""
+    keys, kinds = bench.layout.chunk_keys(block), tuple(bench.context.formats.itemsizes)
+    states = {kind: torch.cat([bench.ssds.state(0, key, kind) for key in keys]) for kind in kinds}
+    hyper = bench.spec.hyperparameters
+    kernel = OptimizerKernel(
+        AdamSettings(
+            beta1=hyper.beta1, beta2=hyper.beta2, epsilon=hyper.epsilon, weight_decay=hyper.weight_decay, decoupled=True
+        ),
+        grad_dtype=torch.float32,
+        param_dtype=None,
+        state_precision=hyper.state_precision,
+        kernel=hyper.kernel,
+    )
+    kernel.update(
+        ChunkStates(
+            grad=grad,
+            master=states[StateKind.MASTER],
+            exp_avg=states[StateKind.EXP_AVG],
+            exp_avg_sq=states[StateKind.EXP_AVG_SQ],
+        ),
+        learning_rate=hyper.learning_rate,
+        step=1,
+        grad_scale=0.5,
+        decay_numel=bench.layout.blocks[block].decay_numel,
+    )
+    return states
+
+
+@pytest.mark.parametrize("bench", [of_bench(placement=Placement(device_blocks=(3,)))], indirect=True)
+def test_a_dropped_gradient_on_the_device_is_forgotten(bench: Bench) -> None:
+    store_moments(bench)
+    bench.worker.post(RestoreStates(job=bench.spec.job, step=Step(0)))
+    bench.ssds.receive(StatesRestored)
+    bench.forward_and_head()
+    bench.run(Phase.BACKWARD, 3)
+    bench.worker.post(GradDiscarded(job=bench.spec.job, step=STEP, block=BlockIndex(3), chunks=()))
+    assert BlockIndex(3) not in bench.worker._grads._complete
+
+
+def test_states_that_do_not_arrive_are_an_error(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, placement=Placement(device_blocks=(3,)), deadline_s=0.2)
+    bench.worker.setup()
+    bench.ssds.hold = True
+    bench.worker.post(RestoreStates(job=bench.spec.job, step=Step(0)))
+    (failed,) = bench.ssds.receive(ActorFailed)
+    assert "as step 0 left them did not come from the SSDs within 0.2 s" in failed.error
+    bench.worker.stop()
+    bench.arena.close()

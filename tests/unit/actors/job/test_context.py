@@ -1,0 +1,187 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.actors.specs import make_layout, make_spec
+from windlass.actors.job.context import (
+    SsdFacts,
+    aligned,
+    evaluation_batch_size,
+    grad_precision,
+    make_context,
+    num_evaluation_groups,
+    optimizer_name,
+    ssd_name,
+)
+from windlass.engine.memory_plan.plan import Placement, PlanError
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.storage.ids import ALL_FORMATS, BlockIndex, ChunkIndex, ChunkKey, Formats, Precision, StateKind
+from windlass.storage.io.engines import DEFAULT_IO
+
+LAYOUT = make_layout(3000, 5000, 5000, 100)
+
+
+def key(block: int, chunk: int) -> ChunkKey:
+    return ChunkKey(BlockIndex(block), ChunkIndex(chunk))
+
+
+def test_names_of_actors() -> None:
+    assert [optimizer_name(0), optimizer_name(1), ssd_name(3)] == ["optimizer-0", "optimizer-1", "ssd-3"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_microbatches", "accumulation", "expected"),
+    [
+        (Precision.BF16, 1, Precision.FP32, Precision.BF16),
+        (Precision.BF16, 2, Precision.FP32, Precision.FP32),
+        (Precision.BF16, 2, Precision.BF16, Precision.BF16),
+        (Precision.FP16, 1, Precision.FP32, Precision.FP16),
+        (Precision.FP16, 2, Precision.FP32, Precision.FP32),
+        (Precision.FP16, 2, Precision.FP16, Precision.FP16),
+        (Precision.FP32, 1, Precision.FP32, Precision.FP32),
+        (Precision.FP32, 4, Precision.FP32, Precision.FP32),
+    ],
+)
+def test_gradients_travel_in_the_type_they_are_summed_in(
+    precision: Precision, num_microbatches: int, accumulation: Precision, expected: Precision
+) -> None:
+    hyper = {"precision": precision, "num_microbatches": num_microbatches, "accumulation_precision": accumulation}
+    spec = make_spec(hyperparameters=hyper)
+    assert grad_precision(spec) is expected
+    plan = make_context(spec, LAYOUT, "/arena").plan
+    assert plan.grads.slot_nbytes == (4 if expected is Precision.FP32 else 2) * LAYOUT.chunk_numel
+
+
+@given(num_examples=st.integers(0, 200), batch_size=st.integers(1, 40), num_microbatches=st.integers(1, 8))
+def test_evaluation_groups_hold_every_example_in_parts_no_larger_than_in_training(
+    num_examples: int, batch_size: int, num_microbatches: int
+) -> None:
+    spec = make_spec(
+        num_validation_examples=num_examples,
+        hyperparameters={"batch_size": batch_size, "num_microbatches": num_microbatches},
+    )
+    size, num_groups = evaluation_batch_size(spec), num_evaluation_groups(spec)
+    assert (size - 1) * num_microbatches < batch_size <= size * num_microbatches
+    assert spec.has_validation == (num_examples > 0) == (num_groups > 0)
+    # As the worker cuts them: micro-batches, then groups of as many as in training.
+    microbatches = [range(i, min(i + size, num_examples)) for i in range(0, num_examples, size)]
+    assert num_groups == len(range(0, len(microbatches), num_microbatches))
+
+
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_all_states_of_a_chunk_fit_one_slot_side_by_side(formats: Formats) -> None:
+    hyper = {"precision": formats.precision, "state_precision": formats.states}
+    context = make_context(make_spec(hyperparameters=hyper), LAYOUT, "/arena")
+    assert context.formats == context.geometry(0).formats == formats
+    end = 0
+    for kind, itemsize in formats.itemsizes.items():
+        assert context.state_offsets()[kind] == end
+        assert end % 4096 == 0
+        end += itemsize * LAYOUT.chunk_numel
+    assert context.state_offsets().keys() - formats.itemsizes.keys() == {StateKind.GRAD}
+    assert context.state_offsets()[StateKind.GRAD] == end  # there where gradients may be on an SSD
+    assert all(pool.slot_nbytes == end for pool in context.plan.states)
+    assert context.plan.params.slot_nbytes == LAYOUT.chunk_numel * formats.itemsizes[formats.param_kind]
+    assert formats.param_kind in context.state_offsets()
+
+
+def test_geometries_share_out_all_chunks() -> None:
+    context = make_context(make_spec(), LAYOUT, "/arena")
+    geometries = [context.geometry(i) for i in range(2)]
+    assert [geometry.num_local_chunks for geometry in geometries] == [5, 4]
+    assert geometries[0].chunks_per_block == (2, 3, 3, 1)
+    assert {int(geometries[0].ssd_of(k)) for block in LAYOUT.blocks for k in LAYOUT.chunk_keys(block.index)} == {0, 1}
+    assert (geometries[1].job, geometries[1].attempt, int(geometries[1].ssd)) == ("ftjob-1", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_slots", "expected"),
+    [((1, 1), 7, [3, 4]), ((3, 1), 8, [6, 2]), ((1, 1, 1), 2, [0, 1, 1]), ((5, 2, 2), 1000, [555, 222, 223])],
+)
+def test_slots_for_activations_are_shared_out_by_weight(
+    weights: tuple[int, ...], num_slots: int, expected: list[int]
+) -> None:
+    spec = make_spec(
+        ssd_dirs=tuple(f"/ssd{i}" for i in range(len(weights))),
+        placement=Placement(ssd_activation_nbytes=num_slots << 20),
+    )
+    context = make_context(spec, LAYOUT, "/arena", tuple(SsdFacts(io=DEFAULT_IO, weight=each) for each in weights))
+    assert [context.num_scratch_slots(i) for i in range(len(weights))] == expected
+
+
+def test_a_block_without_parameters_is_stored_like_any_other() -> None:
+    context = make_context(make_spec(), make_layout(3000, 5000, 0), "/arena")
+    assert context.geometry(0).chunks_per_block == (2, 3, 1)
+    assert context.chunk_numel(key(2, 0)) == 0
+
+
+def test_the_last_chunk_of_a_block_may_be_short() -> None:
+    context = make_context(make_spec(), LAYOUT, "/arena")
+    assert [context.chunk_numel(k) for k in LAYOUT.chunk_keys(BlockIndex(1))] == [2048, 2048, 904]
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_transfers_are_whole_pages(nbytes: int, expected: int) -> None:
+    assert aligned(nbytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "has_all"),
+    [
+        ({}, False),
+        ({"clip_norm": 1.0}, True),
+        ({"precision": Precision.FP16}, True),
+        ({"update_order": UpdateOrder.ACTIVE}, False),
+        ({"update_order": UpdateOrder.NAIVE}, False),
+        ({"update_order": UpdateOrder.KEPT}, True),
+        ({"update_order": UpdateOrder.AFTER_BACKWARD}, True),
+    ],
+)
+def test_every_gradient_has_a_slot_where_all_must_be_known(hyperparameters: dict[str, Any], has_all: bool) -> None:
+    num_blocks = 30
+    layout = make_layout(*[2000] * num_blocks)
+    num_slots = make_context(make_spec(hyperparameters=hyperparameters), layout, "/arena").plan.grads.num_slots
+    assert (num_slots >= num_blocks) == has_all
+
+
+def test_a_slot_for_states_has_room_for_a_gradient_that_was_on_an_ssd() -> None:
+    placement = Placement(num_host_grad_blocks=1)
+    context = make_context(make_spec(placement=placement, hyperparameters={"clip_norm": 1.0}), LAYOUT, "/arena")
+    end = context.state_offsets()[StateKind.GRAD] + context.plan.grads.slot_nbytes
+    assert all(pool.slot_nbytes == end for pool in context.plan.states)
+
+
+def test_states_that_rest_in_host_memory_have_a_slot_for_each_chunk() -> None:
+    context = make_context(make_spec(placement=Placement(host_blocks=(3, 1))), LAYOUT, "/arena")
+    slots, pool = context.host_slots(), context.plan.host_states
+    assert list(slots) == [key(1, 0), key(1, 1), key(1, 2), key(3, 0)]
+    assert [slot.offset for slot in slots.values()] == [pool.offset + i * pool.slot_nbytes for i in range(4)]
+    assert {slot.nbytes for slot in slots.values()} == {context.geometry(0).extent_nbytes}
+
+
+def test_each_use_of_a_chunk_has_a_slot_for_its_sums() -> None:
+    """The head uses the first block, too; those of a block on the device stay there."""
+    layout = replace(LAYOUT, shared=tuple(tuple(map(BlockIndex, uses)) for uses in ((0,), (1,), (2,), (3, 0))))
+    spec = make_spec(placement=Placement(group_size=1, device_blocks=(1,)), hyperparameters={"num_microbatches": 2})
+    context = make_context(spec, layout, "/arena")
+    slots, pool = context.partial_slots(), context.plan.partial_grads
+    of_embedding, of_layer = [key(0, 0), key(0, 1)], [key(2, 0), key(2, 1), key(2, 2)]
+    assert list(slots) == [
+        *((BlockIndex(0), each) for each in of_embedding),
+        *((BlockIndex(2), each) for each in of_layer),
+        (BlockIndex(3), key(3, 0)),
+        *((BlockIndex(3), each) for each in of_embedding),
+    ]
+    assert len(slots) == pool.num_slots
+    assert [slot.offset for slot in slots.values()] == [pool.offset + i * pool.slot_nbytes for i in range(len(slots))]
+    assert {slot.nbytes for slot in slots.values()} == {4 * LAYOUT.chunk_numel}
+    assert make_context(make_spec(), layout, "/arena").partial_slots() == {}
+
+
+def test_a_budget_that_is_too_small_is_refused() -> None:
+    changes: dict[str, Any] = {"host_memory_nbytes": 10_000}
+    with pytest.raises(PlanError, match=r"its budget of 9\.77 KiB"):
+        make_context(make_spec(**changes), LAYOUT, "/arena")

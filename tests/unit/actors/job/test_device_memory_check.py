@@ -1,0 +1,194 @@
+"""What a whole job has on its device is what was said before it began, and no more than it may have."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training import has_direct_io, journal_of, make_partition, make_spec
+from windlass.actors.gpu_worker.compute import Computation
+from windlass.actors.gpu_worker.device_optimizer import DeviceStates
+from windlass.actors.gpu_worker.memory_usage import limit_device_memory
+from windlass.actors.gpu_worker.worker import evaluation_groups
+from windlass.actors.job import device_memory_check as device_room
+from windlass.actors.job.context import make_context
+from windlass.actors.job.device_memory_check import device_need_of_job, evaluation_shapes, require_device_room
+from windlass.actors.job.spec import JobSpec
+from windlass.actors.runtime.local_runner import run_local
+from windlass.amounts import GIB, bytes_text
+from windlass.engine.data.dataset import PreparedDataset
+from windlass.engine.device.buffer_pool import DeviceBuffers
+from windlass.engine.memory_estimate.dry_run import DeviceNeedUnknownError
+from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.plan import Placement, PlanError
+from windlass.engine.model.streamed_params import PieceBuffers
+from windlass.storage.ids import Precision, StatePrecision
+
+KEEP, SWAP = ActivationChoice.KEEP.of_layers(3), ActivationChoice.SWAP.of_layers(3)
+JOBS: dict[str, dict[str, Any]] = {
+    "all computed again": {},
+    "half precision": {"precision": Precision.BF16},
+    "sums of micro-batches": {"precision": Precision.BF16, "num_microbatches": 4},
+    "groups, all kept": {"num_microbatches": 4, "placement": Placement(group_size=3, activations=KEEP)},
+    "states on the device, tied": {
+        "precision": Precision.BF16,
+        "state_precision": StatePrecision.SPLIT,
+        "tied": True,
+        "placement": Placement(device_blocks=(0, 2)),
+    },
+    "states on the device, params made of the master": {
+        "precision": Precision.BF16,
+        "tied": True,
+        "placement": Placement(device_blocks=(0, 2)),
+    },
+    "layers in pieces": {"placement": Placement(streamed_blocks=(1, 2, 3))},
+    "all swapped": {
+        "precision": Precision.BF16,
+        "num_microbatches": 2,
+        "placement": Placement(activations=SWAP, host_activation_nbytes=4 << 20, ssd_activation_nbytes=4 << 20),
+    },
+}
+
+# Of a group's loss and of its right tokens, each 8 bytes: not worth a place in the sum.
+LOSS_SUMS_NBYTES = 16
+
+
+class Found:
+    """What a job really makes on its device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.buffers = {"params": 0, "gradients": 0}
+        self.states_nbytes = self.activations_nbytes = 0
+        self._living = LiveStorageTracker(torch.device("cpu"))
+        self._watch_buffers(monkeypatch)
+        self._watch_states(monkeypatch)
+        self._watch_compute(monkeypatch)
+
+    def _watch_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_buffers, make_pieces = DeviceBuffers.__init__, PieceBuffers.__init__
+
+        def note_buffers(each: Any, device: Any, classes: Any, *, name: str, deadline_s: float) -> None:
+            sizes = (number * numel * dtype.itemsize for (numel, dtype), number in classes.items())
+            self.buffers[name] += sum(sizes)
+            make_buffers(each, device, classes, name=name, deadline_s=deadline_s)
+
+        def note_pieces(each: Any, device: Any, numel: int, dtype: torch.dtype, num_buffers: int) -> None:
+            self.buffers["params"] += num_buffers * numel * dtype.itemsize
+            make_pieces(each, device, numel, dtype, num_buffers)
+
+        monkeypatch.setattr(DeviceBuffers, "__init__", note_buffers)
+        monkeypatch.setattr(PieceBuffers, "__init__", note_pieces)
+
+    def _watch_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        make = DeviceStates.__init__
+
+        def note(each: Any, *args: Any, **kwargs: Any) -> None:
+            make(each, *args, **kwargs)
+            self.states_nbytes = sum(state.nbytes for states in each._states.values() for state in states.values())
+
+        monkeypatch.setattr(DeviceStates, "__init__", note)
+
+    def _watch_compute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compute = Computation.compute
+
+        def watch(*args: Any) -> None:
+            self._living.begin()
+            with self._living:
+                compute(*args)
+            self.activations_nbytes = max(self.activations_nbytes, self._living.peak_nbytes)
+
+        monkeypatch.setattr(Computation, "compute", watch)
+
+
+@pytest.mark.usefixtures("unchecked_activations", "small_activation_slots")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (i % 2)) for i, name in enumerate(JOBS)]
+)
+def test_a_job_needs_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    spec = make_spec(
+        tmp_path, total_steps=1, evaluate_every=None, num_validation_examples=0, sequence_length=48, **JOBS[name]
+    )
+    hyper = spec.hyperparameters
+    # As large as its one step is.
+    batch = PreparedDataset.open(spec.dataset_dir, "train").batch(
+        0, hyper.batch_size, hyper.num_microbatches, hyper.seed
+    )
+    shapes = [tuple(microbatch.input_ids.shape) for microbatch in batch]
+    monkeypatch.setattr(PreparedDataset, "largest_shapes", lambda *_: shapes)
+    partition = make_partition(spec)
+    need = device_need_of_job(make_context(spec, partition.layout, ""), partition)
+    found = Found(monkeypatch)
+    outcome = run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+    assert found.buffers == {"params": need.params_nbytes, "gradients": need.grads_nbytes}
+    assert found.states_nbytes == need.states_nbytes
+    activations_nbytes = found.activations_nbytes - LOSS_SUMS_NBYTES
+    assert need.settled_activations_nbytes <= activations_nbytes <= need.activations.nbytes
+    assert (need.settled_nbytes == need.nbytes) == (name != "all swapped")
+
+
+def budgeted(tmp_path: Path, **changes: Any) -> JobSpec:
+    return make_spec(tmp_path, total_steps=1, evaluate_every=None, num_validation_examples=0, **changes)
+
+
+def test_a_job_may_take_what_it_needs_and_not_a_byte_less(tmp_path: Path) -> None:
+    spec = budgeted(tmp_path)
+    partition = make_partition(spec)
+    nbytes = device_need_of_job(make_context(spec, partition.layout, ""), partition).settled_nbytes
+    too_small = replace(spec, device_memory_nbytes=nbytes - 1)
+    refusal = f"needs {bytes_text(nbytes)} of device memory \\(.*\\), 1 bytes more than its budget of"
+    with pytest.raises(PlanError, match=refusal):
+        run_local(too_small, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    enough = replace(spec, device_memory_nbytes=nbytes)
+    outcome = run_local(enough, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+
+
+def test_what_the_plan_says_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_room, "device_need_of_job", None)
+    spec = budgeted(tmp_path, device_memory_nbytes=1 << 20, planned_device_nbytes=1 << 20)
+    partition = make_partition(spec)
+    context = make_context(spec, partition.layout, "")
+    require_device_room(context, partition)
+    more = replace(context, spec=replace(spec, planned_device_nbytes=3 << 20))
+    with pytest.raises(PlanError, match=r"by its plan.*, 2.00 MiB more than its budget of .*; set gpu_memory_gib"):
+        require_device_room(more, partition)
+
+
+def test_what_cannot_be_counted_is_told_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DeviceNeedUnknownError("experts")
+
+    monkeypatch.setattr(device_room, "device_need_of_job", refuse)
+    spec = budgeted(tmp_path, device_memory_nbytes=1 << 30)
+    outcome = run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+    told = [record.message for record in journal_of(spec)]
+    assert any("budget of device memory suffices shows only when it is computed: experts" in line for line in told)
+
+
+@pytest.mark.parametrize(("limit_gib", "fraction"), [(6, 0.25), (48, 1.0)])
+def test_a_gpus_allocator_is_held_to_the_budget(
+    monkeypatch: pytest.MonkeyPatch, limit_gib: int, fraction: float
+) -> None:
+    properties = SimpleNamespace(total_memory=24 * GIB)
+    held: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *each: held.append(each))
+    limit_device_memory(torch.device("cpu"), limit_gib * GIB)
+    assert held == []
+    limit_device_memory(torch.device("cuda", 0), limit_gib * GIB)
+    assert held == [(fraction, torch.device("cuda", 0))]
+
+
+@pytest.mark.parametrize(("batch_size", "num_microbatches"), [(4, 2), (12, 3), (30, 1)])
+def test_shapes_of_an_evaluation(tmp_path: Path, batch_size: int, num_microbatches: int) -> None:
+    spec = make_spec(tmp_path, batch_size=batch_size, num_microbatches=num_microbatches)
+    largest = max(evaluation_groups(spec), key=len)
+    shapes = evaluation_shapes(spec)
+    assert [num_examples for num_examples, _ in shapes] == [len(microbatch.input_ids) for microbatch in largest]
+    assert all(tokens >= each.input_ids.shape[1] for (_, tokens), each in zip(shapes, largest, strict=True))

@@ -1,0 +1,72 @@
+"""Which kernel an attempt is told to use, by what the commit it goes on from knows."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.support.actors.specs import make_layout, make_spec
+from windlass.actors.job.context import JobContext, make_context
+from windlass.actors.job.kernel_choice import keeping_kernel
+from windlass.storage.ids import Attempt, Kernel, ModelKernel, Rank, Step
+from windlass.storage.store.format import CommitRecord
+
+
+def make_job(kernel: Kernel | None) -> JobContext:
+    return make_context(make_spec(hyperparameters={"kernel": kernel}), make_layout(5000), "/dev/shm/arena")
+
+
+def commit_of(*kernels: Kernel, **more: list[str]) -> CommitRecord:
+    """As a scheduler writes it."""
+    return CommitRecord(
+        sequence=3,
+        step=Step(2),
+        attempt=Attempt(1),
+        rank=Rank(0),
+        manifest=0,
+        manifest_digest=0,
+        pins=(),
+        trainer_state=json.dumps({"kernels": sorted(kernels), "trained_tokens": 7, **more}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded", "expected"),
+    [
+        (None, [Kernel.FUSED], Kernel.FUSED),
+        (None, [Kernel.COMPILED], None),  # the compiled one where it can be had, else the fused one and a warning
+        (None, [Kernel.COMPILED, Kernel.FUSED], None),
+        (None, [], None),
+        (Kernel.COMPILED, [Kernel.FUSED], Kernel.COMPILED),
+    ],
+)
+def test_a_resumed_job_keeps_its_kernel(asked: Kernel | None, recorded: list[Kernel], expected: Kernel | None) -> None:
+    before = make_job(asked)
+    after = keeping_kernel(before, commit_of(*recorded))
+    assert after.spec.hyperparameters.kernel == expected
+    hyper = replace(after.spec.hyperparameters, kernel=asked, model_kernels=None)
+    assert replace(after, spec=replace(after.spec, hyperparameters=hyper)) == before
+
+
+@pytest.mark.parametrize("asked", [None, Kernel.FUSED])
+def test_a_job_that_begins_has_what_its_settings_say(asked: Kernel | None) -> None:
+    assert keeping_kernel(make_job(asked), None) == make_job(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded", "expected"),
+    [
+        (None, {"model_kernels": ["liger", "flash_attention_2"]}, (ModelKernel.LIGER, ModelKernel.FLASH_ATTENTION_2)),
+        (None, {"model_kernels": []}, ()),
+        (None, {}, ()),  # a commit of an older version
+        ((), {"model_kernels": ["liger"]}, ()),
+    ],
+)
+def test_a_resumed_job_keeps_its_models_kernels(
+    asked: tuple[ModelKernel, ...] | None, recorded: dict[str, list[str]], expected: tuple[ModelKernel, ...]
+) -> None:
+    before = make_context(make_spec(hyperparameters={"model_kernels": asked}), make_layout(5000), "/dev/shm/arena")
+    after = keeping_kernel(before, commit_of(Kernel.COMPILED, **recorded))
+    assert after.spec.hyperparameters.model_kernels == expected
+    hyper = replace(after.spec.hyperparameters, model_kernels=asked)
+    assert replace(after, spec=replace(after.spec, hyperparameters=hyper)) == before

@@ -1,0 +1,163 @@
+"""The threads of an actor: who is told what when one of them fails, or hangs."""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from windlass.actors.job.context import GPU_WORKER, SCHEDULER
+from windlass.actors.lifecycle.threads import ActorThreads, working_at, works_at
+from windlass.actors.messages import ActorFailed, FailureKind, LoadModel, Message, OffloadGrad
+from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
+from windlass.storage.integrity.errors import StoreCorrupt
+from windlass.storage.memory.arena import SlotTimeout
+from windlass.storage.memory.capacity import InsufficientSpaceError
+
+JOB = JobId("ftjob-1")
+OFFLOAD = OffloadGrad(job=JOB, step=Step(3), block=BlockIndex(2))
+LOAD = LoadModel(job=JOB, step=Step(0))
+
+
+class Bench:
+    def __init__(self, under_way: Message | None = None) -> None:
+        self.told: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
+        self.stopping = False
+        self.threads = ActorThreads(
+            GPU_WORKER,
+            JOB,
+            lambda to, message: self.told.put((to, message)),
+            lambda: self.stopping,
+            owed=lambda: "ssd-1 owes a read",
+            under_way=lambda: under_way,
+        )
+
+    def failure_of(self, target: Callable[[], None]) -> ActorFailed:
+        self.threads.start([target])
+        self.threads.join(30.0)
+        to, failed = self.told.get(timeout=30.0)
+        assert to == SCHEDULER
+        assert isinstance(failed, ActorFailed)
+        return failed
+
+
+def raising(error: Exception, at: Message | None = None) -> Callable[[], None]:
+    def run() -> None:
+        if at is not None:
+            works_at(at)
+        raise error
+
+    return run
+
+
+def test_an_error_tells_who_failed_and_what_it_was_at() -> None:
+    failed = Bench().failure_of(raising(RuntimeError("no more memory"), OFFLOAD))
+    assert (failed.job, failed.step, failed.actor) == (JOB, 3, GPU_WORKER)
+    assert failed.error == "RuntimeError: no more memory (at offload grad of step 3, block 2)"
+    assert failed.detail.startswith("Traceback")
+    assert "raise error" in failed.detail
+
+
+def test_the_kernel_knows_a_threads_name() -> None:
+    bench = Bench()
+    found: list[str] = []
+
+    class Feed:
+        def _run_requests(self) -> None:
+            found.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip())
+
+    Feed._run_requests.__qualname__ = "Feed._run_requests"
+    bench.threads.start([Feed()._run_requests])
+    bench.threads.join(30.0)
+    assert found == ["Feed_requests"]
+
+
+def test_threads_may_yield_to_others_of_their_process() -> None:
+    bench = Bench()
+    found: list[int] = []
+
+    def look() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    bench.threads.start([look], niceness=3)
+    bench.threads.join(30.0)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert found == [min(own + 3, 19)]
+
+
+def test_before_its_first_work_a_thread_is_at_nothing() -> None:
+    assert Bench().failure_of(raising(RuntimeError("no device"))).error == "RuntimeError: no device"
+
+
+def test_what_a_thread_was_told_nothing_of_is_what_its_actor_works_at() -> None:
+    failed = Bench(under_way=OFFLOAD).failure_of(raising(RuntimeError("CUDA error")))
+    assert (failed.error, failed.step) == ("RuntimeError: CUDA error (at offload grad of step 3, block 2)", 3)
+    assert "(at load model of step 0)" in Bench(under_way=OFFLOAD).failure_of(raising(RuntimeError(), LOAD)).error
+
+
+@pytest.mark.parametrize("before", [None, LOAD])
+def test_a_callback_is_at_its_message_and_its_thread_is_not_afterwards(before: Message | None) -> None:
+    def calls(*errors: Exception) -> Callable[[], None]:
+        def run() -> None:
+            if before is not None:
+                works_at(before)
+            working_at(OFFLOAD, raising(errors[0]) if errors else lambda: None)()
+            raise RuntimeError("later")
+
+        return run
+
+    assert "broken (at offload grad of step 3, block 2)" in Bench().failure_of(calls(RuntimeError("broken"))).error
+    later = Bench().failure_of(calls()).error
+    assert later == "RuntimeError: later" + ("" if before is None else " (at load model of step 0)")
+
+
+def test_what_came_too_late_is_told_with_who_owes_it() -> None:
+    failed = Bench().failure_of(raising(SlotTimeout("no slots"), LoadModel(job=JOB, step=Step(0))))
+    assert failed.error == "SlotTimeout: no slots; ssd-1 owes a read (at load model of step 0)"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("late"), FailureKind.STALLED),
+        (SlotTimeout("late"), FailureKind.STALLED),
+        (StoreCorrupt("other bytes"), FailureKind.LASTING),
+        (OSError(5, "Input/output error"), FailureKind.LASTING),
+        (OSError(28, "No space left on device"), FailureKind.NO_ROOM),
+        (InsufficientSpaceError("the exported model", "/models", 2, 1, "delete files there"), FailureKind.NO_ROOM),
+        (ValueError("no such file format"), FailureKind.LASTING),
+        (RuntimeError("CUDA error"), FailureKind.UNFORESEEN),
+        (AssertionError("a defect"), FailureKind.UNFORESEEN),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_would_only_fail_again_is_told_apart(error: Exception, kind: FailureKind) -> None:
+    assert Bench().failure_of(raising(error, OFFLOAD)).kind is kind
+
+
+def test_an_error_while_the_actor_is_stopped_is_not_told() -> None:
+    bench = Bench()
+    bench.stopping = True
+    bench.threads.start([raising(RuntimeError("closed"))])
+    bench.threads.join(30.0)
+    assert bench.told.empty()
+
+
+def test_threads_that_hang_are_named_within_one_deadline() -> None:
+    bench, released, hang = Bench(), threading.Event(), threading.Barrier(3)
+
+    def hangs() -> None:
+        works_at(OFFLOAD)
+        hang.wait(30.0)
+        released.wait(30.0)
+
+    bench.threads.start([hangs, hangs, lambda: None])
+    hang.wait(30.0)
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.1 s: ") as late:
+        bench.threads.join(0.1)
+    assert str(late.value).count("hangs (at offload grad of step 3, block 2)") == 2
+    assert "lambda" not in str(late.value)
+    released.set()
+    bench.threads.join(30.0)

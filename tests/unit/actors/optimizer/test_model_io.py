@@ -1,0 +1,158 @@
+"""Weights into the store and out of it, chunk by chunk through a few slots."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.training import make_partition, make_spec
+from windlass.actors.job.context import make_context
+from windlass.actors.job.spec import Initialization
+from windlass.actors.optimizer.model_io import ModelIo
+from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
+from windlass.engine.optimizer.split_states import join_master
+from windlass.storage.ids import ALL_FORMATS, ChunkKey, Formats, Span, StateKind, StatePrecision, Step
+from windlass.storage.memory.arena import SlotPool
+
+NUM_SLOTS = 2
+
+
+class Bench:
+    """Slots, and a store, in plain memory; a slot that is written keeps its contents until its write is settled."""
+
+    def __init__(self, directory: Path, **changes: Any) -> None:
+        self.spec = make_spec(directory, **changes)
+        self.formats = self.spec.hyperparameters.formats
+        self.layout = make_partition(self.spec).layout
+        context = make_context(self.spec, self.layout, "/nowhere")
+        self.slots = SlotPool(0, 4096, NUM_SLOTS)
+        self.memory: dict[tuple[int, StateKind], torch.Tensor] = {}
+        self.store: dict[tuple[Step, ChunkKey, StateKind], torch.Tensor] = {}
+        self.answers_reads = True
+        self.io = ModelIo(context, self.slots, self.view, self.read, self.write)
+
+    def view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
+        """What a slot holds of a state: garbage at first."""
+        start, stop = self.layout.chunk_range(key)
+        dtype = state_dtype(self.formats, kind)
+        whole = torch.full((self.layout.chunk_numel,), float("nan") if dtype.is_floating_point else -1, dtype=dtype)
+        return self.memory.setdefault((slot.offset, kind), whole)[: stop - start]
+
+    def read(
+        self, slot: Span, key: ChunkKey, kinds: tuple[StateKind, ...], step: Step, on_done: Callable[[], None]
+    ) -> None:
+        if self.answers_reads:
+            for kind in kinds:
+                self.view(slot, key, kind).copy_(self.store[(step, key, kind)])
+            on_done()
+
+    def write(self, slot: Span, key: ChunkKey, step: Step, on_done: Callable[[], None]) -> None:
+        """Takes the states a moment later, in a thread, as an SSD server would."""
+
+        def settle() -> None:
+            for kind in self.formats.itemsizes:
+                self.store[(step, key, kind)] = self.view(slot, key, kind).clone()
+            on_done()
+
+        threading.Timer(0.001, settle).start()
+
+    def state(self, kind: StateKind, block: int) -> torch.Tensor:
+        """A stored state of a block, whole."""
+        return torch.cat(
+            [self.store[(Step(0), key, kind)] for key in self.layout.chunk_keys(self.layout.blocks[block].index)]
+        )
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """What the fp32 master of each parameter is, or the bf16 one where that is all there is."""
+        if self.formats.states is StatePrecision.SPLIT:
+            kinds = (StateKind.PARAM, StateKind.RESIDUAL, StateKind.EXP_AVG_SQ)
+            states = [dict(self.names_and_states(kind)) for kind in kinds]
+            return {name: join_master(*(state[name] for state in states)) for name in states[0]}
+        kind = StateKind.MASTER if StateKind.MASTER in self.formats.itemsizes else StateKind.PARAM
+        return dict(self.names_and_states(kind))
+
+    def names_and_states(self, kind: StateKind) -> Iterator[tuple[str, torch.Tensor]]:
+        for block in self.layout.blocks:
+            whole = self.state(kind, block.index) if block.params else torch.empty(0)
+            for param in block.params:
+                yield param.name, whole[param.offset : param.offset + param.numel].view(param.shape)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_weights_in_and_out(tmp_path: Path, formats: Formats, tied: bool) -> None:
+    bench = Bench(tmp_path, precision=formats.precision, state_precision=formats.states, tied=tied)
+    dtype = TORCH_DTYPE[formats.precision]
+    progress = list(bench.io.load())
+    assert {each["total_params"] for each in progress} == {bench.layout.numel}
+    shown = [each["num_params"] for each in progress]
+    assert shown == sorted(set(shown))
+    assert 0.9 * bench.layout.numel < shown[-1] <= bench.layout.numel
+    assert bench.slots.statistics.in_use_nbytes == 0
+    model = AutoModelForCausalLM.from_pretrained(bench.spec.model_dir, dtype=torch.float32)
+    params = dict(model.named_parameters())
+    masters = bench.masters()
+    assert set(masters) == set(params)
+    for name, master in masters.items():
+        assert torch.equal(master, params[name].to(master.dtype)), name
+        assert (master.dtype is torch.float32) == (formats.states is not StatePrecision.BF16)
+    for kind in (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ):
+        assert all(not state.any() for _, state in bench.names_and_states(kind))
+    for name, param in bench.names_and_states(formats.param_kind):
+        assert torch.equal(param, params[name].to(dtype)), name
+
+    bench.io.export(bench.spec.output_dir, Step(0))
+    exported = AutoModelForCausalLM.from_pretrained(bench.spec.output_dir, dtype="auto")
+    assert exported.dtype == dtype
+    for name, param in exported.named_parameters():
+        assert torch.equal(param, params[name].to(dtype)), name
+    assert bench.slots.statistics.in_use_nbytes == 0
+
+
+def test_random_weights_need_no_file(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    (Path(bench.spec.model_dir) / "model.safetensors").unlink()
+    bench.io.context = replace(bench.io.context, spec=replace(bench.spec, initialization=Initialization.RANDOM))
+    list(bench.io.load())
+    masters = dict(bench.names_and_states(StateKind.MASTER))
+    assert all(master.isfinite().all() for master in masters.values())
+    deviation = float(masters["model.layers.0.mlp.up_proj.weight"].std())
+    assert deviation == pytest.approx(0.02, rel=0.1)  # the config's initializer_range
+    assert (masters["model.norm.weight"] == 1.0).all()
+
+
+def test_a_load_that_is_aborted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    loading = bench.io.load()
+    next(loading)
+    bench.io.abort()
+    with pytest.raises(InterruptedError, match="the job was stopped"):
+        list(loading)
+    assert len(bench.store) < sum(bench.layout.num_chunks(block.index) for block in bench.layout.blocks) * 3
+
+
+def test_an_export_that_is_aborted_leaves_nothing(tmp_path: Path) -> None:
+    """Also while it waits for a chunk: the deadline is longer than the test may take."""
+    bench = Bench(tmp_path, deadline_s=3600.0)
+    list(bench.io.load())
+    bench.answers_reads = False
+    before = sorted(tmp_path.iterdir())
+    threading.Timer(0.1, bench.io.abort).start()
+    with pytest.raises(InterruptedError, match="the job was stopped"):
+        bench.io.export(bench.spec.output_dir, Step(0))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_chunk_that_does_not_arrive_ends_an_export(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, deadline_s=0.2)
+    list(bench.io.load())
+    bench.answers_reads = False
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(TimeoutError, match=r"chunk=0\) of step 0 did not arrive within 0.2 s"):
+        bench.io.export(bench.spec.output_dir, Step(0))
+    assert sorted(tmp_path.iterdir()) == before

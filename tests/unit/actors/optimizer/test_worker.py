@@ -1,0 +1,535 @@
+"""One optimizer of the pool, with SSD servers that keep states in memory."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.actors.memory_ssds import MemorySsds
+from tests.support.actors.specs import make_spec
+from tests.support.storage.stores import FP32
+from windlass.actors.job.context import JobContext, make_context
+from windlass.actors.job.spec import Optimizer
+from windlass.actors.messages import (
+    AcquireParamSlots,
+    ActorFailed,
+    BlockFlushed,
+    BlockUpdated,
+    FlushBlock,
+    GradChunk,
+    GradSlotsReleased,
+    KernelChosen,
+    LoadModel,
+    LossComputed,
+    ParamSlotLease,
+    ParamSlotReleased,
+    Phase,
+    ReadChunks,
+    RestoreStates,
+    StatesRestored,
+    UpdateBlock,
+    WriteChunks,
+)
+from windlass.actors.optimizer.worker import RESTORE_DEPTH, CpuOptimizer
+from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.model.layout import BlockLayout, ModelLayout, ParamSlice
+from windlass.engine.optimizer.split_states import join_master, plain_exp_avg_sq, split_master
+from windlass.storage.ids import (
+    ALL_FORMATS,
+    ActorName,
+    BlockIndex,
+    ChunkKey,
+    Formats,
+    JobId,
+    Kernel,
+    Span,
+    StateKind,
+    StatePrecision,
+    Step,
+)
+from windlass.storage.memory.arena import Arena
+
+CHUNK_NUMEL = 2048
+# Weight decay ends inside the third of the block's five chunks; the last chunk is short.
+DECAY_NUMEL, NO_DECAY_NUMEL = 5000, 4500
+LAYOUT = ModelLayout(
+    blocks=(
+        BlockLayout(
+            index=BlockIndex(0),
+            name="only",
+            params=(
+                ParamSlice(name="weight", shape=(DECAY_NUMEL,), offset=0, numel=DECAY_NUMEL, decay=True),
+                ParamSlice(name="bias", shape=(NO_DECAY_NUMEL,), offset=DECAY_NUMEL, numel=NO_DECAY_NUMEL, decay=False),
+            ),
+        ),
+    ),
+    tied={},
+    chunk_numel=CHUNK_NUMEL,
+    shared=((BlockIndex(0),),),
+)
+# Two blocks like that one.
+TWO_BLOCKS = replace(
+    LAYOUT,
+    blocks=(*LAYOUT.blocks, replace(LAYOUT.blocks[0], index=BlockIndex(1))),
+    shared=((BlockIndex(0),), (BlockIndex(1),)),
+)
+NUMEL = DECAY_NUMEL + NO_DECAY_NUMEL
+KEYS = LAYOUT.chunk_keys(BlockIndex(0))
+
+
+class Bench:
+    """An optimizer that has begun, its arena and its SSDs; step 2's states are stored."""
+
+    def __init__(
+        self,
+        directory: Path,
+        formats: Formats,
+        *,
+        placement: Placement | None = None,
+        layout: ModelLayout = LAYOUT,
+        ordering: Ordering | None = None,
+        **hyperparameters: Any,
+    ) -> None:
+        # Gradients of fp32 in any precision: there are two micro-batches. Clipping keeps slots for all of them.
+        hyper = {"precision": formats.precision, "state_precision": formats.states, "clip_norm": 1.0}
+        spec = make_spec(num_cpu_optimizers=1, hyperparameters={**hyper, **hyperparameters})
+        spec = replace(spec, placement=placement or Placement(), ordering=ordering or Ordering())
+        context = make_context(spec, layout, str(directory / "arena"))
+        self.context: JobContext = context
+        self.arena = Arena.create(context.arena_path, context.plan.arena_nbytes)
+        self.ssds = MemorySsds(context, self.arena)
+        self.optimizer = CpuOptimizer(ActorName("optimizer-0"), 0, context, self.ssds.send)
+        self.ssds.answer = self.optimizer.post
+        generator = torch.Generator().manual_seed(0)
+        master = torch.randn(NUMEL, generator=generator)
+        exp_avg = torch.randn(NUMEL, generator=generator) * 0.1
+        exp_avg_sq = torch.rand(NUMEL, generator=generator) * 0.1
+        self.grad = torch.randn(NUMEL, generator=generator)
+        states = _at_rest(formats, master, exp_avg, exp_avg_sq)
+        self.master, self.exp_avg, self.exp_avg_sq = _as_fp32(formats, states)
+        for block in layout.blocks:
+            for key in layout.chunk_keys(block.index):
+                start, stop = layout.chunk_range(key)
+                for kind, state in states.items():
+                    self.ssds.put(2, key, kind, state[start:stop])
+
+    def grad_chunks(self) -> tuple[GradChunk, ...]:
+        """The gradient, laid into grad slots."""
+        pool = self.context.plan.grads
+        chunks = []
+        for i, key in enumerate(KEYS):
+            span = Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes)
+            start, stop = LAYOUT.chunk_range(key)
+            memory = torch.frombuffer(self.arena.buffer(span), dtype=torch.float32)
+            memory.fill_(float("nan"))
+            memory[: stop - start] = self.grad[start:stop]
+            chunks.append(GradChunk(key, span))
+        return tuple(chunks)
+
+    def update(self, grad_scale: float = 1.0) -> UpdateBlock:
+        """The third step, after one that was skipped."""
+        return UpdateBlock(
+            job=self.context.spec.job,
+            step=Step(3),
+            block=BlockIndex(0),
+            from_step=Step(2),
+            optimizer_step=2,
+            chunks=self.grad_chunks(),
+            learning_rate=1e-2,
+            grad_scale=grad_scale,
+        )
+
+    def new_states(self) -> dict[StateKind, torch.Tensor]:
+        """The states of the whole block, as step 3 left them."""
+        formats = self.context.formats
+        return {
+            kind: torch.cat([self.ssds.state(3, key, kind, state_dtype(formats, kind)) for key in KEYS])
+            for kind in formats.itemsizes
+        }
+
+    def expected(self, grad_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Master, exp_avg and exp_avg_sq that torch's own optimizer makes of the stored ones."""
+        is_adamw = self.context.spec.hyperparameters.optimizer is Optimizer.ADAMW
+        kind = torch.optim.AdamW if is_adamw else torch.optim.Adam
+        parts = []
+        for piece, decay in ((slice(0, DECAY_NUMEL), 0.1), (slice(DECAY_NUMEL, NUMEL), 0.0)):
+            param = torch.nn.Parameter(self.master[piece].clone())
+            adam = kind([param], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=decay)
+            adam.state[param] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": self.exp_avg[piece].clone(),
+                "exp_avg_sq": self.exp_avg_sq[piece].clone(),
+            }
+            param.grad = self.grad[piece] * grad_scale
+            adam.step()
+            parts.append((param.detach(), adam.state[param]["exp_avg"], adam.state[param]["exp_avg_sq"]))
+        masters, exp_avgs, exp_avg_sqs = zip(*parts, strict=True)
+        return torch.cat(masters), torch.cat(exp_avgs), torch.cat(exp_avg_sqs)
+
+
+def _at_rest(
+    formats: Formats, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+) -> dict[StateKind, torch.Tensor]:
+    if formats.states is StatePrecision.SPLIT:
+        param, residual, marked = split_master(master, exp_avg_sq)
+        whole = {StateKind.PARAM: param, StateKind.RESIDUAL: residual, StateKind.EXP_AVG_SQ: marked}
+    else:
+        whole = {StateKind.PARAM: master, StateKind.MASTER: master, StateKind.EXP_AVG_SQ: exp_avg_sq}
+    whole[StateKind.EXP_AVG] = exp_avg
+    return {kind: whole[kind].to(state_dtype(formats, kind)) for kind in formats.itemsizes}
+
+
+def _as_fp32(
+    formats: Formats, states: dict[StateKind, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Master, exp_avg and exp_avg_sq."""
+    exp_avg, exp_avg_sq = states[StateKind.EXP_AVG].float(), states[StateKind.EXP_AVG_SQ].float()
+    match formats.states:
+        case StatePrecision.FP32:
+            return states[StateKind.MASTER], exp_avg, exp_avg_sq
+        case StatePrecision.SPLIT:
+            master = join_master(states[StateKind.PARAM], states[StateKind.RESIDUAL], exp_avg_sq)
+            return master, exp_avg, plain_exp_avg_sq(exp_avg_sq)
+        case StatePrecision.BF16:
+            return states[StateKind.PARAM].float(), exp_avg, exp_avg_sq
+
+
+def _started(bench: Bench) -> Iterator[Bench]:
+    bench.optimizer.setup()
+    yield bench
+    bench.optimizer.stop()
+    bench.arena.close()
+
+
+@pytest.fixture(params=ALL_FORMATS, ids=lambda formats: f"{formats.precision}-{formats.states}-states")
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    yield from _started(Bench(tmp_path, request.param))
+
+
+def check_update(bench: Bench, grad_scale: float = 1.0) -> None:
+    """Updates the block, and compares with torch."""
+    bench.optimizer.post(bench.update(grad_scale))
+    (updated,) = bench.ssds.receive(BlockUpdated)
+    assert (updated.step, updated.block, updated.actor) == (3, 0, "optimizer-0")
+    check_new_states(bench, grad_scale)
+
+
+def check_new_states(bench: Bench, grad_scale: float = 1.0) -> None:
+    formats, states = bench.context.formats, bench.new_states()
+    # Of bf16 states, which are rounded at random, at most one unit in the last place.
+    rtol, atol = (2**-7, 1e-6) if formats.states is StatePrecision.BF16 else (1e-6, 1e-7)
+    for found, expected in zip(_as_fp32(formats, states), bench.expected(grad_scale), strict=True):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    if StateKind.MASTER in states and StateKind.PARAM in states:
+        assert torch.equal(states[StateKind.PARAM], states[StateKind.MASTER].to(TORCH_DTYPE[formats.precision]))
+
+
+@pytest.mark.parametrize("grad_scale", [1.0, 0.25])
+def test_an_update_is_adamw(bench: Bench, grad_scale: float) -> None:
+    check_update(bench, grad_scale)
+
+
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_an_update_is_adam_where_that_is_wanted(tmp_path: Path, formats: Formats) -> None:
+    for bench in _started(Bench(tmp_path, formats, optimizer=Optimizer.ADAM)):
+        check_update(bench)
+
+
+def test_it_says_which_kernel_it_runs(bench: Bench) -> None:
+    (chosen,) = bench.ssds.of(KernelChosen)
+    assert (chosen.actor, chosen.kernel) == ("optimizer-0", Kernel.FUSED)
+
+
+def test_each_grad_slot_is_returned_once(bench: Bench) -> None:
+    update = bench.update()
+    bench.optimizer.post(update)
+    returned = bench.ssds.receive(GradSlotsReleased, len(KEYS))
+    bench.ssds.receive(BlockUpdated)
+    assert sorted(span.offset for message in returned for span in message.spans) == [
+        chunk.span.offset for chunk in update.chunks
+    ]
+    assert {to for to, message in bench.ssds.sent if isinstance(message, GradSlotsReleased)} == {"gpu-0"}
+
+
+def test_no_more_chunks_in_flight_than_slots(bench: Bench) -> None:
+    num_slots = bench.context.plan.states[0].num_slots
+    assert num_slots < len(KEYS)
+    bench.ssds.hold = True
+    bench.optimizer.post(bench.update())
+    reads = bench.ssds.receive(ReadChunks, num_slots)
+    kinds = set(bench.context.formats.itemsizes)
+    num_read = len(kinds - {StateKind.PARAM} if StateKind.MASTER in kinds else kinds)  # it follows from the master
+    # Each read is answered only now, and a slot comes free only when its write has been.
+    spans = {part.span.offset for read in reads for item in read.items for part in item.parts}
+    assert len(spans) == num_read * num_slots
+    for read in tuple(bench.ssds.held):
+        bench.ssds.serve(read)
+    writes = bench.ssds.receive(WriteChunks, num_slots)
+    assert len(bench.ssds.of(ReadChunks)) == num_slots
+    assert bench.ssds.of(BlockUpdated) == []
+    bench.ssds.hold = False
+    for write in writes:
+        bench.ssds.serve(write)
+    bench.ssds.receive(BlockUpdated)
+    assert len(bench.ssds.of(ReadChunks)) == len(bench.ssds.of(WriteChunks)) == len(KEYS)
+
+
+def test_reads_are_as_urgent_as_their_step_and_block(bench: Bench) -> None:
+    bench.optimizer.post(bench.update())
+    bench.ssds.receive(BlockUpdated)
+    requests: list[ReadChunks | WriteChunks] = [*bench.ssds.of(ReadChunks), *bench.ssds.of(WriteChunks)]
+    assert {request.priority for request in requests} == {(3, 0)}
+    assert {request.step for request in bench.ssds.of(ReadChunks)} == {2}
+    assert {request.step for request in bench.ssds.of(WriteChunks)} == {3}
+
+
+def update_of(bench: Bench, block: int) -> UpdateBlock:
+    """With the gradient of block 0; both blocks' may lie in the same slots."""
+    chunks = tuple(GradChunk(ChunkKey(BlockIndex(block), each.key.chunk), each.span) for each in bench.grad_chunks())
+    return replace(bench.update(), block=BlockIndex(block), chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("queues", "expected"),
+    [
+        # Three slots are taken when the more urgent block comes; no further chunk of the other goes before it.
+        (QueueOrder.PRIORITY, [1, 1, 1, 0, 0, 0, 0, 0, 1, 1]),
+        (QueueOrder.FIFO, [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_more_urgent_block_goes_before_the_rest_of_another(
+    tmp_path: Path, queues: QueueOrder, expected: list[int]
+) -> None:
+    for bench in _started(Bench(tmp_path, FP32, layout=TWO_BLOCKS, ordering=Ordering(queues=queues))):
+        bench.ssds.hold = True
+        bench.optimizer.post(update_of(bench, 1))
+        bench.ssds.receive(ReadChunks, bench.context.plan.states[0].num_slots)
+        bench.optimizer.post(update_of(bench, 0))
+        bench.ssds.hold = False
+        for request in tuple(bench.ssds.held):
+            bench.ssds.serve(request)
+        bench.ssds.receive(BlockUpdated, 2)
+        assert [item.key.block for read in bench.ssds.of(ReadChunks) for item in read.items] == expected
+        first, last = (0, 1) if queues is QueueOrder.PRIORITY else (1, 0)
+        assert [updated.block for updated in bench.ssds.of(BlockUpdated)] == [first, last]
+
+
+def test_a_failure_is_told_with_its_traceback(bench: Bench) -> None:
+    """The model folder of this job does not exist."""
+    bench.optimizer.post(LoadModel(job=bench.context.spec.job, step=Step(0)))
+    (failed,) = bench.ssds.receive(ActorFailed)
+    assert failed.actor == "optimizer-0"
+    assert "/models/base" in failed.error
+    assert failed.detail.startswith("Traceback")
+
+
+def test_a_slot_that_never_comes_free_is_an_error(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, FP32)
+    bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=0.1)
+    bench.optimizer.setup()
+    bench.ssds.hold = True
+    bench.optimizer.post(bench.update())
+    (failed,) = bench.ssds.receive(ActorFailed)
+    assert "state slots of optimizer-0" in failed.error
+    bench.optimizer.stop()
+
+
+def test_stopping_does_not_wait_for_slots(tmp_path: Path) -> None:
+    """The deadline, which is longer than the test may take, is for jobs that go on."""
+    bench = Bench(tmp_path, FP32)
+    bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=3600.0)
+    bench.optimizer.setup()
+    bench.ssds.hold = True
+    bench.optimizer.post(bench.update())
+    bench.ssds.receive(ReadChunks, bench.context.plan.states[0].num_slots)
+    bench.optimizer.stop()
+    assert bench.ssds.of(ActorFailed) == []
+
+
+def test_what_it_has_no_use_for(bench: Bench) -> None:
+    stray = LossComputed(
+        job=JobId("ftjob-1"), step=Step(1), phase=Phase.HEAD, loss_sum=1.0, num_targets=1, num_correct=0, group=0
+    )
+    with pytest.raises(ValueError, match="optimizer-0 does not take LossComputed"):
+        bench.optimizer.post(stray)
+
+
+def test_a_key_belongs_to_one_ssd(bench: Bench) -> None:
+    bench.optimizer.post(bench.update())
+    bench.ssds.receive(BlockUpdated)
+    receivers: dict[ChunkKey, set[str]] = {}
+    for to, message in bench.ssds.sent:
+        if isinstance(message, ReadChunks | WriteChunks):
+            receivers.setdefault(message.items[0].key, set()).add(to)
+    assert [receivers[key] for key in KEYS] == [{f"ssd-{i % 2}"} for i in range(len(KEYS))]
+
+
+# --- params updated in slots that the GPU worker lends ----------------------------------------------------------------
+
+
+class Lender:
+    """Slots of the GPU worker's for some of the chunks, and what lies in them."""
+
+    def __init__(self, bench: Bench, is_filled: dict[ChunkKey, bool]) -> None:
+        self.bench = bench
+        pool, self.kind = bench.context.plan.params, bench.context.formats.param_kind
+        self.spans = {
+            key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(is_filled)
+        }
+        for key, is_full in is_filled.items():
+            buffer = bench.arena.buffer(self.spans[key])
+            buffer[:] = b"\xff" * len(buffer)
+            if is_full:
+                state = bench.ssds.states.pop((Step(2), key, self.kind))  # nowhere else
+                buffer[: len(state)] = state
+        self.loans = tuple(ParamSlotLease(key, self.spans[key], is_full) for key, is_full in is_filled.items())
+
+    def __call__(self, message: AcquireParamSlots) -> tuple[ParamSlotLease, ...]:
+        assert (message.block, message.from_step, message.step, message.actor) == (0, 2, 3, "optimizer-0")
+        assert list(message.keys) == KEYS
+        return self.loans
+
+
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_params_are_updated_in_lent_slots_and_stay_there(bench: Bench, is_filled: bool) -> None:
+    # Two chunks of five, one of them the short one.
+    lender = Lender(bench, {KEYS[1]: is_filled, KEYS[4]: is_filled})
+    bench.ssds.lend = lender
+    check_update(bench)
+    returned = {message.key: message for message in bench.ssds.of(ParamSlotReleased)}
+    assert {key: message.span for key, message in returned.items()} == lender.spans
+    assert {message.step for message in returned.values()} == {3}
+    for key, span in lender.spans.items():
+        state = bench.ssds.states[(Step(3), key, lender.kind)]
+        assert bytes(bench.arena.buffer(span))[: len(state)] == state
+    kinds = [type(message) for _, message in bench.ssds.sent]
+    assert kinds.index(BlockUpdated) > max(i for i, kind in enumerate(kinds) if kind is ParamSlotReleased)
+
+
+def test_what_lies_in_a_lent_slot_is_not_read_again(bench: Bench) -> None:
+    bench.ssds.lend = Lender(bench, {KEYS[0]: True, KEYS[2]: False})
+    bench.optimizer.post(bench.update())
+    bench.ssds.receive(BlockUpdated)
+    read = {item.key: {part.kind for part in item.parts} for m in bench.ssds.of(ReadChunks) for item in m.items}
+    assert bench.context.formats.param_kind not in read[KEYS[0]]
+    assert read[KEYS[2]] == read[KEYS[1]]
+
+
+def test_a_slot_is_returned_only_when_its_params_are_written(bench: Bench) -> None:
+    """Until then the SSD server reads from it."""
+    bench.ssds.lend = Lender(bench, {KEYS[0]: False})
+    bench.ssds.hold = True
+    bench.optimizer.post(bench.update())
+    for read in bench.ssds.receive(ReadChunks):
+        bench.ssds.serve(read)
+    (write, *_) = bench.ssds.receive(WriteChunks)
+    assert bench.ssds.of(ParamSlotReleased) == []
+    bench.ssds.serve(write)
+    bench.ssds.receive(ParamSlotReleased)
+
+
+def test_nothing_is_borrowed_where_nothing_is_kept(tmp_path: Path) -> None:
+    for bench in _started(Bench(tmp_path, FP32, placement=Placement(num_cached_params=0))):
+        check_update(bench)
+        assert bench.ssds.of(AcquireParamSlots) == []
+
+
+def test_a_worker_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, FP32)
+    bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=0.1)
+    bench.optimizer.setup()
+    bench.ssds.answer = lambda message: None
+    bench.optimizer.post(bench.update())
+    (failed,) = bench.ssds.receive(ActorFailed)
+    assert "gpu-0 did not say within 0.1 s whether it lends slots for the params of block 0 in step 3" in failed.error
+    bench.optimizer.stop()
+
+
+# --- gradients that were kept on an SSD -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("formats", ALL_FORMATS)
+def test_a_gradient_on_an_ssd_is_read_beside_the_states(tmp_path: Path, formats: Formats) -> None:
+    for bench in _started(Bench(tmp_path, formats, placement=Placement(num_host_grad_blocks=0))):
+        for key in KEYS:
+            start, stop = LAYOUT.chunk_range(key)
+            bench.ssds.put(3, key, StateKind.GRAD, bench.grad[start:stop])
+        update = replace(bench.update(), chunks=tuple(GradChunk(key, None) for key in KEYS))
+        bench.optimizer.post(update)
+        bench.ssds.receive(BlockUpdated)
+        check_new_states(bench)
+        assert bench.ssds.of(GradSlotsReleased) == []
+
+
+# --- states that rest in host memory ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=ALL_FORMATS, ids=lambda formats: f"{formats.precision}-{formats.states}-states")
+def resident(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path, request.param, placement=Placement(host_blocks=(0,)))
+    for started in _started(bench):
+        bench.optimizer.post(RestoreStates(job=bench.context.spec.job, step=Step(2)))
+        (restored,) = bench.ssds.receive(StatesRestored)
+        assert (restored.step, restored.actor) == (2, "optimizer-0")
+        yield started
+
+
+def flush(bench: Bench, step: int) -> None:
+    bench.optimizer.post(FlushBlock(job=bench.context.spec.job, step=Step(step), block=BlockIndex(0)))
+    (flushed,) = bench.ssds.receive(BlockFlushed)
+    assert (flushed.step, flushed.block, flushed.actor) == (step, 0, "optimizer-0")
+
+
+def test_states_in_host_memory_are_updated_there_and_written_when_asked(resident: Bench) -> None:
+    num_reads = len(resident.ssds.of(ReadChunks))
+    resident.optimizer.post(resident.update())
+    resident.ssds.receive(BlockUpdated)
+    assert len(resident.ssds.of(ReadChunks)) == num_reads
+    assert resident.ssds.of(WriteChunks) == []
+    assert resident.ssds.of(AcquireParamSlots) == []
+    assert len(resident.ssds.of(GradSlotsReleased)) == len(KEYS)
+    flush(resident, 3)
+    check_new_states(resident)
+
+
+def test_a_flush_is_told_when_everything_is_written(resident: Bench) -> None:
+    resident.ssds.hold = True
+    resident.optimizer.post(FlushBlock(job=resident.context.spec.job, step=Step(2), block=BlockIndex(0)))
+    writes = resident.ssds.receive(WriteChunks, 2)  # one to each SSD
+    assert sum(len(write.items) for write in writes) == len(KEYS)
+    for write in writes:
+        assert resident.ssds.of(BlockFlushed) == []
+        resident.ssds.serve(write)
+    resident.ssds.receive(BlockFlushed)
+
+
+def test_a_flush_waits_for_no_chunks(tmp_path: Path) -> None:
+    """Each of them waits for its turn."""
+    bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))  # its threads have not begun
+    bench.optimizer.post(bench.update())
+    message = FlushBlock(job=bench.context.spec.job, step=Step(2), block=BlockIndex(0))
+    bench.optimizer.post(message)
+    assert bench.optimizer._commands.get()[2] is message
+    bench.arena.close()
+    bench.arena.unlink()
+
+
+def test_states_that_do_not_arrive_are_an_error_and_do_not_hold_up_a_stop(tmp_path: Path) -> None:
+    for deadline_s in (0.1, 3600.0):
+        bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))
+        bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=deadline_s)
+        bench.optimizer.setup()
+        bench.ssds.hold = True
+        bench.optimizer.post(RestoreStates(job=bench.context.spec.job, step=Step(2)))
+        bench.ssds.receive(ReadChunks, RESTORE_DEPTH)
+        if deadline_s < 1:
+            (failed,) = bench.ssds.receive(ActorFailed)
+            assert "no states of step 2 came from the SSDs for 0.1 s" in failed.error
+        bench.optimizer.stop()
+        bench.arena.close()
+        bench.arena.unlink()

@@ -1,0 +1,237 @@
+"""A whole job on a device whose streams run behind: the same numbers as on one that does everything at once."""
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fake_cuda import FakeCuda
+from tests.support.late_streams import LateStreams
+from tests.support.training import exported_params, has_direct_io, losses_of, make_partition, make_spec, metrics_of
+from windlass.actors.gpu_worker import compute as computation
+from windlass.actors.gpu_worker import worker as gpu_worker
+from windlass.actors.messages import BlockComputed, GradOffloaded, LossComputed, Message, Phase
+from windlass.actors.policy.ordering import Ordering
+from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.device import device as device_module
+from windlass.engine.device.buffer_pool import DeviceBuffers
+from windlass.engine.device.cuda_streams import CudaStreams
+from windlass.engine.device.device import Device
+from windlass.engine.device.streams import StartThreads
+from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.optimizer.grad_norm import squared_norm
+from windlass.storage.ids import ActorName, Precision
+
+pytestmark = pytest.mark.usefixtures("small_activation_slots")
+
+NUM_STEPS = 4
+STREAMS = ("compute", "h2d", "d2h")
+# What a job can differ in, as far as streams are concerned.
+JOBS: dict[str, dict[str, Any]] = {
+    "active": {"precision": Precision.BF16},
+    "kept": {"clip_norm": 0.5, "num_microbatches": 3, "tied": True},
+    "spilled": {"clip_norm": 0.5, "placement": Placement(num_host_grad_blocks=1)},
+    "mixed": {
+        "precision": Precision.BF16,
+        "tied": True,
+        "placement": Placement(host_blocks=(1,), device_blocks=(0, 3), num_cached_params=2, commit_every=2),
+    },
+    "far ahead": {"num_microbatches": 2, "dropout": 0.1, "ordering": Ordering(max_prefetched=5)},
+    "groups": {
+        "precision": Precision.BF16,
+        "tied": True,
+        "num_microbatches": 3,
+        "placement": Placement(group_size=2, num_cached_params=2, device_blocks=(3,)),
+    },
+    "streamed": {
+        "num_microbatches": 2,
+        "dropout": 0.1,
+        "placement": Placement(
+            streamed_blocks=(1, 2, 3),
+            num_cached_params=2,
+            activations=(
+                *ActivationChoice.RECOMPUTE.of_layers(1),
+                *ActivationChoice.KEEP.of_layers(1),
+                *ActivationChoice.SWAP.of_layers(1),
+            ),
+            host_activation_nbytes=4 << 20,
+        ),
+    },
+    "swapped": {
+        "num_microbatches": 2,
+        "dropout": 0.1,
+        "placement": Placement(
+            activations=(
+                BlockActivations(swap_input=True, swapped=frozenset({"aten.mm.default"})),
+                *ActivationChoice.KEEP.of_layers(1),
+                *ActivationChoice.SWAP.of_layers(1),
+            ),
+            host_activation_nbytes=4 << 20,
+        ),
+    },
+}
+ORDERS = [*permutations(STREAMS), 1, 2]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a job. Numbers are compared bit for bit."""
+
+    losses: list[float]
+    validation_losses: dict[int, float]
+    params: dict[str, torch.Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Result)
+        same_params = all(torch.equal(param, other.params[name]) for name, param in self.params.items())
+        return (self.losses, self.validation_losses) == (other.losses, other.validation_losses) and same_params
+
+
+def run(root: Path, job: str, on_message: Callable[[ActorName, Message], None] | None = None) -> Result | None:
+    """None where the job failed."""
+    spec = make_spec(root, total_steps=NUM_STEPS, evaluate_every=2, **JOBS[job])
+    outcome = run_local(
+        spec,
+        partition=make_partition(spec),
+        poison_released=True,
+        direct=has_direct_io(root),
+        on_message=on_message,
+    )
+    if outcome["status"] != "succeeded":
+        return None
+    return Result(losses_of(spec), metrics_of(spec, "valid_loss"), exported_params(spec))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """What a job comes to on streams that do everything at once."""
+
+    @functools.cache
+    def of(job: str) -> Result:
+        result = run(tmp_path_factory.mktemp("expected") / "job", job)
+        assert result is not None
+        return result
+
+    return of
+
+
+class Late:
+    """Has a worker's device run behind, on `streams`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def __enter__(self) -> "Late":
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(device_module, "open_streams", self.open)
+        for module in (gpu_worker, computation):
+            self._patch.setattr(module, "squared_norm", self.squared_norm)
+        # Computes in the thread that calls it, on a device of its own.
+        self._patch.setattr(gpu_worker, "check_architecture", lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    def open(self, device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
+        self.streams = LateStreams(start_threads, **self.options)
+        return self.streams
+
+    def squared_norm(self, grad: torch.Tensor) -> torch.Tensor:
+        """What it does on a CPU is not what it does on a GPU."""
+        with self.streams.uncounted():
+            return squared_norm(grad)
+
+
+def cases() -> list[Any]:
+    """Each job that takes little in one order; the rest takes long."""
+    return [
+        pytest.param(
+            job,
+            order,
+            marks=() if (3 * i + j) % 8 == 0 and job not in ("streamed", "far ahead") else pytest.mark.long,
+            id=f"{job}-{order}",
+        )
+        for i, job in enumerate(JOBS)
+        for j, order in enumerate(ORDERS)
+    ]
+
+
+@pytest.mark.parametrize(("job", "order"), cases())
+def test_streams_that_run_behind_change_no_number(
+    tmp_path: Path, expected: Callable[[str], Result], job: str, order: Any
+) -> None:
+    with Late(order=order):
+        assert run(tmp_path / "job", job) == expected(job)
+
+
+@pytest.mark.parametrize(
+    ("job", "forgotten", "order"),
+    [
+        ("active", ("compute", "h2d"), ("compute", "d2h", "h2d")),
+        ("active", ("compute", "d2h"), ("compute", "h2d", "d2h")),
+        # Evaluation: the embedding is wanted by the next group while the head still computes with it.
+        ("kept", ("h2d", "compute"), ("h2d", "d2h", "compute")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
+)
+def test_a_wait_that_is_forgotten_shows(
+    tmp_path: Path, expected: Callable[[str], Result], job: str, forgotten: tuple[str, str], order: Any
+) -> None:
+    """On a busy machine only a device that runs far behind."""
+
+    def shows(quiet_s: float) -> bool:
+        with Late(order=order, forgets=lambda *pair: pair == forgotten, quiet_s=quiet_s):
+            found = run(tmp_path / f"job-{quiet_s}", job)
+        return found is None or found != expected(job)
+
+    assert any(map(shows, (0.0005, 0.01, 0.1)))
+
+
+@pytest.mark.parametrize("job", ["kept", "mixed", "streamed"])
+def test_no_thread_waits_for_the_device_and_nothing_is_allocated_for_params_or_gradients(
+    tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on, evaluation and flushes included."""
+    waits: list[Counter[str]] = []
+    made: list[tuple[int, ...]] = []
+    late = Late(order=1)
+
+    def look(_: ActorName, message: Message) -> None:
+        if isinstance(message, LossComputed) and message.phase is Phase.HEAD and message.step == 2:
+            waits.append(late.streams.host_waits.copy())
+            monkeypatch.setattr(DeviceBuffers, "__init__", lambda *_, **__: made.append(()))
+            monkeypatch.setattr(Device, "take", lambda *_, **__: made.append(()))
+
+    with late:
+        assert run(tmp_path / "job", job, look) is not None
+    assert waits == [late.streams.host_waits]
+    assert not late.streams.syncs
+    assert made == []
+
+
+@pytest.mark.parametrize("job", ["kept", "mixed"])
+def test_the_threads_of_a_gpu_tell_what_is_done(
+    tmp_path: Path, expected: Callable[[str], Result], job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams as on a GPU, over events that come at once: other threads than those that give work send messages."""
+    FakeCuda().install(monkeypatch)
+    monkeypatch.setattr(device_module, "open_streams", CudaStreams)
+    senders: dict[type[Message], set[threading.Thread]] = {BlockComputed: set(), GradOffloaded: set()}
+
+    def look(_: ActorName, message: Message) -> None:
+        if type(message) in senders:
+            senders[type(message)].add(threading.current_thread())
+
+    assert run(tmp_path / "job", job, look) == expected(job)
+    (computed,), (offloaded,) = senders.values()
+    assert computed is not offloaded
+    assert not any("compute" in thread.name or "GradOffload" in thread.name for thread in (computed, offloaded))

@@ -1,0 +1,156 @@
+"""The shells that Ray runs, without Ray."""
+
+import os
+import queue
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.support.actors.specs import make_layout, make_spec
+from windlass.actors.job.context import SCHEDULER, make_context
+from windlass.actors.messages import ActorFailed, CommitStore, Message
+from windlass.actors.runtime import ray_runner as deploy
+from windlass.actors.runtime.ray_runner import ActorShell, runner_name
+from windlass.actors.runtime.sockets import MessageClient, MessageServer
+from windlass.actors.scheduler.scheduler import ActorLostError
+from windlass.storage.ids import ActorName, Attempt, JobId, Step
+from windlass.storage.memory.arena import Arena
+from windlass.storage.ssd.volume import Volume
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """These tests start no cluster, and what a shell sets for its process is undone."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a unit test called ray.init")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    yield
+    assert not ray.is_initialized()
+
+
+class Peer:
+    """The scheduler of a shell: what is sent to its mailbox is kept, and it can send to the shell's."""
+
+    def __init__(self) -> None:
+        self.received: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.mailbox = MessageServer(self._keep)
+
+    def _keep(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.received.put(message)
+
+    def send(self, shell: ActorShell, message: Message) -> None:
+        MessageClient({shell.name: shell.address()}).deliver(shell.name, [message])
+
+    def next_failure(self) -> ActorFailed:
+        message = self.received.get(timeout=WAIT_S)
+        assert isinstance(message, ActorFailed)
+        return message
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.mailbox.close()
+
+
+@pytest.fixture
+def shell(tmp_path: Path, scheduler: Peer) -> ActorShell:
+    """Of the first SSD server of a small job whose directories do not exist yet."""
+    spec = make_spec(ssd_dirs=(str(tmp_path / "ssd"),))
+    context = make_context(spec, make_layout(2048, 5000), str(tmp_path / "arena"))
+    Arena.create(context.arena_path, context.plan.arena_nbytes).close()
+    shell = ActorShell(ActorName("ssd-0"), context, 3, niceness=0, uses_gpu=False)
+    shell.connect({SCHEDULER: scheduler.mailbox.address})
+    return shell
+
+
+def jobs_on(directory: Path) -> set[str]:
+    volume = Volume.open(directory)
+    try:
+        return set(volume.allocations())
+    finally:
+        volume.close()
+
+
+def commit(step: int) -> CommitStore:
+    return CommitStore(
+        job=JobId("ftjob-1"), step=Step(step), attempt=Attempt(2), states_step=Step(step), trainer_state="{}"
+    )
+
+
+def test_a_runner_is_named_by_job_and_attempt() -> None:
+    assert runner_name(JobId("ftjob-7"), Attempt(3)) == "job-ftjob-7-3"
+
+
+def test_threads_are_set_before_torch_is_imported(shell: ActorShell) -> None:
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
+
+
+def test_a_shell_passes_messages_on_and_answers_back(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    shell.setup()
+    assert shell.commits() == []
+    shell.resume_from(None)
+    scheduler.send(shell, commit(0))
+    failed = scheduler.next_failure()
+    shell.stop(False)
+    assert (failed.actor, failed.step) == ("ssd-0", 0)
+    assert "has not been written" in failed.error
+    assert jobs_on(tmp_path / "ssd") == {"ftjob-1"}
+    shell.wait_until_stopped()
+
+
+def test_an_ssd_server_deletes_its_store_when_told(shell: ActorShell, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    shell.setup()
+    shell.stop(True)
+    assert jobs_on(tmp_path / "ssd") == set()
+
+
+def test_a_failed_setup_reaches_the_caller(shell: ActorShell) -> None:
+    with pytest.raises(ValueError, match=r"SSD path .* is neither a directory nor a block device"):
+        shell.setup()
+
+
+def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
+    """Nobody waits for the call that brought the message."""
+    (tmp_path / "ssd").mkdir()
+    shell.setup()
+    shell.actor.stop(delete_store=True)
+    scheduler.send(shell, commit(5))
+    failed = scheduler.next_failure()
+    assert (failed.actor, failed.step) == ("ssd-0", 5)
+    text = "ssd-0 of job ftjob-1 is stopped and takes no messages"
+    assert failed.error == f"RuntimeError: {text} (at commit store of step 5)"
+    assert failed.detail.startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ray.exceptions.GetTimeoutError("not ready"), "optimizer-0 was not ready within 120 s"),
+        (ray.exceptions.ActorDiedError(), "the process of optimizer-0 died while it started"),
+    ],
+)
+def test_who_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+    def get(reference: str, timeout: float) -> Any:
+        assert timeout > 0
+        if reference == "second":
+            raise error
+        return f"the {reference} answer"
+
+    monkeypatch.setattr(ray, "get", get)
+    assert deploy._answers_of({ActorName("gpu-0"): "first"}) == {"gpu-0": "the first answer"}
+    with pytest.raises((TimeoutError, ActorLostError), match=message):
+        deploy._answers_of({ActorName("gpu-0"): "first", ActorName("optimizer-0"): "second"})

@@ -1,0 +1,208 @@
+"""The runner's own part of an attempt, without Ray."""
+
+import dataclasses
+import errno
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from tests.support.actors.specs import make_layout, make_spec
+from windlass.actors.job.context import make_context, optimizer_name
+from windlass.actors.job.journal import Journal, read_journal
+from windlass.actors.lifecycle.attempt_lock import begin_attempt, close_attempt, has_begun, last_sign_of_life
+from windlass.actors.messages import KernelChosen, Message, UserMessage
+from windlass.actors.runtime import ray_runner as deploy
+from windlass.actors.runtime.ray_runner import Runner
+from windlass.actors.scheduler.scheduler import INTERRUPTED, ActorLostError
+from windlass.storage.ids import Attempt, Kernel, Step
+from windlass.storage.memory.capacity import InsufficientSpaceError
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
+    return Runner(make_spec(job_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ActorLostError("the process of ssd-0 died"), INTERRUPTED),
+        (ray.exceptions.ActorDiedError(), INTERRUPTED),
+        (TimeoutError("ssd-0 was not ready within 120 s"), INTERRUPTED),
+        (ValueError("the model has no weights"), "failed"),
+        (RuntimeError("a bug"), "failed"),
+        (OSError(errno.ENOSPC, "No space left on device"), INTERRUPTED),
+        (InsufficientSpaceError("the arena", "/dev/shm", 2, 1, "stop other jobs"), INTERRUPTED),  # of a second attempt
+    ],
+)
+def test_a_process_that_dies_or_hangs_while_the_attempt_starts_is_no_failure_of_the_job(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
+) -> None:
+    def attempt() -> None:
+        raise error
+
+    monkeypatch.setattr(runner, "_attempt", attempt)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert (outcome.kind, outcome.data["status"]) == ("outcome", status)
+
+
+def test_a_job_that_asks_for_more_than_there_is_knows_at_once(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempt() -> None:
+        raise InsufficientSpaceError("the arena", "/dev/shm", 2, 1, "stop other jobs")
+
+    runner.spec = dataclasses.replace(runner.spec, attempt=Attempt(1))
+    monkeypatch.setattr(runner, "_attempt", attempt)
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert outcome.data["status"] == "failed"
+
+
+@pytest.mark.parametrize("comes_in_time", [True, False])
+def test_the_end_is_told_when_there_is_room_for_it(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_in_time: bool
+) -> None:
+    tries: list[float] = []
+
+    def append_outcome(self: Journal, *arguments: object, **data: object) -> None:
+        tries.append(deploy.time.monotonic())
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        journal_append(self, *arguments, **data)  # type: ignore[arg-type]
+
+    journal_append = Journal.append_outcome
+    monkeypatch.setattr(Journal, "append_outcome", append_outcome)
+    monkeypatch.setattr(deploy, "_ROOM_DEADLINE_S", 60.0 if comes_in_time else -1.0)
+    monkeypatch.setattr(deploy, "_ROOM_TRY_S", 0.0)
+    if comes_in_time:
+        runner._tell_end(INTERRUPTED, "the disk is full")
+        (outcome,) = read_journal(tmp_path / "journal.jsonl")
+        assert (outcome.seq, outcome.data["status"]) == (1, INTERRUPTED)
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            runner._tell_end(INTERRUPTED, "the disk is full")
+        assert len(tries) == 1
+
+
+def test_a_runner_that_waits_for_room_gives_no_sign_of_life(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the service can tell it from one that trains: nothing could be written on the full disk."""
+    signs: list[bool] = []
+
+    def append_outcome(self: Journal, *arguments: object, **data: object) -> None:
+        signs.append(runner._waits_for_room)
+        if len(signs) < 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Journal, "append_outcome", append_outcome)
+    monkeypatch.setattr(deploy, "_ROOM_TRY_S", 0.0)
+    assert deploy._ROOM_DEADLINE_S < 60, "a runner that is silent for longer is taken to hang"
+    runner._tell_end(INTERRUPTED, "the disk is full")
+    assert signs == [False, True]
+    pulses: list[int] = []
+    monkeypatch.setattr(deploy, "tell_alive", lambda *_: bool(pulses.append(1)))
+
+    def wake(_: float) -> None:
+        runner._waits_for_room = False
+
+    monkeypatch.setattr(deploy.time, "sleep", wake)
+    runner._pulse()
+    assert pulses == [1]
+
+
+def test_what_is_told_before_there_is_a_scheduler_reaches_it_in_order(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actors tell of themselves while they are set up, and none of them waits for the others."""
+    received: list[Message] = []
+
+    class Receiver:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.post = received.append
+
+    monkeypatch.setattr("windlass.actors.runtime.ray_runner.Scheduler", Receiver)
+    chosen = [
+        KernelChosen(job=runner.spec.job, step=Step(0), actor=optimizer_name(index), kernel=Kernel.FUSED)
+        for index in range(3)
+    ]
+    runner._post(chosen[:1])
+    runner._post(chosen[1:2])
+    assert received == []
+    context = make_context(runner.spec, make_layout(5000), "/dev/shm/arena")
+    runner._make_scheduler(context, lambda to, message: None, None)
+    runner._post(chosen[2:])
+    assert received == chosen
+
+
+def test_an_announcement_is_in_the_journal_before_there_is_a_scheduler(runner: Runner, tmp_path: Path) -> None:
+    runner._post([UserMessage(job=runner.spec.job, step=Step(0), text="Compiling")])
+    (told,) = read_journal(tmp_path / "journal.jsonl")
+    assert (told.kind, told.level, told.message, told.seq) == ("message", "info", "Compiling", 1)
+    runner._make_scheduler(
+        make_context(runner.spec, make_layout(5000), "/dev/shm/arena"), lambda to, message: None, None
+    )
+    runner._post([UserMessage(job=runner.spec.job, step=Step(0), text="late")])
+    assert len(list(read_journal(tmp_path / "journal.jsonl"))) == 1
+
+
+def test_the_attempt_has_begun_when_start_returns(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_attempt", lambda: None)
+    runner.start()
+    assert has_begun(tmp_path, Attempt(2))
+    assert not close_attempt(tmp_path, Attempt(2))
+    os.close(runner._attempt_lock)
+    assert close_attempt(tmp_path, Attempt(2))
+
+
+def test_the_runner_tells_that_it_lives_for_as_long_as_it_does(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deploy, "_PULSE_S", 0.01)
+    monkeypatch.setattr(runner, "_attempt", lambda: None)
+    runner.start()
+    for _ in range(3):
+        os.utime(tmp_path / "attempt-2.lock", (0, 0))
+        while last_sign_of_life(tmp_path, Attempt(2)) == 0:
+            time.sleep(0.01)
+    os.close(runner._attempt_lock)
+    assert close_attempt(tmp_path, Attempt(2))
+
+
+def test_a_launch_of_a_runner_that_ends_before_it_answers_is_no_failed_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(job_dir=str(tmp_path))
+    launch_one_that_dies(monkeypatch)
+
+    os.close(begin_attempt(tmp_path, spec.attempt))
+    deploy.start_runner(spec)
+
+
+def test_a_launch_of_a_runner_that_dies_before_it_begins_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_one_that_dies(monkeypatch)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        deploy.start_runner(make_spec(job_dir=str(tmp_path)))
+
+
+def launch_one_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Ray answer for a runner whose process is gone."""
+
+    def get(_reference: object, timeout: float) -> None:
+        raise ray.exceptions.ActorDiedError
+
+    handle = SimpleNamespace(start=SimpleNamespace(remote=lambda: None))
+    actor_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _spec: handle))
+    monkeypatch.setattr(ray, "remote", lambda _class: actor_class)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0" * 56))
+    monkeypatch.setattr(ray, "get", get)

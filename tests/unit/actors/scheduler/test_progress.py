@@ -1,0 +1,87 @@
+"""The numbers of a step and of an evaluation do not depend on the order in which their parts arrive."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.support.actors.scheduler_stage import Stage
+from tests.support.training import journal_of, metrics_of
+from windlass.actors.messages import KernelChosen, LoadProgressed, LossComputed, Phase
+from windlass.actors.policy.pending_replies import UnexpectedEventError
+from windlass.actors.policy.pipeline import StepEnd
+from windlass.storage.ids import ActorName, JobId, Step
+
+# Added in another order these give other bits.
+LOSSES = [0.1, 1000.3, 0.7, 3e-5]
+NUM_TARGETS = [3, 1, 4, 2]
+
+
+def loss(phase: Phase, step: int, group: int) -> LossComputed:
+    return LossComputed(
+        job=JobId("ftjob-1"),
+        step=Step(step),
+        phase=phase,
+        loss_sum=LOSSES[group],
+        num_targets=NUM_TARGETS[group],
+        num_correct=group,
+        group=group,
+    )
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path, total_steps=30, num_validation_examples=32, evaluate_every=1)
+
+
+def test_progress_with_groups_in_any_order_tells_the_evaluation_loss_of_one_worker(stage: Stage) -> None:
+    progress, expected = stage.scheduler._progress, 0.0
+    assert stage.scheduler.pipeline.shape.num_evaluation_groups == 4
+    for each in LOSSES:
+        expected += each
+    assert len({((a + b) + c) + d for a, b, c, d in itertools.permutations(LOSSES)}) > 1
+    orders = list(itertools.permutations(range(4)))
+    for step, order in enumerate(orders):
+        for group in order:
+            progress.note(loss(Phase.EVALUATE_HEAD, step, group))
+    assert metrics_of(stage.spec, "valid_loss") == dict.fromkeys(range(len(orders)), expected / 10)
+    assert metrics_of(stage.spec, "valid_mean_token_accuracy") == dict.fromkeys(range(len(orders)), 0.6)
+
+
+def test_progress_told_an_evaluation_group_twice_refuses_it(stage: Stage) -> None:
+    stage.scheduler._progress.note(loss(Phase.EVALUATE_HEAD, 1, 2))
+    with pytest.raises(UnexpectedEventError, match="loss of group 2 in the evaluation of step 1 a second time"):
+        stage.scheduler._progress.note(loss(Phase.EVALUATE_HEAD, 1, 2))
+
+
+def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_group(stage: Stage) -> None:
+    """A group's number is of the step so far, so that of the last one is the step's."""
+    progress = stage.scheduler._progress
+    for step, order in enumerate(itertools.permutations(range(3)), start=1):
+        for group in order:
+            progress.note(loss(Phase.HEAD, step, group))
+        kept = progress.end_step(step, StepEnd(grad_norm=1.0, loss_scale=1.0, num_skipped=0))
+        assert kept["metrics"]["train_loss"] == LOSSES[2] / NUM_TARGETS[2]
+
+
+def test_who_updates_is_told_without_a_gpu_that_may_not_be_there(stage: Stage) -> None:
+    for actor in ("gpu-0", "optimizer-0"):
+        stage.scheduler._progress.note(
+            KernelChosen(job=stage.spec.job, step=Step(0), actor=ActorName(actor), kernel="compiled")
+        )
+    told = [record.message for record in journal_of(stage.spec) if "updates" in record.message]
+    assert told == ["the device updates with the compiled kernel", "optimizer-0 updates with the compiled kernel"]
+
+
+def test_how_much_is_loaded_is_told_now_and_then(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("windlass.actors.scheduler.progress.time.monotonic", lambda: now[0])
+    for number in range(1, 101):
+        stage.scheduler._progress.note(
+            LoadProgressed(
+                job=stage.spec.job, step=Step(0), actor=ActorName("optimizer-0"), num_params=number, total_params=100
+            )
+        )
+        now[0] += 0.1
+    told = [record.message for record in journal_of(stage.spec) if "Loaded" in record.message]
+    assert told == ["Loaded 1% of 100 parameters", "Loaded 51% of 100 parameters"]

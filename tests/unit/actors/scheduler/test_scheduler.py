@@ -1,0 +1,595 @@
+"""The shell around the policy: actors that answer at once, or not at all, and what the journal tells of them."""
+
+import errno
+import itertools
+import json
+import math
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.actors.scheduler_stage import FP16, NUM_TARGETS, TIERED, Stage, failure, warnings_of
+from tests.support.training import journal_of, losses_of, metrics_of
+from windlass.actors.job.spec import System
+from windlass.actors.messages import (
+    ActorFailed,
+    CommitStore,
+    ComputeBlock,
+    ExportModel,
+    FailureKind,
+    FlushBlock,
+    KernelChosen,
+    LoadModel,
+    Message,
+    ModelExported,
+    OffloadGrad,
+    Phase,
+    RestoreStates,
+    UpdateBlock,
+)
+from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.actors.scheduler import progress, scheduler
+from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED, ROOM, ActorLostError, JobFailedError
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.storage.ids import ActorName, Attempt, Kernel, Step
+from windlass.storage.memory.capacity import DiskFull, require_disk_room
+
+
+class Clock:
+    """That goes on by hand."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_a_job_from_its_first_message_to_its_outcome(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, num_validation_examples=9, evaluate_every=2, checkpoint_every=2)
+    assert stage.run() == {
+        "status": "succeeded",
+        "error": None,
+        "trained_tokens": 4 * NUM_TARGETS,
+        "model_dir": stage.spec.output_dir,
+    }
+    records = journal_of(stage.spec)
+    assert {record.attempt for record in records} == {stage.spec.attempt}
+    assert "Loaded 50% of 11,144 parameters" in [record.message for record in records]
+    assert losses_of(stage.spec) == [3.0] * 4
+    assert metrics_of(stage.spec, "train_mean_token_accuracy") == dict.fromkeys(range(1, 5), 0.4)
+    assert metrics_of(stage.spec, "valid_loss") == {2: 3.0, 4: 3.0}
+    shape = stage.scheduler.pipeline.shape
+    assert metrics_of(stage.spec, "learning_rate") == {step: shape.learning_rate(step) for step in range(1, 5)}
+    assert metrics_of(stage.spec, "ssd_bytes_read") == dict.fromkeys(range(1, 5), 200)
+    checkpoints = [record.data for record in records if record.kind == "checkpoint"]
+    assert [each["fine_tuned_model_checkpoint"] for each in checkpoints] == ["out-step-2", "out"]
+    metrics = {"train_loss": 3.0, "train_mean_token_accuracy": 0.4, "valid_mean_token_accuracy": 0.4}
+    metrics |= {"valid_loss": 3.0, "full_valid_loss": 3.0}
+    assert checkpoints[-1]["metrics"] == {"step": 4, **metrics}
+
+
+@pytest.mark.parametrize("kind", [ComputeBlock, UpdateBlock, CommitStore, ExportModel])
+def test_scheduler_where_handling_raises_queue_empty_ends_with_it(kind: type[Message], tmp_path: Path) -> None:
+    """Only the wait for an event may end with an empty queue; the same error from anywhere else is a defect's."""
+    stage = Stage(tmp_path, deadline_s=0.2)
+
+    def fail(message: Message) -> None:
+        if isinstance(message, kind):
+            raise queue.Empty
+
+    stage.before = fail
+    with pytest.raises(queue.Empty):
+        stage.scheduler.run()
+
+
+def test_nobody_waits_for_what_people_are_told(stage: Stage) -> None:
+    told_before: list[dict[int, float]] = []
+
+    def look(message: Message) -> None:
+        if isinstance(message, ExportModel):
+            told_before.append(metrics_of(stage.spec, "train_loss"))
+
+    stage.before = look
+    stage.run()
+    # The export is asked for by the event that makes the last step safe, and that is told of.
+    assert [list(told) for told in told_before] == [[1, 2, 3]]
+    assert list(metrics_of(stage.spec, "train_loss")) == [1, 2, 3, 4]
+
+
+def test_a_step_is_told_before_the_next_one_can_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who goes on from a commit can tell of its step alone, where the disk was full or the runner was killed.
+
+    A step that is skipped is over while the one before is still being committed.
+    """
+    stage = Stage(tmp_path, hyperparameters=FP16)
+    stage.bad_grads = {(2, 1), (3, 1)}
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.01)
+    pending: list[tuple[ActorName, Message]] = []
+    told_before: dict[int, list[int]] = {}
+
+    def look(message: Message) -> None:
+        if isinstance(message, CommitStore):
+            pending.append(stage.received[-1])
+            told_before[message.step] = list(metrics_of(stage.spec, "train_loss"))
+
+    def answer_late() -> None:
+        """When all that can be done meanwhile is: the next step is over, and waits to be committed."""
+        while pending and stage.scheduler._events.empty():
+            for event in [event for each in pending for event in stage._answers(*each)]:
+                stage.scheduler.post(event)
+            pending.clear()
+
+    stage.before, stage.silent, stage.check_actors = look, {CommitStore}, answer_late
+    assert stage.run()["status"] == "succeeded"
+    assert told_before == {0: [], 1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3]}
+
+
+def test_a_reason_is_told_though_its_details_have_no_room(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    outcome = stalled_by(stage, failure("ssd-1", "the disk is broken"))
+    assert outcome["error"]["message"] == "ssd-1: the disk is broken"
+
+
+def test_each_actor_is_told_what_is_its_own(stage: Stage) -> None:
+    stage.run()
+    receivers: dict[type[Message], set[str]] = {}
+    for to, message in stage.received:
+        receivers.setdefault(type(message), set()).add(to)
+    assert receivers[LoadModel] == receivers[ExportModel] == {"optimizer-0"}
+    assert receivers[ComputeBlock] == receivers[OffloadGrad] == {"gpu-0"}
+    assert receivers[UpdateBlock] == {"optimizer-0", "optimizer-1"}
+    assert receivers[CommitStore] == {"ssd-0", "ssd-1"}
+
+
+@pytest.mark.parametrize(
+    ("order", "keeps_grads", "overlaps_steps"),
+    [
+        (UpdateOrder.ACTIVE, False, True),
+        (UpdateOrder.NAIVE, False, True),
+        (UpdateOrder.KEPT, True, True),
+        (UpdateOrder.AFTER_BACKWARD, True, False),
+    ],
+)
+def test_the_policy_knows_the_order_of_updates(
+    tmp_path: Path, order: UpdateOrder, keeps_grads: bool, overlaps_steps: bool
+) -> None:
+    stage = Stage(tmp_path, hyperparameters={"update_order": order, "max_bad_steps": 7})
+    shape = stage.scheduler.pipeline.shape
+    assert (shape.keeps_grads, shape.max_bad_steps) == (keeps_grads, 7)
+    assert shape.ordering == Ordering(overlaps_steps=overlaps_steps)
+    assert stage.run()["status"] == "succeeded"
+
+
+def test_the_policy_has_the_jobs_ordering(tmp_path: Path) -> None:
+    ordering = Ordering(queues=QueueOrder.FIFO, overlaps_steps=False, max_updating=1, max_prefetched=3)
+    stage = Stage(tmp_path, ordering=ordering)
+    assert stage.scheduler.pipeline.shape.ordering == ordering
+    assert stage.run()["status"] == "succeeded"
+    blocks = [message.block for message in stage.sent(UpdateBlock) if message.step == 1]
+    assert list(dict.fromkeys(blocks)) == [2, 1, 0]
+
+
+@pytest.mark.parametrize(("system", "host_blocks"), [(System.ZERO_OFFLOAD, (0, 1, 2)), (System.ZERO_INFINITY, ())])
+def test_a_job_in_another_systems_order(tmp_path: Path, system: System, host_blocks: tuple[int, ...]) -> None:
+    """The same updates in other places: nothing of a step is asked for while updates of the one before are out."""
+    plain = Stage(tmp_path / "plain", total_steps=2)
+    room = Placement(host_activation_nbytes=1 << 20)
+    stage = Stage(tmp_path / "other", total_steps=2, system=system, placement=room)
+    swaps = {choice.swaps for choice in stage.context.plan.layer_activations}
+    assert swaps == {system is System.ZERO_INFINITY}
+    assert stage.scheduler.pipeline.shape.host_blocks == set(host_blocks)
+    assert stage.scheduler.pipeline.shape.ordering == Ordering(queues=QueueOrder.FIFO, overlaps_steps=False)
+    assert plain.run()["status"] == stage.run()["status"] == "succeeded"
+    assert updates_of(stage) == updates_of(plain)
+    kinds = [type(m).__name__ for _, m in stage.received if isinstance(m, ComputeBlock | UpdateBlock)]
+    turns = [kind for kind, _ in itertools.groupby(kinds)]
+    assert turns == ["ComputeBlock", "UpdateBlock"] * 2
+
+
+def updates_of(stage: Stage) -> set[tuple[object, ...]]:
+    """What was updated with what, in whatever order."""
+    return {(m.step, m.block, m.optimizer_step, m.learning_rate, m.grad_scale) for m in stage.sent(UpdateBlock)}
+
+
+def test_a_step_of_several_groups_is_told_once(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, hyperparameters={"num_microbatches": 5}, placement=Placement(group_size=2))
+    assert stage.run()["status"] == "succeeded"
+    heads = [message.group for message in stage.sent(ComputeBlock) if message.phase is Phase.HEAD]
+    assert heads == [0, 1, 2] * 4
+    assert metrics_of(stage.spec, "train_loss") == dict.fromkeys(range(1, 5), stage.loss)
+    compute_s = metrics_of(stage.spec, "compute_s")
+    assert compute_s == pytest.approx(dict.fromkeys(range(1, 5), 3 * (2 * len(stage.context.layout.blocks) - 1) * 0.1))
+
+
+def test_clipping_tells_the_norm_and_scales_by_it(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, hyperparameters={"clip_norm": 0.5})
+    stage.run()
+    norm = math.sqrt(3 * 12.0)
+    assert metrics_of(stage.spec, "grad_norm") == pytest.approx(dict.fromkeys(range(1, 5), norm))
+    (scale,) = {message.grad_scale for _, message in stage.received if isinstance(message, UpdateBlock)}
+    assert scale == pytest.approx(0.5 / norm, rel=1e-5)
+
+
+def test_a_failure_ends_the_job_and_names_the_actor(stage: Stage) -> None:
+    def fail(message: Message) -> None:
+        if isinstance(message, UpdateBlock) and message.step == 2:
+            stage.scheduler.post(failure("optimizer-1", "no room"))
+
+    stage.before = fail
+    outcome = stage.run()
+    assert outcome["status"] == "failed"
+    assert outcome["error"] == {"code": "training_failed", "message": "optimizer-1: no room", "param": None}
+    assert outcome["model_dir"] is None
+    assert Path(stage.spec.job_dir, "error.txt").read_text() == "optimizer-1\nTraceback"
+
+
+def test_an_actor_that_is_gone_ends_the_job(stage: Stage) -> None:
+    def gone() -> None:
+        raise JobFailedError("the process of gpu-0 died")
+
+    stage.silent = {ComputeBlock}
+    stage.check_actors = gone
+    assert stage.run()["error"]["message"] == "the process of gpu-0 died"
+
+
+@pytest.mark.parametrize(
+    ("silent", "message"),
+    [
+        (LoadModel, "optimizer-0 did not finish loading the model within 0.5 s"),
+        (ComputeBlock, "gpu-0 did not finish the forward of block 0 in step 1 within 0.5 s"),
+        (OffloadGrad, "gpu-0 did not finish the gradient offload of block 2 in step 1 within 0.5 s"),
+        (CommitStore, "ssd-0 did not finish the commit of step 0 within 0.5 s"),
+        (ExportModel, "optimizer-0 did not finish the export of step 4 within 0.5 s"),
+        (RestoreStates, "gpu-0 did not finish reading the states of step 0 into memory within 0.5 s"),
+        (FlushBlock, "optimizer-0 did not finish the flush of block 0, as step 3 left it within 0.5 s"),
+    ],
+)
+def test_a_wait_that_is_too_long_names_step_block_and_actor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: type[Message], message: str
+) -> None:
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
+    tiers = TIERED | {"total_steps": 4} if silent in (RestoreStates, FlushBlock) else {}
+    stage = Stage(tmp_path, deadline_s=0.5, **tiers)
+    stage.silent = {silent}
+    outcome = stage.run()
+    assert outcome["status"] == INTERRUPTED
+    assert outcome["error"]["code"] == "training_stalled"
+    assert outcome["error"]["message"].startswith(message)
+
+
+def stalled_by(stage: Stage, *failures: ActorFailed) -> dict[str, Any]:
+    """The outcome where these are told while the first update is out."""
+
+    def fail(message: Message) -> None:
+        if isinstance(message, UpdateBlock) and not any(isinstance(m, UpdateBlock) for _, m in stage.received[:-1]):
+            for failed in failures:
+                stage.scheduler.post(failed)
+
+    stage.silent = {UpdateBlock}
+    stage.before = fail
+    return stage.run()
+
+
+def test_all_who_wait_in_vain_are_named_with_who_owes_the_scheduler(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one who knows most need not tell first."""
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
+    first = failure("gpu-0", "no grad slot came free", FailureKind.STALLED)
+    second = failure("optimizer-1", "ssd-1 owes a read", FailureKind.STALLED)
+    outcome = stalled_by(stage, first, second, failure("gpu-0", "nor params", FailureKind.STALLED))
+    assert outcome["status"] == INTERRUPTED
+    assert outcome["error"]["message"] == (
+        "gpu-0: no grad slot came free; optimizer-1: ssd-1 owes a read; "
+        "optimizer-0 has not finished the update of block 2 in step 1 yet"
+    )
+    assert Path(stage.spec.job_dir, "error.txt").read_text() == "gpu-0\nTraceback"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        (FailureKind.LASTING, "failed", "training_failed"),
+        (FailureKind.NO_ROOM, INTERRUPTED, "process_lost"),
+        (FailureKind.UNFORESEEN, INTERRUPTED, "process_lost"),
+    ],
+)
+def test_what_is_broken_explains_who_waits(stage: Stage, kind: FailureKind, status: str, code: str) -> None:
+    broken = failure("ssd-1", "the disk is broken", kind)
+    outcome = stalled_by(stage, failure("gpu-0", "no params came", FailureKind.STALLED), broken)
+    assert outcome["status"] == status
+    assert outcome["error"] == {"code": code, "message": "ssd-1: the disk is broken", "param": None}
+
+
+def test_the_outcome_of_an_attempt_that_found_too_little_room_names_disk_and_bytes(
+    stage: Stage, tmp_path: Path
+) -> None:
+    with pytest.raises(DiskFull) as raised:
+        require_disk_room("the exported model", tmp_path, 1 << 60)
+    told = failure("gpu-0", "")
+    outcome = stalled_by(stage, ActorFailed.of(raised.value, actor=told.actor, about=told))
+    assert (outcome["status"], outcome[ROOM]) == (INTERRUPTED, [str(tmp_path), 1 << 60])
+    last = journal_of(stage.spec)[-1]
+    assert (last.kind, last.data[ROOM]) == ("outcome", [str(tmp_path), 1 << 60])
+
+
+def test_a_scheduler_that_waits_for_nothing_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_TICK_S", 0.05)
+    stage.silent = {LoadModel}
+    stage.check_actors = stage.scheduler.pipeline.waits.outstanding.clear
+    outcome = stage.run()
+    assert outcome["status"] == INTERRUPTED
+    assert "nothing was asked for" in outcome["error"]["message"]
+
+
+def test_an_answer_that_nobody_asked_for_ends_the_attempt(stage: Stage) -> None:
+    def stray(message: Message) -> None:
+        if isinstance(message, LoadModel):
+            stage.scheduler.post(ModelExported(job=message.job, step=Step(3), path="/elsewhere"))
+
+    stage.before = stray
+    outcome = stage.run()
+    assert outcome["status"] == INTERRUPTED
+    assert "nobody asked for" in outcome["error"]["message"]
+
+
+def test_cancelled_before_it_begins(stage: Stage) -> None:
+    stage.silent = {LoadModel}
+    stage.stop.cancel()
+    outcome = stage.run()
+    assert (outcome["status"], outcome["trained_tokens"], outcome["model_dir"]) == ("cancelled", 0, None)
+
+
+def test_cancelled_in_a_step_it_ends_with_that_step(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, total_steps=100, checkpoint_every=1)
+
+    def cancel(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.step == 3:
+            stage.stop.cancel()
+
+    stage.before = cancel
+    assert stage.run()["status"] == "cancelled"
+    assert len(losses_of(stage.spec)) == 3
+    exports = [message.step for _, message in stage.received if isinstance(message, ExportModel)]
+    assert exports == [1, 2]
+
+
+def test_cancelled_when_the_model_is_written_it_has_succeeded(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+
+    def cancel(message: Message) -> None:
+        if isinstance(message, ExportModel):
+            stage.stop.cancel()
+
+    stage.before = cancel
+    assert stage.run()["status"] == "succeeded"
+
+
+def test_paused_in_a_step_it_ends_with_that_step_and_another_attempt_goes_on(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, checkpoint_every=2)
+
+    def pause(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.step == 2:
+            stage.stop.pause()
+
+    stage.before = pause
+    assert stage.run()["status"] == PAUSED
+    assert len(losses_of(stage.spec)) == 2
+    assert not any(isinstance(message, ExportModel) for _, message in stage.received)
+    again = Stage(tmp_path, checkpoint_every=2, resume_from=stage.commit(2), attempt=Attempt(3))
+    outcome = again.run()
+    assert (outcome["status"], outcome["trained_tokens"]) == ("succeeded", 4 * NUM_TARGETS)
+    assert [message.step for _, message in again.received if isinstance(message, ExportModel)] == [2, 4]
+    assert len(losses_of(stage.spec)) == 4
+
+
+def test_paused_in_its_last_step_it_is_finished(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+
+    def pause(message: Message) -> None:
+        if isinstance(message, ComputeBlock) and message.step == 4:
+            stage.stop.pause()
+
+    stage.before = pause
+    assert stage.run()["status"] == "succeeded"
+
+
+def test_paused_and_cancelled_it_is_cancelled(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.stop.pause()
+    stage.stop.cancel()
+    assert stage.run()["status"] == "cancelled"
+
+
+def run_first_attempt(directory: Path) -> Stage:
+    """A whole job, whose commits a later attempt can be given."""
+    first = Stage(directory)
+    first.run()
+    Path(first.spec.output_dir).rmdir()
+    return first
+
+
+def test_it_goes_on_after_a_committed_step(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path)
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    outcome = stage.run()
+    assert outcome["status"] == "succeeded"
+    assert outcome["trained_tokens"] == 4 * NUM_TARGETS
+    records = [record for record in journal_of(stage.spec) if record.attempt == 3]
+    assert [record.data["step"] for record in records if record.kind == "metrics"] == [3, 4]
+    assert records[0].message == "Resuming after step 2"
+    assert not any(isinstance(message, LoadModel) for _, message in stage.received)
+
+
+def test_a_committed_step_that_nobody_told_of_is_told_by_the_next_attempt(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path / "lost")
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    stage.run()
+    assert metrics_of(stage.spec, "train_loss") == {2: 3.0, 3: 3.0, 4: 3.0}
+    assert metrics_of(stage.spec, "trained_tokens") == {step: step * NUM_TARGETS for step in (2, 3, 4)}
+
+
+def test_a_job_whose_states_have_vanished_does_not_start_over(tmp_path: Path) -> None:
+    run_first_attempt(tmp_path)
+    outcome = Stage(tmp_path, attempt=Attempt(3)).run()
+    assert outcome["status"] == "failed"
+    assert (
+        "the job had come to step 4, and none of its SSDs (/ssd0, /ssd1) holds its states"
+        in outcome["error"]["message"]
+    )
+
+
+def test_a_lost_process_interrupts_the_attempt(stage: Stage) -> None:
+    stage.silent = {ComputeBlock}
+
+    def check_actors() -> None:
+        raise ActorLostError("the process of ssd-1 died")
+
+    stage.check_actors = check_actors
+    outcome = stage.run()
+    assert outcome["status"] == INTERRUPTED
+    assert outcome["error"] == {"code": "process_lost", "message": "the process of ssd-1 died", "param": None}
+
+
+def test_bytes_written_are_those_of_the_step_and_of_the_job_by_ssd(tmp_path: Path) -> None:
+    """Those of loading count for the job and for no step; a resumed attempt goes on from what is written by then."""
+    first = run_first_attempt(tmp_path)
+    stage = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    stage.run()
+    told = [record.data for record in journal_of(stage.spec) if record.kind == "metrics"]
+    assert [data["step"] for data in told] == [1, 2, 3, 4, 3, 4]
+    assert {data["ssd_bytes_written_step"] for data in told} == {80}
+    assert all(data["ssd_bytes_written_step_by_ssd"] == [50, 30] for data in told)
+    # Loading is written as a step is; steps 3 and 4 were written twice.
+    assert [data["ssd_bytes_written_by_ssd"] for data in told] == [[50 * n, 30 * n] for n in (2, 3, 4, 5, 6, 7)]
+    assert [data["ssd_bytes_written"] for data in told] == [80 * n for n in (2, 3, 4, 5, 6, 7)]
+
+
+def test_bytes_read_and_written_after_a_resume_go_on_from_those_of_earlier_attempts(tmp_path: Path) -> None:
+    """Attempts 2 and 3 read 200 bytes each as of every commit; steps 3 and 4 were read and written twice."""
+    first = run_first_attempt(tmp_path)
+    last = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    last.run()
+    Path(last.spec.output_dir).rmdir()
+    Stage(tmp_path, resume_from=last.commit(3), attempt=Attempt(4)).run()
+    told = [record for record in journal_of(last.spec) if record.kind == "metrics"]
+    assert [(record.attempt, record.data["step"]) for record in told] == [
+        *((2, step) for step in (1, 2, 3, 4)),
+        *((3, step) for step in (3, 4)),
+        (4, 4),
+    ]
+    assert [record.data["ssd_bytes_read"] for record in told] == [200] * 4 + [400] * 2 + [600]
+    assert [record.data["ssd_bytes_written"] for record in told] == [80 * n for n in (2, 3, 4, 5, 6, 7, 8)]
+    assert [sum(record.data["ssd_bytes_written_by_ssd"]) for record in told] == [80 * n for n in (2, 3, 4, 5, 6, 7, 8)]
+
+
+def test_bytes_read_of_a_step_that_the_next_attempt_tells_of_are_those_of_earlier_attempts(tmp_path: Path) -> None:
+    """Attempt 3 died after its commit of step 3, before it could tell of it."""
+    first = run_first_attempt(tmp_path)
+    journal = Path(first.spec.job_dir) / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[: next(i for i, line in enumerate(lines) if '"step":3' in line)]))
+    stage = Stage(tmp_path, resume_from=first.commit(3), attempt=Attempt(3))
+    stage.run()
+    told = {record.data["step"]: record.data for record in journal_of(stage.spec) if record.kind == "metrics"}
+    assert {step: data["ssd_bytes_read"] for step, data in told.items()} == {1: 200, 2: 200, 3: 200, 4: 400}
+    assert {step: data["ssd_bytes_written"] for step, data in told.items()} == {1: 160, 2: 240, 3: 240, 4: 320}
+
+
+def test_bytes_that_an_earlier_release_counted_from_the_start_of_its_attempts_are_added_up(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path)
+    second = Stage(tmp_path, resume_from=first.commit(2), attempt=Attempt(3))
+    second.run()
+    journal = Path(first.spec.job_dir) / "journal.jsonl"
+    records = [json.loads(line) for line in journal.read_text().splitlines()]
+    for record in records:
+        if record["kind"] == "metrics" and record["attempt"] == 3:
+            record["data"]["ssd_bytes_read"] -= 200
+            record["data"]["ssd_bytes_written"] -= 80 * 5
+    journal.write_text("".join(json.dumps(record) + "\n" for record in records))
+    Path(second.spec.output_dir).rmdir()
+    Stage(tmp_path, resume_from=second.commit(3), attempt=Attempt(4)).run()
+    last = [record.data for record in journal_of(second.spec) if record.kind == "metrics"][-1]
+    assert (last["ssd_bytes_read"], last["ssd_bytes_written"]) == (600, 80 * 8)
+
+
+def test_bytes_of_a_job_whose_number_of_ssds_changed_are_those_of_all_its_ssds(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path)
+    stage = Stage(tmp_path, resume_from=first.commit(3), attempt=Attempt(3), ssd_dirs=("/ssd0",))
+    stage.run()
+    last = [record.data for record in journal_of(stage.spec) if record.kind == "metrics"][-1]
+    assert (last["ssd_bytes_read"], last["ssd_bytes_written"]) == (300, 450)
+
+
+def test_bytes_written_to_other_ssds_are_not_carried_over(tmp_path: Path) -> None:
+    first = run_first_attempt(tmp_path)
+    stage = Stage(tmp_path, resume_from=first.commit(3), attempt=Attempt(3), ssd_dirs=("/ssd0",))
+    stage.run()
+    told = [record.data["ssd_bytes_written_by_ssd"] for record in journal_of(stage.spec) if record.kind == "metrics"]
+    assert told[-2:] == [[250, 150], [50]]
+
+
+def test_a_later_attempt_appends_to_the_journal(tmp_path: Path) -> None:
+    first = Stage(tmp_path)
+    first.silent = {ComputeBlock}
+    first.scheduler.post(failure("ssd-1", "no room"))
+    assert first.run()["status"] == "failed"
+    second = Stage(tmp_path, attempt=Attempt(3))
+    second.run()
+    attempts = [(record.attempt, record.seq) for record in journal_of(second.spec)]
+    assert attempts == sorted(attempts)
+    assert {attempt for attempt, _ in attempts} == {2, 3}
+
+
+def kernel_chosen(stage: Stage, *kernels: Kernel) -> None:
+    """Each optimizer says what it runs, as it does when it is set up."""
+    for name, kernel in zip(stage.scheduler.pipeline.shape.optimizers, kernels, strict=True):
+        stage.scheduler.post(KernelChosen(job=stage.spec.job, step=Step(0), actor=name, kernel=kernel))
+
+
+def test_another_kernel_than_before_is_told(tmp_path: Path) -> None:
+    first = Stage(tmp_path / "lost")
+    kernel_chosen(first, Kernel.COMPILED, Kernel.COMPILED)
+    first.run()
+    assert warnings_of(first.spec) == []
+    assert "optimizer-1 updates with the compiled kernel" in [record.message for record in journal_of(first.spec)]
+    for kernel, num_warnings in ((Kernel.COMPILED, 0), (Kernel.FUSED, 1)):
+        stage = Stage(tmp_path / kernel, resume_from=first.commit(2), attempt=Attempt(3))
+        kernel_chosen(stage, Kernel.COMPILED, kernel)
+        assert stage.run()["status"] == "succeeded"
+        warnings = warnings_of(stage.spec)
+        assert len(warnings) == num_warnings
+        assert all("updated with the compiled kernel: the results may differ" in each for each in warnings)
+
+
+def test_time_left_is_that_of_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes 1000 s, the first two steps 50 s each, those that follow 10 s."""
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    stage = Stage(tmp_path, total_steps=6)
+    took = {ComputeBlock: {1: 50.0, 2: 50.0}, LoadModel: {0: 1000.0}}
+
+    def look(message: Message) -> None:
+        is_first = not isinstance(message, ComputeBlock) or (message.phase is Phase.FORWARD and message.block == 0)
+        if type(message) in took and is_first:
+            clock.now += took[type(message)].get(message.step, 10.0)
+
+    stage.before = look
+    stage.run()
+    left = metrics_of(stage.spec, "remaining_s")
+    is_estimate = metrics_of(stage.spec, "remaining_is_estimate")
+    assert [step for step, estimate in is_estimate.items() if estimate] == [1, 2, 3, 4]
+    assert left[1] <= 5 * 100.0  # a step may be told of when the next has begun
+    assert left[6] == 0.0
+    assert left[5] == pytest.approx(10.0, rel=0.01)

@@ -1,0 +1,134 @@
+"""Requests to SSD servers, and who is told of the answers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.actors.specs import make_layout, make_spec
+from windlass.actors.job.context import JobContext, make_context
+from windlass.actors.messages import ChunkIo, ChunkIoDone, ChunkPart, Message, ReadChunks, WriteChunks
+from windlass.actors.ssd import client as chunk_io
+from windlass.actors.ssd.client import ChunkClient
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
+
+
+class Bench:
+    def __init__(self, directory: Path) -> None:
+        self.context: JobContext = make_context(make_spec(), make_layout(3000, 5000), str(directory / "arena"))
+        self.sent: list[tuple[ActorName, ReadChunks | WriteChunks]] = []
+        self.client = ChunkClient(ActorName("optimizer-0"), self.context, self._send)
+        keys = [key for block in (0, 1) for key in self.context.layout.chunk_keys(BlockIndex(block))]
+        self.items = [ChunkIo(key, (ChunkPart(StateKind.PARAM, Span(0, 4096)),)) for key in keys]
+        self.done: list[ChunkKey] = []
+
+    def _send(self, to: ActorName, message: Message) -> None:
+        assert isinstance(message, ReadChunks | WriteChunks)
+        self.sent.append((to, message))
+
+    def answer(self, request: ReadChunks | WriteChunks, key: ChunkKey) -> None:
+        self.client.take(ChunkIoDone(job=request.job, step=request.step, correlation=request.correlation, key=key))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_each_ssd_gets_one_request_for_its_chunks(bench: Bench) -> None:
+    bench.client.read(bench.items, Step(4), (5, 1), bench.done.append)
+    assert [to for to, _ in bench.sent] == ["ssd-0", "ssd-1"]
+    for to, request in bench.sent:
+        assert isinstance(request, ReadChunks)
+        assert {f"ssd-{bench.context.geometry(0).ssd_of(item.key)}" for item in request.items} == {to}
+        assert (request.step, request.priority, request.reply_to) == (4, (5, 1), "optimizer-0")
+        assert request.deadline_s == bench.context.spec.deadline_s
+    assert sorted(item.key for _, request in bench.sent for item in request.items) == [i.key for i in bench.items]
+
+
+def test_the_asker_is_told_of_every_chunk_as_it_has_moved(bench: Bench) -> None:
+    bench.client.write(bench.items, Step(4), (4, 0), bench.done.append)
+    requests = [request for _, request in bench.sent]
+    assert all(isinstance(request, WriteChunks) for request in requests)
+    moved = [(request, item.key) for request in reversed(requests) for item in reversed(request.items)]
+    for i, (request, key) in enumerate(moved, start=1):
+        bench.answer(request, key)
+        assert bench.done == [key for _, key in moved[:i]]
+
+
+def test_an_answer_is_that_of_its_request(bench: Bench) -> None:
+    others: list[ChunkKey] = []
+    bench.client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
+    bench.client.read(bench.items[:1], Step(5), (6, 1), others.append)
+    bench.answer(bench.sent[1][1], bench.items[0].key)
+    assert (len(bench.done), len(others)) == (0, 1)
+
+
+def test_what_each_ssd_server_has_owed_for_longest_is_known(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 50.0
+    monkeypatch.setattr(chunk_io.time, "monotonic", lambda: now_s)
+    assert bench.client.describe_overdue() == ""
+    bench.client.read(bench.items[:2], Step(4), (5, 1), bench.done.append)
+    now_s = 59.0
+    bench.client.write(bench.items[2:3], Step(5), (5, 1), bench.done.append)
+    now_s = 60.0
+    first, second = (f"ssd-{i} has owed a read of block 0, chunk {i}, step 4 for 10.0 s: check its SSD" for i in (0, 1))
+    # Asked first is not who hangs: both are named.
+    assert bench.client.describe_overdue() == f"{first}; {second}"
+    bench.answer(bench.sent[0][1], bench.items[0].key)
+    then = "ssd-0 has owed a write of block 1, chunk 0, step 5 for 1.0 s: check its SSD"
+    assert bench.client.describe_overdue() == f"{second}; {then}"
+    bench.answer(bench.sent[1][1], bench.items[1].key)
+    assert bench.client.describe_overdue() == then
+
+
+def test_an_ssd_server_that_never_answers_is_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_io, "_TICK_S", 0.01)
+    bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=0.01))
+    client = ChunkClient(ActorName("optimizer-0"), bench.context, bench._send)
+    client.read(bench.items[1:2], Step(4), (5, 1), bench.done.append)
+    with pytest.raises(TimeoutError, match=r"nothing came from ssd-1 within 0\.01 s"):
+        client.watch()
+    client.stop()
+    client.watch()  # ends
+
+
+def test_what_was_answered_is_not_expected_again(bench: Bench) -> None:
+    bench.client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
+    request = bench.sent[0][1]
+    bench.answer(request, bench.items[0].key)
+    with pytest.raises(KeyError):
+        bench.answer(request, bench.items[0].key)
+
+
+def test_an_answer_that_comes_before_the_request_is_sent_off_counts(bench: Bench) -> None:
+    """The SSD server's thread may be faster than the asker's."""
+
+    def answer_at_once(to: ActorName, message: Message) -> None:
+        assert isinstance(message, ReadChunks)
+        for item in message.items:
+            bench.answer(message, item.key)
+
+    bench.client = ChunkClient(ActorName("optimizer-0"), bench.context, answer_at_once)
+    bench.client.read(bench.items, Step(4), (5, 1), bench.done.append)
+    assert sorted(bench.done) == [item.key for item in bench.items]
+    assert bench.client.describe_overdue() == ""
+
+
+def test_watch_leaves_an_ssd_server_the_time_to_tell_of_itself(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows more of a chunk that is late, and looks for such once a second."""
+    now_s = 0.0
+    bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=10.0))
+    client = ChunkClient(ActorName("optimizer-0"), bench.context, bench._send)
+    monkeypatch.setattr(chunk_io.time, "monotonic", lambda: now_s)
+
+    def wait(timeout: float) -> bool:
+        nonlocal now_s
+        now_s += timeout
+        return False
+
+    monkeypatch.setattr(client._stopping, "wait", wait)
+    client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
+    with pytest.raises(TimeoutError, match="nothing came from ssd-0 within 10 s"):
+        client.watch()
+    assert now_s == 13.0  # more than the deadline and two looks

@@ -1,0 +1,32 @@
+"""Levels of memory: cut to a time, and put together."""
+
+from windlass.actors.timeline.memory_levels import Level, Tier, memory_of
+
+PARAMS = Level(Tier.HOST, "params", 100, ((0.0, 0), (1.0, 60), (3.0, 20)))
+GRADIENTS = Level(Tier.HOST, "gradients", 50, ((0.0, 10), (2.0, 30), (3.0, 50)))
+RUNNING = Level(Tier.GPU, "running operation", None, ((0.0, 7),))
+
+
+def test_a_level_that_is_cut_begins_with_what_was_in_use() -> None:
+    assert PARAMS.between(2.0, 4.0).points == ((2.0, 60), (3.0, 20))
+    assert PARAMS.between(1.0, 3.0).points == ((1.0, 60), (3.0, 20))
+    assert PARAMS.between(1.0, 2.9).points == ((1.0, 60),)
+    assert PARAMS.between(5.0, 9.0) == PARAMS._replace(points=((5.0, 20),))
+
+
+def test_kinds_of_a_tier_are_put_together_and_what_changes_at_once_is_one_change() -> None:
+    memory = memory_of([RUNNING, PARAMS, GRADIENTS])
+    assert list(memory) == [Tier.GPU, Tier.HOST]
+    assert memory[Tier.HOST].timeline == [
+        (0.0, {"params": 0, "gradients": 10}),
+        (1.0, {"params": 60, "gradients": 10}),
+        (2.0, {"params": 60, "gradients": 30}),
+        (3.0, {"params": 20, "gradients": 50}),
+    ]
+    # Were the changes at 3 s two, it would be 110 between them.
+    assert (memory[Tier.HOST].peak_nbytes, memory[Tier.HOST].allocated_nbytes) == (90, 150)
+
+
+def test_of_what_is_not_allocated_in_whole_nobody_knows_how_much_is() -> None:
+    memory = memory_of([RUNNING, Level(Tier.GPU, "params", 40, ((0.0, 40),))])[Tier.GPU]
+    assert (memory.peak_nbytes, memory.allocated_nbytes) == (47, None)

@@ -1,0 +1,90 @@
+"""What actors note: no span is lost or told twice, and none is kept for long."""
+
+import threading
+
+import pytest
+
+from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
+from windlass.actors.timeline.recorder import SpanRecorder, transfer_kind
+from windlass.storage.ids import ActorName, JobId, StateKind
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.told: list[SpansReported] = []
+
+    def send(self, to: ActorName, message: Message) -> None:
+        assert to == "scheduler"
+        assert isinstance(message, SpansReported)
+        self.told.append(message)
+
+
+def make_log(receiver: Receiver) -> SpanRecorder:
+    return SpanRecorder(ActorName("optimizer-1"), JobId("ftjob-1"), receiver.send)
+
+
+def test_what_was_noted_is_told_once() -> None:
+    receiver = Receiver()
+    log = make_log(receiver)
+    log.tell(1)
+    assert receiver.told == []
+    log.note("optimizer-1", SpanKind.UPDATE, 3, 2, 1, 10.0, 10.5)
+    log.note("ssd-0", SpanKind.READ_STATES, 2, 2, 1, 9.0, 10.0, 4096)
+    log.tell(3)
+    log.tell(3)
+    (told,) = receiver.told
+    assert (told.job, told.step, told.actor) == ("ftjob-1", 3, "optimizer-1")
+    assert told.spans == (
+        WorkSpan("optimizer-1", SpanKind.UPDATE, 3, 2, 1, 10.0, 10.5, 0),
+        WorkSpan("ssd-0", SpanKind.READ_STATES, 2, 2, 1, 9.0, 10.0, 4096),
+    )
+
+
+def test_nothing_is_lost_between_threads() -> None:
+    receiver = Receiver()
+    log = make_log(receiver)
+
+    def work(block: int) -> None:
+        for chunk in range(1000):
+            log.note("optimizer-1", SpanKind.UPDATE, 1, block, chunk, 0.0, 1.0)
+            if chunk % 7 == 0:
+                log.tell(1)
+
+    threads = [threading.Thread(target=work, args=(block,)) for block in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.tell(1)
+    places = [(span.block, span.chunk) for message in receiver.told for span in message.spans]
+    assert sorted(places) == [(block, chunk) for block in range(4) for chunk in range(1000)]
+
+
+def test_what_piles_up_is_told_unasked() -> None:
+    receiver = Receiver()
+    log = make_log(receiver)
+    for chunk in range(5000):
+        log.note("ssd-0", SpanKind.WRITE_STATES, 0, 0, chunk, 0.0, 1.0, 4096)
+    (told,) = receiver.told
+    assert len(told.spans) == 4096
+
+
+@pytest.mark.parametrize(
+    ("is_read", "states", "kind"),
+    [
+        (True, [StateKind.GRAD], SpanKind.READ_GRAD),
+        (False, [StateKind.GRAD], SpanKind.WRITE_GRAD),
+        (True, [StateKind.PARAM], SpanKind.READ_PARAMS),
+        (False, [StateKind.PARAM], SpanKind.WRITE_STATES),
+        (True, [StateKind.PARAM, StateKind.MASTER], SpanKind.READ_STATES),
+        (True, [StateKind.MASTER, StateKind.EXP_AVG], SpanKind.READ_STATES),
+        (False, [StateKind.MASTER, StateKind.EXP_AVG], SpanKind.WRITE_STATES),
+    ],
+)
+def test_transfers_are_told_apart_by_what_moves(is_read: bool, states: list[StateKind], kind: SpanKind) -> None:
+    assert transfer_kind(is_read=is_read, states=states, param_kind=StateKind.PARAM) is kind
+
+
+def test_in_fp32_the_master_is_the_param() -> None:
+    kind = transfer_kind(is_read=True, states=[StateKind.MASTER], param_kind=StateKind.MASTER)
+    assert kind is SpanKind.READ_PARAMS

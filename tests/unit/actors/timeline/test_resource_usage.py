@@ -1,0 +1,56 @@
+"""What a job has taken, told step by step and over attempts."""
+
+import pytest
+
+from windlass.actors.messages import MemoryKind, MemoryReported, SpanKind, WorkSpan
+from windlass.actors.timeline.resource_usage import NUM_FIRST_STEPS, Measured
+from windlass.actors.timeline.span_files import StepSpans
+from windlass.storage.ids import ActorName, JobId, Step
+
+
+def step_of(number: int, length_s: float, *spans: WorkSpan) -> StepSpans:
+    return StepSpans(step=number, start_s=100.0, end_s=100.0 + length_s, summary={}, spans=spans)
+
+
+def told(actor: str, kind: MemoryKind, nbytes: int) -> MemoryReported:
+    return MemoryReported(job=JobId("ftjob-1"), step=Step(1), actor=ActorName(actor), kind=kind, nbytes=nbytes)
+
+
+def evaluation(start_s: float) -> WorkSpan:
+    return WorkSpan("gpu-0/compute", SpanKind.EVALUATE, 3, 1, -1, start_s, start_s + 0.5, 0)
+
+
+def test_the_first_steps_and_those_with_an_evaluation_do_not_count() -> None:
+    measured = Measured(1, None)
+    for number in range(1, NUM_FIRST_STEPS + 1):
+        measured.note_step(step_of(number, 50.0))
+    assert measured.data == {"step_s": None, "num_steps": 0, "peak_bytes": {}}
+    measured.note_step(step_of(3, 2.0))
+    measured.note_step(step_of(4, 9.0, evaluation(101.0)))
+    measured.note_step(step_of(5, 4.0, evaluation(104.5)))  # after its end
+    assert measured.data["step_s"] == pytest.approx(3.0)
+    assert measured.data["num_steps"] == 2
+
+
+def test_peaks_are_sums_over_actors_and_never_fall() -> None:
+    measured = Measured(1, None)
+    measured.note_memory(told("ssd-0", MemoryKind.SSD, 10))
+    measured.note_memory(told("ssd-1", MemoryKind.SSD, 20))
+    measured.note_memory(told("gpu-0", MemoryKind.DEVICE, 7))
+    measured.note_memory(told("gpu-0", MemoryKind.DEVICE, 5))
+    assert measured.data["peak_bytes"] == {"ssd": 30, "gpu": 7}
+
+
+def test_another_attempt_goes_on_with_what_was_told() -> None:
+    first = Measured(1, None)
+    for number, length_s in ((3, 2.0), (4, 4.0)):
+        first.note_step(step_of(number, length_s))
+    first.note_memory(told("gpu-0", MemoryKind.DEVICE, 7))
+    first.note_memory(told("ssd-0", MemoryKind.SSD, 30))
+    second = Measured(5, first.data)
+    assert second.data == first.data
+    second.note_step(step_of(5, 60.0))  # its first ones are not steady either
+    second.note_step(step_of(7, 9.0))
+    second.note_memory(told("gpu-0", MemoryKind.DEVICE, 6))
+    second.note_memory(told("ssd-0", MemoryKind.SSD, 31))
+    assert second.data == {"step_s": pytest.approx(5.0), "num_steps": 3, "peak_bytes": {"gpu": 7, "ssd": 31}}

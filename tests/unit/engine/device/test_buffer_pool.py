@@ -1,0 +1,106 @@
+import threading
+from collections.abc import Iterator
+from functools import partial
+from itertools import permutations
+
+import pytest
+import torch
+
+from tests.support.late_streams import LateStreams
+from windlass.engine.device import device as device_module
+from windlass.engine.device.buffer_pool import DeviceBuffers
+from windlass.engine.device.device import Device
+
+DEADLINE_S = 20.0
+F32 = torch.float32
+
+
+def make_buffers(device: Device, num_buffers: int = 1, deadline_s: float = DEADLINE_S) -> DeviceBuffers:
+    return DeviceBuffers(device, {(3, F32): num_buffers}, name="params", deadline_s=deadline_s)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = Device(torch.device(request.param), poison_released=True)
+    yield device
+    device.close()
+
+
+def test_there_are_as_many_as_were_planned(device: Device) -> None:
+    planned = {(3, F32): 2, (3, torch.bfloat16): 1, (0, F32): 1}
+    buffers = DeviceBuffers(device, planned, name="params", deadline_s=0.01)
+    found = [
+        buffers.take(numel, dtype, device.h2d) for (numel, dtype), number in planned.items() for _ in range(number)
+    ]
+    assert [(each.numel(), each.dtype) for each in found] == [(3, F32), (3, F32), (3, torch.bfloat16), (0, F32)]
+    assert found[0].data_ptr() != found[1].data_ptr()
+    for numel, dtype in (*planned, (4, F32)):
+        with pytest.raises(
+            TimeoutError, match=rf"no buffer of {numel} elements in {dtype} came free for params within"
+        ):
+            buffers.take(numel, dtype, device.h2d)
+
+
+def test_one_that_was_given_back_is_handed_out_again(device: Device) -> None:
+    buffers = make_buffers(device, 2)
+    first, second = (buffers.take(3, F32, device.h2d) for _ in range(2))
+    buffers.give(second, device.compute)
+    buffers.give(first, device.compute)
+    assert buffers.take(3, F32, device.h2d) is second  # that which has been free for longest
+
+
+def test_who_takes_one_waits_until_it_is_given_back(device: Device) -> None:
+    buffers = make_buffers(device)
+    buffer, found = buffers.take(3, F32, device.h2d), []
+    waiting = threading.Thread(target=lambda: found.append(buffers.take(3, F32, device.h2d)))
+    waiting.start()
+    waiting.join(0.05)
+    assert found == []
+    buffers.give(buffer, device.compute)
+    waiting.join(DEADLINE_S)
+    assert found == [buffer]
+
+
+def test_closing_ends_the_waits(device: Device) -> None:
+    buffers = make_buffers(device)
+    buffers.take(3, F32, device.h2d)
+    threading.Timer(0.05, buffers.close).start()
+    with pytest.raises(InterruptedError, match="the job was stopped"):
+        buffers.take(3, F32, device.h2d)
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_released_buffers_are_poisoned_when_asked(poison: bool) -> None:
+    device = Device(torch.device("cpu"), poison_released=poison)
+    buffers = make_buffers(device)
+    buffer = buffers.take(3, F32, device.h2d).fill_(2.0)
+    buffers.give(buffer, device.compute)
+    assert buffer.isnan().all() if poison else (buffer == 2.0).all()
+
+
+@pytest.mark.parametrize("order", [*permutations(("compute", "h2d", "d2h")), 3], ids=str)
+def test_streams_wait_for_what_used_a_buffer_before(order: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that hands it from stream to stream does not, and the poison comes in between."""
+    streams: list[LateStreams] = []
+
+    def open_streams(device: torch.device, deadline_s: float, start_threads: object) -> LateStreams:
+        streams.append(LateStreams(start_threads, order=order))  # type: ignore[arg-type]
+        return streams[-1]
+
+    monkeypatch.setattr(device_module, "open_streams", open_streams)
+    device = Device(torch.device("cpu"), poison_released=True)
+    buffers = make_buffers(device)
+    seen: list[list[float]] = []
+    chain = (device.h2d, device.compute, device.d2h) * 3
+    for i, stream in enumerate(chain):
+        buffer = buffers.take(3, F32, stream)
+        stream.run(lambda buffer=buffer: seen.append(buffer.tolist()))
+        stream.run(partial(buffer.fill_, float(i)))
+        stream.run(lambda buffer=buffer: seen.append(buffer.tolist()))
+        buffers.give(buffer, stream)
+    assert not streams[0].host_waits
+    chain[-1].record().wait(DEADLINE_S)
+    device.close()
+    poisoned, written = seen[::2], seen[1::2]
+    assert all(value != value for values in poisoned for value in values)
+    assert written == [[float(i)] * 3 for i in range(len(chain))]

@@ -1,0 +1,43 @@
+"""The device of a process, and the refusal of a GPU that PyTorch cannot use."""
+
+import pytest
+import torch
+
+from windlass.engine.device.device_choice import GpuUnusableError, compute_device
+
+
+def test_compute_device_of_a_process_without_a_gpu_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # there is one, and it was given to another process
+    assert compute_device(uses_gpu=False) == torch.device("cpu")
+
+
+def test_compute_device_of_a_process_with_a_gpu_is_the_first_visible_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert compute_device(uses_gpu=True) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "init_error", "reason"),
+    [
+        (None, None, "it was built without CUDA"),
+        (
+            "13.0",
+            RuntimeError("The NVIDIA driver on your system\nis too old"),
+            "The NVIDIA driver on your system is too",
+        ),
+        ("13.0", None, "its CUDA 13.0 finds no device"),
+    ],
+)
+def test_compute_device_of_a_gpu_that_pytorch_cannot_use_says_why_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, built_for: str | None, init_error: Exception | None, reason: str
+) -> None:
+    def init() -> None:
+        if init_error is not None:
+            raise init_error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(GpuUnusableError, match=reason) as caught:
+        compute_device(uses_gpu=True)
+    assert "CUDA_VISIBLE_DEVICES= (empty)" in str(caught.value)

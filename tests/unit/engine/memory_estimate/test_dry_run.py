@@ -1,0 +1,273 @@
+"""What an operation will have on the device is known before anything is computed, to the byte."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.support.engine import odd_models
+from tests.support.engine.activation_runs import STEP, MemoryStore, Run
+from tests.support.engine.architectures import ARCHITECTURES, NUM_LAYERS, VOCABULARY, make_batch, make_model
+from tests.support.engine.odd_models import odd_config
+from tests.unit.engine.activations.test_parity import POLICIES, everywhere
+from windlass.engine.activations.store import SwapHandle
+from windlass.engine.device.dtypes import TORCH_DTYPE
+from windlass.engine.memory_estimate.dry_run import DeviceNeedUnknownError, DryRun
+from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
+from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
+from windlass.engine.memory_plan.buffer_counts import summed_in_fp32
+from windlass.engine.memory_plan.device_moments import Pass, evaluation_moments, step_moments
+from windlass.engine.model import block_runner
+from windlass.engine.model.block_runner import LossSums
+from windlass.engine.model.grad_buffer import GradBuffer
+from windlass.engine.model.partition import Partition, build_meta_model
+from windlass.storage.ids import BlockIndex, Precision
+
+CPU = torch.device("cpu")
+ONE, SEVERAL = ((2, 16),), ((2, 16), (1, 9))
+CHOICES = {"recompute": RECOMPUTE_ALL} | POLICIES
+Where = tuple[Pass, int]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained, and how."""
+
+    name: str
+    choice: BlockActivations
+    precision: Precision
+    shapes: tuple[tuple[int, int], ...]
+    is_tied: bool = False
+    is_sliced: bool = False  # the head goes through a micro-batch in slices
+
+    def config(self) -> object:
+        return ARCHITECTURES[self.name].config(tied=self.is_tied, dropout=0.1)
+
+    @property
+    def is_summed(self) -> bool:
+        return len(self.shapes) > 1
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return torch.float32 if self.is_summed else TORCH_DTYPE[self.precision]
+
+
+class AwayStore(MemoryStore):
+    """What it holds is not on the device; what is to come back has memory there from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._back: dict[SwapHandle, torch.Tensor] = {}
+
+    def put(self, tensor: torch.Tensor) -> SwapHandle:
+        with _disable_current_modes():
+            return super().put(tensor)
+
+    def prefetch(self, handle: SwapHandle) -> None:
+        if handle not in self._back:
+            self._back[handle] = torch.empty(handle.nbytes, dtype=torch.uint8)
+
+    def get(self, handle: SwapHandle) -> torch.Tensor:
+        self.prefetch(handle)
+        with _disable_current_modes():
+            return self._back.pop(handle).copy_(super().get(handle))
+
+    def drop(self, handle: SwapHandle) -> None:
+        self._back.pop(handle, None)
+        super().drop(handle)
+
+
+def predicted(case: Case) -> dict[Where, int]:
+    """The most that is alive in each operation of a step."""
+    partition = Partition(build_meta_model(case.config(), case.precision))
+    rehearsal = DryRun(partition, everywhere(case.choice), grad_dtype=case.grad_dtype, is_summed=case.is_summed)
+    of_shape = {shape: rehearsal.units(*shape) for shape in case.shapes}
+    units = [[of_shape[shape][0][block] for shape in case.shapes] for block in range(partition.head)]
+    peaks: dict[Where, int] = {}
+    for moment, need in step_moments(units, [of_shape[shape][1] for shape in case.shapes], leaving_nbytes=0):
+        where = (moment.direction, moment.block)
+        # In the store of these tests nothing is ever leaving.
+        peaks[where] = max(peaks.get(where, 0), need.settled_nbytes)
+    return peaks
+
+
+Watch = Callable[[Where, Callable[[], object]], None]
+
+
+def go_through(case: Case, watch: Watch, *, num_steps: int) -> None:
+    """Steps of the real runner on real tensors; `watch` is handed each of their operations and calls it."""
+    run = Run(
+        make_model(case.config(), TORCH_DTYPE[case.precision]),
+        activations=everywhere(case.choice),
+        store=AwayStore(),
+        precision=case.precision,
+    )
+    batch, targets = make_batch(*case.shapes)
+    in_fp32 = summed_in_fp32(run.layout.shared, is_sliced=case.is_sliced)
+    sums = LossSums.nothing(100, CPU)
+
+    def operation(direction: Pass, block: int, work: Callable[[BlockIndex], object]) -> None:
+        # Each operation has buffers of its own, as tied uses have in a job.
+        for b in run.layout.blocks:
+            touched = [param.name for param in b.params] if case.is_summed else []
+            dtype = torch.float32 if b.index in in_fp32 else case.grad_dtype
+            run.grads[b.index] = GradBuffer(torch.zeros(b.numel, dtype=dtype), touched)
+        run.lend(BlockIndex(block), with_grads=direction is not Pass.FORWARD)
+        watch((direction, block), lambda: work(BlockIndex(block)))
+        run.take_back(BlockIndex(block))
+
+    for _ in range(num_steps):
+        for b in range(NUM_LAYERS + 1):
+            operation(Pass.FORWARD, b, lambda block: run.runner.forward(block, STEP, batch))
+        operation(Pass.HEAD, NUM_LAYERS + 1, lambda _: run.runner.head(STEP, targets, sums=sums))
+        for b in reversed(range(NUM_LAYERS + 1)):
+            operation(Pass.BACKWARD, b, lambda block: run.runner.backward(block, STEP, batch))
+
+
+def followed(case: Case) -> dict[Where, int]:
+    """The most that is alive in each operation of a second step: in the first, layers with Python autograd functions
+    are not known yet."""
+    peaks: dict[Where, int] = {}
+    living = LiveStorageTracker(CPU)
+
+    def watch(where: Where, work: Callable[[], object]) -> None:
+        living.begin()
+        with living:
+            work()
+        peaks[where] = living.peak_nbytes
+
+    go_through(case, watch, num_steps=2)
+    assert living.nbytes == 0
+    return peaks
+
+
+def assert_known(case: Case) -> None:
+    assert predicted(case) == followed(case)
+
+
+@pytest.mark.parametrize("precision", [pytest.param(Precision.FP32, marks=pytest.mark.long), Precision.BF16])
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("Qwen2", "recompute"),
+        ("Qwen2", "all kept"),
+        ("Qwen2", "all swapped"),
+        ("Qwen2", "matrix products swapped, rest kept"),
+        ("GPT-2", "input swapped"),
+        ("GPT-2", "first kept, others swapped"),
+        ("Gemma-2", "matrix products kept"),  # layers with different masks
+        ("Bloom", "matrix products swapped"),  # its layers have a Python autograd function
+    ],
+)
+def test_each_operation_of_a_step(name: str, choice: str, precision: Precision) -> None:
+    assert_known(Case(name=name, choice=CHOICES[choice], precision=precision, shapes=SEVERAL))
+
+
+@pytest.mark.parametrize("choice", ["recompute", "all kept", "matrix products swapped"])
+def test_a_single_micro_batch(choice: str) -> None:
+    assert_known(Case(name="Qwen2", choice=CHOICES[choice], precision=Precision.BF16, shapes=ONE))
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_experts_are_known(precision: Precision) -> None:
+    assert_known(Case(name="Mixtral", choice=CHOICES["all swapped"], precision=precision, shapes=SEVERAL))
+
+
+@pytest.mark.parametrize("shapes", [ONE, SEVERAL], ids=["one micro-batch", "several"])
+def test_tied_weights(shapes: tuple[tuple[int, int], ...]) -> None:
+    assert_known(Case(name="GPT-2", choice=RECOMPUTE_ALL, precision=Precision.BF16, shapes=shapes, is_tied=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_so_it_is_for_every_architecture(name: str, precision: Precision) -> None:
+    for choice in CHOICES.values():
+        for shapes in (ONE, SEVERAL):
+            assert_known(Case(name=name, choice=choice, precision=precision, shapes=shapes))
+
+
+@pytest.mark.parametrize(("name", "choice"), [("Qwen2", "all swapped"), ("GPT-2", "recompute")])
+def test_an_evaluation(name: str, choice: str) -> None:
+    case = Case(name=name, choice=CHOICES[choice], precision=Precision.BF16, shapes=SEVERAL)
+    partition = Partition(build_meta_model(case.config(), case.precision))
+    rehearsal = DryRun(partition, everywhere(case.choice), grad_dtype=case.grad_dtype, is_summed=True)
+    of_shape = {shape: rehearsal.units(*shape, train=False) for shape in case.shapes}
+    units = [[of_shape[shape][0][block] for shape in case.shapes] for block in range(partition.head)]
+    expected = [0] * partition.num_blocks
+    for moment, need in evaluation_moments(units, [of_shape[shape][1] for shape in case.shapes]):
+        expected[moment.block] = max(expected[moment.block], need.nbytes)
+    run = Run(make_model(case.config(), torch.bfloat16), precision=case.precision)
+    run.runner.model.train(False)
+    batch, targets = make_batch(*case.shapes)
+    sums, living, found = LossSums.nothing(100, CPU), LiveStorageTracker(CPU), []
+    for block in range(partition.num_blocks):
+        run.lend(BlockIndex(block), with_grads=False)
+        living.begin()
+        with living:
+            if block < partition.head:
+                run.runner.forward(BlockIndex(block), STEP, batch, keep=False)
+            else:
+                run.runner.head(STEP, targets, train=False, sums=sums)
+        run.take_back(BlockIndex(block))
+        found.append(living.peak_nbytes)
+    assert found == expected
+
+
+def allocated(case: Case) -> dict[Where, int]:
+    """As `followed`, by what torch's allocator says, with no mode that looks on."""
+    peaks: dict[Where, int] = {}
+    held = 0
+
+    def watch(where: Where, work: Callable[[], object]) -> None:
+        nonlocal held
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            work()
+        events = profiler.profiler.kineto_results.events()
+        sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+        totals = list(itertools.accumulate(sizes, initial=held))
+        peaks[where], held = max(totals), totals[-1]
+
+    go_through(case, watch, num_steps=1)
+    assert held == 0
+    return peaks
+
+
+@pytest.mark.parametrize("choice", ["recompute", "all kept"])
+def test_the_allocator_agrees(choice: str) -> None:
+    case = Case(name="Qwen2", choice=CHOICES[choice], precision=Precision.FP32, shapes=SEVERAL)
+    torch.backends.mkldnn.set_flags(False)  # oneDNN's kernels take memory of the allocator for themselves
+    try:
+        expected, found = predicted(case), allocated(case)
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+    # Numbers that a kernel takes from Python are small tensors for as long as it runs.
+    assert {where: nbytes - expected[where] for where, nbytes in found.items() if nbytes - expected[where] > 32} == {}
+    assert all(found[where] >= nbytes for where, nbytes in expected.items())
+
+
+@pytest.mark.parametrize("shapes", [((5, 48),), ((5, 48), (5, 48))], ids=["one micro-batch", "several"])
+def test_of_many_slices_of_the_head_two_are_gone_through(
+    monkeypatch: pytest.MonkeyPatch, shapes: tuple[tuple[int, int], ...]
+) -> None:
+    monkeypatch.setattr(block_runner, "MAX_LOGITS_NUMEL", 64 * VOCABULARY)
+    assert_known(Case(name="Llama", choice=RECOMPUTE_ALL, precision=Precision.BF16, shapes=shapes, is_sliced=True))
+
+
+def test_a_kernel_of_the_models_own_is_not_started() -> None:
+    partition = Partition(build_meta_model(odd_config(odd_models.KernelModel), Precision.FP32))
+    rehearsal = DryRun(partition, {}, grad_dtype=torch.float32, is_summed=False)
+    with pytest.raises(DeviceNeedUnknownError, match=r"block 1 needs is not known .* Cannot access data pointer"):
+        rehearsal.units(2, 16)

@@ -1,0 +1,78 @@
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from windlass.engine.memory_plan.buffer_counts import grad_buffers, grad_buffers_of_job, param_buffers, summed_in_fp32
+
+# An embedding, four layers, a head.
+NUMELS = (50, 10, 10, 10, 10, 60)
+OWN = tuple((block,) for block in range(6))
+TIED = (*OWN[:5], (5, 0))
+
+
+@pytest.mark.parametrize(
+    ("num_ahead", "wanted"),
+    [
+        (1, {50: 1, 10: 1, 60: 1}),
+        (2, {50: 1, 10: 2, 60: 1}),
+        (3, {50: 1, 10: 3, 60: 1}),
+        (20, {50: 2, 10: 8, 60: 1}),
+    ],
+)
+def test_there_are_buffers_for_operations_that_follow_each_other(num_ahead: int, wanted: dict[int, int]) -> None:
+    assert param_buffers(NUMELS, OWN, resident=(), num_ahead=num_ahead) == wanted
+
+
+def test_the_head_also_needs_the_params_it_shares() -> None:
+    assert param_buffers(NUMELS, TIED, resident=(), num_ahead=1)[50] == 1
+    # The last layer and the head, and the embedding with it: no second one of its size.
+    assert param_buffers(NUMELS, TIED, resident=(), num_ahead=2) == {50: 1, 10: 2, 60: 1}
+    same_sizes = (10, 10, 10, 10)
+    assert param_buffers(same_sizes, ((0,), (1,), (2,), (3, 0)), resident=(), num_ahead=2) == {10: 3}
+
+
+def test_params_that_rest_on_the_device_need_none() -> None:
+    assert param_buffers(NUMELS, OWN, resident=(1, 3, 5), num_ahead=2) == {50: 1, 10: 1}
+    assert param_buffers(NUMELS, OWN, resident=range(6), num_ahead=2) == {}
+
+
+def test_layers_of_two_sizes_in_turn_need_one_buffer_of_each() -> None:
+    numels = (5, 10, 20, 10, 20, 6)
+    assert param_buffers(numels, OWN, resident=(), num_ahead=2) == Counter({5: 1, 10: 1, 20: 1, 6: 1})
+
+
+def test_gradients_wait_in_few_buffers_but_for_those_that_stay() -> None:
+    blocks = dict(enumerate(NUMELS))
+    assert grad_buffers(blocks, resident=(), num_waiting=2) == {50: 1, 10: 2, 60: 1}
+    assert grad_buffers(blocks, resident=(1, 2, 3), num_waiting=2) == {50: 1, 10: 4, 60: 1}
+    assert grad_buffers(blocks, resident=range(6), num_waiting=2) == {50: 1, 10: 4, 60: 1}
+    assert grad_buffers({0: 50}, resident=(), num_waiting=2) == {50: 1}
+    assert grad_buffers({}, resident=(1,), num_waiting=2) == {}
+
+
+def test_sums_over_tied_uses_or_slices_are_fp32() -> None:
+    assert summed_in_fp32(OWN, is_sliced=False) == set()
+    assert summed_in_fp32(OWN, is_sliced=True) == {5}
+    assert summed_in_fp32(TIED, is_sliced=False) == {0}
+    assert summed_in_fp32(TIED, is_sliced=True) == {0, 5}
+
+
+def buffers(shared: tuple[tuple[int, ...], ...], **changes: Any) -> dict[tuple[int, int], int]:
+    options = {"itemsize": 2, "summed_in_fp32": (), "resident": (), "num_groups": 1} | changes
+    return dict(grad_buffers_of_job(NUMELS, shared, **options))
+
+
+def test_sums_have_buffers_beside_those_that_travel() -> None:
+    travelling = {(50, 2): 1, (10, 2): 2, (60, 2): 1}
+    assert buffers(OWN) == travelling
+    assert buffers(OWN, summed_in_fp32={5}) == travelling | {(60, 4): 1}
+    # One for the sum of the head's use, one for that of the embedding's.
+    assert buffers(TIED, summed_in_fp32={0}) == travelling | {(50, 4): 2}
+    # The same buffers for both, where gradients travel in fp32.
+    assert buffers(TIED, itemsize=4, summed_in_fp32={0}) == {(50, 4): 2, (10, 4): 2, (60, 4): 1}
+
+
+def test_the_sums_of_the_next_group_come_while_two_others_are_there() -> None:
+    assert buffers(OWN, num_groups=2) == {(50, 2): 1, (10, 2): 3, (60, 2): 1}
+    assert buffers(OWN, num_groups=2, resident=(1, 2, 3)) == {(50, 2): 1, (10, 2): 4, (60, 2): 1}

@@ -1,0 +1,53 @@
+import pytest
+
+from windlass.engine.memory_plan.buffer_counts import param_buffers
+from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS, cut_layers, largest_piece
+
+HIDDEN, INTERMEDIATE, KEY_VALUE = 8192, 28672, 1024
+SQUARE, NARROW, WIDE = HIDDEN * HIDDEN, HIDDEN * KEY_VALUE, HIDDEN * INTERMEDIATE
+# As in Llama 3.1 70B: q, k, v and o; gate, up and down; two norms.
+LLAMA = ([SQUARE], [NARROW], [NARROW], [SQUARE], [WIDE], [WIDE], [WIDE])
+LLAMA_NUMEL = sum(map(sum, LLAMA)) + 2 * HIDDEN
+
+
+def test_matrices_are_joined_up_to_the_size_of_the_largest() -> None:
+    (bounds,) = cut_layers([LLAMA])
+    attention = 2 * SQUARE + 2 * NARROW
+    assert bounds == (0, attention, attention + WIDE, attention + 2 * WIDE, attention + 3 * WIDE)
+    assert largest_piece([bounds]) == WIDE
+
+
+@pytest.mark.parametrize(
+    ("modules", "bounds"),
+    [
+        ([[4], [1, 2], [4]], (0, 4, 7, 11)),
+        ([[2], [1, 2], [4]], (0, 2, 5, 9)),  # what one module holds stays together where it can
+        ([[2], [6, 3], [3]], (0, 2, 8, 14)),  # an expert that is larger than all else is a piece of its own
+        ([[6], [6, 3, 3]], (0, 6, 12, 18)),
+        ([[7]], (0, 7)),
+        ([], (0, 0)),
+    ],
+)
+def test_no_matrix_is_cut(modules: list[list[int]], bounds: tuple[int, ...]) -> None:
+    assert cut_layers([modules]) == [bounds]
+
+
+def test_small_layers_are_cut_for_the_buffers_that_large_ones_need() -> None:
+    assert cut_layers([[[2], [2], [2]], [[5], [1]]]) == [(0, 4, 6), (0, 5, 6)]
+    assert largest_piece([(0, 4, 6), (0, 5, 6)]) == 5
+    assert largest_piece([]) == 0
+
+
+def test_buffers_for_pieces_are_a_fraction_of_those_for_whole_layers() -> None:
+    """Of layers as in Llama 3.1 70B, in bf16: what the device holds of them."""
+    layers = [LLAMA_NUMEL] * 80
+    rest = [2 * HIDDEN] * 80
+
+    def nbytes(numels: list[int]) -> int:
+        blocks = [0, *numels, 0]
+        buffers = param_buffers(blocks, [(b,) for b in range(len(blocks))], resident=(), num_ahead=2)
+        return 2 * sum(numel * number for numel, number in buffers.items())
+
+    whole = nbytes(layers)
+    pieces = nbytes(rest) + 2 * NUM_PIECE_BUFFERS * largest_piece(cut_layers([LLAMA] * 80))
+    assert (whole, pieces) == (3_422_617_600, 939_589_632)

@@ -1,0 +1,65 @@
+"""The squared norm is that of fp64, and finite exactly where the gradient is."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from windlass.engine.optimizer.grad_norm import squared_norm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [0, 1, 5, 1024, 5000, 2**19, 2**19 + 4097, 2**20 + 17]
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", SIZES)
+def test_it_is_the_sum_of_squares(dtype: torch.dtype, numel: int) -> None:
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    expected = grad.double().square().sum()
+    torch.testing.assert_close(squared_norm(grad), expected, rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", [0, 1023, 2**19 + 5, 2**20 + 2])
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_one_element_that_is_not_finite_shows(dtype: torch.dtype, place: int, bad: float) -> None:
+    grad = torch.full((2**20 + 3,), torch.finfo(dtype).max, dtype=dtype)
+    expected = grad[0].double().square() * grad.numel()
+    torch.testing.assert_close(squared_norm(grad), expected, rtol=5e-7, atol=0)
+    grad[place] = bad
+    assert not squared_norm(grad).isfinite()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("places", [(0, 1), (5, 5000), (5000, 5), (2**19 + 5, 17)])
+def test_squared_norm_of_infinity_and_nan_is_nan(dtype: torch.dtype, places: tuple[int, int]) -> None:
+    grad = torch.ones(2**19 + 4097, dtype=dtype)
+    grad[places[0]] = -torch.inf
+    assert squared_norm(grad).item() == torch.inf
+    grad[places[1]] = torch.nan
+    assert squared_norm(grad).isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_threads_change_no_bit(dtype: torch.dtype) -> None:
+    grad = torch.randn(2**21 + 4097, generator=torch.Generator().manual_seed(0)).to(dtype)
+    results = []
+    for num_threads in (1, 2, 3, 8):
+        torch.set_num_threads(num_threads)
+        results.append(squared_norm(grad).item())
+    assert len(set(results)) == 1
+
+
+def test_rows_beside_one_that_overflows_fp32_still_count() -> None:
+    grad = torch.ones(3 * 1024)
+    grad[1500] = 3e19
+    assert squared_norm(grad).item() == pytest.approx(9e38, rel=1e-6)
+    grad[1500] = 1e10
+    assert squared_norm(grad).item() == pytest.approx(1e20, rel=1e-6)

@@ -1,0 +1,78 @@
+"""The extreme numbers for which a job fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planner.planning.test_planner import machine, question
+from windlass.planner.planning.bisection import Goal
+from windlass.planner.planning.feasibility import fits, with_part
+from windlass.planner.planning.limits import find
+from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
+from windlass.planner.solver.step_cost import Tier
+
+# What is on the SSDs is the limit here: model states, and activations that have no room elsewhere.
+SMALL = machine(gpus=3, host=5, ssds=3.2)
+
+
+def with_number(asked: PlanQuestion, goal: Goal, number: int) -> PlanQuestion:
+    match goal:
+        case Goal.LARGEST_BATCH:
+            return replace(asked, batch_size=number, num_microbatches=1)
+        case Goal.LONGEST_CONTEXT:
+            return replace(asked, sequence_length=number, num_microbatches=asked.batch_size)
+        case _:
+            return replace(asked, num_layers=number)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("goal", "step"), [(Goal.LARGEST_BATCH, 1), (Goal.LONGEST_CONTEXT, 256), (Goal.MOST_LAYERS, 1)]
+)
+def test_one_more_does_not_fit(goal: Goal, step: int) -> None:
+    asked = question(SMALL)
+    found = find(asked, goal)
+    assert found.number > 0
+    assert found.planned is not None
+    assert found.planned.report.feasible
+    profiles = Profiles(asked)
+    assert fits(with_number(asked, goal, found.number), profiles)
+    assert not fits(with_number(asked, goal, found.number + step), profiles)
+
+
+@pytest.mark.long
+def test_more_layers_are_more_params() -> None:
+    found = find(question(SMALL), Goal.MOST_LAYERS)
+    profile = Profiles(question(SMALL)).of(8, 512)
+    assert found.num_params == profile.with_num_layers(found.number).numel
+
+
+@pytest.mark.long
+def test_no_more_ssds_than_are_worth_it() -> None:
+    slow = machine(host=6, gpus=4)
+    few = find(question(slow), Goal.FEWEST_SSDS, slack=0.02)
+    fewer = find(question(slow), Goal.FEWEST_SSDS, slack=1.0)
+    assert 1 <= fewer.number < few.number <= slow.ssds.count
+    assert few.planned is not None
+    _, best = best_plan(question(slow), Profiles(question(slow)))
+    with_few = question(with_part(slow, ssds=with_part(slow.ssds, count=few.number)))
+    _, enough = best_plan(with_few, Profiles(with_few))
+    assert enough.step_s <= 1.02 * best.step_s
+
+
+@pytest.mark.long
+def test_no_more_memory_than_is_worth_it() -> None:
+    found = find(question(), Goal.SMALLEST_RAM)
+    assert found.planned is not None
+    assert found.planned.report.peak_gib is not None
+    assert found.planned.report.peak_gib["host"] <= found.number < 768
+    _, best = best_plan(question(), Profiles(question()))
+    with_little = question(machine(host=found.number))
+    _, enough = best_plan(with_little, Profiles(with_little))
+    assert enough.step_s <= 1.02 * best.step_s
+    assert best.nbytes[Tier.HOST] > 0
+
+
+def test_where_nothing_fits_nothing_is_found() -> None:
+    found = find(question(machine(host=1.51)), Goal.LARGEST_BATCH)
+    assert (found.number, found.planned) == (0, None)

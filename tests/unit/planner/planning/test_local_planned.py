@@ -1,0 +1,59 @@
+"""Real jobs with any settings of gradients, run in this process by the plans that were made for them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.training import has_direct_io, leftovers_of
+from tests.unit.planner.planning.test_local_plan_correction import by_plan, job, order, partition_of
+from windlass.actors.messages import GradOffloaded, Message
+from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.planner.planning.worker import plan_job
+from windlass.storage.ids import ActorName, BlockIndex, Precision
+
+# Of the arena: so little that kept gradients go to the SSDs where they are fp32, and not where they are bf16.
+HOST_MEMORY_NBYTES = 19 << 20
+
+
+@pytest.mark.parametrize(
+    ("update_order", "accumulation_precision", "clip_norm", "num_spilled"),
+    [
+        (UpdateOrder.KEPT, Precision.BF16, None, 0),
+        pytest.param(UpdateOrder.AFTER_BACKWARD, Precision.FP32, 1.0, 8, marks=pytest.mark.long),
+        pytest.param(UpdateOrder.KEPT, Precision.FP32, None, 8, marks=pytest.mark.long),
+        pytest.param(UpdateOrder.ACTIVE, Precision.BF16, None, 0, marks=pytest.mark.long),
+        pytest.param(UpdateOrder.NAIVE, Precision.FP32, None, 0, marks=pytest.mark.long),
+        pytest.param(None, Precision.BF16, 1.0, 0, marks=pytest.mark.long),
+    ],
+)
+def test_planned_job_with_any_gradient_settings_spills_the_gradients_that_were_planned(
+    tmp_path: Path,
+    update_order: UpdateOrder | None,
+    accumulation_precision: Precision,
+    clip_norm: float | None,
+    num_spilled: int,
+) -> None:
+    spec = job(
+        tmp_path,
+        total_steps=2,
+        precision=Precision.BF16,
+        update_order=update_order,
+        accumulation_precision=accumulation_precision,
+        clip_norm=clip_norm,
+    )
+    found = plan_job(order(spec, host_memory_nbytes=HOST_MEMORY_NBYTES), tmp_path)
+    assert found["plan"]["feasible"], found["plan"]["reasons"]
+    assert found["arena_nbytes"] <= HOST_MEMORY_NBYTES
+    spilled: set[BlockIndex] = set()
+
+    def look(_: ActorName, message: Message) -> None:
+        if isinstance(message, GradOffloaded) and any(chunk.span is None for chunk in message.chunks):
+            spilled.add(message.block)
+
+    planned = by_plan(spec, 1, found)
+    direct = has_direct_io(Path(spec.model_dir))
+    outcome = run_local(planned, partition=partition_of(spec), direct=direct, on_message=look)
+    assert outcome["status"] == "succeeded"
+    assert len(spilled) == found["plan"]["choices"]["kept_grads_on_ssd"] == num_spilled
+    assert leftovers_of(spec) == []

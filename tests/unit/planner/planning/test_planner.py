@@ -1,0 +1,244 @@
+"""Plans of jobs that do not exist yet, on machines that are described only."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.papers.published_models import RATEL_SHAPES
+from windlass.amounts import GIB
+from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
+from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning import planner as planning
+from windlass.planner.planning.feasibility import with_part
+from windlass.planner.planning.planner import PlanQuestion, limits_of, planned_job
+from windlass.planner.planning.report import DRIVER_NBYTES, PROCESSES_NBYTES, PlanReport
+from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
+from windlass.planner.solver.search import candidates
+from windlass.planner.solver.step_cost import Tier
+from windlass.storage.ids import Precision, StatePrecision
+
+SHAPE = ModelShape(
+    num_layers=24, hidden_size=2048, num_heads=16, num_kv_heads=4, intermediate_size=5632, vocab_size=32000
+)
+MACHINE = load(Hardware, example_machines()["rtx4090-server"])
+
+
+def machine(**memory_gib: float) -> Hardware:
+    """The example with less memory: `host`, `gpus` in GiB, `ssds` each."""
+    changes = {}
+    for part, gib in memory_gib.items():
+        key = "capacity_gib" if part == "ssds" else "memory_gib"
+        changes[part] = getattr(MACHINE, part).model_copy(update={key: gib})
+    return MACHINE.model_copy(update=changes)
+
+
+def question(hardware: Hardware = MACHINE, **changes: Any) -> PlanQuestion:
+    fields: dict[str, Any] = {"batch_size": 8, "sequence_length": 512}
+    fields["config"] = config_of_shape(SHAPE, num_tokens=512)
+    return PlanQuestion(hardware=hardware, **{**fields, **changes})
+
+
+def answer(asked: PlanQuestion) -> PlanReport:
+    return planning.answer(asked).report
+
+
+def test_a_plan_says_what_a_step_takes_and_needs() -> None:
+    report = answer(question())
+    assert report.feasible
+    assert report.step_s is not None
+    assert report.peak_gib is not None
+    assert report.busy_s is not None
+    assert report.choices is not None
+    assert report.tokens_per_s == pytest.approx(8 * 512 / report.step_s)
+    profile = Profiler(question().config, Precision.BF16).profile(8, 512)
+    assert report.tflops == pytest.approx(3 * profile.num_flops / report.step_s / 1e12)
+    assert report.tflops <= MACHINE.gpus.tflops
+    assert report.peak_gib["gpu"] <= MACHINE.gpus.memory_gib
+    assert report.peak_gib["host"] <= MACHINE.host.memory_gib
+    assert report.bottleneck == max(report.busy_s, key=lambda name: report.busy_s[name])  # type: ignore[index]
+    states = {tier: report.choices[f"states_on_{tier}"] for tier in ("gpu", "host", "ssd")}
+    assert sum(states.values()) == 26
+    counted = dict.fromkeys(states, 0)
+    for run in report.choices["states"]:
+        first, *last = map(int, run["blocks"].split("-"))
+        counted[run["rest_on"]] += last[0] - first + 1 if last else 1
+    assert counted == states
+    for run in report.choices["activations"]:
+        sizes = run["kept_mib"], run["swapped_mib"], run["recomputed_mib"]
+        assert min(sizes) >= 0
+        assert (run["rest"] == "recomputed") == (sizes[2] > 0)
+        assert (run["input"] == "swapped" or "swapped" in run or run["rest"] == "swapped") == (sizes[1] > 0)
+    assert "bound by" in report.reasons[0]
+
+
+@pytest.mark.parametrize("has_gpu", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None:
+    hardware = machine(host=8)
+    if not has_gpu:
+        hardware = with_part(hardware, gpus=with_part(hardware.gpus, count=0))
+    few_layers = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
+    asked = question(hardware, config=few_layers)
+    profiles = planning.Profiles(asked)
+    _, fastest, step_s = planning.fastest_plan(asked, profiles)
+    _, least_bound = planning.best_plan(asked, profiles)
+    assert step_s is not None
+    assert fastest.step_s >= least_bound.step_s * (1 - 1e-3)
+
+    assert step_s == planning.promised_step_s(asked, profiles, fastest)
+    assert step_s <= planning.promised_step_s(asked, profiles, least_bound)
+    report = answer(asked)
+    assert (report.step_s, report.bound_s) == (step_s, fastest.step_s)
+
+
+@pytest.mark.long
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("billions", "host_gib", "num_ssds"), [(13, 64, 2), (70, 128, 2), (70, 128, 8), (70, 128, 12), (175, 256, 12)]
+)
+def test_a_simulated_step_is_hardly_longer_than_the_bound_it_was_chosen_by(
+    billions: int, host_gib: int, num_ssds: int
+) -> None:
+    """What the cost model forgets, or the plan does otherwise than it says, would show here as a step several times as
+    long."""
+    hardware = machine(host=host_gib)
+    hardware = with_part(hardware, ssds=with_part(hardware.ssds, count=num_ssds))
+    config = config_of_shape(RATEL_SHAPES[billions], num_tokens=1024)
+    asked = question(hardware, config=config, batch_size=32, sequence_length=1024)
+    profiles = planning.Profiles(asked)
+    for number in (4, 32):
+        job = profiles.job(asked, number)
+        for solution in candidates(job, asked.speeds, asked.limits)[:4]:
+            assert planning.promised_step_s(asked, profiles, solution) < 1.4 * solution.step_s
+
+
+@pytest.mark.long
+def test_layers_are_told_in_runs_that_do_the_same() -> None:
+    config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
+    report = answer(question(machine(gpus=2), config=config, num_microbatches=2))
+    assert report.choices is not None
+    numbers = [each["layers"].split("-") for each in report.choices["activations"]]
+    covered = [n for first_last in numbers for n in range(int(first_last[0]), int(first_last[-1]) + 1)]
+    assert covered == list(range(8))
+    assert len(numbers) > 1
+
+
+@pytest.mark.long
+def test_the_states_number_format_is_what_the_ssds_are_asked_for() -> None:
+    small = machine(host=8)
+    fp32, bf16 = (answer(question(small, state_precision=each)) for each in (StatePrecision.FP32, StatePrecision.BF16))
+    assert fp32.peak_gib is not None
+    assert bf16.peak_gib is not None
+    assert bf16.ssd_write_gb_per_step is not None
+    assert fp32.ssd_write_gb_per_step is not None
+    assert bf16.peak_gib["ssd"] == pytest.approx(fp32.peak_gib["ssd"] * 6 / 14, rel=0.02)
+    assert bf16.ssd_write_gb_per_step < fp32.ssd_write_gb_per_step
+
+
+def test_clipping_keeps_gradients() -> None:
+    profile = Profiler(question().config, Precision.BF16).profile(8, 512)
+    assert planned_job(question(), profile, 1).keeps_grads
+    assert not planned_job(question(clips=False), profile, 1).keeps_grads
+    assert planned_job(question(clips=False, precision=Precision.FP16), profile, 1).keeps_grads
+    assert planned_job(question(), profile, 4).grad_itemsize == 4
+
+
+def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> None:
+    """A step goes through its micro-batches one by one, an evaluation through as many together."""
+    config = config_of_shape(ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100), num_tokens=512)
+    asked = question(config=config, batch_size=64, num_microbatches=64)
+    profiles = planning.Profiles(asked)
+    solution = profiles.solve(asked, 64)
+    plan = replace(solution.plan, group_size=1, num_groups=64)
+    one_by_one, job = replace(solution, plan=plan), profiles.job(asked, 64)
+    hidden_nbytes = 512 * 256 * 2
+
+    def needed_nbytes(num_validation_examples: int) -> int:
+        validated = replace(asked, num_validation_examples=num_validation_examples)
+        return profiles.device_need(validated, job, one_by_one).nbytes
+
+    assert needed_nbytes(1) == needed_nbytes(0)
+    more_nbytes = needed_nbytes(64) - needed_nbytes(32)
+    assert more_nbytes >= 32 * hidden_nbytes
+    assert needed_nbytes(1000) == needed_nbytes(64)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_set(num_gpus: int) -> None:
+    config = config_of_shape(ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
+    hardware = with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=num_gpus))
+    asked = question(hardware, config=config, batch_size=1, sequence_length=64, device_memory_nbytes=1 << 20)
+    report = answer(asked)
+    assert not report.feasible
+    assert "MiB of device memory" in report.reasons[0]
+    assert "the device's memory goes to: gradients " in report.reasons[1]
+    (words,) = (reason for reason in report.reasons if "(gpu_memory_gib, " in reason)
+    gib = float(words.split("a budget of ")[1].split()[0])
+    assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
+    assert report.missing_bytes is not None
+    assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
+
+
+@pytest.mark.long
+def test_what_does_not_fit_is_told_with_the_nearest_change_that_does() -> None:
+    """Each of the changes is tried: with it the job fits, with one GiB less it does not."""
+    tight = machine(host=1.7, gpus=6)
+    report = answer(question(tight))
+    assert not report.feasible
+    assert report.step_s is None
+    assert "host memory" in report.reasons[0]
+    (words,) = (reason for reason in report.reasons if "GiB of host memory" in reason and "fits with" in reason)
+    gib = int(words.split("fits with ")[1].split()[0])
+    assert answer(question(machine(host=gib, gpus=6))).feasible
+    assert not answer(question(machine(host=gib - 1, gpus=6))).feasible
+
+
+@pytest.mark.long
+def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower() -> None:
+    """What is swapped lies on the GPU until it has left: with more room to swap to, less of it may fit there."""
+    config = config_of_shape(ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000), num_tokens=512)
+    small = Hardware(
+        gpus=Gpus(count=1, memory_gib=2.0, tflops=20),
+        host=Host(memory_gib=6.0, memory_gb_per_s=40, adam_params_per_s=1e9),
+        pcie=Pcie(h2d_gb_per_s=12, d2h_gb_per_s=12),
+        ssds=Ssds(count=2, read_gb_per_s=8, write_gb_per_s=8, capacity_gib=100),
+    )
+    asked = question(small, config=config, num_microbatches=1, clips=False)
+    profiles, best_s = planning.Profiles(asked), float("inf")
+    for host_mib in (800, 1200, 1600, 2400):
+        limited = replace(asked, host_memory_nbytes=host_mib << 20)
+        _, solution = planning.best_plan(limited, profiles)
+        assert solution.nbytes[Tier.DEVICE] <= limited.limits.device_nbytes
+        assert solution.nbytes[Tier.HOST] <= host_mib << 20
+        assert solution.step_s <= 1.01 * best_s
+        best_s = min(best_s, solution.step_s)
+
+
+@pytest.mark.long
+def test_a_smaller_batch_or_shorter_sequences_are_named_where_the_gpu_is_too_small() -> None:
+    small = machine(gpus=1.2)
+    report = answer(question(small, num_microbatches=1, batch_size=64, sequence_length=2048))
+    assert not report.feasible
+    assert any("GiB of GPU memory" in reason for reason in report.reasons)
+
+
+@pytest.mark.long
+def test_what_would_be_faster_is_named() -> None:
+    """One SSD instead of twelve, little memory: a step waits for it."""
+    slow = machine(host=8)
+    slow = slow.model_copy(
+        update={"ssds": slow.ssds.model_copy(update={"count": 1, "combined_gb_per_s": None, "read_gb_per_s": 2.0})}
+    )
+    report = answer(question(slow))
+    assert report.bottleneck == "ssd"
+    assert any("twice as many SSDs" in reason for reason in report.reasons)
+
+
+def test_what_processes_and_drivers_take_is_left_to_them() -> None:
+    limits = limits_of(MACHINE)
+    assert limits.host_nbytes == MACHINE.host.memory_gib * GIB - PROCESSES_NBYTES
+    assert limits.device_nbytes == MACHINE.gpus.memory_gib * GIB - DRIVER_NBYTES
+    assert limits.ssd_nbytes == 12 * MACHINE.ssds.capacity_gib * GIB
+    cpu = MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"count": 0})})
+    assert limits_of(cpu).device_nbytes == limits_of(cpu).host_nbytes

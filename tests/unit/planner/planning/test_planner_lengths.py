@@ -1,0 +1,237 @@
+"""Plans by the lengths of a job's examples: memory for what can occur, time for what does."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.training import has_direct_io, make_partition, make_spec
+from tests.unit.actors.job.test_device_memory_check import LOSS_SUMS_NBYTES, Found
+from tests.unit.planner.planning.test_planner import MACHINE, question
+from windlass.actors.job.context import make_context
+from windlass.actors.job.device_memory_check import device_need_of_job
+from windlass.actors.job.spec import JobSpec
+from windlass.actors.runtime.local_runner import run_local
+from windlass.amounts import GIB
+from windlass.engine.data.dataset import PreparedDataset
+from windlass.engine.memory_estimate.device_peak import device_need
+from windlass.engine.memory_estimate.dry_run import DryRunResult
+from windlass.engine.memory_plan.device_moments import Pass
+from windlass.engine.memory_plan.example_lengths import ExampleLengths
+from windlass.engine.memory_plan.placement_json import from_json
+from windlass.engine.model.partition import Partition, build_meta_model, load_config
+from windlass.planner.cost.model_profile import ModelProfile
+from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
+from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.planning import planner as planning
+from windlass.planner.planning.feasibility import _smaller, with_part
+from windlass.planner.planning.planner import PlanQuestion, Profiles
+from windlass.planner.planning.report import ExampleTokens, PlanReport
+from windlass.planner.planning.worker import DatasetOrder, PlanOrder, plan_job, question_of
+from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.solver.step_cost import Tier
+from windlass.storage.ids import Formats, Precision, StatePrecision
+
+SMALL = ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000, num_kv_heads=4)
+SHORT = ExampleLengths(longest=16, mean=16.0, mean_square=256.0)
+# A GPU on which computing takes longest.
+SLOW = with_part(MACHINE, gpus=with_part(MACHINE.gpus, tflops=0.2))
+
+
+def short(**changes: Any) -> PlanQuestion:
+    """The default length, and a model that takes it."""
+    config = config_of_shape(SMALL, num_tokens=2048)
+    fields = {"sequence_length": 2048, "num_microbatches": 2, "hardware": SLOW}
+    return question(config=config, **{**fields, **changes})
+
+
+def solved(asked: PlanQuestion) -> tuple[float, int]:
+    """What a step takes at least, in seconds, and what the job has on the device, in bytes."""
+    solution = Profiles(asked).solve(asked, 2)
+    return solution.step_s, solution.nbytes[Tier.DEVICE]
+
+
+def reported(asked: PlanQuestion, profiles: Profiles) -> PlanReport:
+    """The report of the best plan by the cost model, which is not simulated."""
+    job, solution = planning.best_plan(asked, profiles)
+    return planning.planned(asked, job, solution, profiles, advises=False).report
+
+
+def test_a_plan_for_short_examples_is_that_of_their_length() -> None:
+    asked = short(lengths=SHORT)
+    report = reported(asked, Profiles(asked))
+    of_data, of_16, of_limit = map(solved, (short(lengths=SHORT), short(sequence_length=16), short()))
+    assert of_data == of_16
+    assert report.bound_s == of_data[0]
+    assert of_limit[0] > 50 * of_data[0]
+    assert of_limit[1] > 2 * of_data[1]
+    assert report.tokens_per_s == pytest.approx(8 * 16 / of_data[0])
+    assert report.example_tokens == ExampleTokens(limit=2048, widest=16, mean=16.0, of_data=True)
+
+
+@pytest.mark.long
+def test_a_plan_without_data_says_that_examples_are_taken_to_be_as_long_as_they_may_be() -> None:
+    asked = short(sequence_length=64)
+    report = reported(asked, Profiles(asked))
+    assert report.example_tokens == ExampleTokens(limit=64, widest=64, mean=64, of_data=False)
+
+
+def test_one_long_example_decides_the_memory_and_not_the_time() -> None:
+    rare = short(lengths=ExampleLengths(longest=2048, mean=20.0, mean_square=4500.0))
+    of_short, of_rare, of_limit = map(solved, (short(lengths=SHORT), rare, short()))
+    assert of_short[0] < of_rare[0] < 2 * of_short[0] < of_limit[0]
+    # What is best to do with activations differs, so memory is compared under one plan.
+    profiles = Profiles(rare)
+    solution = profiles.solve(rare, 2)
+    needs = [profiles.device_need(each, profiles.job(each, 2), solution) for each in (rare, short())]
+    assert needs[0] == needs[1]
+
+
+def test_blocks_are_measured_at_a_width_near_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, int]] = []
+
+    def note(_: object, profile: ModelProfile) -> None:
+        shapes.append((profile.num_examples, profile.num_tokens))
+
+    monkeypatch.setattr(Profiles, "_times", note)
+    asked = short(lengths=ExampleLengths(longest=512, mean=101.0, mean_square=20_000.0))
+    profiles = Profiles(asked)
+    job = profiles.job(asked, 2)
+    assert profiles.job(asked, 2).model is job.model
+    assert shapes == [(4, 104)], "once, and not at the widest"
+    assert (job.model.num_tokens, job.model.mean_tokens) == (512, 101.0)
+
+
+@pytest.mark.long
+def test_validation_examples_that_are_longer_count() -> None:
+    asked = short(lengths=SHORT)
+    longer = short(lengths=replace(SHORT, longest_validation=2048, num_validation_examples=3))
+    profiles = Profiles(asked)
+    job, solution = profiles.job(asked, 2), profiles.solve(asked, 2)
+    needs = [profiles.device_need(each, job, solution) for each in (asked, longer)]
+    assert [need.moment.direction is Pass.EVALUATE for need in needs] == [False, True]
+    assert solved(longer)[1] >= needs[1].nbytes > needs[0].nbytes
+
+
+@pytest.mark.long
+def test_what_would_fit_looks_among_lengths_that_there_are() -> None:
+    data = ExampleLengths(longest=128, mean=100.0, mean_square=11_000.0)
+    asked = short(lengths=data, batch_size=1, num_microbatches=1)
+    nbytes = Profiles(asked).solve(asked, 1).nbytes[Tier.DEVICE]
+    # Of a sequence of 2048 tokens three quarters are no change here.
+    words = _smaller(replace(asked, device_memory_nbytes=nbytes // 2), Profiles(asked))
+    assert words is None or int(words.split()[-2]) < 128
+
+
+def test_a_question_with_data_must_name_a_number_of_microbatches(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    order = order_of(spec).model_copy(update={"num_microbatches": None})
+    with pytest.raises(ValueError, match="must name it"):
+        question_of(order, load_config(spec.model_dir))
+
+
+# --- by the plan, with real data ------------------------------------------------------------------------------------
+
+
+def order_of(spec: JobSpec, **changes: Any) -> PlanOrder:
+    """What the service asks about a job, on a machine without a GPU."""
+    hyper = spec.hyperparameters
+    fields: dict[str, Any] = {
+        "model_dir": Path(spec.model_dir),
+        "hardware": Hardware(
+            gpus=Gpus(count=0, memory_gib=4, tflops=0.05),
+            host=Host(memory_gib=4, memory_gb_per_s=10, adam_params_per_s=3e8),
+            pcie=Pcie(h2d_gb_per_s=5, d2h_gb_per_s=5),
+            ssds=Ssds(count=2, read_gb_per_s=1, write_gb_per_s=1, capacity_gib=10),
+        ),
+        "batch_size": hyper.batch_size,
+        "num_microbatches": hyper.num_microbatches,
+        "sequence_length": 2048,
+        "dataset": DatasetOrder(dataset_dir=Path(spec.dataset_dir), seed=hyper.seed, total_steps=spec.total_steps),
+        "precision": hyper.precision,
+        "state_precision": hyper.state_precision,
+        "clips": hyper.clip_norm is not None,
+        "num_optimizers": 1,
+        "host_memory_nbytes": None,
+        "device_memory_nbytes": None,
+    }
+    return PlanOrder(**fields | changes)
+
+
+def redraw_lengths(spec: JobSpec, seed: int) -> None:
+    """Other examples: most are short, some are long; the longest may be in either split."""
+    random = np.random.default_rng(seed)
+    for split in ("train", "validation"):
+        path = Path(spec.dataset_dir) / f"{split}.offsets"
+        num = len(np.fromfile(path, np.int64)) - 1
+        total = Path(spec.dataset_dir, f"{split}.tokens").stat().st_size // 4
+        weights = random.pareto(1.0, num) + 0.01
+        lengths = np.maximum(1, np.minimum(48, weights / weights.sum() * (total - 48 * 2))).astype(np.int64)
+        lengths[-1] = max(1, min(48, total - lengths[:-1].sum()))
+        offsets = np.cumsum([0, *lengths])
+        # What is left over is of no example, and the sizes of the files tell how many there are.
+        offsets.astype(np.int64).tofile(path)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
+@pytest.mark.parametrize(
+    ("num_microbatches", "precision", "tied"),
+    [(2, Precision.BF16, True), pytest.param(1, Precision.FP32, False, marks=pytest.mark.long)],
+)
+def test_planned_memory_suffices_for_every_batch_and_evaluation(
+    tmp_path: Path, seed: int, num_microbatches: int, precision: Precision, tied: bool
+) -> None:
+    spec = make_spec(tmp_path, num_microbatches=num_microbatches, precision=precision, tied=tied, total_steps=2)
+    redraw_lengths(spec, seed)
+    found = plan_job(order_of(spec, sequence_length=48), tmp_path)
+    planned_nbytes = round(found["plan"]["engine_gib"]["gpu"] * GIB)
+    spec = replace(spec, placement=from_json(found["placement"]), host_memory_nbytes=found["arena_nbytes"])
+    partition = make_partition(spec)
+    context = make_context(spec, partition.layout, "")
+    # The engine's chunks are the planner's, not those of other tests; buffers on the device are of whole blocks.
+    assert device_need_of_job(context, partition).nbytes <= planned_nbytes
+    hyper, train = spec.hyperparameters, PreparedDataset.open(spec.dataset_dir, "train")
+    steps = (train.batch(step, hyper.batch_size, num_microbatches, hyper.seed) for step in range(spec.total_steps))
+    shapes = {tuple(tuple(microbatch.input_ids.shape) for microbatch in step) for step in steps}
+    validation = PreparedDataset.open(spec.dataset_dir, "validation")
+    evaluated = {
+        tuple(each.input_ids.shape) for each in validation.evaluation_batches(hyper.batch_size // num_microbatches)
+    }
+    rehearsed = DryRunResult()
+    for step in shapes:
+        need = device_need(
+            partition,
+            context.plan,
+            list(step)[: context.plan.group_size],
+            formats=Formats(precision, StatePrecision.FP32),
+            grad_precision=Precision.FP32 if num_microbatches > 1 else precision,
+            num_microbatches=num_microbatches,
+            num_ahead=2,
+            max_tokens=hyper.batch_size * 48,
+            evaluation_shapes=sorted(evaluated)[:1],
+            rehearsed=rehearsed,
+        )
+        assert need.nbytes <= planned_nbytes, step
+
+
+@pytest.mark.long
+def test_a_job_of_mixed_lengths_runs_within_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(tmp_path, total_steps=5, evaluate_every=5, num_microbatches=2)
+    redraw_lengths(spec, seed=1)
+    found = plan_job(order_of(spec), tmp_path)
+    assert found["plan"]["example_tokens"]["widest"] <= 48
+    spec = replace(spec, placement=from_json(found["placement"]), host_memory_nbytes=found["arena_nbytes"])
+    seen = Found(monkeypatch)
+    outcome = run_local(spec, partition=planner_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+    taken = sum(seen.buffers.values()) + seen.states_nbytes + seen.activations_nbytes - LOSS_SUMS_NBYTES
+    assert taken <= found["plan"]["engine_gib"]["gpu"] * GIB
+
+
+def planner_partition(spec: JobSpec) -> Partition:
+    """With the planner's chunks."""
+    partition = Partition(build_meta_model(load_config(spec.model_dir), spec.hyperparameters.precision))
+    Path(spec.layout_file).write_text(partition.layout.to_json())
+    return partition

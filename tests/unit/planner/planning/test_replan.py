@@ -1,0 +1,138 @@
+"""Plans made again by what steps measured: steps of simulated jobs, on machines that are not as their profile says."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
+from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.planning.measured_steps import measured_step
+from windlass.planner.planning.planner import Planned, PlanQuestion, Profiles, answer, best_plan
+from windlass.planner.planning.replan import CorrectedPlan, RunningJob, correct
+from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.simulation.planned_job import simulate_planned
+from windlass.storage.ids import Formats, Precision, StatePrecision
+
+SHAPE = ModelShape(num_layers=8, hidden_size=1024, num_heads=16, vocab_size=8000)
+NUM_TOKENS = 512
+
+
+def machine(*, ssd_gb_per_s: float = 8.0, tflops: float = 20.0, host_gib: float = 6.0, gpus: int = 1) -> Hardware:
+    return Hardware(
+        gpus=Gpus(count=gpus, memory_gib=2.0 if gpus else host_gib, tflops=tflops),
+        host=Host(memory_gib=host_gib, memory_gb_per_s=40, adam_params_per_s=1e9),
+        pcie=Pcie(h2d_gb_per_s=12, d2h_gb_per_s=12),
+        ssds=Ssds(count=2, read_gb_per_s=ssd_gb_per_s, write_gb_per_s=ssd_gb_per_s, capacity_gib=100),
+    )
+
+
+def question(hardware: Hardware, *, host_mib: float) -> PlanQuestion:
+    return PlanQuestion(
+        config=config_of_shape(SHAPE, num_tokens=NUM_TOKENS),
+        hardware=hardware,
+        batch_size=8,
+        num_microbatches=1,
+        sequence_length=NUM_TOKENS,
+        clips=False,
+        host_memory_nbytes=int(host_mib * 2**20),
+    )
+
+
+def run(
+    asked: PlanQuestion, real: Hardware, *, num_steps_left: int = 1000, restart_s: float = 10.0
+) -> tuple[Planned, CorrectedPlan]:
+    """Planned for one machine, and measured on another."""
+    planned = answer(asked)
+    report, solution = planned.report, planned.solution
+    assert solution is not None
+    assert planned.layout is not None
+    assert report.choices is not None
+    assert report.busy_s is not None
+    assert report.peak_gib is not None
+    assert report.step_s is not None
+    there = replace(solution, costs=replace(solution.costs, speeds=replace(asked, hardware=real).speeds))
+    formats = Formats(Precision.BF16, StatePrecision.FP32)
+    simulated = simulate_planned(there, planned.layout, formats, num_cores=2)
+    is_cpu = real.gpus.count == 0
+    running = RunningJob(
+        placement=solution.placement,
+        arena_nbytes=solution.plan.arena_nbytes,
+        spills_grads=report.choices["kept_grads_on_ssd"] > 0,
+        step_s=solution.step_s,
+        compute_s=report.busy_s["compute"],
+        peak_gib=report.peak_gib,
+        num_steps_left=num_steps_left,
+        restart_s=restart_s,
+    )
+    profiles = Profiles(asked)
+    steps = [measured_step(each, profiles.layout, shares_cores=is_cpu, read_to_write=1.0) for each in simulated.steps]
+    return planned, correct(asked, profiles, running, steps)
+
+
+def test_a_machine_that_is_as_its_profile_says_keeps_its_plan() -> None:
+    asked = question(machine(), host_mib=800)
+    planned, corrected = run(asked, machine())
+    assert not corrected.changes
+    assert corrected.in_words.endswith("; no other plan is worth a change")
+    before, after = planned.report, corrected.planned.report
+    assert after.step_s == pytest.approx(before.step_s, rel=0.1)
+    assert (after.peak_gib, after.choices) == (before.peak_gib, before.choices)
+
+
+@pytest.mark.long
+def test_ssds_that_are_slower_than_said_get_less_to_do() -> None:
+    real = machine(ssd_gb_per_s=0.4)
+    asked = question(machine(), host_mib=1350)
+    planned, corrected = run(asked, real)
+    assert corrected.changes
+    # What goes on beyond a step's end is not its own, so that its rates are not exactly the machine's.
+    rates = re.findall(r"each SSD (reads|writes) ([\d.]+) GB/s, the profile said 8 GB/s", corrected.in_words)
+    assert {kind: float(rate) for kind, rate in rates} == pytest.approx({"reads": 0.4, "writes": 0.4}, rel=0.1)
+    new = corrected.planned
+    assert new.solution is not None
+    assert planned.solution is not None
+    assert new.solution.placement != planned.solution.placement
+    assert new.report.ssd_write_gb_per_step is not None
+    assert planned.report.ssd_write_gb_per_step is not None
+    assert new.report.ssd_write_gb_per_step < planned.report.ssd_write_gb_per_step
+    # As it would have been planned, had the profile been right.
+    as_real = question(real, host_mib=1350)
+    _, right = best_plan(as_real, Profiles(as_real))
+    assert new.solution.step_s == pytest.approx(right.step_s, rel=0.1)
+
+
+@pytest.mark.long
+def test_another_plan_must_save_more_than_a_restart_costs() -> None:
+    asked = question(machine(), host_mib=1350)
+    planned, corrected = run(asked, machine(ssd_gb_per_s=0.4), num_steps_left=2, restart_s=100.0)
+    assert not corrected.changes
+    assert "and a restart costs 100 s" in corrected.in_words
+    # What the plan that stays comes to is corrected all the same.
+    assert planned.report.step_s is not None
+    assert corrected.planned.report.step_s is not None
+    assert corrected.planned.report.step_s > 2 * planned.report.step_s
+
+
+@pytest.mark.long
+def test_what_a_plan_comes_to_is_corrected_where_no_other_is_better() -> None:
+    asked = question(machine(), host_mib=800)
+    planned, corrected = run(asked, machine(ssd_gb_per_s=0.4))
+    assert not corrected.changes
+    assert "each SSD reads" in corrected.in_words
+    assert "each SSD writes" in corrected.in_words
+    assert corrected.in_words.count("the profile said 8 GB/s") == 2
+    assert planned.report.step_s is not None
+    assert corrected.planned.report.step_s is not None
+    assert corrected.planned.report.step_s > 2 * planned.report.step_s
+
+
+@pytest.mark.parametrize("gpus", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_device_that_computes_slower_than_said_is_given_less_to_compute_again(gpus: int) -> None:
+    asked = question(machine(gpus=gpus), host_mib=2400 if gpus == 0 else 800)
+    planned, corrected = run(asked, machine(gpus=gpus, tflops=2.0))
+    told, report = corrected.in_words, corrected.planned.report
+    assert "a step computes for" in told
+    assert report.busy_s is not None
+    assert planned.report.busy_s is not None
+    assert report.busy_s["compute"] > 4 * planned.report.busy_s["compute"]

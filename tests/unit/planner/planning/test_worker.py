@@ -1,0 +1,149 @@
+"""Plans as a process of their own makes them: files in, files out."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from tests.support.engine.architectures import ARCHITECTURES
+from windlass.actors.timeline.span_files import SIMULATED_FOLDER, held_steps, load_step
+from windlass.engine.memory_plan.placement_json import from_json
+from windlass.planner.cost.model_profile import ModelProfile
+from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning import planner as planning
+from windlass.planner.planning import worker as plan_job
+from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
+
+
+def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    config.save_pretrained(tmp_path / "model")
+    question = {
+        "model_dir": str(tmp_path / "model"),
+        "hardware": load(Hardware, example_machines()["rtx4090-server"]).model_dump(),
+        "batch_size": 2,
+        "num_microbatches": 1,
+        "sequence_length": 16,
+        "precision": "bf16",
+        "state_precision": "fp32",
+        "clips": True,
+        "num_optimizers": 1,
+        "host_memory_nbytes": None,
+        "device_memory_nbytes": None,
+        **changes,
+    }
+    (tmp_path / "question.json").write_text(json.dumps(question))
+    arguments = ["plan_job", "--question", str(tmp_path / "question.json"), "--result", str(tmp_path / "result.json")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    plan_job.main()
+    return json.loads((tmp_path / "result.json").read_text())
+
+
+def config_of(name: str) -> Any:
+    config = ARCHITECTURES[name].config(tied=False, dropout=0.0)
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    return config
+
+
+def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch)
+    assert found["ok"]
+    assert found["plan"]["feasible"]
+    placement = from_json(found["placement"])
+    assert len(placement.activations) == len(config_of("Qwen2").layer_types)
+    assert found["arena_nbytes"] > 0
+    assert found["plan"]["engine_gib"]["host"] == found["arena_nbytes"] / 2**30
+    assert all(found["plan"]["engine_gib"][tier] <= gib for tier, gib in found["plan"]["limit_gib"].items())
+    assert "simulated" not in found
+
+
+def test_what_is_measured_serves_the_next_job_on_such_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[ModelProfile] = []
+
+    def measure(profile: ModelProfile, *_: object, **__: object) -> MeasuredBlocks:
+        measured.append(profile)
+        times = BlockTimes(forward_s=0.25, backward_s=0.5)
+        return MeasuredBlocks(times=dict.fromkeys(range(len(profile.layers) + 2), times), standard_error=0.0)
+
+    monkeypatch.setattr(planning, "measure_blocks", measure)
+    monkeypatch.setattr(plan_job, "retain_freed_memory", lambda: None)
+    hardware = load(Hardware, example_machines()["rtx4090-server"]).model_dump()
+    hardware["gpus"]["count"] = 0
+    asked = {"hardware": hardware, "compute_threads": torch.get_num_threads(), "is_alone": True}
+    kept = {**asked, "kept_times_dir": str(tmp_path / "kept")}
+    first, second = (plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept) for _ in range(2))
+    assert first == second
+    assert any("computes twice as fast" in reason for reason in first["plan"]["reasons"])
+    assert first["plan"]["step_s"] >= 0.75 * (2 + len(config_of("Qwen2").layer_types)), "by what was measured"
+    assert len(measured) == 1
+    assert plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept, may_measure=False) == first
+    unknown = plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept, may_measure=False, sequence_length=8)
+    assert unknown["plan"]["step_s"] < 0.75
+    assert len(measured) == 1
+    plan(tmp_path, config_of("Qwen2"), monkeypatch, **kept, sequence_length=8)
+    plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked)
+    assert len(measured) == 3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_experts_are_planned_in_every_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    assert plan(tmp_path, config_of("Mixtral"), monkeypatch, precision=precision)["plan"]["feasible"]
+
+
+def test_the_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, host_memory_nbytes=24 << 20)
+    assert found["plan"]["feasible"]
+    assert found["arena_nbytes"] <= 24 << 20
+
+
+def test_what_does_not_fit_is_no_error_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, device_memory_nbytes=1024)
+    assert found["ok"]
+    assert not found["plan"]["feasible"]
+    assert "placement" not in found
+    assert found["plan"]["missing_bytes"]["gpu"] > 0
+    assert found["plan"]["limit_gib"]["gpu"] == 1024 / 2**30
+
+
+def test_a_model_that_cannot_be_gone_through_by_shapes_gets_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> Any:
+        raise RuntimeError("shapes follow from the data")
+
+    monkeypatch.setattr(plan_job, "answer", refuse)
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch)
+    assert found == {"ok": True, "warnings": ["no plan was made: RuntimeError: shapes follow from the data"]}
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, model_dir=str(tmp_path / "nothing"))
+    assert not found["ok"]
+    assert found["error"]["param"] == "model"
+
+
+def test_what_is_planned_is_simulated_where_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, simulation_s=600.0)
+    simulated, folder = found["simulated"], tmp_path / SIMULATED_FOLDER
+    assert simulated["step_s"] == found["plan"]["step_s"] >= found["plan"]["bound_s"]
+    (step,) = held_steps(folder)
+    held = load_step(folder, step)
+    assert held is not None
+    assert held.summary == simulated["summary"]
+    assert "gpu-0/compute" in held.summary["busy_s"]
+    assert "warnings" not in found
+
+
+def test_a_simulation_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, simulation_s=1e-9)
+    assert found["plan"]["feasible"]
+    assert "simulated" not in found
+    (warning,) = found["warnings"]
+    assert "it takes longer than 1e-09 s" in warning
+    assert not (tmp_path / SIMULATED_FOLDER).exists()

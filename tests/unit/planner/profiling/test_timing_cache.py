@@ -1,0 +1,109 @@
+"""What was measured of a model's blocks serves the next jobs that ask the same."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine.architectures import ARCHITECTURES
+from windlass.planner.cost.model_profile import AgainTimes
+from windlass.planner.profiling import timing_cache as kept_times
+from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.timing_cache import TimingCache
+
+CONFIG = ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0)
+ASKED = {"shape": (2, 16), "precision": "bf16"}
+AGAIN = AgainTimes(all_s=0.3, one_held_s=0.2, most_held_s=0.1)
+MACHINE = {"host": {"memory_gib": 8}}
+
+
+class Measuring:
+    """Finds other times whenever something is measured."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "kept"
+        self._number = 0
+        self.standard_error = 0.01
+
+    def measure(self) -> MeasuredBlocks:
+        self._number += 1
+        times = {
+            block: BlockTimes(forward_s=float(self._number), backward_s=0.5, again=AGAIN if block == 1 else None)
+            for block in range(3)
+        }
+        return MeasuredBlocks(times=times, standard_error=self.standard_error)
+
+    def number(self, config: Any = CONFIG, asked: Any = None, machine: Any = None, *, is_alone: bool = True) -> float:
+        """Which measurement the answer is."""
+        kept = TimingCache(folder=self._folder, machine=machine or MACHINE, is_alone=is_alone)
+        found = kept.of(config, asked or ASKED, self.measure)
+        assert found.keys() == {0, 1, 2}
+        assert {each.backward_s for each in found.values()} == {0.5}
+        assert [found[block].again for block in range(3)] == [None, AGAIN, None]
+        return found[2].forward_s
+
+    def files(self) -> list[Path]:
+        return sorted(self._folder.iterdir())
+
+
+@pytest.fixture
+def measuring(tmp_path: Path) -> Measuring:
+    return Measuring(tmp_path)
+
+
+def test_the_same_question_is_measured_once(measuring: Measuring) -> None:
+    assert [measuring.number() for _ in range(3)] == [1, 1, 1]
+
+
+def test_another_question_is_another_measurement(measuring: Measuring, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
+    assert measuring.number() == 1
+    assert measuring.number(config=other) == 2
+    assert measuring.number(asked={**ASKED, "shape": (1, 16)}) == 3
+    assert measuring.number(machine={"host": {"memory_gib": 16}}) == 4
+    monkeypatch.setattr(kept_times, "code_fingerprint", lambda *_: ["another torch"])
+    assert measuring.number() == 5
+    monkeypatch.undo()
+    assert [measuring.number(), measuring.number(config=other)] == [1, 2]
+
+
+def test_where_a_model_lies_does_not_matter(measuring: Measuring) -> None:
+    moved = ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0)
+    moved._name_or_path = "elsewhere"
+    assert [measuring.number(), measuring.number(config=moved)] == [1, 1]
+
+
+def test_what_is_measured_beside_a_job_is_not_kept_but_what_is_kept_serves_there_too(measuring: Measuring) -> None:
+    assert [measuring.number(is_alone=False), measuring.number(is_alone=False)] == [1, 2]
+    assert [measuring.number(), measuring.number(is_alone=False)] == [3, 3]
+
+
+def test_what_is_not_known_well_is_not_kept(measuring: Measuring) -> None:
+    measuring.standard_error = 0.2
+    assert [measuring.number(), measuring.number()] == [1, 2]
+    measuring.standard_error = 0.05
+    assert [measuring.number(), measuring.number()] == [3, 3]
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"0": {"forward_s": 1}}', '{"x": 3}'])
+def test_a_damaged_file_is_measured_again(measuring: Measuring, damaged: str) -> None:
+    assert measuring.number() == 1
+    (file,) = measuring.files()
+    file.write_text(damaged)
+    assert [measuring.number(), measuring.number()] == [2, 2]
+
+
+def test_without_room_it_is_measured_each_time(measuring: Measuring, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    assert [measuring.number(), measuring.number()] == [1, 2]
+
+
+def test_the_newest_are_kept(measuring: Measuring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_times, "_MOST_KEPT", 2)
+    for length in range(3):
+        measuring.number(asked={**ASKED, "shape": (1, length)})
+        for each in measuring.files():  # the clock of the file system may be coarse
+            os.utime(each, ns=(0, each.stat().st_mtime_ns - 10**9))
+    assert len(measuring.files()) == 2
+    assert measuring.number(asked={**ASKED, "shape": (1, 2)}) == 3

@@ -1,0 +1,116 @@
+"""Simulated groups of micro-batches: params come once a group each way, and sums go out and in between groups."""
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.actors.specs import make_layout
+from tests.support.planner.simulated import CHUNK, Simulated, job, moved, rates, run
+from windlass.actors.gpu_worker.param_cache import ParamCache
+from windlass.actors.messages import Phase, SpanKind
+from windlass.actors.policy.ordering import Ordering
+from windlass.engine.memory_plan.plan import Placement
+from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
+
+NUM_MICROBATCHES = 4
+NUM_BLOCKS = 6
+NUMEL = NUM_BLOCKS * 2 * CHUNK
+
+
+def grouped(group_size: int, **placement: Any) -> dict[str, Any]:
+    return {
+        "hyperparameters": {"num_microbatches": NUM_MICROBATCHES},
+        "placement": Placement(group_size=group_size, **{"num_cached_params": 0, **placement}),
+    }
+
+
+@pytest.mark.parametrize(("group_size", "num_groups"), [(4, 1), (3, 2), (2, 2), (1, 4)])
+def test_bytes_are_those_of_the_groups(group_size: int, num_groups: int) -> None:
+    spans = job(**grouped(group_size)).spans()
+    for step in range(1, 5):
+        # Every block but the head forward and backward; as the step before left them.
+        params = 2 * (2 * NUM_BLOCKS - 1) * 2 * CHUNK * num_groups
+        assert moved(spans, SpanKind.COPY_PARAMS_IN, step - 1) == params
+        assert moved(spans, SpanKind.COPY_PARTIAL_OUT, step) == 4 * NUMEL * (num_groups - 1)
+        assert moved(spans, SpanKind.COPY_PARTIAL_IN, step) == 4 * NUMEL * (num_groups - 1)
+        assert moved(spans, SpanKind.COPY_GRAD_OUT, step) == 4 * NUMEL
+
+
+def test_sums_in_half_precision_are_half_as_large() -> None:
+    options = grouped(2)
+    options["hyperparameters"]["accumulation_precision"] = "bf16"
+    spans = job(**options).spans()
+    assert moved(spans, SpanKind.COPY_PARTIAL_OUT, 2) == 2 * NUMEL
+
+
+def test_sums_of_what_rests_on_the_device_stay_there() -> None:
+    spans = job(**grouped(1, device_blocks=(1, 2), commit_every=100, num_cached_params=None)).spans()
+    assert {span.block for span in spans if span.kind is SpanKind.COPY_PARTIAL_OUT} == {0, 3, 4, 5}
+    assert moved(spans, SpanKind.COPY_PARTIAL_IN, 2) == 4 * 4 * 2 * CHUNK * 3
+
+
+def test_the_head_has_a_sum_of_its_own_for_the_embedding_it_shares() -> None:
+    layout = make_layout(*[CHUNK] * 4, chunk_numel=CHUNK)
+    tied = replace(layout, shared=(*layout.shared[:-1], (BlockIndex(3), BlockIndex(0))))
+    spans = job(layout=tied, **grouped(2)).spans()
+    assert moved(spans, SpanKind.COPY_PARTIAL_OUT, 2) == moved(spans, SpanKind.COPY_PARTIAL_IN, 2) == 4 * 5 * CHUNK
+    assert moved(spans, SpanKind.COPY_GRAD_OUT, 2) == 4 * 4 * CHUNK
+
+
+@pytest.mark.parametrize(("group_size", "num_operations"), [(4, 11), (2, 22), (1, 44)])
+def test_where_all_else_is_fast_a_step_is_the_compute_of_its_groups(group_size: int, num_operations: int) -> None:
+    for step in run(**grouped(group_size))[1:]:
+        assert step.summary["period_s"] == pytest.approx(num_operations, rel=1e-6)
+
+
+def test_the_cache_knows_which_group_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    uses: dict[tuple[int, int, Phase], list[bool]] = defaultdict(list)
+    put = ParamCache.put
+
+    def noting(cache: ParamCache, key: ChunkKey, step: Step, span: Span, phase: Phase, *, is_last_group: bool) -> None:
+        uses[(step, key.block, phase)].append(is_last_group)
+        put(cache, key, step, span, phase, is_last_group=is_last_group)
+
+    monkeypatch.setattr(ParamCache, "put", noting)
+    job(num_chunks=1, **grouped(1)).spans()
+    assert len(uses) == 4 * (2 * NUM_BLOCKS - 1)
+    assert all(found == [False, False, False, True] for found in uses.values())
+
+
+def test_a_smaller_last_group_takes_its_share() -> None:
+    for step in run(**grouped(3))[1:]:
+        assert step.summary["period_s"] == pytest.approx(11 + 11 / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("rate", ["h2d_bytes", "d2h_bytes"])
+def test_where_a_link_is_slow_a_step_is_its_bytes(rate: str) -> None:
+    step = run(num_blocks=24, compute_s=1e-4, machine=rates(**{rate: 1e5}), **grouped(1))[-1]
+    nbytes = step.summary["moved_bytes"][f"gpu-0/{rate[:3]}"]
+    assert step.summary["period_s"] == pytest.approx(nbytes / 1e5, rel=0.05)
+
+
+def test_sums_are_back_before_the_next_group_adds_to_them() -> None:
+    found: Simulated = job(machine=rates(h2d_bytes=5e4, d2h_bytes=5e4), num_steps=2, **grouped(2))
+    spans = [span for span in found.spans() if span.step == 2]
+    for block in range(NUM_BLOCKS):
+        of_block = [span for span in spans if span.block == block]
+        kinds = (SpanKind.HEAD if block == NUM_BLOCKS - 1 else SpanKind.BACKWARD,)
+        first, second = (span for span in of_block if span.kind in kinds)
+        out = [span for span in of_block if span.kind is SpanKind.COPY_PARTIAL_OUT]
+        back = [span for span in of_block if span.kind is SpanKind.COPY_PARTIAL_IN]
+        (*_, gradient) = (span for span in of_block if span.kind is SpanKind.COPY_GRAD_OUT)
+        assert first.end_s <= out[0].start_s
+        assert out[-1].end_s <= back[0].start_s
+        assert back[-1].end_s <= second.start_s
+        assert second.end_s <= gradient.start_s
+
+
+def test_one_operation_s_sums_are_brought_back_at_a_time() -> None:
+    """However many operations are known: those of the next one wait until one has taken its own."""
+    spans = job(num_steps=1, ordering=Ordering(max_prefetched=4), **grouped(2)).spans()
+    second = {span.block: span for span in spans if span.kind is SpanKind.BACKWARD}  # the later of two
+    for block in range(NUM_BLOCKS - 2):
+        back = [span for span in spans if span.kind is SpanKind.COPY_PARTIAL_IN and span.block == block]
+        assert second[block + 1].start_s - 1e-6 <= back[0].start_s < second[block + 1].end_s

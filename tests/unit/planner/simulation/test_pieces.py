@@ -1,0 +1,111 @@
+"""Simulated layers in pieces: bytes as the buffers move them, one copied while another is computed with."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.planner.simulated import CHUNK, job, layers_of, moved, rates, run
+from windlass.actors.messages import Phase, SpanKind
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.plan import Placement, PlanError
+from windlass.engine.memory_plan.queue_depths import FETCH_DEPTH
+from windlass.planner.simulation.simulate import Work
+from windlass.storage.ids import BlockIndex
+
+LAYERS = (1, 2, 3, 4)
+PIECE = 2 * CHUNK
+NORMS = 10
+# Three pieces of the same size, the second of two matrices.
+LAYOUT = layers_of((PIECE,), (CHUNK, CHUNK), (PIECE,), num_norms=NORMS, num_blocks=6)
+ITEMSIZE = 2
+
+
+def streamed(num_microbatches: int, choice: ActivationChoice = ActivationChoice.RECOMPUTE) -> dict[str, Any]:
+    return {
+        "layout": LAYOUT,
+        "hyperparameters": {"num_microbatches": num_microbatches},
+        "placement": Placement(streamed_blocks=LAYERS, activations=choice.of_layers(len(LAYERS)), num_cached_params=0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("choice", "num_forward", "num_again"),
+    [
+        # Forward again, which ends with the last two pieces in the buffers, and backward: the third is copied. After
+        # that the first two are there for the next micro-batch.
+        (ActivationChoice.RECOMPUTE, 4, 2),
+        # A graph asks for the last one first, which has made room for the first.
+        (ActivationChoice.KEEP, 3, 3),
+    ],
+)
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
+def test_pieces_come_as_often_as_they_are_not_in_a_buffer(
+    choice: ActivationChoice, num_forward: int, num_again: int, num_microbatches: int
+) -> None:
+    spans = job(**streamed(num_microbatches, choice)).spans()
+    num_pieces = 3 * num_microbatches + num_forward + (num_microbatches - 1) * num_again
+    layers = len(LAYERS) * ITEMSIZE * (num_pieces * PIECE + 2 * NORMS)
+    others = ITEMSIZE * (2 + 1) * CHUNK  # the embedding forward and backward, the head once
+    for step in range(1, 5):
+        # Params of a step are copied as those of the step before.
+        assert moved(spans, SpanKind.COPY_PARAMS_IN, step - 1) == layers + others
+
+
+def test_a_layer_of_two_pieces_stays_while_it_is_computed() -> None:
+    layout = layers_of((PIECE,), (PIECE,), num_norms=0, num_blocks=6)
+    spans = job(**{**streamed(8), "layout": layout}).spans()
+    # Once in each operation.
+    assert moved(spans, SpanKind.COPY_PARAMS_IN, 1) == ITEMSIZE * (len(LAYERS) * 2 * 2 * PIECE + 3 * CHUNK)
+
+
+def test_a_layer_of_norms_only_has_no_pieces() -> None:
+    layout = layers_of(num_norms=CHUNK, num_blocks=6)
+    spans = job(**{**streamed(2), "layout": layout}).spans()
+    assert moved(spans, SpanKind.COPY_PARAMS_IN, 1) == ITEMSIZE * (len(LAYERS) * 2 + 3) * CHUNK
+
+
+@pytest.mark.parametrize("gives_ahead", [False, True])
+def test_where_all_else_is_fast_a_step_is_its_compute(gives_ahead: bool) -> None:
+    for step in run(machine=rates(gives_ahead=gives_ahead), **streamed(2))[1:]:
+        assert step.summary["period_s"] == pytest.approx(11.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("choice", [ActivationChoice.RECOMPUTE, ActivationChoice.KEEP])
+def test_where_the_way_in_is_slow_a_step_is_its_bytes(choice: ActivationChoice) -> None:
+    step = run(machine=rates(h2d_bytes=1e5), compute_s=1e-3, **streamed(4, choice))[-1]
+    nbytes = step.summary["moved_bytes"]["gpu-0/h2d"]
+    assert step.summary["period_s"] == pytest.approx(nbytes / 1e5, rel=0.02)
+
+
+@pytest.mark.parametrize(("gives_ahead", "exposed_s"), [(True, 0.0), (False, 1.0)])
+def test_one_piece_is_copied_while_another_is_computed_with(gives_ahead: bool, exposed_s: float) -> None:
+    """A copy takes as long as the use of a piece. Where an operation is given as it begins, its first piece is late."""
+    machine = rates(h2d_bytes=ITEMSIZE * PIECE, gives_ahead=gives_ahead)
+    simulated = job(machine=machine, compute_s=3.0, num_steps=2, **streamed(1))
+    # Forward again, and backward for twice as long.
+    seconds = {each: s * (3 if each[0] is Phase.BACKWARD else 1) for each, s in simulated.work.compute_s.items()}
+    spans = replace(simulated, work=Work(compute_s=seconds)).spans()
+    for kind, compute_s in ((SpanKind.FORWARD, 3.0), (SpanKind.BACKWARD, 9.0)):
+        found = [span.end_s - span.start_s for span in spans if span.kind is kind and span.block in (2, 3)]
+        assert found == pytest.approx([compute_s + exposed_s] * 4, abs=0.01)
+
+
+@pytest.mark.parametrize("num_held", [1, 2])
+def test_chunks_stay_in_host_memory_while_their_layer_is_computed(num_held: int) -> None:
+    """Where there is room for one layer only, the next one's last chunks are not read before that."""
+    found = job(compute_s=5.0, num_steps=1, **streamed(1))
+    while num_held == 1:
+        nbytes = found.context.plan.arena_nbytes - 1
+        try:
+            found = job(compute_s=5.0, num_steps=1, host_memory_nbytes=nbytes, **streamed(1))
+        except PlanError:
+            break
+    chunks_of_layer = found.context.layout.num_chunks(BlockIndex(1))
+    assert found.context.plan.params.num_slots == FETCH_DEPTH + num_held * chunks_of_layer
+    spans = found.spans()
+    reads = [span.end_s for span in spans if span.kind is SpanKind.READ_PARAMS and span.block == 2]
+    assert len(reads) == 2 * chunks_of_layer
+    (before,) = (span.end_s for span in spans if span.kind is SpanKind.FORWARD and span.block == 1)
+    is_late = reads[chunks_of_layer - 1] > before
+    assert is_late == (num_held == 1)

@@ -1,0 +1,83 @@
+"""Planned jobs, simulated as they are and in larger pieces."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.planner.planning.test_planner import SHAPE, machine, question
+from windlass.actors.timeline.memory_levels import Tier
+from windlass.engine.memory_plan.queue_depths import QueueDepths
+from windlass.engine.model.layout import ModelLayout
+from windlass.planner.hardware.hardware import Hardware
+from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
+from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.simulation import planned_job
+from windlass.planner.simulation.planned_job import simulate_planned
+from windlass.planner.solver.search import Solution
+from windlass.planner.solver.step_cost import Tier as PlannedTier
+from windlass.storage.ids import Formats, Precision, StatePrecision
+
+FORMATS = Formats(Precision.BF16, StatePrecision.FP32)
+# Activations and states go on to the SSDs.
+SMALL = machine(host=7, gpus=6)
+
+
+def simulated_step_s(solution: Solution, layout: ModelLayout) -> float:
+    return simulate_planned(solution, layout, FORMATS, num_cores=2).step_s
+
+
+def planned(hardware: Hardware, **changes: object) -> tuple[Solution, ModelLayout]:
+    asked: PlanQuestion = question(hardware, **changes)
+    profiles = Profiles(asked)
+    return best_plan(asked, profiles)[1], profiles.layout
+
+
+@pytest.mark.parametrize(
+    ("hardware", "changes"),
+    [
+        (machine(), {"num_microbatches": 2}),
+        (machine(gpus=4, host=4.2), {"batch_size": 32, "num_microbatches": 2}),  # swaps, to the SSDs too
+        pytest.param(machine(gpus=2.2, host=4), {"batch_size": 4, "num_microbatches": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_levels_of_memory_are_within_the_plan(hardware: Hardware, changes: dict[str, object]) -> None:
+    config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
+    asked = question(hardware, config=config, **changes)
+    profiles = Profiles(asked)
+    job, solution = best_plan(asked, profiles)
+    simulated = simulate_planned(solution, profiles.layout, FORMATS, num_cores=2)
+    memory, levels = simulated.memory, {(each.tier, each.what): each for each in simulated.steps[-1].levels}
+
+    def on_device(*kinds: str) -> int:
+        return sum(levels[Tier.GPU, what].allocated_nbytes or 0 for what in kinds if (Tier.GPU, what) in levels)
+
+    need = profiles.device_need(asked, job, solution)
+    assert on_device("params", "pieces of params") == need.params_nbytes
+    assert on_device("gradients") == need.grads_nbytes
+    assert on_device("states") == need.states_nbytes
+    assert need.states_nbytes < memory[Tier.GPU].peak_nbytes <= solution.nbytes[PlannedTier.DEVICE]
+    # As nothing was made larger to simulate.
+    assert memory[Tier.HOST].allocated_nbytes == solution.plan.arena_nbytes
+    assert memory[Tier.SSD].allocated_nbytes == solution.nbytes[PlannedTier.SSD]
+    for each in levels.values():
+        most = max(nbytes for _, nbytes in each.points)
+        assert 0 <= most <= (most if each.allocated_nbytes is None else each.allocated_nbytes)
+
+
+@pytest.mark.long
+def test_larger_slots_and_chunks_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    solution, layout = planned(SMALL, batch_size=32)
+    assert solution.plan.num_ssd_activations > 0
+    assert solution.plan.host_blocks or solution.plan.num_cached_params
+    exact_s = simulated_step_s(solution, layout)
+    assert exact_s >= 0.99 * solution.step_s
+    monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", solution.plan.num_ssd_activations // 8)
+    assert simulated_step_s(solution, layout) == pytest.approx(exact_s, rel=0.02)
+
+
+@pytest.mark.long
+def test_with_many_ssds_deeper_buffers_are_faster() -> None:
+    solution, layout = planned(machine(host=6, gpus=6))
+    assert solution.placement.depths.states > QueueDepths().states
+    shallow = replace(solution, placement=replace(solution.placement, depths=QueueDepths()))
+    assert simulated_step_s(solution, layout) < 0.8 * simulated_step_s(shallow, layout)

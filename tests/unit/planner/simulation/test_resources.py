@@ -1,0 +1,154 @@
+"""Simulated resources: who goes first, and what is waited for."""
+
+import functools
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import simpy
+
+from windlass.actors.messages import SpanKind
+from windlass.planner.simulation.cores import SharedCores
+from windlass.planner.simulation.resources import Log, Resource, Ssd
+from windlass.planner.simulation.waiting import Queue, Signal, Slots
+
+Steps = Generator[simpy.Event, Any, None]
+
+
+class TestSsd:
+    def moved(self, *requests: tuple[float, float, int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
+        """Start and end of each (asked at, seconds, pieces, priority), by its place."""
+        log = Log()
+        ssd = Ssd(log, "ssd-0")
+
+        def ask(chunk: int, at_s: float, duration_s: float, num_pieces: int, priority: tuple[int, int]) -> Steps:
+            yield log.env.timeout(at_s)
+            yield from ssd.move(duration_s, num_pieces, priority, SpanKind.READ_PARAMS, 1, 0, chunk, 100)
+
+        for chunk, request in enumerate(requests):
+            log.env.process(ask(chunk, *request))
+        log.env.run()
+        assert len(log.spans) == len(requests)
+        return {span.chunk: (span.start_s, span.end_s) for span in log.spans}
+
+    def test_one_after_the_other(self) -> None:
+        found = self.moved((0.0, 4.0, 4, (1, 0)), (1.0, 2.0, 2, (1, 0)), (1.5, 1.0, 1, (1, 0)))
+        assert found == {0: (0.0, 4.0), 1: (4.0, 6.0), 2: (6.0, 7.0)}
+
+    def test_what_waits_goes_by_its_urgency(self) -> None:
+        found = self.moved((0.0, 1.0, 1, (1, 0)), (0.1, 1.0, 1, (1, 2)), (0.2, 1.0, 1, (1, 1)))
+        assert found == {0: (0.0, 1.0), 2: (1.0, 2.0), 1: (2.0, 3.0)}
+
+    def test_something_more_urgent_goes_first_after_a_piece(self) -> None:
+        found = self.moved((0.0, 4.0, 4, (1, 5)), (1.5, 1.0, 1, (1, 1)), (1.6, 0.5, 1, (1, 0)))
+        assert found[2] == pytest.approx((2.0, 2.5))
+        assert found[1] == pytest.approx((2.5, 3.5))
+        assert found[0] == pytest.approx((0.0, 5.5))  # its other two pieces last
+
+    def test_what_is_in_one_piece_is_not_stopped(self) -> None:
+        found = self.moved((0.0, 4.0, 1, (1, 5)), (1.0, 1.0, 1, (1, 0)))
+        assert found == {0: (0.0, 4.0), 1: (4.0, 5.0)}
+
+    @pytest.mark.timeout(20)  # where it goes wrong it has no end
+    def test_what_is_shorter_than_the_clock_can_tell_ends_as_well(self) -> None:
+        found = self.moved(*[(at_s, 3.3e-9, 3, (1, 0)) for at_s in (101.1, 1e6 / 3, 1e6 / 3, 1e9)])
+        assert sorted(end_s for _, end_s in found.values()) == pytest.approx([101.1, 1e6 / 3, 1e6 / 3, 1e9])
+
+
+@pytest.mark.parametrize(("num_cores", "computed_s"), [(2, 12.0), (None, 10.0)])
+def test_what_cores_do_for_an_ssd_slows_down_what_is_computed_and_not_the_ssd(
+    num_cores: int | None, computed_s: float
+) -> None:
+    log = Log(num_cores)
+    ssd, compute = Ssd(log, "ssd-0", cpu_s_per_byte=0.02), Resource(log, "compute")
+    log.env.process(compute.work(10.0, SpanKind.FORWARD, 1, 0))
+    log.env.process(ssd.move(5.0, 5, (1, 0), SpanKind.READ_PARAMS, 1, 0, 0, 100))
+    log.env.run()
+    ends = {span.kind: span.end_s for span in log.spans}
+    assert ends == {SpanKind.FORWARD: pytest.approx(computed_s), SpanKind.READ_PARAMS: 5.0}
+
+
+def test_a_resource_takes_turns() -> None:
+    log = Log()
+    link = Resource(log, "link")
+
+    def ask(chunk: int, at_s: float) -> Steps:
+        yield log.env.timeout(at_s)
+        yield from link.work(2.0, SpanKind.COPY_PARAMS_IN, 1, 0, chunk, 10)
+
+    for chunk, at_s in enumerate((0.0, 1.0, 0.5, 9.0)):
+        log.env.process(ask(chunk, at_s))
+    log.env.run()
+    assert [(span.chunk, span.start_s) for span in log.spans] == [(0, 0.0), (2, 2.0), (1, 4.0), (3, 9.0)]
+
+
+def test_two_ways_that_share_a_link_are_slow_only_while_both_are_busy() -> None:
+    log = Log()
+    both = SharedCores(log.env, 2 * 0.75)
+    there, back = (Resource(log, name, functools.partial(both.work, num_threads=1)) for name in ("there", "back"))
+    for chunk in range(2):
+        log.env.process(there.work(3.0, SpanKind.COPY_PARAMS_IN, 1, 0, chunk))
+    log.env.process(back.work(3.0, SpanKind.COPY_GRAD_OUT, 1, 0, 2))
+    log.env.run()
+    assert {span.chunk: span.end_s for span in log.spans} == pytest.approx({0: 4.0, 2: 4.0, 1: 7.0})
+
+
+def test_who_asks_for_slots_first_is_served_first() -> None:
+    env = simpy.Environment()
+    slots, taken = Slots(env, 3), []
+
+    def ask(name: str, count: int, at_s: float) -> Steps:
+        yield env.timeout(at_s)
+        yield from slots.take(count)
+        taken.append((name, env.now))
+        yield env.timeout(4.0)
+        slots.give_back(count)
+
+    for name, count, at_s in (("two", 2, 0.0), ("three", 3, 1.0), ("one", 1, 2.0)):
+        env.process(ask(name, count, at_s))
+    env.run()
+    # One is free all the time, but who wants three came before.
+    assert taken == [("two", 0.0), ("three", 4.0), ("one", 8.0)]
+
+
+def test_a_queue_hands_out_in_order() -> None:
+    env = simpy.Environment()
+    queue: Queue[str] = Queue(env)
+    got = []
+
+    def take() -> Steps:
+        while True:
+            item = yield from queue.get()
+            got.append((item, env.now))
+
+    def put() -> Steps:
+        queue.put("a")
+        queue.put("b")
+        yield env.timeout(1.0)
+        queue.put("c")
+
+    env.process(take())
+    env.process(put())
+    env.run()
+    assert got == [("a", 0.0), ("b", 0.0), ("c", 1.0)]
+
+
+def test_who_waits_for_a_signal_looks_again() -> None:
+    env = simpy.Environment()
+    signal, number, over = Signal(env), [0], []
+
+    def wait(least: int) -> Steps:
+        yield from signal.until(lambda: number[0] >= least)
+        over.append((least, env.now))
+
+    def count() -> Steps:
+        for _ in range(3):
+            yield env.timeout(1.0)
+            number[0] += 1
+            signal.tell()
+
+    for least in (2, 0, 3):
+        env.process(wait(least))
+    env.process(count())
+    env.run()
+    assert over == [(0, 0.0), (2, 2.0), (3, 3.0)]

@@ -1,0 +1,253 @@
+"""Simulated jobs end; resources do one thing at a time, nothing is early, and the arithmetic of steps is right."""
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.actors.specs import make_layout, make_spec
+from tests.support.planner.simulated import CHUNK, Simulated, job, layers_of, rates, run
+from windlass.actors.job.context import make_context
+from windlass.actors.messages import Phase, SpanKind, WorkSpan
+from windlass.actors.policy.ordering import Ordering, QueueOrder
+from windlass.actors.scheduler.scheduler import job_shape
+from windlass.actors.timeline.memory_levels import Tier
+from windlass.actors.timeline.span_files import StepSpans
+from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.simulation.simulate import Work, simulate
+from windlass.storage.ids import BlockIndex
+
+
+def test_where_all_else_is_fast_a_step_is_its_compute() -> None:
+    steps = run()
+    assert len(steps) == 4
+    for step in steps[1:]:
+        assert step.summary["period_s"] == pytest.approx(11.0, rel=1e-6)
+        assert step.summary["overlap_efficiency"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_where_the_ssds_are_slow_a_step_is_its_bytes() -> None:
+    slow = rates(ssd_read_bytes=(1e4, 1e4), ssd_write_bytes=(1e4, 1e4))
+    step = run(num_steps=8, machine=slow, compute_s=1e-3)[5]
+    nbytes = sum(step.summary["moved_bytes"][name] for name in ("ssd-0", "ssd-1"))
+    # Master and moments in, these and the params out; the params in once or twice.
+    assert 26 * 6 * 2 * CHUNK <= nbytes <= 30 * 6 * 2 * CHUNK
+    assert step.summary["period_s"] == pytest.approx(nbytes / 2e4, rel=0.1)
+    assert step.summary["busiest"].startswith("ssd-")
+
+
+def test_where_the_optimizer_is_slow_priority_beats_arrival() -> None:
+    # As long as the compute: the next forward pass can begin under the updates, if its blocks are updated first.
+    slow = rates(optimizer_params=24 * 2 * CHUNK / 47.0)
+
+    def period_s(queues: QueueOrder) -> float:
+        ordering = Ordering(queues=queues)
+        return float(run(num_blocks=24, machine=slow, ordering=ordering)[-1].summary["period_s"])
+
+    assert period_s(QueueOrder.PRIORITY) < period_s(QueueOrder.FIFO) * 0.9
+
+
+def test_a_steady_step_is_found_without_timelines() -> None:
+    slow = rates(optimizer_params=12 * 2 * CHUNK / 9.0, ssd_read_bytes=(1e5, 1e5), ssd_write_bytes=(1e5, 1e5))
+    found = job(num_blocks=12, machine=slow, num_steps=8)
+    steps = found.steps()
+    assert found.steady_step_s() == pytest.approx(steps[5].summary["period_s"], rel=0.02)
+
+
+def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:
+    slow = rates(optimizer_params=2 * CHUNK)  # a second a block
+    hyper = {"clip_norm": 1.0}
+    alone = run(machine=slow, hyperparameters=hyper, ordering=Ordering(overlaps_steps=False))[-1]
+    assert alone.summary["period_s"] == pytest.approx(11.0 + 6.0, rel=1e-3)
+    beside = run(machine=slow, hyperparameters=hyper)[-1]
+    # Each block's forward operation follows its update; three chunks may begin before the last gradient has come, which
+    # is that of the first block.
+    assert 11.0 + 1.0 - 1e-3 <= beside.summary["period_s"] <= 11.0 + 1.0 + 1.5 + 1e-3
+
+
+def test_what_rests_on_the_device_moves_nowhere_but_to_be_kept() -> None:
+    everything = Placement(device_blocks=tuple(range(6)), commit_every=100)
+    step = run(placement=everything)[1]
+    assert step.summary["moved_bytes"] == {}
+    assert {name for name, busy_s in step.summary["busy_s"].items() if busy_s} == {"gpu-0/compute"}
+
+
+def test_what_rests_on_the_device_is_copied_out_and_written_at_a_commit() -> None:
+    everything = Placement(device_blocks=tuple(range(6)), commit_every=2)
+    slow = rates(ssd_write_bytes=(1e4, 1e4), d2h_bytes=1e5)
+    steps = run(placement=everything, machine=slow, num_steps=6)
+    moved = [step.summary["moved_bytes"] for step in steps]
+    written = [each.get("ssd-0", 0) + each.get("ssd-1", 0) for each in moved]
+    # The states of step 2 go out from step 3 on, and those of step 4 from step 5 on; those of step 6 after all steps.
+    assert sum(written) == 2 * 14 * 6 * 2 * CHUNK
+    assert written[:2] == [0, 0]
+    # An update waits for the flushes before it.
+    assert steps[2].summary["period_s"] > steps[1].summary["period_s"] + 1.0
+
+
+def test_rates_are_needed_for_every_ssd() -> None:
+    with pytest.raises(ValueError, match="2 SSDs; rates are given for 1"):
+        run(machine=rates(ssd_read_bytes=(1.0,)))
+
+
+def test_validation_is_left_out() -> None:
+    assert len(run(num_validation_examples=3, evaluate_every=1)) == 4
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_a_tied_head_brings_the_embedding_too(num_optimizers: int) -> None:
+    layout = make_layout(*[CHUNK] * 4, chunk_numel=CHUNK)
+    tied = replace(layout, shared=(*layout.shared[:-1], (BlockIndex(3), BlockIndex(0))))
+    context = make_context(make_spec(total_steps=2, num_cpu_optimizers=num_optimizers), tied, "")
+    work = Work(compute_s={(phase, block): 1.0 for phase in Phase for block in range(4)})
+    steps = simulate(context, job_shape(context, lambda _: "{}"), rates(h2d_bytes=CHUNK * 2), work)
+    copied = [span for span in steps[1].spans if span.kind is SpanKind.COPY_PARAMS_IN and span.block == 0]
+    assert len(copied) >= 3  # for forward, head and backward
+
+
+# A placement for each tier; the last one is for jobs that keep their gradients.
+TIERS = {
+    "SSDs": Placement(num_cached_params=0),
+    "params stay": Placement(num_cached_params=7),
+    "host memory": Placement(host_blocks=(0, 1, 4), commit_every=2),
+    "device": Placement(device_blocks=(0, 3), host_blocks=(1,), commit_every=3),
+    "gradients on SSDs": Placement(num_host_grad_blocks=1, num_cached_params=2),
+}
+# Slots in host memory and on the SSDs, of the 24 that three layers with two tensors take for four micro-batches.
+ROOM = {"nothing": None, "host": (24, 0), "host and SSDs": (7, 17), "SSDs": (0, 24)}
+TENSORS = (3000, 4096)
+NUM_BLOCKS = 5
+LAYERS = range(1, NUM_BLOCKS - 1)
+
+
+def featured(
+    placement: Placement, *, group_size: int, swaps: str, streams: bool, clips: bool, **options: Any
+) -> Simulated:
+    """A job of four micro-batches with some of all that there is."""
+    placement, room = replace(placement, group_size=group_size), ROOM[swaps]
+    if room is not None:
+        placement = replace(
+            placement,
+            activations=ActivationChoice.SWAP.of_layers(1) + ActivationChoice.RECOMPUTE_SWAP_INPUT.of_layers(2),
+            host_activation_nbytes=room[0] * 4096,
+            ssd_activation_nbytes=room[1] * 4096,
+        )
+    if streams:
+        placement = replace(placement, streamed_blocks=tuple(set(LAYERS) - set(placement.device_blocks)))
+    return job(
+        layout=layers_of((3000, 3000), (4000,), (3000,), num_norms=100, num_blocks=NUM_BLOCKS),
+        placement=placement,
+        swapped_nbytes={} if room is None else dict.fromkeys(LAYERS, TENSORS),
+        hyperparameters={"num_microbatches": 4, "clip_norm": 1.0 if clips else None},
+        **options,
+    )
+
+
+@pytest.mark.usefixtures("small_activation_slots")
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("swaps", ROOM)
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_combination_ends(tier: str, swaps: str, streams: bool) -> None:
+    slow = rates(h2d_bytes=1e5, d2h_bytes=1e5, ssd_read_bytes=(1e5, 1e5), ssd_write_bytes=(1e5, 1e5))
+    for group_size, clips in product((4, 2, 1), (False, True)):
+        if clips or tier != "gradients on SSDs":
+            features = {"group_size": group_size, "swaps": swaps, "streams": streams, "clips": clips}
+            assert len(featured(TIERS[tier], **features, num_steps=2, machine=slow, compute_s=0.1).steps()) == 2
+
+
+PLACEMENTS = st.builds(
+    Placement,
+    host_blocks=st.sets(st.integers(0, 2)).map(lambda blocks: tuple(sorted(blocks))),
+    device_blocks=st.sets(st.integers(3, 4)).map(lambda blocks: tuple(sorted(blocks))),
+    num_cached_params=st.one_of(st.none(), st.integers(0, 8)),
+    commit_every=st.one_of(st.none(), st.integers(1, 3)),
+)
+SPILLED = st.builds(Placement, num_host_grad_blocks=st.integers(0, 4), num_cached_params=st.integers(0, 4))
+SECONDS = st.sampled_from([0.0, 0.3, 1.0, 5.0])
+
+
+@pytest.mark.usefixtures("small_activation_slots")
+# The slots' size is the same in all of a test's jobs.
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_job_ends_and_keeps_the_order_of_things(data: st.DataObject) -> None:
+    spills = data.draw(st.booleans())
+    ordering = data.draw(
+        st.builds(
+            Ordering,
+            queues=st.sampled_from(QueueOrder),
+            overlaps_steps=st.booleans(),
+            max_prefetched=st.integers(1, 4),
+            max_offloading=st.integers(1, 3),
+            max_updating=st.sampled_from([1, 2, 1024]),
+        )
+    )
+    chunk_s = CHUNK / 10
+    machine = rates(
+        h2d_bytes=2 * CHUNK / (data.draw(SECONDS) + 1e-9),
+        d2h_bytes=4 * CHUNK / (data.draw(SECONDS) + 1e-9),
+        ssd_read_bytes=(chunk_s, 2 * chunk_s),
+        ssd_write_bytes=(chunk_s, 3 * chunk_s),
+        optimizer_params=CHUNK / (data.draw(SECONDS) + 1e-9),
+        message_s=data.draw(st.sampled_from([0.0, 0.01])),
+        commit_s=data.draw(SECONDS),
+        gives_ahead=data.draw(st.booleans()),
+    )
+    steps = featured(
+        data.draw(SPILLED if spills else PLACEMENTS),
+        group_size=data.draw(st.integers(1, 4)),
+        swaps=data.draw(st.sampled_from(sorted(ROOM))),
+        streams=data.draw(st.booleans()),
+        clips=spills or data.draw(st.booleans()),
+        num_steps=3,
+        machine=machine,
+        compute_s=data.draw(SECONDS),
+        ordering=ordering,
+    ).steps()
+    assert len(steps) == 3
+    spans = list(dict.fromkeys(span for step in steps for span in step.spans))
+    _one_at_a_time(spans)
+    _no_block_is_computed_before_its_update(spans, num_blocks=NUM_BLOCKS)
+    _memory_is_what_is_allocated(steps)
+
+
+def _one_at_a_time(spans: list[WorkSpan]) -> None:
+    by_resource: dict[str, list[WorkSpan]] = defaultdict(list)
+    for span in spans:
+        # A chunk on its way to or from an SSD may be overtaken after each piece.
+        if not span.kind.startswith("wait_") and not span.resource.startswith("ssd-"):
+            by_resource[span.resource].append(span)
+    for found in by_resource.values():
+        found.sort(key=lambda span: (span.start_s, span.end_s))
+        for first, second in itertools.pairwise(found):
+            assert second.start_s >= first.end_s - 1e-9, (first, second)
+
+
+def _memory_is_what_is_allocated(steps: list[StepSpans]) -> None:
+    for level in (level for step in steps for level in step.levels):
+        most = max(nbytes for _, nbytes in level.points)
+        assert min(nbytes for _, nbytes in level.points) >= 0, level
+        assert most <= (most if level.allocated_nbytes is None else level.allocated_nbytes), level
+    for level in steps[-1].levels:  # which is all given back, but for what rests and params that stay
+        if level.what not in ("states", "params"):
+            assert level.points[-1][1] == 0, level
+    (stored,) = (level for level in steps[-1].levels if level.tier is Tier.SSD and level.what == "states")
+    assert 2 * stored.points[-1][1] == stored.allocated_nbytes
+
+
+def _no_block_is_computed_before_its_update(spans: list[WorkSpan], *, num_blocks: int) -> None:
+    updated: dict[tuple[int, int], float] = {}
+    for span in spans:
+        if span.kind is SpanKind.UPDATE:
+            key = (span.step, span.block)
+            updated[key] = max(updated.get(key, 0.0), span.end_s)
+    forward = [span for span in spans if span.kind in (SpanKind.FORWARD, SpanKind.HEAD) and span.step > 1]
+    assert {span.block for span in forward} == set(range(num_blocks))
+    for span in forward:
+        assert span.start_s >= updated[(span.step - 1, span.block)] - 1e-9

@@ -1,0 +1,209 @@
+"""The integer program, beside a search through everything."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from windlass.planner.solver.integer_program import (
+    Assignment,
+    BlockGroup,
+    Bound,
+    Buffer,
+    Outcome,
+    Overflow,
+    Program,
+    Way,
+    outcome_of,
+    shortfall,
+    shortfall_of,
+    solve,
+)
+
+NUM_PARTS, NUM_TIERS, NUM_BUFFERS = 3, 3, 2
+SECONDS = st.integers(0, 20).map(lambda tenths: tenths / 10)
+NBYTES = st.integers(0, 12).map(lambda gigabytes: gigabytes * 1e9)
+
+
+def ways() -> st.SearchStrategy[Way]:
+    return st.builds(
+        lambda seconds, nbytes, share, buffered: Way(
+            seconds=tuple(seconds),
+            nbytes=tuple(nbytes),
+            movable_nbytes=nbytes[1] * share,
+            buffered_nbytes=tuple(buffered),
+        ),
+        st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
+        st.lists(NBYTES, min_size=NUM_TIERS, max_size=NUM_TIERS),
+        st.sampled_from([0.0, 0.5, 1.0]),
+        st.lists(NBYTES, min_size=NUM_BUFFERS, max_size=NUM_BUFFERS),
+    )
+
+
+def alike(count: int, its_ways: list[Way]) -> BlockGroup:
+    return BlockGroup(count=count, ways=tuple(its_ways))
+
+
+WEIGHTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=NUM_PARTS, max_size=NUM_PARTS)
+PROGRAMS = st.builds(
+    lambda blocks, seconds, limits, bounds, constants, overflow, most: Program(
+        blocks=tuple(blocks),
+        seconds=tuple(seconds),
+        nbytes=(0.0, 1e9, 0.0),
+        limits=tuple(limits),
+        bounds=tuple(Bound(weights=tuple(w), constant_s=c) for w, c in zip(bounds, constants, strict=False)),
+        overflow=overflow,
+        buffers=(Buffer(tier=0, most_nbytes=most[0]), Buffer(tier=1, most_nbytes=most[1])),
+    ),
+    st.lists(
+        st.builds(
+            lambda n, w: BlockGroup(count=n, ways=tuple(w)), st.integers(1, 4), st.lists(ways(), min_size=1, max_size=3)
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
+    st.lists(st.integers(0, 40).map(lambda n: n * 1e9), min_size=NUM_TIERS, max_size=NUM_TIERS),
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=NUM_PARTS, max_size=NUM_PARTS), min_size=1, max_size=4
+    ),
+    st.lists(SECONDS, min_size=4, max_size=4),
+    st.none()
+    | st.builds(
+        lambda seconds: Overflow(source=1, target=2, seconds=tuple(each / 1e9 for each in seconds)),
+        st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
+    ),
+    st.lists(NBYTES, min_size=NUM_BUFFERS, max_size=NUM_BUFFERS),
+)
+
+
+def splits(count: int, num_ways: int) -> Iterator[tuple[int, ...]]:
+    if num_ways == 1:
+        yield (count,)
+        return
+    for first in range(count + 1):
+        for rest in splits(count - first, num_ways - 1):
+            yield (first, *rest)
+
+
+def best_of_all(program: Program) -> Outcome | None:
+    """Goes through everything; what moves is the least that fits, as moving is never worth anything by itself."""
+    best = None
+    for counts in itertools.product(*(splits(alike.count, len(alike.ways)) for alike in program.blocks)):
+        moved = 0.0
+        if (overflow := program.overflow) is not None:
+            unmoved = outcome_of(program, Assignment(counts=counts, moved_nbytes=0.0))
+            moved = max(0.0, unmoved.nbytes[overflow.source] - program.limits[overflow.source])
+            movable = sum(
+                n * way.movable_nbytes
+                for alike, ns in zip(program.blocks, counts, strict=True)
+                for way, n in zip(alike.ways, ns, strict=True)
+            )
+            if moved > movable:
+                continue
+        outcome = outcome_of(program, Assignment(counts=counts, moved_nbytes=moved))
+        if fits(program, outcome) and (best is None or outcome.cost < best.cost):
+            best = outcome
+    return best
+
+
+def fits(program: Program, outcome: Outcome) -> bool:
+    return all(used <= limit * (1 + 1e-6) + 1 for used, limit in zip(outcome.nbytes, program.limits, strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(PROGRAMS)
+def test_equals_a_search_through_everything(program: Program) -> None:
+    assert_best(program)
+
+
+@pytest.mark.long
+@settings(max_examples=5000, deadline=None)
+@given(PROGRAMS)
+def test_equals_it_thousands_of_times(program: Program) -> None:
+    assert_best(program)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None)
+@given(PROGRAMS)
+def test_what_takes_long_to_prove_is_a_thousandth_off_at_most(program: Program) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("windlass.planner.solver.integer_program._MAX_NODES", 0)
+        assert_best(program, rel=1e-3)
+
+
+def assert_best(program: Program, rel: float = 2e-6) -> None:
+    best, found = best_of_all(program), solve(program)
+    assert (best is None) == (found is None)
+    if best is None or found is None:
+        return
+    assert [sum(counts) for counts in found.counts] == [alike.count for alike in program.blocks]
+    outcome = outcome_of(program, found)
+    assert fits(program, outcome)
+    assert outcome.cost == pytest.approx(best.cost, rel=rel, abs=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PROGRAMS)
+def test_with_what_is_missing_it_fits(program: Program) -> None:
+    missing = shortfall(program)
+    assert (max(missing) < 1e3) == (solve(program) is not None)
+    limits = tuple(limit + lacks + 1e5 for limit, lacks in zip(program.limits, missing, strict=True))
+    raised = replace(program, limits=limits)
+    assert solve(raised) is not None
+
+
+@pytest.mark.long
+@settings(max_examples=200, deadline=None)
+@given(PROGRAMS)
+def test_with_what_one_tier_lacks_it_fits_or_that_does_not_help(program: Program) -> None:
+    for tier, limit in enumerate(program.limits):
+        lacks = shortfall_of(program, tier)
+        all_nbytes = sum(alike.count * max(map(sum, (way.nbytes for way in alike.ways))) for alike in program.blocks)
+        all_nbytes += sum(buffer.most_nbytes for buffer in program.buffers)
+        more = (sum(program.nbytes) + all_nbytes if lacks is None else lacks) + 1e5
+        limits = (*program.limits[:tier], limit + more, *program.limits[tier + 1 :])
+        raised = replace(program, limits=limits)
+        assert (lacks is None) == (solve(raised) is None)
+
+
+def test_the_step_is_the_largest_bound() -> None:
+    program = Program(
+        blocks=(
+            BlockGroup(count=2, ways=(Way(seconds=(1.0, 2.0), nbytes=(5.0,)), Way(seconds=(3.0, 0.0), nbytes=(0.0,)))),
+        ),
+        seconds=(0.5, 0.0),
+        nbytes=(0.0,),
+        limits=(5.0,),
+        bounds=(Bound(weights=(1.0, 0.0)), Bound(weights=(0.0, 1.0), constant_s=1.0)),
+    )
+    found = solve(program)
+    assert found == Assignment(counts=((1, 1),), moved_nbytes=0.0)
+    assert outcome_of(program, found) == Outcome(step_s=4.5, seconds=(4.5, 2.0), nbytes=(5.0,))
+    assert math.isclose(outcome_of(program, found).cost, 4.5 + 1e-4 * 6.5)
+
+
+def test_a_buffer_takes_what_goes_there_until_it_is_full() -> None:
+    """Two blocks through it take less than to rest there; one alone does not, as the buffer is too large for it."""
+    rests = Way(seconds=(1.0,), nbytes=(4.0,))
+    passes = Way(seconds=(0.0,), nbytes=(0.0,), buffered_nbytes=(5.0,))
+    program = Program(
+        blocks=(BlockGroup(count=3, ways=(rests, passes, Way(seconds=(9.0,), nbytes=(0.0,)))),),
+        seconds=(0.0,),
+        nbytes=(1.0,),
+        limits=(7.0,),
+        bounds=(Bound(weights=(1.0,)),),
+        buffers=(Buffer(tier=0, most_nbytes=6.0),),
+    )
+    found = solve(program)
+    assert found == Assignment(counts=((0, 3, 0),), moved_nbytes=0.0)
+    assert outcome_of(program, found).nbytes == (7.0,)
+    found = solve(replace(program, limits=(6.5,)))
+    assert found == Assignment(counts=((0, 1, 2),), moved_nbytes=0.0)
+    assert outcome_of(program, found).nbytes == (6.0,)
+    assert shortfall(replace(program, limits=(0.0,))) == pytest.approx((1.0,))

@@ -1,0 +1,332 @@
+"""Plans: they fit, nothing faster fits, and they say what they cost."""
+
+import math
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tests.support.planner.profiles import make_job, make_profile, make_speeds
+from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
+from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY
+from windlass.engine.memory_plan.queue_depths import (
+    LEAVING_ACTIVATION_NBYTES,
+    STAGED_ACTIVATIONS,
+    STATE_DEPTH,
+    QueueDepths,
+)
+from windlass.planner.solver.integer_program import Assignment, outcome_of, solve
+from windlass.planner.solver.search import (
+    DoesNotFitError,
+    Solution,
+    candidates,
+    group_sizes,
+    least_nbytes,
+    may_fit,
+    solve_job,
+)
+from windlass.planner.solver.step_cost import Limits, Part, PlannedJob, StateTier, StepCosts, Tier
+
+PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
+MIB = 2**20
+
+
+def limits(device_mib: float, host_mib: float, ssd_mib: float = 1e6) -> Limits:
+    return Limits(device_nbytes=device_mib * MIB, host_nbytes=host_mib * MIB, ssd_nbytes=ssd_mib * MIB)
+
+
+def test_with_plenty_of_memory_nothing_moves() -> None:
+    """What is slowest here is the optimizer; on the device it is not."""
+    solution = solve_job(make_job(), make_speeds(optimizer_params=1e6), PLENTY)
+    assert solution.placement.device_blocks == tuple(range(8))
+    assert not any(choice.recompute or choice.swaps for choice in solution.placement.activations)
+    update_s = 56 * MIB / 1e10
+    assert solution.seconds[Part.FORWARD] == pytest.approx(6 * 0.1 + 3 * 0.02)
+    assert solution.seconds[Part.BACKWARD] == pytest.approx(6 * 0.2 + update_s)
+    assert solution.step_s == pytest.approx(solution.seconds[Part.FORWARD] + solution.seconds[Part.BACKWARD])
+    assert solution.bottleneck == "compute"
+
+
+def test_with_little_memory_states_go_to_the_ssds_and_layers_are_computed_again() -> None:
+    job = make_job()
+    # Two layers' params and gradients, the embedding's and the head's, six inputs, and the largest operation.
+    device = (2 * (8 + 4) * 2 + 2 * (8 + 4) * 2) + 6 * 2 + 12
+    with pytest.raises(DoesNotFitError):
+        solve_job(job, make_speeds(h2d_bytes=1e6, d2h_bytes=1e6), limits(40, 1000))
+    solution = solve_job(job, make_speeds(), limits(device, 160))
+    assert not solution.placement.device_blocks
+    assert solution.nbytes[Tier.DEVICE] <= device * MIB
+    assert solution.nbytes[Tier.HOST] <= 160 * MIB
+
+
+def test_swapping_pays_where_the_link_is_fast_and_recomputing_where_it_is_slow() -> None:
+    fast = solve_job(make_job(), make_speeds(h2d_bytes=1e12, d2h_bytes=1e12), limits(200, 2000))
+    slow = solve_job(make_job(), make_speeds(d2h_bytes=1e7), limits(200, 2000))
+    assert fast.seconds[Part.BACKWARD] == pytest.approx(6 * 0.2, rel=0.02)
+    assert sum(bool(choice.swapped) for choice in fast.placement.activations) > 0
+    assert not any(choice.swapped for choice in slow.placement.activations)
+
+
+@pytest.mark.parametrize(("duplex_bytes", "slowed"), [(math.inf, 0.0), (1.5e7, 1 / 3), (1e6, 1.0)])
+def test_the_ways_of_a_link_slow_each_other_down(duplex_bytes: float, slowed: float) -> None:
+    link = {"h2d_bytes": 1e7, "d2h_bytes": 1e7, "duplex_bytes": duplex_bytes}
+    found = solve_job(make_job(), make_speeds(**link), limits(100, 2000)).seconds
+    there = found[Part.H2D_FORWARD] + found[Part.H2D_BACKWARD]
+    back = found[Part.D2H_FORWARD] + found[Part.D2H_BACKWARD]
+    solution = solve_job(make_job(), make_speeds(**link), limits(100, 2000))
+    assert there > back > 0
+    assert solution.step_s == pytest.approx(there + slowed * back)
+
+
+def test_what_has_no_room_in_host_memory_goes_to_the_ssds() -> None:
+    job, speeds = make_job(), make_speeds(h2d_bytes=1e12, d2h_bytes=1e12, ssd_read_bytes=1e12, ssd_write_bytes=1e12)
+    solution = solve_job(job, speeds, limits(130, 180))
+    assert solution.placement.ssd_activation_nbytes > 0
+    slots = solution.plan.activations.num_slots
+    assert slots * ACTIVATION_SLOT_NBYTES == solution.placement.host_activation_nbytes + STAGED_ACTIVATIONS * MIB
+    assert solution.plan.arena_nbytes <= 180 * MIB
+
+
+def test_staging_takes_memory_only_where_something_goes_to_the_ssds() -> None:
+    job = make_job()
+    needed = solve_job(job, make_speeds(), limits(130, 1e6)).plan
+    assert needed.num_staged_activations == 0
+    fast = {"h2d_bytes": 1e12, "d2h_bytes": 1e12}
+    exact = solve_job(job, make_speeds(**fast), limits(130, 1e6))
+    assert exact.placement.host_activation_nbytes > 0
+    # To the last byte, and what is counted is what the engine lays out.
+    again = solve_job(job, make_speeds(**fast, ssd_write_bytes=1e6), limits(130, exact.plan.arena_nbytes / MIB))
+    assert again.plan.num_staged_activations == 0
+
+
+def test_with_more_ssds_buffers_are_deeper_where_memory_allows() -> None:
+    job, slow = make_job(), {"ssd_read_bytes": 1e8, "ssd_write_bytes": 1e8, "num_ssds": 8}
+    few = limits(150, 400)
+    deep = solve_job(job, make_speeds(**slow), few)
+    assert deep.placement.depths.states == 2 * 8 + 1
+    assert deep.plan.states[0].num_slots == 2 * 8 + 1
+    assert solve_job(job, make_speeds(), few).placement.depths.states == STATE_DEPTH
+    tried = candidates(job, make_speeds(**slow), few)
+    assert {each.placement.depths.states for each in tried} == {STATE_DEPTH, 2 * 8 + 1}
+    shallow = next(each for each in tried if each.placement.depths.states == STATE_DEPTH)
+    # Three of eight SSDs are busy at any time.
+    of_ssds = shallow.seconds[Part.SSD_UPDATE] * 8 / 3
+    assert shallow.step_s >= of_ssds
+
+
+def test_what_may_leave_is_a_share_of_the_device_where_so_much_is_to_be_had() -> None:
+    job, fast = make_job(12), make_speeds(h2d_bytes=1e12, d2h_bytes=1e12)
+
+    def leaving_mib(device_mib: float) -> float:
+        placement = solve_job(job, fast, limits(device_mib, 2000)).placement
+        assert device_mib > 1000 or any(choice.swaps for choice in placement.activations)
+        return placement.depths.leaving_nbytes / MIB
+
+    assert leaving_mib(1e6) * MIB == LEAVING_ACTIVATION_NBYTES
+    assert leaving_mib(200) == 25
+    assert leaving_mib(64) == 2  # a layer's input, which is all that is swapped
+
+
+def test_what_was_swapped_lies_on_the_device_until_it_has_left() -> None:
+    """As many tensors as may; and of what comes back for the head, a layer's share."""
+    costs = StepCosts(
+        job=make_job(18), speeds=make_speeds(), limits=PLENTY, group_size=1, depths=QueueDepths(leaving_nbytes=20 * MIB)
+    )
+    kinds = costs.kinds()
+    program, ways = costs.program(kinds), kinds[-1].activations
+    swapping = next(way for way in ways if way.choice == BlockActivations(swap_input=True))
+    holding = next(way for way in ways if way.choice == RECOMPUTE_ALL)
+    assert (swapping.swapped_nbytes, swapping.held_nbytes, holding.held_nbytes) == (2 * MIB, 0, 2 * MIB)
+    by_states = [tuple(len(kind.blocks) if tier is StateTier.SSD else 0 for tier in kind.tiers) for kind in kinds[:-1]]
+
+    def beside_buffers(num_swapping: int) -> float:
+        counts = {swapping: num_swapping, holding: 18 - num_swapping}
+        by_way = tuple(counts.get(way, 0) for way in ways)
+        outcome = outcome_of(program, Assignment(counts=(*by_states, by_way), moved_nbytes=0.0))
+        return (outcome.nbytes[Tier.DEVICE] - program.nbytes[Tier.DEVICE]) / MIB
+
+    assert beside_buffers(0) == 18 * 2
+    assert beside_buffers(3) == pytest.approx(15 * 2 + 3 * 2 + 3 * 2 / 18)
+    assert beside_buffers(18) == pytest.approx(20 + 2)
+
+
+def test_groups_of_microbatches_are_as_large_as_pays() -> None:
+    """Each group brings the params again: one group, where the activations of all find room."""
+    job = make_job(num_microbatches=8)
+    assert group_sizes(8) == [1, 2, 4, 8]
+    assert group_sizes(1) == [1]
+    assert group_sizes(6) == [1, 2, 4, 6]
+    assert solve_job(job, make_speeds(), PLENTY).plan.num_groups == 1
+    # The inputs of 64 micro-batches take more than the sums that one group leaves to the next.
+    many = make_job(num_microbatches=64)
+    assert 1 < solve_job(many, make_speeds(), limits(170, 600, 1600)).plan.group_size < 64
+
+
+def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
+    with pytest.raises(DoesNotFitError, match=r"44\.00 MiB of device memory") as caught:
+        solve_job(make_job(), make_speeds(), limits(20, 1000))
+    missing = caught.value.missing
+    assert missing[Tier.DEVICE] > 0
+    assert missing[Tier.HOST] == missing[Tier.SSD] == 0
+    enough = limits(20 + missing[Tier.DEVICE] / MIB + 1, 1000)
+    assert solve_job(make_job(), make_speeds(), enough).step_s > 0
+    with pytest.raises(DoesNotFitError, match="GiB of space on the SSDs") as caught:
+        solve_job(make_job(), make_speeds(), limits(1000, 1000, 100))
+    assert caught.value.missing[Tier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
+
+
+@pytest.mark.parametrize(("tier", "num_microbatches"), [(Tier.DEVICE, 1), (Tier.HOST, 4), (Tier.SSD, 2)])
+def test_the_least_memory_of_a_tier_is_what_a_plan_needs_of_it(tier: Tier, num_microbatches: int) -> None:
+    job, speeds = make_job(num_microbatches=num_microbatches, keeps_grads=True), make_speeds()
+    names = {Tier.DEVICE: "device_nbytes", Tier.HOST: "host_nbytes", Tier.SSD: "ssd_nbytes"}
+
+    def limited(nbytes: float) -> Limits:
+        return replace(limits(200, 400, 4000), **{names[tier]: nbytes})
+
+    least = least_nbytes(job, speeds, limited(MIB), tier)
+    assert least is not None
+    assert may_fit(job, speeds, limited(least + 1000))
+    assert solve_job(job, speeds, limited(least + 2 * MIB)).nbytes[tier] > 0
+    assert not may_fit(job, speeds, limited(least - MIB))
+    with pytest.raises(DoesNotFitError):
+        solve_job(job, speeds, limited(least - MIB))
+    other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+    assert least_nbytes(job, speeds, replace(limited(MIB), **{names[other]: MIB}), tier) is None
+
+
+def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
+    speeds = replace(make_speeds(), shares_cores=True)
+    solution = solve_job(make_job(), speeds, limits(1e6, 900))
+    assert solution.nbytes[Tier.DEVICE] + solution.nbytes[Tier.HOST] <= 900 * MIB
+    seconds = solution.seconds
+    on_cores_s = sum(seconds[part] for part in Part if part not in _NOT_ON_CORES)
+    assert solution.step_s >= on_cores_s - 1e-9
+    # What cores do for SSDs comes on top.
+    slower = replace(speeds, ssd_cpu_s_per_byte=0.5 / speeds.read_bytes)
+    beside = solve_job(make_job(), slower, limits(1e6, 900))
+    ssds_s = beside.seconds[Part.SSD_FORWARD] + beside.seconds[Part.SSD_BACKWARD] + beside.seconds[Part.SSD_UPDATE]
+    assert ssds_s > 0
+    on_cores_s = sum(beside.seconds[part] for part in Part if part not in _NOT_ON_CORES)
+    cores = slower.ssd_cpu_s_per_byte * (slower.read_bytes + slower.write_bytes) / 2
+    assert beside.step_s >= on_cores_s + cores * ssds_s - 1e-9
+
+
+_NOT_ON_CORES = (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.SSD_FLUSH, Part.FIRST_UPDATE)
+
+JOBS = st.builds(
+    lambda layers, microbatches, keeps, tied: make_job(
+        layers, num_microbatches=microbatches, keeps_grads=keeps, is_tied=tied
+    ),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 5]),
+    st.booleans(),
+    st.booleans(),
+)
+SPEEDS = st.builds(
+    lambda link, ssd, optimizer: make_speeds(
+        h2d_bytes=link, d2h_bytes=link, ssd_read_bytes=ssd, ssd_write_bytes=ssd / 2, optimizer_params=optimizer
+    ),
+    st.sampled_from([1e8, 1e9, 1e10]),
+    st.sampled_from([2e8, 2e9, 2e10]),
+    st.sampled_from([1e7, 1e8, 1e9]),
+)
+
+
+def solved(job: PlannedJob, speeds: object, given_limits: Limits) -> Solution | None:
+    try:
+        return solve_job(job, speeds, given_limits)  # type: ignore[arg-type]
+    except DoesNotFitError:
+        return None
+
+
+def test_more_memory_is_not_slower_where_it_is_just_enough_for_the_gradients() -> None:
+    """In half the memory gradients go to the SSDs, and what they leave holds activations; here they take all of it."""
+    job = make_job(11, keeps_grads=True)
+    speeds = make_speeds(h2d_bytes=1e9, d2h_bytes=1e9, ssd_read_bytes=2e9, ssd_write_bytes=1e9, optimizer_params=1e8)
+    tight, roomy = (solve_job(job, speeds, each) for each in (limits(161, 119), limits(322, 238)))
+    assert roomy.step_s <= tight.step_s * 1.001
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, SPEEDS, st.integers(80, 600), st.integers(60, 1200))
+def test_plans_keep_to_the_limits_and_more_memory_is_never_slower(
+    job: PlannedJob, speeds: object, device_mib: int, host_mib: int
+) -> None:
+    tight = limits(device_mib, host_mib)
+    solution = solved(job, speeds, tight)
+    if solution is None:
+        return
+    assert solution.plan.arena_nbytes <= tight.host_nbytes
+    assert solution.nbytes[Tier.DEVICE] <= tight.device_nbytes * (1 + 1e-9)
+    # Nothing was cut down behind the program's back.
+    plan, placement = solution.plan, solution.placement
+    assert {pool.num_slots for pool in plan.states} == {min(placement.depths.states, job.size.total_chunks)}
+    assert solution.costs.spills or not plan.spilled_blocks
+    more = solved(job, speeds, limits(2 * device_mib, 2 * host_mib))
+    assert more is not None
+    assert more.step_s <= solution.step_s * 1.001
+
+
+@pytest.mark.long
+@settings(max_examples=60, deadline=None)
+@given(JOBS, st.integers(80, 600), st.integers(100, 1200))
+def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
+    job: PlannedJob, device_mib: int, host_mib: int
+) -> None:
+    """Within what it sets aside for a staging area that may turn out not to be needed, and for the largest block."""
+    tight = limits(device_mib, host_mib)
+    solution = solved(job, make_speeds(), tight)
+    if solution is None or solution.placement.streamed_blocks:
+        return
+    costs = replace(solution.costs, limits=tight)
+    program = costs.program(costs.kinds())
+    assignment = solve(program)
+    if assignment is None:
+        return  # gradients had to be kept on the SSDs
+    counted = outcome_of(program, assignment).nbytes[Tier.HOST]
+    spare = (STAGED_ACTIVATIONS + 8 * 4) * MIB
+    needed = replace(solution.plan, num_cached_params=0)
+    cached = solution.plan.num_cached_params * solution.plan.params.slot_nbytes
+    assert needed.arena_nbytes - cached <= counted + spare
+
+
+def test_states_in_memory_are_written_at_commits_only() -> None:
+    solution = solve_job(make_job(), make_speeds(), PLENTY)
+    assert solution.plan.commit_every == COMMIT_EVERY
+    assert solution.seconds[Part.SSD_FLUSH] == pytest.approx(56 * MIB * 14 / COMMIT_EVERY / 1e9)
+
+
+def test_a_large_model_is_solved_in_one_program() -> None:
+    costs = StepCosts(job=make_job(128), speeds=make_speeds(), limits=PLENTY, group_size=1)
+    program = costs.program(costs.kinds())
+    assert len(program.blocks) == 4  # embedding, layers, head; activations of layers
+    assert make_profile(128).numel == 128 * 8 * MIB + 8 * MIB
+
+
+def test_states_on_the_device_need_a_buffer_in_host_memory() -> None:
+    """Where it has no room, none rest there: that is no reason to find no plan at all."""
+    job, speeds = make_job(), make_speeds(h2d_bytes=1e8, d2h_bytes=1e8)
+    least = least_nbytes(job, speeds, limits(1e6, 1), Tier.HOST)
+    assert least is not None
+    transit_mib = 2 * 14  # chunks of 2**20 parameters
+    without = solve_job(job, speeds, limits(1e6, least / MIB + transit_mib / 2))
+    assert without.placement.device_blocks == ()
+    resting = solve_job(job, speeds, limits(1e6, least / MIB + transit_mib + 12))
+    assert resting.placement.device_blocks
+    assert resting.step_s < without.step_s
+
+
+@pytest.mark.parametrize(
+    ("device_mib", "streams", "num_grad_buffers"), [(125, True, 2), (170, False, 1), (200, False, 2), (4000, False, 2)]
+)
+def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_is_full(
+    device_mib: int, streams: bool, num_grad_buffers: int
+) -> None:
+    """A second buffer for gradients, or params as wholes, may be worth less than what else has room for instead."""
+    found = candidates(make_job(keeps_grads=True), make_speeds(d2h_bytes=1e10), limits(device_mib, 2000))
+    best = found[0].costs
+    assert (best.streams, best.num_grad_buffers) == (streams, num_grad_buffers)
+    plain = [each for each in found if not each.costs.streams and each.costs.num_grad_buffers == 2]
+    assert plain, "there was a plan without them as well"
+    assert (len(plain) == len(found)) == (device_mib == 4000)

@@ -1,0 +1,101 @@
+"""How many requests a minute are let through, and when the next one is."""
+
+import threading
+
+import pytest
+
+from windlass.service.api.middleware.rate_limit import BusyError, SlidingCounts, Turnstile
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 600.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 10, 60, 1200])
+@pytest.mark.parametrize("begin_s", [0.0, 0.5, 30.0, 59.9])
+def test_no_minute_has_more_than_the_limit_by_much_and_who_waits_as_told_is_let_in(limit: int, begin_s: float) -> None:
+    clock = Clock()
+    clock.now_s += begin_s
+    counts, let_in = SlidingCounts(limit, clock), []
+    for _ in range(4 * limit):
+        if (wait_s := counts.hit("a")) is not None:
+            assert 1 <= wait_s <= 120
+            clock.now_s += wait_s
+            assert counts.hit("a") is None
+        let_in.append(clock.now_s)
+    # A counter that slides is exact where the minute before was even, and else off by less than its count.
+    for index, since_s in enumerate(let_in):
+        assert sum(since_s <= at_s < since_s + 60 for at_s in let_in[index:]) <= 2 * limit
+
+
+def test_who_waits_too_short_is_not_let_in_and_loses_nothing_by_trying() -> None:
+    clock = Clock()
+    counts = SlidingCounts(10, clock)
+    assert [counts.hit("a") for _ in range(10)] == [None] * 10
+    assert [counts.hit("a") for _ in range(5)] == [66] * 5  # the next minute, and a tenth of it
+    clock.now_s += 65
+    assert counts.hit("a") == 1
+    clock.now_s += 1
+    assert [counts.hit("a"), counts.hit("a")] == [None, 6]
+
+
+def test_names_have_counts_of_their_own() -> None:
+    counts = SlidingCounts(1, Clock())
+    assert counts.hit("a") is None
+    assert counts.hit("a") is not None
+    assert counts.hit("b") is None
+
+
+def test_nothing_is_kept_of_who_has_not_asked_for_two_minutes() -> None:
+    clock = Clock()
+    counts = SlidingCounts(5, clock)
+    for number in range(1000):
+        counts.hit(str(number))
+    for _ in range(2):
+        clock.now_s += 60
+        counts.hit("a")
+    assert len(counts._now) + len(counts._before) == 2
+
+
+def test_no_thread_is_started() -> None:
+    counts, before = SlidingCounts(5, Clock()), threading.active_count()
+    for _ in range(5):
+        counts.hit("a")
+    assert threading.active_count() == before
+
+
+def test_one_of_each_name_is_let_in_and_so_many_in_all() -> None:
+    stile = Turnstile(2, wait_s=0.05)
+    with stile.entered("ann"):
+        with pytest.raises(BusyError, match="one of yours is not done yet"), stile.entered("ann"):
+            pass
+        with (
+            stile.entered("bob"),
+            pytest.raises(BusyError, match="too many are being done for others"),
+            stile.entered("cat"),
+        ):
+            pass
+        with stile.entered("cat"):
+            pass
+    with stile.entered("ann"):
+        pass
+
+
+def test_who_waits_is_let_in_when_another_leaves() -> None:
+    stile = Turnstile(1, wait_s=60.0)
+    entered = threading.Event()
+
+    def wait_inside() -> None:
+        with stile.entered("bob"):
+            entered.set()
+
+    with stile.entered("ann"):
+        waiting = threading.Thread(target=wait_inside)
+        waiting.start()
+        assert not entered.wait(0.05)
+    waiting.join(60)
+    assert entered.is_set()

@@ -1,0 +1,492 @@
+"""Plans over HTTP, and what becomes of a job by its plan."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fastapi.testclient import TestClient
+from transformers import LlamaConfig
+
+from tests.support.service.api_client import context_of, serve
+from tests.support.service.dispatcher_stage import PREPARED, Stage
+from windlass.actors.job.journal import METRICS, JournalRecord
+from windlass.actors.job.pace import Pace
+from windlass.actors.job.spec import Optimizer
+from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.timeline.memory_levels import Level, Tier
+from windlass.actors.timeline.span_files import SIMULATED_FOLDER, StepSpans, keep_step
+from windlass.amounts import GIB
+from windlass.engine.memory_plan.activation_policy import BlockActivations
+from windlass.engine.memory_plan.placement_json import from_json, to_json
+from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.hardware.hardware import example_machines
+from windlass.planner.planning import worker as plan_job
+from windlass.service.api.routes import plans
+from windlass.service.cli import ids as cli_ids
+from windlass.service.cli import jobs as cli_jobs
+from windlass.service.cli import plan as cli_plan
+from windlass.service.cli.errors import CommandError
+from windlass.service.installation.client import ServiceClient
+from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, Settings
+from windlass.service.jobs import plan_files as job_plans
+from windlass.service.jobs.plan_files import expected_pace
+from windlass.service.jobs.plan_view import in_words, view_of
+from windlass.service.jobs.spec_builder import MachineResources, job_dir
+from windlass.service.preparation.memory import PreparationMemory
+from windlass.service.preparation.pipeline import Results
+from windlass.storage.ids import Precision
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.models import JobMetrics
+from windlass.storage.sql.repositories.jobs import JobRepository
+from windlass.storage.sql.repositories.journal_import import import_journal
+
+MACHINE = yaml.safe_load(example_machines()["rtx4090-server"].read_text())
+PLAN: dict[str, Any] = {
+    "feasible": True,
+    "reasons": ["a step is bound by the SSDs"],
+    "step_s": 3.0,
+    "engine_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0},
+}
+PLACEMENT = Placement(
+    host_blocks=(0, 2),
+    num_cached_params=3,
+    group_size=2,
+    activations=(BlockActivations(swap_input=True, kept=frozenset({"aten.mm.default#0"})),),
+    host_activation_nbytes=1 << 20,
+)
+
+
+@pytest.fixture
+def planning(settings: Settings) -> Any:
+    """A client, and a model whose shapes are known."""
+    folder = settings.models_dir / "llama"
+    LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    with serve(settings) as client:
+        yield client
+
+
+def ask(client: TestClient, **body: Any) -> Any:
+    return client.post("/v1/fine_tuning/plans", json={"model": "llama", "batch_size": 4, **body})
+
+
+@pytest.mark.long
+def test_a_plan_for_another_machine(planning: TestClient) -> None:
+    response = ask(planning, hardware=MACHINE, windlass={"clip_norm": None, "sequence_length": 64})
+    assert response.status_code == 200, response.text
+    plan = response.json()
+    assert plan["object"] == "fine_tuning.plan"
+    assert plan["feasible"]
+    assert plan["tokens_per_s"] == pytest.approx(4 * 64 / plan["step_s"])
+    assert set(plan["peak_gib"]) == {"gpu", "host", "ssd"}
+    assert plan["hardware"]["gpus"]["count"] == 1
+    assert not list(context_of(planning).settings.home.glob("plan-*"))
+
+
+@pytest.mark.long
+def test_units_that_are_probably_wrong_are_doubted(planning: TestClient) -> None:
+    in_mib = MACHINE | {"gpus": MACHINE["gpus"] | {"memory_gib": 24576}}
+    plan = ask(planning, hardware=in_mib).json()
+    assert plan["feasible"]
+    (warning,) = plan["warnings"]
+    assert "gpus.memory_gib: 24576" in warning
+    assert "were MiB meant?" in warning
+
+
+def test_a_plan_for_this_machine_needs_its_profile(planning: TestClient) -> None:
+    response = ask(planning)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("hardware", "not_measured")
+    assert "windlass doctor" in error["message"]
+
+
+def test_a_plan_gets_memory_beside_what_runs_and_else_none(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreparationMemory, "free_nbytes", lambda _self: GIB)
+    monkeypatch.setattr(plans, "_WAIT_FOR_MEMORY_S", 0.1)
+    response = ask(planning, hardware=MACHINE, windlass={"sequence_length": 64})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_memory")
+    assert "1.00 GiB free beside what runs" in response.json()["error"]["message"]
+
+
+def test_what_does_not_fit_is_an_answer_as_well(planning: TestClient) -> None:
+    home = context_of(planning).settings.home
+    tiny = MACHINE | {"host": MACHINE["host"] | {"memory_gib": 1.501}}
+    (home / HARDWARE_FILE).write_text(yaml.safe_dump(tiny))
+    plan = ask(planning).json()
+    assert not plan["feasible"]
+    assert plan["step_s"] is None
+    assert any("it fits with" in reason for reason in plan["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "nobody"}, 404, "model"),
+        ({"batch_size": 0}, 400, "batch_size"),
+        ({"batch_size": 10**6}, 400, "batch_size"),
+        ({"hardware": MACHINE | {"host": {"memory_gib": -1}}}, 400, "hardware"),
+        ({"hardware": MACHINE | {"host": MACHINE["host"] | {"memory_gib": 1e-300}}}, 400, "hardware.host.memory_gib"),
+        ({"hardware": MACHINE | {"gpus": MACHINE["gpus"] | {"tflops": 1e300}}}, 400, "hardware.gpus.tflops"),
+        ({"hardware": MACHINE | {"gpus": 3}}, 400, "hardware.gpus"),
+        ({"hardware": MACHINE | {"ssd": {}}}, 400, "hardware.ssd"),
+        ({"windlass": {"sequence_length": 4096}}, 400, "windlass.sequence_length"),
+        ({"windlass": {"precision": "int4"}}, 400, "windlass.precision"),
+    ],
+)
+def test_bad_input_gets_the_error_form(planning: TestClient, body: dict[str, Any], status: int, param: str) -> None:
+    response = ask(planning, **body)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"].startswith(param)
+
+
+def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
+    job = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id}).json()
+    path = f"/v1/fine_tuning/jobs/{job['id']}/plan"
+    response = client.get(path)
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "plan_not_found"
+    keep_plan(context_of(client).settings, job["id"])
+    plan = client.get(path).json()
+    assert PLAN.items() <= plan.items()
+    assert (plan["object"], plan["job_id"]) == ("fine_tuning.job.plan", job["id"])
+    assert plan["predicted"] == {"step_s": 3.0, "peak_gib": {"gpu": 2.0, "host": 4.0, "ssd": 8.0}}
+    assert plan["measured"] is plan["error"] is plan["simulated"] is None
+    assert {"corrected": False, "told": None, "from_attempt": None, "before": []}.items() <= plan.items()
+    assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan").status_code == 404
+    assert client.get(f"/v1/fine_tuning/jobs/{job['id']}").json()["windlass"]["has_plan"] is True
+
+
+def test_a_corrected_plan_is_shown_with_the_one_before(client: TestClient, file_id: str) -> None:
+    job = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id}).json()
+    context = context_of(client)
+    keep_plan(context.settings, job["id"])
+    with context.database.write() as session:
+        row = JobRepository(session).get(job["id"])
+        better = {"plan": {**PLAN, "step_s": 2.0}, "corrected": True, "told": "Measured: [...]", "from_attempt": 2}
+        assert job_plans.keep_plan(context.settings, row, better) == 1
+    path = f"/v1/fine_tuning/jobs/{job['id']}/plan"
+    assert client.get(path).json()["corrected"] is False  # until the row says so
+    with context.database.write() as session:
+        JobRepository(session).set_fields(job["id"], plan_number=1)
+    plan = client.get(path).json()
+    assert (plan["corrected"], plan["step_s"], plan["from_attempt"], plan["told"]) == (True, 2.0, 2, "Measured: [...]")
+    assert [(each["corrected"], each["step_s"]) for each in plan["before"]] == [(False, 3.0)]
+
+
+def keep_plan(settings: Settings, job_id: str, **more: Any) -> None:
+    folder = job_dir(settings, job_id) / "prepare"
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"ok": True, "plan": PLAN, "placement": to_json(PLACEMENT), "arena_nbytes": 1 << 20, **more}
+    (folder / "plan_job.json").write_text(json.dumps(found))
+
+
+def tell_measured(client: TestClient, job_id: str, *steps: tuple[int, dict[str, Any]]) -> None:
+    """As the job's runner tells of its steps."""
+    records = [
+        JournalRecord(
+            attempt=1, seq=seq, created_at=0.0, kind=METRICS, level="info", message="", data={"step": step, **data}
+        )
+        for seq, (step, data) in enumerate(steps, start=1)
+    ]
+    with context_of(client).database.write() as session:
+        import_journal(session, job_id, 1, records)
+
+
+def measured_as(step_s: float | None, **nbytes: int) -> dict[str, Any]:
+    return {"measured": {"step_s": step_s, "num_steps": 0 if step_s is None else 7, "peak_bytes": nbytes}}
+
+
+def new_job(client: TestClient, file_id: str) -> tuple[str, str]:
+    """Its id, and where its plan is."""
+    job_id = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id}).json()["id"]
+    return job_id, f"/v1/fine_tuning/jobs/{job_id}/plan"
+
+
+def test_what_was_measured_stands_beside_what_was_predicted(client: TestClient, file_id: str) -> None:
+    job_id, path = new_job(client, file_id)
+    summary = {"period_s": 4.0, "busy_s": {"ssd-0": 3.5}}
+    promised = {**PLAN, "step_s": 4.0, "bound_s": 3.0}
+    keep_plan(context_of(client).settings, job_id, plan=promised, simulated={"step_s": 4.0, "summary": summary})
+    tell_measured(client, job_id, (1, measured_as(None, gpu=2 * GIB)))
+    plan = client.get(path).json()
+    assert plan["measured"]["step_s"] is None
+    assert plan["error"] == {"step_s": None, "peak_gib": {"gpu": 0.0, "host": None, "ssd": None}}
+    told = measured_as(5.0, gpu=3 * GIB, gpu_reserved=4 * GIB, host=4 * GIB, ssd=6 * GIB)
+    tell_measured(client, job_id, (1, {}), (2, told), (3, {"valid_loss": 1.0}))
+    plan = client.get(path).json()
+    assert (plan["bound_s"], plan["step_s"]) == (3.0, 4.0)
+    assert plan["predicted"]["step_s"] == plan["simulated"]["step_s"] == 4.0
+    assert plan["simulated"]["summary"] == summary
+    assert plan["measured"] == {
+        "step_s": 5.0,
+        "num_steps": 7,
+        "peak_gib": {"gpu": 3.0, "host": 4.0, "ssd": 6.0},
+        "gpu_reserved_gib": 4.0,
+    }
+    assert plan["error"] == {"step_s": 0.25, "peak_gib": {"gpu": 0.5, "host": 0.0, "ssd": -0.25}}
+
+
+def test_a_job_without_a_plan_is_measured_all_the_same(client: TestClient, file_id: str) -> None:
+    job_id, path = new_job(client, file_id)
+    tell_measured(client, job_id, (1, measured_as(2.0, host=GIB)))
+    plan = client.get(path).json()
+    assert plan["predicted"] is plan["error"] is plan["feasible"] is plan["step_s"] is None
+    assert plan["measured"]["peak_gib"] == {"gpu": None, "host": 1.0, "ssd": None}
+    assert client.get(f"/v1/fine_tuning/jobs/{job_id}").json()["windlass"]["has_plan"] is False
+
+
+def test_the_command_line_shows_both(
+    client: TestClient, file_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id, _ = new_job(client, file_id)
+    service = ServiceClient(str(client.base_url))
+    service._http = client
+    monkeypatch.setattr(cli_ids, "open_client", lambda _: contextlib.nullcontext(service))
+    home = context_of(client).settings.home
+
+    def shown() -> str:
+        cli_jobs.show(job_id, home)
+        return " ".join(capsys.readouterr().out.split())
+
+    assert f".jsonl ({file_id})" in shown()
+    assert "step time" not in shown()
+    keep_plan(context_of(client).settings, job_id)
+    assert "step time predicted 3 s; an estimate until 3 steps are measured device memory" in shown()
+    tell_measured(client, job_id, (1, measured_as(3.3, gpu=GIB, host=12 * GIB)))
+    lines = (
+        "step time predicted 3 s, measured 3.3 s (+10.0%)",
+        "device memory predicted 2.00 GiB, measured 1.00 GiB (-50.0%)",
+        "host buffers predicted 4.00 GiB, measured 12.00 GiB (3 times as much)",
+        "SSD space predicted 8.00 GiB",
+    )
+    assert " ".join(lines) in shown()
+
+
+def test_the_simulated_step_is_a_trace(client: TestClient, file_id: str) -> None:
+    job_id, path = new_job(client, file_id)
+    response = client.get(f"{path}/timeline")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "timeline_not_held")
+    span = WorkSpan("ssd-0", SpanKind.READ_STATES, 4, 2, 7, 11.0, 12.0, 4096)
+    level = Level(Tier.HOST, "params", 100, ((10.0, 60), (12.0, 0)))
+    kept = StepSpans(step=4, start_s=10.0, end_s=14.0, summary={"period_s": 4.0}, spans=(span,), levels=(level,))
+    folder = job_dir(context_of(client).settings, job_id) / "prepare"
+    folder.mkdir(parents=True)
+    keep_step(folder / SIMULATED_FOLDER, kept)
+    trace = client.get(f"{path}/timeline").json()
+    assert [event["ts"] for event in trace["traceEvents"] if event["ph"] == "X"] == [1e6]
+    counters = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["name"] == "params"]
+    assert [(event["ts"], event["args"]["used"]) for event in counters] == [(0.0, 60), (2e6, 0)]
+    assert trace["otherData"] == {"job_id": job_id, "simulated": True, "summary": {"period_s": 4.0}}
+    assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan/timeline").status_code == 404
+
+
+# --- the dispatcher -------------------------------------------------------------------------------------------------
+
+
+def measured(stage: Stage) -> None:
+    (stage.settings.home / HARDWARE_FILE).write_text(yaml.safe_dump(MACHINE))
+
+
+def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
+    measured(stage)
+    stage.submit(clip_norm=None, budgets={"host_memory_gib": 4, "gpu_memory_gib": 2})
+    stage.tick()
+    ask_planner = stage.preparations[-1].order.plan_question
+    assert ask_planner is not None
+    question = ask_planner(dict(PREPARED))
+    assert (question["batch_size"], question["num_microbatches"], question["sequence_length"]) == (5, 2, 64)
+    assert question["clips"] is False
+    assert question["host_memory_nbytes"] == 4 * 2**30
+    assert question["device_memory_nbytes"] == 2 * 2**30
+    assert question["hardware"]["host"]["memory_gib"] == 768
+    assert question["simulation_s"] > 0
+    assert question["compute_threads"] is not None  # measured on its GPU, as nobody else is there
+    json.dumps(question)
+
+
+def test_the_command_line_asks_what_a_job_would(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets = {"host_memory_gib": 5.0, "gpu_memory_gib": 3.0, "num_cpu_optimizers": 2}
+    stage = Stage(tmp_path / "home", database, **budgets)
+    home = stage.settings.home
+    (home / SETTINGS_FILE).write_text("\n".join(f"{name} = {value}" for name, value in budgets.items()))
+    cpu = MACHINE | {"gpus": MACHINE["gpus"] | {"count": 0}}
+    (home / HARDWARE_FILE).write_text(yaml.safe_dump(cpu))
+    stage.submit(batch_size=4, num_microbatches=2, clip_norm=None, precision="fp16", optimizer="adam")
+    stage.tick()
+    ask_planner = stage.preparations[-1].order.plan_question
+    assert ask_planner is not None
+    of_job = plan_job.PlanOrder.model_validate(ask_planner(dict(PREPARED)))
+    assert of_job.compute_threads is not None
+    assert of_job.optimizer is Optimizer.ADAM
+
+    asked: list[plan_job.PlanOrder] = []
+
+    def note(order: plan_job.PlanOrder, _: Any) -> None:
+        asked.append(order)
+        raise CommandError("that is all")
+
+    monkeypatch.setattr(plan_job, "question_of", note)
+    monkeypatch.setattr(plan_job, "measure_as_worker", lambda _: None)
+    monkeypatch.setattr(MachineResources, "here", lambda: MachineResources(num_cores=4, num_gpus=0))
+    shape = tmp_path / "shape.yaml"
+    shape.write_text("num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n")
+    with pytest.raises(CommandError, match="that is all"):
+        cli_plan.plan(
+            str(shape),
+            batch_size=4,
+            seq_len=of_job.sequence_length,
+            num_validation_examples=of_job.num_validation_examples,
+            num_microbatches=2,
+            precision=Precision.FP16,
+            optimizer=Optimizer.ADAM,
+            clip=False,
+            home=home,
+        )
+    assert of_job.dataset is not None
+    assert (of_job.dataset.total_steps, of_job.dataset.dataset_dir.name) == (6, "dataset")
+    others = {"model_dir", "dataset", "simulation_s", "is_alone"}
+    assert asked[0].model_dump(exclude=others) == of_job.model_dump(exclude=others)
+
+
+def test_what_the_planner_measures_is_kept_if_no_job_runs_meanwhile(stage: Stage) -> None:
+    measured(stage)
+    stage.submit()
+    stage.tick()
+    ask_planner = stage.preparations[-1].order.plan_question
+    assert ask_planner is not None
+    question = ask_planner(dict(PREPARED))
+    assert question["kept_times_dir"] == str(stage.settings.home / "measured-models")
+    assert question["is_alone"] is True
+    stage.preparations[-1].ending = PREPARED
+    stage.tick()
+    stage.tick()
+    assert len(stage.runners.started) == 1
+    stage.submit()
+    stage.tick()
+    assert stage.preparations[-1].order.plan_question is not None
+    assert stage.preparations[-1].order.plan_question(dict(PREPARED))["is_alone"] is False
+
+
+def test_without_a_profile_nothing_is_planned(stage: Stage) -> None:
+    stage.submit()
+    stage.tick()
+    assert stage.preparations[-1].order.plan_question is None
+
+
+def test_a_job_that_cannot_fit_is_refused(stage: Stage) -> None:
+    job_id = stage.submit()
+    stage.tick()
+    reasons = ["no plan fits; it lacks 2.00 GiB of host memory", "it fits with 8 GiB of host memory"]
+    refused: Results = {**PREPARED, "plan_job": {"ok": True, "plan": {"feasible": False, "reasons": reasons}}}
+    stage.preparations[-1].ending = refused
+    stage.tick()
+    job = stage.job(job_id)
+    assert job.status is JobStatus.FAILED
+    assert job.error is not None
+    assert job.error["code"] == "does_not_fit"
+    assert job.error["message"] == "; ".join(reasons)
+
+
+def test_the_plan_tells_when_a_job_will_finish(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.service.dispatcher.dispatcher.time.time", lambda: 1e9)
+    job_id = stage.submit()
+    stage.tick()
+    keep_plan(stage.settings, job_id)
+    stage.preparations[-1].ending = PREPARED
+    stage.tick(2)
+    job = stage.job(job_id)
+    assert job.status is JobStatus.RUNNING
+    assert job.total_steps == 4
+    assert job.estimated_finish == 1e9 + 4 * 3.0
+    assert not job.finish_is_measured
+    assert stage.runners.started[-1].expected_pace == Pace(step_s=3.0, is_measured=False)
+    with contextlib.closing(stage.journal(job_id, 1)) as journal:
+        told = {"total_steps": 4, "train_loss": 2.0}
+        journal.append("metrics", "Step 1", step=1, remaining_s=None, remaining_is_estimate=True, **told)
+        stage.tick()
+        assert stage.job(job_id).estimated_finish is None, "the first step contradicts the plan"
+        journal.append("metrics", "Step 2", step=2, remaining_s=50.0, remaining_is_estimate=False, **told)
+        stage.tick()
+    job = stage.job(job_id)
+    assert (job.estimated_finish, job.finish_is_measured) == (1e9 + 50.0, True), "by the steps that were measured"
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "is_estimate", "found"),
+    [
+        (20.0, False, Pace(step_s=10.0, is_measured=True)),
+        (20.0, True, Pace(step_s=10.0, is_measured=False)),
+        (None, True, None),
+    ],
+)
+def test_a_later_attempt_goes_on_with_the_pace_of_the_earlier_one(
+    remaining_s: float | None, is_estimate: bool, found: Pace | None
+) -> None:
+    data = {"step": 2, "total_steps": 4, "remaining_s": remaining_s, "remaining_is_estimate": is_estimate}
+    last = JobMetrics(job_id="job", step=2, attempt=1, data=data)
+    by_plan = Pace(step_s=3.0, is_measured=False)
+    assert expected_pace({"plan": PLAN}, last) == expected_pace(None, last) == found
+    assert expected_pace({"plan": PLAN, "from_attempt": 1}, last) == found
+    assert expected_pace({"plan": PLAN, "from_attempt": 2}, last) == by_plan, "steps before a plan say nothing of it"
+    assert expected_pace({"plan": PLAN}, None) == by_plan
+    assert expected_pace(None, None) is None
+
+
+def test_a_prediction_is_an_estimate_until_enough_steps_are_measured() -> None:
+    found = {"plan": PLAN | {"example_tokens": {"limit": 2048, "widest": 16, "mean": 14.2, "of_data": True}}}
+
+    def view(num_steps: int | None) -> dict[str, Any]:
+        measured = None if num_steps is None else {"step_s": 1.9, "num_steps": num_steps, "peak_bytes": {}}
+        return view_of(found, measured)
+
+    assert [view(number)["is_estimate"] for number in (None, 0, 2, 3)] == [True, True, True, False]
+    assert view_of(None, {"step_s": 1.9, "num_steps": 1, "peak_bytes": {}})["is_estimate"] is None
+    words = in_words(view(None))
+    assert words["step time"] == "predicted 3 s; an estimate until 3 steps are measured"
+    assert words["planned for"] == "examples of 14 tokens on average and 16 at most, with padding"
+    assert in_words(view(3))["step time"] == "predicted 3 s, measured 1.9 s (-36.7%)"
+
+
+def test_a_job_runs_as_it_was_planned(stage: Stage) -> None:
+    job_id = stage.submit(budgets={"host_memory_gib": 4, "gpu_memory_gib": 3})
+    stage.tick()
+    keep_plan(stage.settings, job_id)
+    stage.preparations[-1].ending = PREPARED
+    stage.tick(2)
+    (spec,) = stage.runners.started
+    assert spec.placement == PLACEMENT
+    assert spec.host_memory_nbytes == 1 << 20
+    assert (spec.device_memory_nbytes, spec.planned_device_nbytes) == (3 * GIB, 2 * GIB)
+
+
+def test_placements_survive_json() -> None:
+    assert from_json(json.loads(json.dumps(to_json(PLACEMENT)))) == PLACEMENT
+    with pytest.raises(ValueError, match="host_blocks"):
+        from_json({"host_blocks": "all"})
+
+
+def test_a_job_without_a_plan_is_queued_with_a_warning(stage: Stage) -> None:
+    job_id = stage.submit()
+    stage.tick()
+    why = "no plan was made: DeviceNeedUnknownError: experts"
+    stage.preparations[-1].ending = {**PREPARED, "plan_job": {"ok": True, "warnings": [why]}}
+    stage.tick(2)
+    assert stage.job(job_id).status is JobStatus.RUNNING
+    assert why in stage.messages(job_id)

@@ -1,0 +1,234 @@
+"""`windlass plan`, as people type it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from transformers import LlamaConfig
+from typer.testing import CliRunner, Result
+
+from windlass.planner.hardware.hardware import example_machines
+from windlass.service.cli.errors import reported
+from windlass.service.cli.plan import plan
+from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE
+from windlass.service.validation.hyperparameters import WindlassSettings
+
+SHAPE = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nvocab_size: 1000\n"
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 32}
+SPLIT = ("--state-precision", "split")
+BF16_SUMS = ("--accumulation-precision", "bf16")
+AFTER_BACKWARD = ("--gradient-updates", "after_backward")
+JOB = ("--batch-size", "4", "--seq-len", "64")
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(reported(plan))
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    path = tmp_path / "shape.yaml"
+    path.write_text(SHAPE)
+    return path
+
+
+def test_a_plan_is_told_in_words(shape: Path, home: Path) -> None:
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
+    assert result.exit_code == 0, result.output
+    for words in ("step", "tokens a second", "peak of gpu memory", "states_on_gpu", "layers", "a step is bound by"):
+        assert words in result.output
+
+
+def test_a_plan_is_told_as_json(shape: Path, home: Path) -> None:
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--json")
+    found = json.loads(result.output)
+    keys = {
+        "feasible",
+        "step_s",
+        "bound_s",
+        "tokens_per_s",
+        "tflops",
+        "bottleneck",
+        "peak_gib",
+        "ssd_write_gb_per_step",
+    }
+    assert keys | {"choices", "reasons"} <= set(found)
+    assert set(found["peak_gib"]) == {"gpu", "host", "ssd"}
+
+
+def test_the_settings_of_this_installation_count_for_this_machine_only(shape: Path, home: Path) -> None:
+    home.mkdir()
+    machine = example_machines()["rtx4090-server"]
+    (home / HARDWARE_FILE).write_text(machine.read_text())
+    (home / SETTINGS_FILE).write_text("host_memory_gib = 2\ngpu_memory_gib = 1\n")
+    job = ("--model", str(shape), *JOB, "--json")
+    here = json.loads(run(*job).output)
+    assert (here["limit_gib"]["host"], here["limit_gib"]["gpu"]) == (2.0, 1.0)
+    there = json.loads(run(*job, "--hardware", str(machine)).output)
+    assert there["limit_gib"]["host"] > 700
+    assert there["limit_gib"]["gpu"] > 20
+
+
+def test_a_job_can_be_submitted_as_planned(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
+    result = run(*job, "--precision", "fp16", "--optimizer", "adam", "--no-clip", "--num-microbatches", "2")
+    options = "--set batch_size=4 --set num_microbatches=2 --set sequence_length=64 --set precision=fp16"
+    options += " --set optimizer=adam --set clip_norm=null"
+    assert f"a job as planned: windlass submit MODEL FILE {options}" in result.output
+    found = json.loads(run(*job, "--json").output)
+    asked = WindlassSettings.model_validate(found["job_settings"])
+    assert asked.num_microbatches == found["choices"]["num_microbatches"]
+    assert asked.clip_norm == WindlassSettings().clip_norm
+    with_adam = json.loads(run(*job, "--optimizer", "adam", "--json").output)
+    assert with_adam.pop("job_settings") == {**found.pop("job_settings"), "optimizer": "adam"}
+    assert with_adam == found, "both take the same"
+
+
+def test_plan_with_settings_of_gradients_is_of_a_job_with_the_same(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--num-microbatches", "2")
+    found = json.loads(run(*job, *AFTER_BACKWARD, *BF16_SUMS, "--json").output)
+    asked = WindlassSettings.model_validate(found["job_settings"])
+    assert (asked.gradient_updates, asked.accumulation_precision) == ("after_backward", "bf16")
+
+
+def test_another_number_of_microbatches_than_a_jobs_own_is_told(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "64")
+    result = run(*job)
+    assert "--set num_microbatches=1 " in result.output
+    assert "a job that names none has 2" in result.output
+    assert "that names none" not in run(*job, "--num-microbatches", "1").output
+
+
+def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--compare")
+    result = run(*job)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    (start,) = (index for index, line in enumerate(lines) if line.startswith("system "))
+    assert lines[start + 1].startswith("windlass ")
+    assert any(line.startswith("ZeRO-Infinity ") and line.endswith("yes") for line in lines[start:])
+    found = json.loads(run(*job, "--json").output)
+    systems = {each["system"]: each for each in found["compare"]["systems"]}
+    assert {"ZeRO-Infinity", "G10", "Ratel"} <= set(systems)
+    assert {"step_s", "gpu_share", "tokens_per_s", "bottleneck", "fits", "missing_gib"} <= set(systems["Ratel"])
+
+
+def test_what_does_not_fit_ends_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
+    tiny = tmp_path / "tiny.yaml"
+    text = example_machines()["rtx4090-server"].read_text()
+    tiny.write_text(text.replace("memory_gib: 768", "memory_gib: 1.6"))
+    shape.write_text(SHAPE.replace("256", "2048"))
+    result = run("--model", str(shape), "--hardware", str(tiny), *JOB)
+    assert result.exit_code == 2
+    assert "it does not fit" in result.output
+    assert "it fits with" in result.output
+
+
+def test_a_models_folder_has_a_plan(home: Path, tmp_path: Path) -> None:
+    LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "model")
+    result = run("--model", str(tmp_path / "model"), "--hardware", "rtx4090-server", *JOB)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "nothing-here", "--hardware", "rtx4090-server"), "there is no model in"),
+        (("--model", "../etc", "--hardware", "rtx4090-server"), "--model: "),
+        (("--model", "{shape}", "--hardware", "no-such-machine"), "published machine"),
+        (("--model", "{shape}"), "windlass doctor"),
+        (("--model", "{shape}", "--hardware", "rtx4090-server", "--num-microbatches", "9"), "9 parts of a batch of 4"),
+        (("--model", "{shape}", "--hardware", "{shape}/.."), "shape.yaml/.."),
+        (("--model", "{folder}", "--hardware", "rtx4090-server"), "config of folder cannot be used"),
+        (("--model", "{shape}", "--hardware", "rtx4090-server", "--precision", "fp32", *SPLIT), "--state-precision: "),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--precision", "fp16", *BF16_SUMS),
+            "--accumulation-precision: must be fp32 or the model's own precision",
+        ),
+        (("--model", "{shape}", "--hardware", "rtx4090-server", "--gradient-updates", "naive"), "add --no-clip"),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--gradient-updates", "lazy"),
+            "not one of auto, active",
+        ),
+        (("--model", "{short}", "--hardware", "rtx4090-server"), "--seq-len: 64: the model in"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: tuple[str, ...], words: str, shape: Path, home: Path) -> None:
+    names = {"shape": shape, "folder": shape.parent / "folder", "short": shape.parent / "short"}
+    for name, config in (("folder", {"model_type": "none of any library"}), ("short", LLAMA)):
+        names[name].mkdir()
+        (names[name] / "config.json").write_text(json.dumps(config))
+    result = run(*(each.format(**names) for each in arguments), *JOB)
+    assert result.exit_code == 1
+    assert words in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_bad_shape_is_told_with_file_key_and_value(shape: Path, home: Path) -> None:
+    shape.write_text(SHAPE.replace("num_heads: 4", "num_heads: -3"))
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
+    assert result.exit_code == 1
+    assert f"{shape}: num_heads: -3" in result.output
+
+
+def test_simulated_steps_leave_a_trace(shape: Path, home: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", str(trace))
+    assert result.exit_code == 0, result.output
+    found = json.loads(trace.read_text())
+    kinds = {event["name"].split()[0] for event in found["traceEvents"] if event["ph"] == "X"}
+    assert kinds >= {"forward", "backward"}
+    names = {event["pid"]: event["args"]["name"] for event in found["traceEvents"] if event["name"] == "process_name"}
+    most = dict.fromkeys(("gpu memory", "host memory", "ssd memory"), 0)
+    for event in found["traceEvents"]:
+        if event["ph"] == "C" and event["name"] == "all":
+            most[names[event["pid"]]] = max(most[names[event["pid"]]], event["args"]["used"])
+    assert most == {f"{tier} memory": each["peak_nbytes"] for tier, each in found["otherData"]["memory"].items()}
+    assert min(most.values()) > 0
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", "/nowhere/trace.json")
+    assert result.exit_code == 1
+    assert "/nowhere/trace.json cannot be written" in result.output
+
+
+def test_extreme_numbers_are_looked_for(shape: Path, home: Path) -> None:
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--find", "fewest-ssds")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("fewest-ssds: ")
+    assert "billion parameters" in result.output.splitlines()[0]
+
+
+def test_a_model_that_is_not_there_is_not_simulated(shape: Path, home: Path, tmp_path: Path) -> None:
+    search = ("--find", "most-layers", "--trace", str(tmp_path / "trace.json"))
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, *search)
+    assert result.exit_code == 1
+    assert "leave out --find most-layers" in result.output
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        ("--batch-size", "0", "--seq-len", "64"),
+        ("--batch-size", "4", "--seq-len", "1e9"),
+        (*JOB, "--find", "fewest-ssds", "--slack", "nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(numbers: tuple[str, ...], shape: Path, home: Path) -> None:
+    result = run("--model", str(shape), "--hardware", "rtx4090-server", *numbers)
+    assert result.exit_code == 2
+    assert "Invalid value for" in result.output

@@ -1,0 +1,404 @@
+"""Jobs that share a box, wait for each other, and make room: by what their plans say they take."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.service.dispatcher_stage import PREPARED, Stage, planned
+from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
+from windlass.amounts import GIB
+from windlass.service.dispatcher import queue as job_queue
+from windlass.service.dispatcher.capacity import MachineCapacity, SsdSpace
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.job_status import JobStatus
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, database: Database) -> Stage:
+    stage = Stage(tmp_path / "home", database, num_gpus=2)
+    stage.box = MachineCapacity(host_nbytes=10 * GIB, room_nbytes=10 * GIB)
+    return stage
+
+
+def started(stage: Stage) -> list[tuple[str, int]]:
+    return [(spec.job, spec.attempt) for spec in stage.runners.started]
+
+
+def train(stage: Stage, job_id: str, *steps: int) -> None:
+    """The job's runner tells of these steps."""
+    journal = stage.journal(job_id, stage.job(job_id).attempt)
+    for step in steps:
+        journal.append("metrics", f"Step {step}", step=step, total_steps=4, train_loss=1.0 / step)
+    journal.close()
+    stage.tick()
+
+
+def end(stage: Stage, job_id: str, status: str = "cancelled") -> None:
+    attempt = stage.job(job_id).attempt
+    journal = stage.journal(job_id, attempt)
+    journal.append_outcome(status, "over")
+    journal.close()
+    stage.tick()
+    stage.end_runner(job_id, attempt)
+    stage.tick(2)
+
+
+# --- admission ----------------------------------------------------------------------------------------------------
+
+
+def test_two_jobs_share_a_box_where_both_fit(two_gpus: Stage) -> None:
+    first, second = (two_gpus.queue(prepared=planned(5.0)) for _ in range(2))
+    two_gpus.tick()
+    assert started(two_gpus) == [(first, 1), (second, 1)]
+
+
+def test_a_job_that_does_not_fit_beside_another_waits_with_a_reason_in_numbers(two_gpus: Stage) -> None:
+    first, second = two_gpus.queue(prepared=planned(6.0)), two_gpus.queue(prepared=planned(4.5))
+    two_gpus.tick()
+    assert two_gpus.status(second) is JobStatus.QUEUED
+    reason = f"needs 4.5 GiB of host memory; 4.0 GiB are free beside job {first}"
+    assert two_gpus.job(second).waiting_reason == reason
+    end(two_gpus, first)
+    assert two_gpus.status(second) is JobStatus.RUNNING
+
+
+def test_memory_is_free_only_when_the_processes_that_had_it_are_gone(two_gpus: Stage) -> None:
+    first, second = two_gpus.queue(prepared=planned(6.0)), two_gpus.queue(prepared=planned(6.0))
+    two_gpus.tick()
+    journal = two_gpus.journal(first, 1)
+    journal.append_outcome("cancelled", "over")
+    journal.close()
+    two_gpus.tick(2)
+    assert (two_gpus.status(first), two_gpus.status(second)) == (JobStatus.CANCELLED, JobStatus.QUEUED)
+    two_gpus.end_runner(first)
+    two_gpus.tick()
+    assert two_gpus.status(second) is JobStatus.RUNNING
+
+
+def test_without_a_gpu_what_the_device_holds_is_host_memory(stage: Stage) -> None:
+    stage.box = MachineCapacity(host_nbytes=10 * GIB, room_nbytes=10 * GIB)
+    prepared = planned(6.0)
+    prepared["plan_job"]["plan"]["peak_gib"]["gpu"] = 5.0
+    job_id = stage.queue(prepared=prepared)
+    stage.tick()
+    assert stage.job(job_id).waiting_reason == (
+        "needs 11.0 GiB of host memory; 10.0 GiB are free, also with no other job here"
+    )
+
+
+def test_buffers_go_into_what_is_free_now(two_gpus: Stage) -> None:
+    first = two_gpus.queue(prepared=planned(1.0, buffers_gib=6.0))
+    two_gpus.tick()
+    second = two_gpus.queue(prepared=planned(1.0, buffers_gib=4.5))
+    assert two_gpus.job(second).waiting_reason == (
+        f"needs 4.5 GiB of memory for its buffers; 4.0 GiB are free beside job {first}"
+    )
+    # Those of the first are there by now, and somebody else's memory came free.
+    two_gpus.box = replace(two_gpus.box, room_nbytes=int(4.5 * GIB), buffers={first: 6 * GIB})
+    two_gpus.now += 5
+    two_gpus.tick()
+    assert two_gpus.status(second) is JobStatus.RUNNING
+
+
+def test_states_need_space_on_each_ssd_but_those_that_lie_there_need_no_more(two_gpus: Stage) -> None:
+    fast, slow = (
+        SsdSpace(disk=disk, free_nbytes=free * GIB, rate=rate) for disk, free, rate in (("/a", 9, 4e9), ("/b", 3, 1e9))
+    )
+    two_gpus.box = replace(two_gpus.box, ssds=(fast, slow))
+    job_id = two_gpus.queue(prepared=planned(1.0, ssd_gib=20.0))
+    two_gpus.tick()
+    assert two_gpus.job(job_id).waiting_reason == (
+        "needs 16.0 GiB of space on the SSD /a; 9.0 GiB are free; "
+        "needs 4.0 GiB of space on the SSD /b; 3.0 GiB are free, also with no other job here"
+    )
+    held = {job_id: 12 * GIB}
+    two_gpus.box = replace(two_gpus.box, ssds=(replace(fast, held=held), replace(slow, held=held)))
+    two_gpus.now += 5
+    two_gpus.tick()
+    assert two_gpus.status(job_id) is JobStatus.RUNNING
+
+
+def test_a_job_that_would_not_fit_alone_says_so_and_holds_up_nobody(two_gpus: Stage) -> None:
+    huge, other = two_gpus.queue(prepared=planned(10.5)), two_gpus.queue(prepared=planned(6.0))
+    two_gpus.tick()
+    assert two_gpus.job(huge).waiting_reason == (
+        "needs 10.5 GiB of host memory; 10.0 GiB are free, also with no other job here"
+    )
+    assert two_gpus.status(other) is JobStatus.RUNNING
+
+
+def test_a_large_job_is_not_starved_by_small_ones(two_gpus: Stage) -> None:
+    small = two_gpus.queue(prepared=planned(2.0))
+    two_gpus.tick()
+    large = two_gpus.queue(prepared=planned(9.0))
+    others = [two_gpus.queue(prepared=planned(2.0)) for _ in range(3)]
+    two_gpus.tick()
+    assert [two_gpus.status(job_id) for job_id in others] == [JobStatus.QUEUED] * 3
+    assert two_gpus.job(others[0]).waiting_reason == (
+        "there is room for it, but a job before it would have to wait longer; 1 queued job is before this one"
+    )
+    end(two_gpus, small)
+    assert started(two_gpus)[1:] == [(large, 1)]
+
+
+def test_a_job_without_a_plan_needs_a_device(two_gpus: Stage) -> None:
+    first, second = two_gpus.queue(prepared=planned(10.0)), two_gpus.queue(prepared=PREPARED)
+    two_gpus.tick()
+    assert started(two_gpus) == [(first, 1), (second, 1)]
+
+
+def test_a_job_without_a_plan_needs_the_buffers_of_its_budget(tmp_path: Path, database: Database) -> None:
+    stage = Stage(tmp_path / "home", database, num_gpus=2, host_memory_gib=6.0)
+    stage.box = MachineCapacity(room_nbytes=10 * GIB)
+    first, second = stage.queue(), stage.queue()
+    stage.tick()
+    assert stage.job(second).waiting_reason == (
+        f"needs 6.0 GiB of memory for its buffers; 4.0 GiB are free beside job {first}"
+    )
+
+
+def test_a_reason_of_which_only_the_numbers_change_is_no_new_event(two_gpus: Stage) -> None:
+    two_gpus.queue(prepared=planned(1.0, buffers_gib=6.0))
+    two_gpus.tick()
+    second = two_gpus.queue(prepared=planned(1.0, buffers_gib=8.0))
+    for free_gib in (9.5, 9.0):
+        two_gpus.box = replace(two_gpus.box, room_nbytes=int(free_gib * GIB))
+        two_gpus.now += 30
+        two_gpus.tick()
+    assert "; 3.0 GiB are free" in str(two_gpus.job(second).waiting_reason)
+    assert sum("of memory for its buffers" in message for message in two_gpus.messages(second)) == 1
+
+
+def test_settings_that_cannot_be_read_are_one_jobs_trouble(two_gpus: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.service.dispatcher import queue as job_queue
+
+    broken = two_gpus.queue()
+    real = job_queue.plan_bounds
+
+    def bounds(settings: object, job: object) -> object:
+        if job.id == broken:  # type: ignore[attr-defined]
+            raise ValueError("gpus: 7")
+        return real(settings, job)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(job_queue, "plan_bounds", bounds)
+    sound = two_gpus.queue()
+    two_gpus.tick()
+    assert (sound, 1) in started(two_gpus)
+
+
+# --- priorities ---------------------------------------------------------------------------------------------------
+
+
+def test_jobs_go_by_priority_and_then_first_in_first_out(stage: Stage) -> None:
+    running = stage.queue(priority=-1)
+    stage.tick()
+    low, first, second, high = (stage.queue(priority=priority) for priority in (1, 0, 0, -1))
+    for expected in (high, first, second, low):
+        end(stage, started(stage)[-1][0])
+        assert started(stage)[-1] == (expected, 1)
+    assert running == started(stage)[0][0]
+
+
+def test_a_job_of_lower_priority_is_paused_and_goes_on_by_itself(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    train(stage, low, 1)
+    high = stage.queue()
+    stage.tick()
+    assert stage.runners.paused == [(low, 1)]
+    assert stage.status(low) is JobStatus.RUNNING
+    assert stage.messages(low)[-1] == (
+        f"Pausing for job {high} of higher priority: the runner ends its attempt after its step; "
+        "the job goes on by itself when there is room"
+    )
+    assert stage.job(high).waiting_reason == (
+        f"the CPU is in use by job {low}; jobs of lower priority are paused for it after their step"
+    )
+    train(stage, low, 2)
+    end(stage, low, PAUSED)
+    assert (stage.status(low), stage.status(high)) == (JobStatus.QUEUED, JobStatus.RUNNING)
+    paused = f"Paused after step 2 for job {high} of higher priority; it goes on by itself when there is room"
+    assert paused in stage.messages(low)
+    assert stage.job(low).waiting_reason == f"the CPU is in use by job {high}"
+    end(stage, high)
+    assert started(stage) == [(low, 1), (high, 1), (low, 2)]
+    assert stage.job(low).yields_to is None
+    assert (stage.job(low).step, stage.job(low).num_lost) == (2, 0)
+
+
+def test_a_paused_job_goes_on_before_those_of_its_priority_that_came_later(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    train(stage, low, 1)
+    high, other = stage.queue(), stage.queue(priority=1)
+    stage.tick()
+    end(stage, low, PAUSED)
+    end(stage, high)
+    assert started(stage)[2:] == [(low, 2)]
+    assert stage.status(other) is JobStatus.QUEUED
+
+
+def test_a_job_is_paused_once_its_attempt_has_a_step_and_not_before(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queue, "_STARTING_S", 0.0)  # all attempts are beyond that
+    low = stage.queue(priority=1)
+    stage.tick()
+    high = stage.queue()
+    stage.tick(3)
+    assert stage.runners.paused == []
+    train(stage, low, 1)
+    stage.tick()
+    assert stage.runners.paused == [(low, 1)]
+    end(stage, low, PAUSED)
+    end(stage, high)
+    # The step was the last attempt's.
+    higher = stage.queue()
+    stage.tick(3)
+    assert stage.runners.paused == [(low, 1)]
+    train(stage, low, 2)
+    stage.tick()
+    assert stage.runners.paused == [(low, 1), (low, 2)]
+    assert stage.status(higher) is JobStatus.QUEUED
+
+
+def test_an_attempt_that_has_just_begun_ends_at_once_and_counts_as_no_loss(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    high = stage.queue()
+    stage.tick(3)
+    assert stage.runners.paused == []
+    assert started(stage) == [(low, 1), (high, 1)]
+    assert f"Pausing for job {high} of higher priority: its attempt has only just begun" in stage.messages(low)[-3]
+    assert stage.messages(low)[-2] == (
+        f"Attempt 1 ended as it began, for job {high} of higher priority; the job goes on by itself when there is room"
+    )
+    assert (stage.job(low).num_lost, stage.job(low).yields_to) == (0, None)
+    end(stage, high)
+    assert started(stage)[-1] == (low, 2)
+
+
+def test_attempts_are_not_cut_short_again_and_again(stage: Stage) -> None:
+    """However many urgent jobs come, the job moves on."""
+    low = stage.queue(priority=1)
+    stage.tick()
+    for number in range(1, 4):
+        urgent = stage.queue()
+        stage.tick(3)
+        assert started(stage)[-1] == (urgent, 1)
+        end(stage, urgent)
+        assert started(stage)[-1] == (low, number + 1)
+    urgent = stage.queue()
+    stage.tick(3)
+    assert stage.status(urgent) is JobStatus.QUEUED
+    train(stage, low, 1)
+    stage.tick()
+    assert stage.runners.paused == [(low, 4)]
+    end(stage, low, PAUSED)
+    end(stage, urgent)
+    stage.queue()
+    stage.tick(3)
+    assert started(stage)[-2:][0] == (low, 5), "its count begins anew after a step"
+    assert stage.status(low) is JobStatus.QUEUED
+
+
+def test_no_job_is_paused_for_one_that_would_not_fit_even_then(two_gpus: Stage) -> None:
+    first, low = two_gpus.queue(prepared=planned(6.0)), two_gpus.queue(priority=1, prepared=planned(2.0))
+    two_gpus.tick()
+    for job_id in (first, low):
+        train(two_gpus, job_id, 1)
+    two_gpus.queue(prepared=planned(5.0))
+    two_gpus.tick(3)
+    assert two_gpus.runners.paused == []
+
+
+def test_only_as_many_are_paused_as_it_takes(two_gpus: Stage) -> None:
+    lower, low = (two_gpus.queue(priority=priority, prepared=planned(4.0)) for priority in (2, 1))
+    two_gpus.tick()
+    for job_id in (lower, low):
+        train(two_gpus, job_id, 1)
+    high = two_gpus.queue(prepared=planned(6.0))
+    two_gpus.tick(3)
+    assert two_gpus.runners.paused == [(lower, 1)]
+    end(two_gpus, lower, PAUSED)
+    assert two_gpus.status(high) is JobStatus.RUNNING
+    assert two_gpus.status(low) is JobStatus.RUNNING
+
+
+def test_an_owner_may_pause_or_cancel_a_job_that_makes_room(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    train(stage, low, 1)
+    high = stage.queue()
+    stage.tick()
+    stage.request_pause(low)
+    stage.tick()
+    end(stage, low, PAUSED)
+    assert stage.status(low) is JobStatus.PAUSED
+    assert stage.messages(low)[-1] == "Paused after step 1"
+    assert stage.status(high) is JobStatus.RUNNING
+
+
+def test_a_job_that_is_lost_as_it_makes_room_goes_on_when_there_is_room(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    train(stage, low, 1)
+    high = stage.queue()
+    stage.tick()
+    end(stage, low, INTERRUPTED)
+    assert (stage.status(low), stage.status(high)) == (JobStatus.QUEUED, JobStatus.RUNNING)
+    end(stage, high)
+    assert started(stage)[-1] == (low, 2)
+
+
+def test_a_dispatcher_that_is_killed_meanwhile_pauses_the_same_job(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    train(stage, low, 1)
+    high = stage.queue()
+    stage.tick()
+    stage.new_dispatcher()
+    stage.tick(2)
+    assert stage.runners.paused == [(low, 1)] * 2
+    assert sum(message.startswith("Pausing for") for message in stage.messages(low)) == 1
+    end(stage, low, PAUSED)
+    assert stage.status(high) is JobStatus.RUNNING
+
+
+def test_a_lost_job_leaves_its_place_to_one_of_higher_priority(stage: Stage) -> None:
+    low = stage.queue(priority=1)
+    stage.tick()
+    end(stage, low, INTERRUPTED)
+    high = stage.queue()
+    stage.tick()
+    assert stage.status(high) is JobStatus.RUNNING
+    stage.sit_out_the_pause()
+    assert stage.status(low) is JobStatus.QUEUED
+
+
+# --- what an owner learns -----------------------------------------------------------------------------------------
+
+
+def test_other_users_jobs_are_counted_and_not_named(two_gpus: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    mine = two_gpus.queue(priority=2, owner="ada")
+    theirs = two_gpus.queue(priority=1, owner="bob")
+    two_gpus.tick()
+    for job_id in (mine, theirs):
+        train(two_gpus, job_id, 1)
+    waiting = two_gpus.queue(priority=2, owner="ada")
+    assert two_gpus.job(waiting).waiting_reason == f"every GPU is in use by job {mine} and 1 job of others"
+    with caplog.at_level(logging.INFO):
+        urgent = two_gpus.queue(owner="bob")
+        two_gpus.tick()
+    (line,) = [each for each in caplog.records if "makes room" in each.message]
+    assert line.message == f"of priority 2, it makes room for job {urgent}, of priority 0"
+    assert (vars(line)["job"], vars(line)["attempt"]) == (mine, 1)
+    end(two_gpus, mine, PAUSED)
+    assert two_gpus.job(mine).waiting_reason == "every GPU is in use by 2 jobs of others"
+    told = " ".join([*two_gpus.messages(mine), *two_gpus.messages(waiting)])
+    assert "Pausing for a job of higher priority" in told
+    assert "Paused after step 1 for a job of higher priority" in told
+    assert theirs not in told
+    assert urgent not in told

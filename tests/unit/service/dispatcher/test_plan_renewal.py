@@ -1,0 +1,217 @@
+"""Jobs whose machine was measured again before they are launched."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.service.dispatcher_stage import PREPARED, Stage
+from windlass.actors.scheduler.scheduler import PAUSED
+from windlass.engine.memory_plan.placement_json import to_json
+from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.hardware.hardware import Hardware
+from windlass.service.dispatcher import plan_renewal
+from windlass.service.dispatcher.capacity import MachineCapacity
+from windlass.service.jobs.spec_builder import job_dir
+from windlass.service.preparation.pipeline import PreparationError
+from windlass.storage.sql.job_status import JobStatus
+
+OLD, NEW = Placement(num_cached_params=1), Placement(host_blocks=(0, 2), num_cached_params=2)
+REPORT: dict[str, Any] = {"feasible": True, "reasons": [], "step_s": 10.0}
+PLANNED = {"ok": True, "plan": REPORT, "placement": to_json(OLD), "arena_nbytes": 1 << 20}
+ANOTHER = {"ok": True, "plan": REPORT, "placement": to_json(NEW), "arena_nbytes": 2 << 20}
+
+
+def machine(read_gb_per_s: float) -> Hardware:
+    rates = {"write_gb_per_s": 1.0, "combined_gb_per_s": 3.0, "cpu_s_per_gb": 0.1}
+    return Hardware.model_validate(
+        {
+            "gpus": {"count": 0, "memory_gib": 8.0, "tflops": 0.1},
+            "host": {"memory_gib": 16.0, "memory_gb_per_s": 10.0, "adam_params_per_s": 1e8},
+            "pcie": {"h2d_gb_per_s": 10.0, "d2h_gb_per_s": 10.0},
+            "ssds": {"count": 2, "read_gb_per_s": read_gb_per_s, "capacity_gib": 100.0, **rates},
+        }
+    )
+
+
+class Measured:
+    """What the machine is now, as `windlass doctor` left it."""
+
+    def __init__(self) -> None:
+        self.hardware: Hardware | None = machine(2.0)
+
+    def __call__(self, _settings: object) -> Hardware | None:
+        return self.hardware
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    made = Measured()
+    monkeypatch.setattr(plan_renewal, "measured_hardware", made)
+    return made
+
+
+def paused_job(stage: Stage) -> str:
+    """A job that ran by a plan for an SSD with 2 GB/s."""
+    job_id = stage.submit()
+    stage.tick()
+    folder = job_dir(stage.settings, job_id) / "prepare"
+    folder.mkdir(parents=True)
+    (folder / "plan_job.json").write_text(json.dumps(PLANNED))
+    asked = {"batch_size": 5, "compute_threads": 4, "host_memory_nbytes": None}
+    question = {**asked, "hardware": machine(2.0).model_dump()}
+    (folder / "question.json").write_text(json.dumps(question))
+    stage.preparations[-1].ending = PREPARED
+    stage.tick(2)
+    assert stage.runners.started[0].placement == OLD
+    pause(stage, job_id)
+    return job_id
+
+
+def pause(stage: Stage, job_id: str) -> None:
+    attempt = stage.job(job_id).attempt
+    stage.request_pause(job_id)
+    journal = stage.journal(job_id, attempt)
+    journal.append_outcome(PAUSED, "The attempt ended after a commit")
+    journal.close()
+    stage.tick()
+    stage.end_runner(job_id, attempt)
+    stage.tick()
+    assert stage.status(job_id) is JobStatus.PAUSED
+
+
+def test_a_job_goes_on_by_its_plan_where_the_machine_is_the_same(stage: Stage, measured: Measured) -> None:
+    job_id = paused_job(stage)
+    stage.request_resume(job_id)
+    stage.tick()
+    assert stage.planners == []
+    assert stage.runners.started[1].placement == OLD
+
+
+def test_a_job_that_is_resumed_on_another_machine_is_planned_anew(stage: Stage, measured: Measured) -> None:
+    job_id = paused_job(stage)
+    measured.hardware = machine(4.0)
+    stage.request_resume(job_id)
+    other = stage.queue()
+    stage.tick()
+    (planner,) = stage.planners
+    assert planner.question["batch_size"] == 5
+    assert planner.question["hardware"] == machine(4.0).model_dump()
+    assert stage.job(job_id).waiting_reason == (
+        "its plan is made again, as the machine or the settings have changed since"
+    )
+    planner.answer = ANOTHER
+    stage.tick(2)
+    job = stage.job(job_id)
+    assert (job.status, job.attempt, job.plan_number) == (JobStatus.RUNNING, 2, 1)
+    assert stage.runners.started[1].placement == NEW
+    assert stage.runners.started[1].host_memory_nbytes == 2 << 20
+    assert "The machine was measured again: the job goes on by a new plan" in stage.messages(job_id)
+    assert stage.status(other) is JobStatus.QUEUED  # it did not take the place meanwhile
+    pause(stage, job_id)
+    stage.request_resume(job_id)
+    stage.tick()
+    assert len(stage.planners) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (PreparationError("plan_job_timeout", "plan_job did not end within 600 s"), "plan_job did not end"),
+        ({"ok": True, "plan": {"feasible": False, "reasons": ["the SSDs lack 3 GiB"]}}, "the SSDs lack 3 GiB"),
+        ({"ok": True, "warnings": ["the model cannot be planned"]}, "the model cannot be planned"),
+    ],
+)
+def test_where_there_is_no_new_plan_the_old_one_stays(stage: Stage, measured: Measured, answer: Any, why: str) -> None:
+    job_id = paused_job(stage)
+    measured.hardware = machine(4.0)
+    stage.request_resume(job_id)
+    stage.tick()
+    stage.planners[0].answer = answer
+    stage.tick(2)
+    assert stage.runners.started[1].placement == OLD
+    assert len(stage.planners) == 1
+    (told,) = [message for message in stage.messages(job_id) if "the one before stays" in message]
+    assert why in told
+
+
+def test_a_job_that_is_paused_again_before_it_has_its_plan_ends_the_planner(stage: Stage, measured: Measured) -> None:
+    job_id = paused_job(stage)
+    measured.hardware = machine(4.0)
+    stage.request_resume(job_id)
+    stage.tick()
+    stage.request_pause(job_id)
+    stage.tick()
+    assert stage.planners[0].stopped
+    assert stage.job(job_id).plan_number == 0
+
+
+def test_a_dispatcher_that_is_killed_meanwhile_asks_again(stage: Stage, measured: Measured) -> None:
+    job_id = paused_job(stage)
+    measured.hardware = machine(4.0)
+    stage.request_resume(job_id)
+    stage.tick()
+    stage.new_dispatcher()
+    stage.tick()
+    stage.planners[1].answer = ANOTHER
+    stage.tick(2)
+    assert (stage.status(job_id), stage.runners.started[1].placement) == (JobStatus.RUNNING, NEW)
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_job_that_is_resumed_with_another_budget_is_planned_anew(
+    stage: Stage, measured: Measured, is_measured: bool
+) -> None:
+    job_id = paused_job(stage)
+    if not is_measured:
+        measured.hardware = None
+    stage.settings = stage.settings.model_copy(update={"host_memory_gib": 3.0})
+    stage.new_dispatcher()
+    stage.request_resume(job_id)
+    stage.tick()
+    (planner,) = stage.planners
+    assert planner.question["host_memory_nbytes"] == 3 << 30
+    assert planner.question["hardware"] == machine(2.0).model_dump()
+    planner.answer = ANOTHER
+    stage.tick(2)
+    assert stage.runners.started[1].placement == NEW
+    assert "The settings' budgets have changed: the job goes on by a new plan" in stage.messages(job_id)
+    pause(stage, job_id)
+    stage.request_resume(job_id)
+    stage.tick()
+    assert len(stage.planners) == 1
+
+
+def test_a_job_whose_plan_does_not_fit_any_more_is_planned_anew(stage: Stage, measured: Measured) -> None:
+    job_id = paused_job(stage)
+    measured.hardware = machine(4.0)
+    stage.box = MachineCapacity(room_nbytes=1 << 10)
+    stage.request_resume(job_id)
+    stage.tick()
+    (planner,) = stage.planners
+    planner.answer = {**ANOTHER, "arena_nbytes": 1 << 10}
+    stage.tick(2)
+    assert stage.runners.started[1].host_memory_nbytes == 1 << 10
+
+
+def test_a_job_that_needs_a_plan_and_waits_does_not_keep_others_from_theirs(stage: Stage, measured: Measured) -> None:
+    """The planner has answered, but a job of higher priority has the device by now."""
+    job_id = paused_job(stage)
+    measured.hardware = machine(4.0)
+    stage.request_resume(job_id)
+    stage.tick()
+    urgent = stage.queue(priority=-1)
+    stage.tick()
+    assert stage.status(urgent) is JobStatus.RUNNING
+    stage.planners[0].answer = ANOTHER
+    stage.tick(2)
+    assert stage.job(job_id).plan_number == 1
+    assert stage.job(job_id).waiting_reason == f"the CPU is in use by job {urgent}"
+
+
+def test_a_machine_that_is_not_measured_any_more_changes_nothing(stage: Stage, measured: Measured) -> None:
+    job_id = paused_job(stage)
+    measured.hardware = None
+    stage.request_resume(job_id)
+    stage.tick()
+    assert stage.runners.started[1].placement == OLD

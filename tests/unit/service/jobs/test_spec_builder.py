@@ -1,0 +1,325 @@
+"""A job's settings reach its runner and its planner alike."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from tests.support.actors import specs
+from windlass.actors.job.context import grad_precision, make_context
+from windlass.actors.job.spec import Hyperparameters, JobSpec
+from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
+from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.planning.planner import PlanQuestion, Profiles, best_plan
+from windlass.planner.planning.worker import PlanOrder, question_of
+from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.service.installation.settings import Settings
+from windlass.service.jobs.spec_builder import MachineResources, preparation_order, resolve_job
+from windlass.service.preparation.pipeline import (
+    CHECK_MODEL,
+    PLAN_JOB,
+    PREPARE_DATA,
+    PreparationError,
+    PreparationOrder,
+)
+from windlass.service.validation.hyperparameters import (
+    JobSettings,
+    SupervisedHyperparameters,
+    WindlassSettings,
+    resolve,
+)
+from windlass.storage.sql.models import Job
+
+MACHINE = Hardware(
+    gpus=Gpus(count=1, memory_gib=2.0, tflops=20),
+    host=Host(memory_gib=6.0, memory_gb_per_s=40, adam_params_per_s=1e9),
+    pcie=Pcie(h2d_gb_per_s=12, d2h_gb_per_s=12),
+    ssds=Ssds(count=2, read_gb_per_s=8, write_gb_per_s=8, capacity_gib=100),
+)
+CONFIG = config_of_shape(ModelShape(num_layers=6, hidden_size=256, num_heads=4, vocab_size=1000), num_tokens=64)
+NUM_EXAMPLES, NUM_VALIDATION_EXAMPLES = 100, 7
+RESULTS: dict[str, dict[str, Any]] = {
+    PREPARE_DATA: {
+        "num_examples": NUM_EXAMPLES,
+        "num_validation_examples": NUM_VALIDATION_EXAMPLES,
+        "num_targets": 1000,
+    },
+    CHECK_MODEL: {"num_params": 1000},
+}
+JOB = {"batch_size": 4, "num_microbatches": 2, "sequence_length": 64}
+
+# Settings of a job, each with a value that is not its default, and that changes what the planner is asked.
+PLANNED: dict[str, Any] = {
+    "batch_size": 6,
+    "num_microbatches": 4,
+    "sequence_length": 32,
+    "clip_norm": None,
+    "optimizer": "adam",
+    "precision": "fp32",
+    "state_precision": "bf16",
+    "accumulation_precision": "bf16",
+    "gradient_updates": "after_backward",
+    "budgets": {"host_memory_gib": 3.0},
+    "epochs": 5,  # which batches there are, and so how wide their mean is
+}
+_MORE_STEPS = "how many steps there are does not change what one takes"
+_A_NUMBER = "a number that an update computes with: as many bytes and operations with any value"
+_EXPORT = "an export reads the committed states between two steps, in the buffers that the plan has"
+_EVALUATION_TIME = "an evaluation lies between two steps, and what a step takes is planned; its memory is the same"
+# The others, each with such a value and why the memory and the time of a step are the same with any value.
+NOT_PLANNED: dict[str, tuple[Any, str]] = {
+    "learning_rate": (1e-3, _A_NUMBER),
+    "warmup_steps": (3, _A_NUMBER),
+    "warmup": (0.5, _A_NUMBER),
+    "schedule": ("cosine", _A_NUMBER),
+    "weight_decay": (0.1, _A_NUMBER),
+    "beta1": (0.5, _A_NUMBER),
+    "beta2": (0.5, _A_NUMBER),
+    "epsilon": (1e-6, _A_NUMBER),
+    "max_bad_steps": (3, "it only says when the job ends"),
+    "model_kernels": (
+        "torch",
+        "the planner counts torch's own kernels with any value; the other packages' save less for the backward pass, "
+        "and how fast they are is not known before they have run",
+    ),
+    "seed": (3, "random numbers are drawn in any case"),
+    "priority": (3, "it only says when the job runs"),
+    "checkpoint_every": (3, _EXPORT),
+    "checkpoint_minutes": (3.0, _EXPORT),
+    "keep_checkpoints": (3, "they lie in the models' folder, which is on no tier"),
+    "keep_best": (True, _EXPORT),
+    "early_stopping": ({"patience": 3}, _MORE_STEPS),
+    "final_model": ("best", _EXPORT),
+    "evaluate_every": (3, _EVALUATION_TIME),
+    "initialization": ("random", "it happens before the first step, block by block in the plan's buffers"),
+    "gpus": (1, "there is no other value"),
+    "lora": (None, "there is no other value"),
+}
+_TOLD_OTHERWISE = {"keep_checkpoints": {"checkpoint_every": 3}}  # what goes with it
+
+# What the runner is told of the resolved settings, and where the planner is told the same.
+HYPERPARAMETERS = {
+    "batch_size": "batch_size",
+    "num_microbatches": "num_microbatches",
+    "sequence_length": "sequence_length",
+    "clip_norm": "clips",
+    "precision": "precision",
+    "optimizer": "optimizer",
+    "state_precision": "state_precision",
+    "accumulation_precision": "accumulation_precision",
+    "update_order": "update_order",
+}
+NOT_PLANNED_HYPERPARAMETERS = {
+    **{name: why for name, (_, why) in NOT_PLANNED.items()},
+    "kernel": "no setting of a job; the machine's profile has what updates take",
+    "epochs": "the planner is told the number of steps",
+}
+_NOT_THE_JOBS = "where files lie, or what the attempt is called"
+JOB_SPEC = {
+    "hyperparameters": "see above",
+    "num_validation_examples": "num_validation_examples",
+    "num_cpu_optimizers": "num_optimizers",
+    "compute_threads": "compute_threads",
+    "host_memory_nbytes": "host_memory_nbytes",
+    "device_memory_nbytes": "device_memory_nbytes",
+    "ssd_dirs": "hardware",
+    "dataset_dir": "dataset",
+    "total_steps": "dataset",
+}
+NOT_PLANNED_JOB_SPEC = {
+    **dict.fromkeys(
+        (
+            "job",
+            "attempt",
+            "model_dir",
+            "layout_file",
+            "job_dir",
+            "output_dir",
+            "arena_dir",
+            "kernel_dir",
+        ),
+        _NOT_THE_JOBS,
+    ),
+    **{name: NOT_PLANNED[name][1] for name in NOT_PLANNED if name in {field.name for field in fields(JobSpec)}},
+    "optimizer_threads": "the machine's profile has what updates take with the threads of its settings",
+    "planned_device_nbytes": "the plan's answer",
+    "placement": "the plan's answer",
+    "expected_pace": "the plan's answer",
+    "deadline_s": "a limit of waits that no healthy job comes near",
+    "ordering": "no setting of a job; the planner counts with its defaults",
+}
+# Fields of the order that are about how the planner works, not about the job.
+ABOUT_PLANNING = {
+    "model_dir",
+    "compute_threads",
+    "may_measure",
+    "kept_times_dir",
+    "is_alone",
+    "simulation_s",
+    "running",
+}
+
+
+def windlass_settings(**asked: Any) -> WindlassSettings:
+    return WindlassSettings.model_validate({**JOB, **asked})
+
+
+def job_of(asked: WindlassSettings) -> Job:
+    return Job(
+        id="ftjob-1",
+        attempt=0,
+        model="base",
+        training_file="file-1",
+        validation_file=None,
+        suffix=None,
+        seed=1,
+        method={"type": "supervised", "supervised": {"hyperparameters": {}}},
+        windlass=asked.model_dump(mode="json"),
+        created_at=0,
+    )
+
+
+def preparation_of_job(home: Path, asked: WindlassSettings, hardware: Hardware | None) -> PreparationOrder:
+    return preparation_order(
+        Settings(home=home),
+        MachineResources(num_cores=4, num_gpus=1),
+        job_of(asked),
+        hardware,
+        filenames={"file-1": "a.jsonl"},
+    )
+
+
+def order_of(home: Path, asked: WindlassSettings) -> PlanOrder:
+    """The question to the planner when a job with these settings is prepared."""
+    order = preparation_of_job(home, asked, MACHINE)
+    assert order.plan_question is not None
+    return PlanOrder.model_validate(order.plan_question(RESULTS))
+
+
+def hyperparameters_of(asked: WindlassSettings) -> Hyperparameters:
+    """What the runner of such a job is told."""
+    settings = JobSettings(supervised=SupervisedHyperparameters(), windlass=asked, seed=1)
+    return resolve(settings, NUM_EXAMPLES)
+
+
+@pytest.mark.parametrize("name", WindlassSettings.model_fields)
+def test_plan_question_reads_each_setting_or_it_is_named_as_one_that_changes_no_step(tmp_path: Path, name: str) -> None:
+    assert (name in PLANNED) != (name in NOT_PLANNED), (
+        f"{name}: a new setting: have the planner read it and name it in PLANNED, or say in NOT_PLANNED why neither "
+        "memory nor time of a step depends on it"
+    )
+    value = PLANNED[name] if name in PLANNED else NOT_PLANNED[name][0]
+    changed = order_of(tmp_path, windlass_settings(**_TOLD_OTHERWISE.get(name, {}), **{name: value}))
+    assert (changed != order_of(tmp_path, windlass_settings())) == (name in PLANNED)
+
+
+def test_plan_question_says_of_the_job_what_the_runner_is_told(tmp_path: Path) -> None:
+    names = {field.name for field in fields(Hyperparameters)}
+    assert names == names & (HYPERPARAMETERS.keys() | NOT_PLANNED_HYPERPARAMETERS.keys())
+    others = {"clip_norm", "update_order", "batch_size", "num_microbatches", "sequence_length", "budgets"}
+    for asked in ({}, *({name: value} for name, value in PLANNED.items() if name not in others)):
+        order, hyper = order_of(tmp_path, windlass_settings(**asked)), hyperparameters_of(windlass_settings(**asked))
+        for mine, theirs in HYPERPARAMETERS.items():
+            if mine in ("clip_norm", "update_order"):
+                continue
+            assert getattr(order, theirs) == getattr(hyper, mine), mine
+        assert order.clips == (hyper.clip_norm is not None)
+        assert order.num_validation_examples == NUM_VALIDATION_EXAMPLES
+
+
+def test_plan_question_of_a_job_spec_leaves_no_field_out() -> None:
+    names = {field.name for field in fields(JobSpec)}
+    assert JOB_SPEC.keys() | NOT_PLANNED_JOB_SPEC.keys() == names
+    assert set(JOB_SPEC.values()) - {"see above"} <= PlanOrder.model_fields.keys()
+    assert set(HYPERPARAMETERS.values()) <= PlanOrder.model_fields.keys()
+
+
+def test_plan_order_with_a_field_that_the_planner_does_not_know_is_a_defect() -> None:
+    known = {field.name for field in fields(PlanQuestion)}
+    assert "lengths" in known  # of the order's data set
+    assert PlanOrder.model_fields.keys() - known == ABOUT_PLANNING | {"dataset"}
+
+
+@pytest.mark.parametrize(("budgets", "is_checked"), [({}, False), ({"gpu_memory_gib": 1.0}, True)])
+def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
+    tmp_path: Path, budgets: dict[str, float], is_checked: bool
+) -> None:
+    asked = windlass_settings(budgets=budgets)
+    make = preparation_of_job(tmp_path, asked, None).unplanned_spec
+    assert (make is not None) == is_checked
+    if make is not None:
+        spec = TypeAdapter(JobSpec).validate_json(json.dumps(make(RESULTS)))
+        assert spec.hyperparameters == hyperparameters_of(asked)
+        assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
+
+
+def test_resolve_job_whose_plan_does_not_fit_its_budget_names_the_budget(tmp_path: Path) -> None:
+    job = job_of(windlass_settings(budgets={"gpu_memory_gib": 1.0}))
+    plan = {"feasible": False, "reasons": ["too little"], "missing_bytes": {"gpu": 1, "host": 0, "ssd": 0}}
+    with pytest.raises(PreparationError) as caught:
+        resolve_job(job, {**RESULTS, PLAN_JOB: {"plan": plan}})
+    assert (caught.value.code, caught.value.param) == ("does_not_fit", "windlass.budgets.gpu_memory_gib")
+
+
+_LONG = pytest.mark.long
+_GIB = 2**30
+# With the lesser one, kept gradients go to the SSDs where they are fp32, and not in bf16.
+PLENTY_GIB, TIGHT_GIB = 1.0, 0.055
+
+
+@pytest.mark.parametrize(
+    ("gradient_updates", "clip_norm", "accumulation_precision", "num_microbatches", "host_memory_gib"),
+    [
+        # Each order that lays out the arena in another way once; all of them with `long`.
+        ("auto", None, "bf16", 4, PLENTY_GIB),
+        ("kept", None, "bf16", 4, TIGHT_GIB),
+        ("naive", None, "fp32", 1, PLENTY_GIB),
+        ("after_backward", 1.0, "fp32", 4, TIGHT_GIB),
+        *(
+            pytest.param(order, clip_norm, precision, number, gib, marks=_LONG)
+            for order, clip_norm in (
+                *((each, None) for each in ("auto", "active", "kept", "naive", "after_backward")),
+                *((each, 1.0) for each in ("auto", "kept", "after_backward")),
+            )
+            for precision in ("fp32", "bf16")
+            for number in (1, 4)
+            for gib in (PLENTY_GIB, TIGHT_GIB)
+        ),
+    ],
+)
+def test_best_plan_with_any_gradient_settings_has_the_arena_that_the_runner_makes(
+    tmp_path: Path,
+    gradient_updates: str,
+    clip_norm: float | None,
+    accumulation_precision: str,
+    num_microbatches: int,
+    host_memory_gib: float,
+) -> None:
+    asked = windlass_settings(
+        gradient_updates=gradient_updates,
+        clip_norm=clip_norm,
+        accumulation_precision=accumulation_precision,
+        num_microbatches=num_microbatches,
+        budgets={"host_memory_gib": host_memory_gib},
+    )
+    order = order_of(tmp_path, asked).model_copy(update={"dataset": None})
+    question = replace(question_of(order, CONFIG), measures=False, kept_times=None)
+    profiles = Profiles(question)
+    job, solution = best_plan(question, profiles)
+    spec = replace(
+        specs.SPEC,
+        hyperparameters=hyperparameters_of(asked),
+        num_cpu_optimizers=question.num_optimizers,
+        placement=solution.placement,
+        host_memory_nbytes=solution.plan.arena_nbytes,
+    )
+    context = make_context(spec, profiles.layout, "")
+    assert context.plan == solution.plan
+    is_tight = host_memory_gib == TIGHT_GIB and num_microbatches > 1 and accumulation_precision == "fp32"
+    assert bool(context.plan.spilled_blocks) == (is_tight and job.keeps_grads)
+    assert solution.plan.arena_nbytes <= host_memory_gib * _GIB
+    assert job.update_order is spec.hyperparameters.order_of_updates
+    assert question.gradients.precision_in_transit(num_microbatches) is grad_precision(spec)

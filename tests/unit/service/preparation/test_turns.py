@@ -1,0 +1,67 @@
+"""Whose preparation computes: fair among owners, short before long."""
+
+from typing import Any
+
+from windlass.service.preparation.turns import MOST_BEGUN, Candidate, who_computes
+
+
+def _waiting(job_id: str, owner: str, nbytes: int = 10, **more: Any) -> Candidate:
+    return Candidate(job_id=job_id, owner=owner, nbytes=nbytes, created_at=float(job_id[1:]), **more)
+
+
+def _begun(job_id: str, owner: str, computed_s: float, nbytes: int = 10) -> Candidate:
+    return _waiting(job_id, owner, nbytes, computed_s=computed_s, has_process=True)
+
+
+def test_owners_take_turns_whoever_submitted_more() -> None:
+    jobs = [_waiting("j1", "ann"), _waiting("j2", "ann"), _waiting("j3", "ann"), _waiting("j4", "bob")]
+    assert who_computes(jobs, {}, num_side_by_side=2) == ["j1", "j4"]
+    assert who_computes(jobs, {}, num_side_by_side=3) == ["j1", "j4", "j2"]
+
+
+def test_the_owner_who_computed_least_of_late_goes_first() -> None:
+    jobs = [_begun("j1", "ann", 400.0), _waiting("j2", "bob")]
+    assert who_computes(jobs, {"ann": 400.0}, num_side_by_side=1) == ["j2"]
+    assert who_computes(jobs, {"ann": 400.0, "bob": 900.0}, num_side_by_side=1) == ["j1"]
+
+
+def test_owners_do_not_change_places_at_each_look() -> None:
+    jobs = [_begun("j1", "ann", 3.0), _waiting("j2", "bob")]
+    assert who_computes(jobs, {"ann": 3.0}, num_side_by_side=1) == ["j1"]
+    assert who_computes(jobs, {"ann": 6.0}, num_side_by_side=1) == ["j2"]
+
+
+def test_of_one_owner_the_small_file_goes_first_also_before_one_that_computes() -> None:
+    jobs = [_begun("j1", "ann", 40.0, nbytes=10**9), _waiting("j2", "ann", nbytes=10**6)]
+    assert who_computes(jobs, {"ann": 40.0}, num_side_by_side=1) == ["j2"]
+    both = [_waiting("j1", "ann", nbytes=10**9), _waiting("j2", "ann", nbytes=10**6)]
+    assert who_computes(both, {}, num_side_by_side=1) == ["j2"]
+
+
+def test_a_small_file_that_computes_for_long_stands_back() -> None:
+    jobs = [_begun("j1", "ann", 40.0, nbytes=1), _waiting("j2", "ann", nbytes=10**9)]
+    assert who_computes(jobs, {"ann": 40.0}, num_side_by_side=1) == ["j2"]
+
+
+def test_an_owner_has_only_so_many_processes() -> None:
+    halted = [_begun(f"j{number}", "ann", 40.0) for number in range(MOST_BEGUN)]
+    jobs = [*halted, _waiting("j9", "ann", nbytes=1)]
+    assert "j9" not in who_computes(jobs, {}, num_side_by_side=9)
+    assert "j9" in who_computes([*halted[1:], _waiting("j9", "ann", nbytes=1)], {}, num_side_by_side=9)
+
+
+def test_a_download_takes_nobodys_place_but_is_limited_too() -> None:
+    downloads = [_waiting(f"j{number}", "ann", uses_cores=False) for number in range(MOST_BEGUN + 2)]
+    jobs = [*downloads, _waiting("j8", "bob"), _waiting("j9", "cat")]
+    chosen = who_computes(jobs, {}, num_side_by_side=1)
+    assert "j8" in chosen
+    assert "j9" not in chosen
+    assert sum(job_id in chosen for job_id in ("j0", "j1", "j2", "j3", "j4")) == MOST_BEGUN
+
+
+def test_those_that_leave_the_cores_to_a_job_that_starts_count_as_begun() -> None:
+    halted = [
+        _waiting(f"j{number}", "ann", computed_s=40.0, has_process=True, leaves_cores=True)
+        for number in range(MOST_BEGUN)
+    ]
+    assert who_computes([*halted, _waiting("j9", "ann"), _waiting("j8", "bob")], {}, num_side_by_side=9) == ["j8"]

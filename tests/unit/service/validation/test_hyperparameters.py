@@ -1,0 +1,184 @@
+"""What "auto" means, in numbers."""
+
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from windlass.actors.job.spec import Hyperparameters, Initialization, Optimizer, Schedule
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.service.validation.hyperparameters import (
+    JobSettings,
+    SupervisedHyperparameters,
+    WindlassSettings,
+    num_steps,
+    resolve,
+)
+from windlass.storage.ids import Precision, StatePrecision
+
+
+def settings(windlass: dict[str, Any] | None = None, **supervised: Any) -> JobSettings:
+    return JobSettings(
+        supervised=SupervisedHyperparameters(**supervised), windlass=WindlassSettings(**(windlass or {})), seed=7
+    )
+
+
+def test_silence_means_the_documented_defaults() -> None:
+    resolved = resolve(settings(), num_examples=1000)
+    assert (resolved.epochs, resolved.batch_size, resolved.num_microbatches) == (3, 8, 2)
+    assert (resolved.learning_rate, resolved.schedule, resolved.warmup_steps) == (2e-5, Schedule.LINEAR, 12)  # of 375
+    assert (resolved.weight_decay, resolved.clip_norm) == (0.0, 1.0)
+    assert (resolved.beta1, resolved.beta2, resolved.epsilon) == (0.9, 0.999, 1e-8)
+    assert (resolved.precision, resolved.sequence_length, resolved.seed) == (Precision.BF16, 2048, 7)
+    assert (resolved.optimizer, resolved.state_precision) == (Optimizer.ADAMW, StatePrecision.FP32)
+    assert (resolved.accumulation_precision, resolved.max_bad_steps) == (Precision.FP32, 10)
+    assert resolved.update_order is UpdateOrder.KEPT  # as the gradient is clipped
+    assert resolved.model_kernels is None  # what the device can have
+    assert settings().initialization is Initialization.WEIGHTS
+
+
+def test_our_defaults_are_those_of_older_jobs() -> None:
+    """What a stored job does not say, it has by default, whether it was prepared or not."""
+    method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}}
+    stored = {"batch_size": None, "schedule": "cosine", "clip_norm": None, "precision": "fp32", "optimizer": "adamw"}
+    again = JobSettings.from_row(method, stored | {"state_precision": "fp32", "initialization": "random"}, 7)
+    asked = {"schedule": "cosine", "clip_norm": None, "precision": "fp32", "initialization": "random"}
+    assert again == settings(asked, n_epochs=2)
+    resolved = resolve(settings(), num_examples=10)
+    later = ("optimizer", "state_precision", "accumulation_precision", "max_bad_steps")
+    older = {name: value for name, value in asdict(resolved).items() if name not in (*later, "update_order")}
+    loaded = Hyperparameters(**older)
+    assert replace(loaded, update_order=loaded.order_of_updates) == resolved
+
+
+def test_a_model_can_be_kept_to_torchs_own_kernels() -> None:
+    assert resolve(settings({"model_kernels": "torch"}), num_examples=10).model_kernels == ()
+
+
+@pytest.mark.parametrize(("num_examples", "batch_size"), [(3, 3), (8, 8), (4000, 8), (10_000, 20), (10**6, 64)])
+def test_auto_batch_size_follows_the_data(num_examples: int, batch_size: int) -> None:
+    assert resolve(settings(), num_examples).batch_size == batch_size
+
+
+def test_openai_s_three_are_obeyed() -> None:
+    resolved = resolve(settings(n_epochs=2, batch_size=16, learning_rate_multiplier=0.5), num_examples=100)
+    assert (resolved.epochs, resolved.batch_size, resolved.learning_rate) == (2, 16, 1e-5)
+
+
+def test_ours_are_obeyed() -> None:
+    asked = {
+        "epochs": 5,
+        "batch_size": 4,
+        "num_microbatches": 3,
+        "sequence_length": 64,
+        "learning_rate": 1e-3,
+        "warmup": 0.5,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+        "clip_norm": None,
+        "precision": "fp32",
+        "optimizer": "adam",
+        "beta1": 0,
+        "beta2": 0.95,
+        "epsilon": 1e-6,
+        "gradient_updates": "after_backward",
+        "max_bad_steps": 0,
+    }
+    resolved = resolve(settings(asked), num_examples=10)
+    assert (resolved.epochs, resolved.batch_size, resolved.num_microbatches) == (5, 4, 3)
+    assert (resolved.sequence_length, resolved.learning_rate, resolved.warmup_steps) == (64, 1e-3, 8)  # of 15
+    assert (resolved.schedule, resolved.weight_decay) == (Schedule.COSINE, 0.1)
+    assert (resolved.clip_norm, resolved.precision) == (None, Precision.FP32)
+    assert (resolved.optimizer, resolved.update_order) == (Optimizer.ADAM, UpdateOrder.AFTER_BACKWARD)
+    assert (resolved.beta1, resolved.beta2, resolved.epsilon, resolved.max_bad_steps) == (0, 0.95, 1e-6, 0)
+    assert resolve(settings({"warmup_steps": 10**6}), 10).warmup_steps == num_steps(3, 8, 10)
+
+
+@pytest.mark.parametrize(
+    ("precision", "states", "sums"),
+    [
+        ("bf16", "fp32", "fp32"),
+        ("bf16", "split", "bf16"),
+        ("bf16", "bf16", "bf16"),
+        ("fp16", "fp32", "fp16"),
+        ("fp16", "fp32", "fp32"),
+        ("fp32", "fp32", "fp32"),
+    ],
+)
+def test_number_formats_that_go_together(precision: str, states: str, sums: str) -> None:
+    asked = {"precision": precision, "state_precision": states, "accumulation_precision": sums}
+    resolved = resolve(settings(asked), num_examples=10)
+    assert {name: value for name, value in asdict(resolved).items() if name in asked} == asked
+    assert resolved.formats.itemsizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "order"),
+    [
+        ({"clip_norm": None}, UpdateOrder.ACTIVE),
+        ({"clip_norm": None, "precision": "fp32"}, UpdateOrder.ACTIVE),
+        ({"clip_norm": None, "gradient_updates": "active"}, UpdateOrder.ACTIVE),
+        ({"clip_norm": None, "gradient_updates": "kept"}, UpdateOrder.KEPT),
+        ({"clip_norm": None, "precision": "fp16"}, UpdateOrder.KEPT),
+        ({"clip_norm": 0.5, "gradient_updates": "auto"}, UpdateOrder.KEPT),
+    ],
+)
+def test_updates_begin_as_early_as_they_may(asked: dict[str, Any], order: UpdateOrder) -> None:
+    assert resolve(settings(asked), num_examples=10).update_order is order
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "warmup", "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "max_bad_steps"]
+)
+def test_numbers_are_finite(name: str, number: float) -> None:
+    with pytest.raises(ValidationError, match=rf"{name}\n.*(finite number|valid integer)"):
+        WindlassSettings(**{name: number})
+
+
+def test_what_a_row_keeps_resolves_to_the_same() -> None:
+    others = {"precision": "fp16", "accumulation_precision": "fp16", "optimizer": "adam", "gradient_updates": "kept"}
+    asked = settings({"epochs": 2, "budgets": {"host_memory_gib": 4}, **others}, learning_rate_multiplier=3)
+    again = JobSettings.from_row(
+        {"type": "supervised", "supervised": {"hyperparameters": asked.supervised.model_dump(mode="json")}},
+        asked.windlass.model_dump(mode="json"),
+        asked.seed,
+    )
+    assert again == asked
+    assert resolve(again, 50) == resolve(asked, 50)
+
+
+def test_no_example_is_left_out() -> None:
+    assert num_steps(2, 4, 9) == 6
+    with pytest.raises(ValueError, match="at least one example"):
+        num_steps(2, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("windlass", "supervised", "message"),
+    [
+        ({"epochs": 2}, {"n_epochs": 3}, "windlass.epochs is 2 but .* say 3"),
+        ({"batch_size": 2}, {"batch_size": 4}, "windlass.batch_size is 2 but .* say 4"),
+        ({"learning_rate": 1e-4}, {"learning_rate_multiplier": 2}, "not both"),
+        ({"batch_size": 2, "num_microbatches": 3}, {}, "a batch has only 2 examples"),
+        ({"num_microbatches": 9}, {"batch_size": 8}, "a batch has only 8 examples"),
+    ],
+)
+def test_contradictions_are_refused(windlass: dict[str, Any], supervised: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(windlass, **supervised)
+
+
+def test_a_small_batch_has_no_empty_microbatches() -> None:
+    resolved = resolve(settings({"num_microbatches": 8}), num_examples=3)
+    assert (resolved.batch_size, resolved.num_microbatches) == (3, 3)
+    assert replace(resolved, num_microbatches=1) != resolved
+
+
+def test_of_no_checkpoints_none_are_kept() -> None:
+    for asked in ({"checkpoint_every": 5}, {"checkpoint_minutes": 0.5}):
+        assert WindlassSettings(keep_checkpoints=1, **asked).keep_checkpoints == 1
+    with pytest.raises(ValidationError, match="there are none to keep"):
+        WindlassSettings(keep_checkpoints=1)

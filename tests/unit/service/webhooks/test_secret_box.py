@@ -1,0 +1,28 @@
+"""The key file in which sealed secrets can be opened again."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.power_cut import PowerCut
+from windlass.service.webhooks.secret_box import SecretBox
+
+
+def test_seal_power_loss_after_the_first_secret_leaves_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = PowerCut(tmp_path, monkeypatch)
+    sealed = SecretBox(tmp_path).close("secret")
+    (key_file,) = tmp_path.iterdir()
+    assert cut.left()[key_file.name] == key_file.read_bytes()
+    assert SecretBox(tmp_path).open(sealed) == "secret"
+
+
+def test_seal_two_processes_that_make_the_key_at_once_have_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower one looks before the faster one has made the file, and goes on after."""
+    faster, slower = SecretBox(tmp_path), SecretBox(tmp_path)
+    sealed = faster.close("secret")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda path: False)
+        again = slower.close("another")
+    assert (faster.open(again), slower.open(sealed)) == ("another", "secret")

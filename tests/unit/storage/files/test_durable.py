@@ -1,0 +1,42 @@
+"""What a power loss leaves of what was synced."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.power_cut import PowerCut, files_of
+from windlass.storage.files.durable import sync_path, sync_tree, write_durably
+
+
+def test_write_durably_power_loss_afterwards_leaves_the_new_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "facts").write_text("old")
+    cut = PowerCut(tmp_path, monkeypatch)
+    write_durably(tmp_path / "facts", "new")
+    write_durably(tmp_path / "more", "text")
+    assert cut.left() == {"facts": b"new", "more": b"text"} == files_of(tmp_path)
+
+
+def test_sync_tree_power_loss_afterwards_leaves_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = PowerCut(tmp_path, monkeypatch)
+    (tmp_path / "model" / "more").mkdir(parents=True)
+    for name in ("model/a", "model/more/b"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "model" / "link").symlink_to("nowhere")
+    sync_tree(tmp_path / "model")
+    assert cut.left() == {}  # its own name is not safe yet
+    sync_path(tmp_path)
+    assert cut.left() == {"model/a": b"model/a", "model/more/b": b"model/more/b"}
+
+
+def test_power_cut_leaves_nothing_of_what_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of others rely on this."""
+    cut = PowerCut(tmp_path, monkeypatch)
+    (tmp_path / "a").write_text("a")
+    assert cut.left() == {}
+    sync_path(tmp_path)
+    assert cut.left() == {"a": b""}
+    sync_path(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert cut.left() == {"a": b"a"}

@@ -1,0 +1,248 @@
+"""A power loss before every single operation of a job's disks, and what a restart then finds."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.storage.faulty_device import Disk, Power, PowerLoss, factory, write_image
+from tests.support.storage.stores import keys, make_geometry, open_volume, page_aligned, states
+from windlass.storage.ids import Attempt, ChunkKey, JobId, SsdIndex, StateKind, Step
+from windlass.storage.integrity.errors import StoreMissing
+from windlass.storage.ssd.volume import VOLUME_FILE, Volume
+from windlass.storage.store.format import CommitRecord, StoreGeometry, last_common_commit
+from windlass.storage.store.tensor_store import TensorStore
+
+JOB = JobId("ftjob-1")
+# What jobs do, one after another: write all states, or gradients, of a step; commit a step, with the states that were
+# written last.
+JOBS = {
+    "every step": "write 0, commit 0, write 1, commit 1, commit 2, write 3, commit 3",
+    # Written over in place between commits.
+    "every third step": "write 0, commit 0, write 1, write 2, commit 3, write 4, write 5, write 6, commit 6, commit 9, "
+    "write 10, write 12",
+    # They lie where the states of their step will. Step 2 is skipped.
+    "gradients": "write 0, commit 0, gradient 1, write 1, commit 1, gradient 2, commit 2, gradient 3, write 3, "
+    "commit 3, gradient 4",
+}
+LAST_STEP = 3  # of "every step"
+GEOMETRIES = tuple(make_geometry(JOB, ssd=SsdIndex(ssd), ssd_weights=(1, 1)) for ssd in range(2))
+
+
+def _acts(job: str) -> Iterator[tuple[str, int, int]]:
+    """Each with its step, and the step that the states are of by then."""
+    written = 0
+    for act in job.split(", "):
+        verb, step = act.split()
+        if verb == "write":
+            written = int(step)
+        yield verb, int(step), written
+
+
+def _states(geometry: StoreGeometry) -> Iterator[tuple[ChunkKey, StateKind, int]]:
+    for key, kind in states(geometry):
+        yield key, kind, geometry.region_nbytes(kind)
+
+
+def _content(key: ChunkKey, kind: StateKind, step: int, attempt: int, nbytes: int) -> memoryview:
+    return page_aligned(random.Random(f"{key} {kind} {step} {attempt}").randbytes(nbytes))
+
+
+def _write(stores: list[TensorStore], step: int, attempt: int) -> None:
+    for store in stores:
+        for key, kind, nbytes in _states(store.geometry):
+            store.write(key, kind, Step(step), _content(key, kind, step, attempt, nbytes))
+
+
+def _write_gradients(stores: list[TensorStore], step: int, attempt: int) -> None:
+    for store in stores:
+        for key in keys(store.geometry):
+            nbytes = store.geometry.region_nbytes(StateKind.MASTER)
+            store.write(key, StateKind.GRAD, Step(step), _content(key, StateKind.GRAD, step, attempt, nbytes))
+
+
+def _commit(stores: list[TensorStore], step: int, attempt: int, states_step: int) -> None:
+    for store in stores:
+        store.commit(Step(step), Attempt(attempt), f'{{"step": {step}}}', states_step=Step(states_step))
+
+
+def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: list[int]) -> None:
+    """Run a job; the steps that it was told are safe go into `acknowledged`."""
+    volumes = [
+        Volume.open(directory, direct=False, make_device=factory(disk))
+        for directory, disk in zip(directories, disks, strict=True)
+    ]
+    try:
+        stores = [TensorStore.create(volume, geometry) for volume, geometry in zip(volumes, GEOMETRIES, strict=True)]
+        for store in stores:
+            store.resume_from(None)
+        for act, step, states_step in _acts(job):
+            if act == "write":
+                _write(stores, step, attempt=1)
+            elif act == "gradient":
+                _write_gradients(stores, step, attempt=1)
+            else:
+                _commit(stores, step, 1, states_step)
+                acknowledged.append(step)
+    finally:
+        for volume in volumes:
+            volume.close()
+
+
+def _reopen(directories: list[Path], attempt: int) -> tuple[list[TensorStore], CommitRecord | None]:
+    """A new attempt, resumed from what it finds; stores that were never whole are made anew."""
+    stores = []
+    for directory, geometry in zip(directories, GEOMETRIES, strict=True):
+        volume = open_volume(directory)
+        try:
+            stores.append(TensorStore.open(volume, JOB, Attempt(attempt)))
+        except StoreMissing:
+            stores.append(TensorStore.create(volume, replace(geometry, attempt=Attempt(attempt))))
+    commit = last_common_commit([store.commits() for store in stores])
+    for store in stores:
+        store.resume_from(commit)
+    return stores, commit
+
+
+def _check(stores: list[TensorStore], step: int, attempt: int, written_as: int) -> None:
+    """All states of `step` are those that `attempt` wrote as `written_as`."""
+    for store in stores:
+        for key, kind, nbytes in _states(store.geometry):
+            found = page_aligned(bytes(nbytes))
+            store.read(key, kind, Step(step), found)
+            assert found == _content(key, kind, written_as, attempt, nbytes), (key, kind, step)
+
+
+def _check_commit(stores: list[TensorStore], step: int, job: str) -> None:
+    """What the first attempt left as `step`."""
+    (states_step,) = (states_step for act, each, states_step in _acts(job) if (act, each) == ("commit", step))
+    _check(stores, step, 1, states_step)
+
+
+def _close(stores: list[TensorStore]) -> None:
+    for store in stores:
+        store.volume.close()
+
+
+def _go_on(stores: list[TensorStore], commit: CommitRecord | None, attempt: int) -> None:
+    """One more step by the attempt after a crash, or the first one, and one that it skips."""
+    step = 0 if commit is None else commit.step + 1
+    _write(stores, step, attempt)
+    _commit(stores, step, attempt, step)
+    _check(stores, step, attempt, step)
+    _commit(stores, step + 1, attempt, step)
+    _check(stores, step + 1, attempt, step)
+
+
+def _count_operations(root: Path, job: str) -> int:
+    power = Power()
+    _train(_directories(root, "whole"), [Disk(power), Disk(power)], job, [])
+    return power.num_operations
+
+
+def _directories(root: Path, name: str) -> list[Path]:
+    directories = [root / f"{name}-{ssd}" for ssd in range(2)]
+    for directory in directories:
+        directory.mkdir(exist_ok=True)
+        (directory / VOLUME_FILE).unlink(missing_ok=True)
+    return directories
+
+
+# Of each job every operation is in some part; one part of each is quick enough.
+PARTS = [pytest.param(name, part, marks=() if part == 0 else pytest.mark.long) for name in JOBS for part in range(4)]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_power_loss_before_every_operation(tmp_path: Path, name: str, part: int) -> None:
+    """Every write, sync and journal boundary of jobs on two SSDs, with torn and reordered unsynced writes."""
+    job = JOBS[name]
+    num_operations = _count_operations(tmp_path, job)
+    assert num_operations > 100
+    for off_at in range(part, num_operations + 1, 4):
+        power, acknowledged = Power(off_at=off_at), list[int]()
+        disks = [Disk(power), Disk(power)]
+        directories = _directories(tmp_path, "crashed")
+        try:
+            _train(directories, disks, job, acknowledged)
+        except PowerLoss:
+            pass
+        else:
+            assert off_at == num_operations
+        after = _directories(tmp_path, "after")
+        second = list(disks[1].outcomes(seed=off_at + 1, num_random=2))
+        for i, image in enumerate(disks[0].outcomes(seed=off_at, num_random=2)):
+            write_image(after[0] / VOLUME_FILE, image)
+            write_image(after[1] / VOLUME_FILE, second[(i * 5 + off_at) % len(second)])
+            _check_restart(after, job, acknowledged)
+
+
+def _check_restart(directories: list[Path], job: str, acknowledged: list[int]) -> None:
+    stores, commit = _reopen(directories, attempt=2)
+    try:
+        if acknowledged:
+            assert commit is not None
+            assert commit.step >= acknowledged[-1]
+        if commit is not None:
+            _check_commit(stores, commit.step, job)
+            assert commit.trainer_state == f'{{"step": {commit.step}}}'
+        _go_on(stores, commit, attempt=2)
+    finally:
+        _close(stores)
+
+
+def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
+    """The second attempt is cut off at every operation of its own; the third finds the committed step all the same."""
+    # The last commit reached one SSD only: the machine goes off before the other's journal has it.
+    power = Power(off_at=_count_operations(tmp_path, JOBS["every step"]) - 3)
+    disks = [Disk(power), Disk(power)]
+    with pytest.raises(PowerLoss):
+        _train(_directories(tmp_path, "first"), disks, JOBS["every step"], [])
+    images = [disk.image([]) for disk in disks]
+    for off_at in range(200):
+        power = Power(off_at=off_at)
+        again = [Disk(power, bytearray(image)) for image in images]
+        directories = _directories(tmp_path, "second")
+        for directory, image in zip(directories, images, strict=True):
+            write_image(directory / VOLUME_FILE, image)
+        committed = LAST_STEP - 1
+        try:
+            _second_attempt(directories, again)
+            committed = LAST_STEP
+        except PowerLoss:
+            pass
+        after = _directories(tmp_path, "third")
+        for outcome in zip(*(disk.outcomes(off_at, 1) for disk in again), strict=False):
+            for directory, image in zip(after, outcome, strict=True):
+                write_image(directory / VOLUME_FILE, image)
+            stores, commit = _reopen(after, attempt=3)
+            assert commit is not None
+            assert committed <= commit.step <= LAST_STEP
+            if commit.step < LAST_STEP:
+                _check_commit(stores, commit.step, JOBS["every step"])
+            else:
+                _check(stores, LAST_STEP, 2, LAST_STEP)
+            _go_on(stores, commit, attempt=3)
+            _close(stores)
+        if committed == LAST_STEP:
+            return
+    pytest.fail("the second attempt never came to its end")
+
+
+def _second_attempt(directories: list[Path], disks: list[Disk]) -> None:
+    volumes = [
+        Volume.open(directory, direct=False, make_device=factory(disk))
+        for directory, disk in zip(directories, disks, strict=True)
+    ]
+    try:
+        stores = [TensorStore.open(volume, JOB, Attempt(2)) for volume in volumes]
+        commit = last_common_commit([store.commits() for store in stores])
+        for store in stores:
+            store.resume_from(commit)
+        assert commit is not None
+        _write(stores, commit.step + 1, attempt=2)
+        _commit(stores, commit.step + 1, 2, commit.step + 1)
+    finally:
+        for volume in volumes:
+            volume.close()

@@ -1,0 +1,173 @@
+// What was planned for a job: where things rest, what a step takes, and how near to it the measured numbers come.
+
+import { byId, make, setOptional, setPairs, setText } from "../support/dom.js";
+import * as format from "../support/format.js";
+
+const GIB = 2 ** 30;
+const TIERS = { gpu: "Device memory", host: "Host buffers", ssd: "SSD space" };
+const RESTS = { gpu: "on the device", host: "in host memory", ssd: "on the SSDs" };
+const RESOURCES = {
+  compute: "the device computes",
+  h2d: "copies to the device",
+  d2h: "copies from the device",
+  ssd: "SSDs",
+  optimizer: "the CPU updates",
+};
+const FATES = { kept: "kept on the device", swapped: "swapped", recomputed: "computed again" };
+
+let shown = null; // the plan whose details are there; it never changes, a new one is a new object
+
+/** Show a job's plan, null for none, beside what its metrics tell that it takes, null for nothing yet. */
+export function renderPlan(plan, measured) {
+  const isRefused = plan?.feasible === false;
+  byId("refusal-panel").hidden = !isRefused;
+  if (isRefused) renderRefusal(plan);
+  const isPlanned = plan?.feasible === true;
+  byId("plan-panel").hidden = !isPlanned && !measured;
+  if (byId("plan-panel").hidden) return;
+  setText(byId("plan-title"), isPlanned ? "Plan" : "Measured");
+  renderNumbers(plan, measured);
+  byId("plan-details").hidden = !isPlanned;
+  if (isPlanned) renderDetails(plan);
+}
+
+function renderRefusal({ missing_bytes: missing, reasons }) {
+  const pairs = Object.entries(missing ?? {}).filter(([, bytes]) => bytes > 0);
+  setPairs(byId("refusal-missing"), pairs.map(([tier, bytes]) => [TIERS[tier], `${format.bytes(bytes)} too little`]));
+  const changes = reasons.slice(1);
+  byId("refusal-hint").hidden = changes.length === 0;
+  setItems(byId("refusal-changes"), changes);
+}
+
+function renderNumbers(plan, measured) {
+  const predicted = plan?.predicted ?? null;
+  const rows = [cellsOf("A step", seconds, predicted?.step_s, measured?.step_s)];
+  for (const [tier, name] of Object.entries(TIERS)) {
+    const [promised, limit] = [predicted?.peak_gib[tier], plan?.limit_gib?.[tier]].map((gib) => gib && gib * GIB);
+    rows.push(cellsOf(name, format.bytes, promised, measured?.peak_bytes[tier], limit));
+  }
+  fill(byId("plan-numbers"), rows, ([name, ...cells]) => {
+    const row = make("tr");
+    const head = make("th", name);
+    head.scope = "row";
+    row.append(head, ...cells.map((text) => make("td", text)));
+    return row;
+  });
+  hideEmptyColumns(byId("plan-numbers"), rows);
+  const steps = measured?.num_steps ?? 0;
+  const notes = [
+    predicted && steps < plan.min_measured_steps &&
+      `The predicted step is an estimate until ${plan.min_measured_steps} steps are measured.`,
+    steps > 0 && `The measured step is the mean of ${format.whole(steps)} steps.`,
+  ];
+  setOptional(byId("plan-note"), notes.filter(Boolean).join(" ") || null);
+}
+
+/** Hide the columns of which no row has anything to tell. */
+function hideEmptyColumns(body, rows) {
+  const heads = body.closest("table").tHead.rows[0];
+  for (let column = 1; column < heads.cells.length; column++) {
+    const isEmpty = rows.every((cells) => [format.small(null), "", null, undefined].includes(cells[column]));
+    for (const row of [heads, ...body.rows]) row.cells[column].hidden = isEmpty;
+  }
+}
+
+function renderDetails(plan) {
+  if (shown === plan) return;
+  shown = plan;
+  const states = spread(plan.choices?.states, "blocks");
+  const layers = spread(plan.choices?.activations, "layers");
+  byId("plan-picture").hidden = states.length === 0;
+  byId("plan-states").replaceChildren(...states.map((run, block) => stateCell(run, block, states.length)));
+  // Layers stand below their blocks; the embedding and the head have no choice.
+  const cells = layers.map((run, layer) => activationsCell(run, layer));
+  byId("plan-activations").replaceChildren(make("span", "", "cell"), ...cells, make("span", "", "cell"));
+  const rests = (plan.choices?.states ?? []).map((run) => `blocks ${run.blocks} ${RESTS[run.rest_on]}`);
+  byId("plan-states").setAttribute("aria-label", `Model states: ${rests.join(", ")}`);
+  const fates = (plan.choices?.activations ?? []).map((run) => `layers ${run.layers}: ${fatesOf(run).join(", ")}`);
+  byId("plan-activations").setAttribute("aria-label", `Activations: ${fates.join("; ")}`);
+  renderBusy(plan);
+  const { num_microbatches: parts, group_size: together } = plan.choices ?? {};
+  const groups = parts > 1 ? ` ${parts} micro-batches a step, ${together} of which go through the blocks together.` : "";
+  const lengths = plan.example_tokens ? lengthsOf(plan.example_tokens) : "";
+  setOptional(byId("plan-summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${lengths}${groups}`);
+  setItems(byId("plan-reasons"), plan.reasons);
+}
+
+function lengthsOf({ limit, widest, mean, of_data: isOfData }) {
+  if (!isOfData) return ` Every example is taken to have ${format.whole(limit)} tokens.`;
+  return ` Examples have ${format.whole(mean)} tokens on average, ${format.whole(widest)} at most, with padding.`;
+}
+
+function renderBusy({ busy_s: busy, step_s: step, bottleneck }) {
+  byId("plan-busy").replaceChildren(
+    ...Object.entries(busy ?? {}).map(([name, busySeconds]) => {
+      const item = make("li", "", name === bottleneck ? "busiest" : "");
+      const meter = make("progress", "", "planned");
+      const title = RESOURCES[name] ?? name;
+      meter.value = step > 0 ? Math.min(1, busySeconds / step) : 0;
+      meter.setAttribute("aria-label", `${title}: planned share of the step`);
+      item.append(make("span", title), meter, make("span", percent(busySeconds / step), "share"));
+      return item;
+    }),
+  );
+}
+
+function stateCell(run, block, numBlocks) {
+  const cell = make("span", "", `cell rest-${run.rest_on}`);
+  const name = block === 0 ? "embedding" : block === numBlocks - 1 ? "head" : `layer ${block - 1}`;
+  const more = [run.in_pieces && "comes to the device in pieces", run.grads_on_ssd && "gradients wait on the SSDs"];
+  cell.title = [`block ${block}, ${name}: states ${RESTS[run.rest_on]}`, ...more.filter(Boolean)].join("; ");
+  if (run.in_pieces) cell.classList.add("in-pieces");
+  return cell;
+}
+
+function activationsCell(run, layer) {
+  const cell = make("span", "", "cell");
+  for (const fate of Object.keys(FATES)) {
+    const mib = run[`${fate}_mib`];
+    if (!mib) continue;
+    const part = make("span", "", fate);
+    part.style.flexGrow = mib;
+    cell.append(part);
+  }
+  cell.title = `layer ${layer}: ${fatesOf(run).join(", ")} for each micro-batch`;
+  return cell;
+}
+
+const fatesOf = (run) =>
+  Object.entries(FATES)
+    .filter(([fate]) => run[`${fate}_mib`])
+    .map(([fate, words]) => `${format.bytes(run[`${fate}_mib`] * 2 ** 20)} ${words}`);
+
+/** Runs such as {blocks: "0-3", …}, once for each of their numbers. */
+function spread(runs, key) {
+  return (runs ?? []).flatMap((run) => {
+    const [first, last = first] = run[key].split("-").map(Number);
+    return Array(last - first + 1).fill(run);
+  });
+}
+
+const setItems = (list, texts) => fill(list, texts, (text) => make("li", text));
+
+/** Make an element's children, unless they are there already: then a selection in them stays. */
+function fill(parent, rows, makeRow) {
+  const key = JSON.stringify(rows);
+  if (parent.dataset.key === key) return;
+  parent.dataset.key = key;
+  parent.replaceChildren(...rows.map(makeRow));
+}
+
+function cellsOf(name, show, promised, found, limit = null) {
+  return [name, show(promised), show(found), difference(promised, found), limit === null ? "" : show(limit)];
+}
+
+const seconds = (value) => (value == null ? format.small(null) : `${format.small(value)} s`);
+const percent = (share) => `${Math.round(100 * share)} %`;
+
+function difference(promised, found) {
+  if (!promised || found == null) return "";
+  if (found >= 2 * promised) return `${format.small(found / promised)} times`;
+  const share = Math.round(1000 * (found / promised - 1)) / 10;
+  return `${share > 0 ? "+" : ""}${share} %`;
+}

@@ -1,0 +1,112 @@
+// What the time of the last step went to, beside what was planned: how long each resource was busy, and why the device
+// waited.
+
+import { byId, make, setOptional, setText } from "../support/dom.js";
+import * as format from "../support/format.js";
+
+const NAMES = { compute: "computes", h2d: "copies in", d2h: "copies out" };
+// In the words of docs/timeline.md.
+const CAUSES = {
+  copy_params: "params being copied in",
+  read_params: "params being read",
+  params_queue: "params waiting for their turn",
+  update: "the block's update",
+  update_queue: "other blocks' updates",
+  commit: "a commit",
+  no_operation: "the scheduler",
+  grad_buffer: "earlier gradients leaving",
+  between: "between operations",
+};
+// Smaller shares of a step are not worth a word.
+const LEAST_SHARE = 0.01;
+
+/**
+ * Show a step's summary beside that of the simulated one, each null for none; `traces`: where their whole timelines
+ * are, and the names of the files.
+ */
+export function renderTimeline(summary, planned, traces) {
+  byId("timeline-panel").hidden = !summary && !planned;
+  if (byId("timeline-panel").hidden) return;
+  setText(byId("timeline-title"), summary ? "Busy in the last step" : "Busy in a step, as planned");
+  renderBars(summary, planned);
+  const took = [summary && tookOf(summary), planned && plannedOf(planned)];
+  setText(byId("timeline-summary"), took.filter(Boolean).join(" "));
+  setOptional(byId("timeline-waits"), summary && waitsOf(summary));
+  setTrace(byId("timeline-trace"), summary && traces.measured);
+  setTrace(byId("timeline-planned-trace"), planned && traces.planned);
+}
+
+function renderBars(summary, planned) {
+  const list = byId("timeline-bars");
+  const steps = [summary, planned];
+  const names = [...new Set(steps.flatMap((step) => Object.keys(step?.busy_s ?? {})))].sort();
+  const key = JSON.stringify([names, steps.map(Boolean)]);
+  if (list.dataset.key !== key) {
+    list.dataset.key = key;
+    const isCpu = isOnCpu(steps);
+    list.replaceChildren(...names.map((name) => bar(titleOf(name, isCpu), summary !== null, planned !== null)));
+  }
+  names.forEach((name, index) => {
+    const item = list.children[index];
+    const shares = steps.map((step) => (step && step.period_s > 0 ? (step.busy_s[name] ?? 0) / step.period_s : null));
+    const meters = [...item.querySelectorAll("progress")];
+    const known = shares.filter((share) => share !== null);
+    known.forEach((share, which) => (meters[which].value = share));
+    setText(item.lastChild, known.map(percent).join(" · "));
+    item.classList.toggle("busiest", name === (summary ?? planned).busiest);
+  });
+  const isBoth = summary !== null && planned !== null;
+  list.classList.toggle("both", isBoth);
+  byId("timeline-keys").hidden = !isBoth;
+}
+
+function tookOf({ period_s: period, dependency_bound_s: bound }) {
+  // The chain is measured over several steps, of which this one may be the shortest.
+  const chain = bound < period ? `takes ${format.small(bound)} s` : "takes as long";
+  const least = bound === null ? "" : `; its longest chain of work that must be serial ${chain}`;
+  return `The step took ${format.small(period)} s${least}.`;
+}
+
+const plannedOf = ({ period_s: period }) => `Simulated, it takes ${format.small(period)} s.`;
+
+function waitsOf({ period_s: period, stall_s: stalls }) {
+  const waits = Object.entries(stalls)
+    .filter(([, seconds]) => seconds > LEAST_SHARE * period)
+    .sort(([, a], [, b]) => b - a)
+    .map(([cause, seconds]) => `${CAUSES[cause] ?? format.words(cause)} ${percent(seconds / period)}`);
+  return waits.length ? `The device waited for: ${waits.join(", ")}.` : null;
+}
+
+function setTrace(link, trace) {
+  link.hidden = !trace;
+  if (!trace) return;
+  link.href = trace.url;
+  link.download = trace.name;
+}
+
+const percent = (share) => `${Math.round(100 * share)} %`;
+
+/** Whether steps, some of which may be null, were computed on the CPU: what copies nothing to the device has none. */
+export const isOnCpu = (steps) =>
+  !steps.some((step) => Object.keys(step?.busy_s ?? {}).some((name) => name.endsWith("/h2d")));
+
+/** What a resource of a step is called. */
+export function titleOf(name, isCpu) {
+  const [worker, part] = name.split("/");
+  return part ? `${isCpu ? "CPU" : worker} ${NAMES[part] ?? part}` : worker;
+}
+
+function bar(title, isMeasured, isPlanned) {
+  const item = make("li");
+  const meters = make("span", "", "meters");
+  if (isMeasured) meters.append(meter(`${title}: busy share of the step`));
+  if (isPlanned) meters.append(meter(`${title}: planned share of the step`, "planned"));
+  item.append(make("span", title), meters, make("span", "", "share"));
+  return item;
+}
+
+function meter(label, className = "") {
+  const element = make("progress", "", className);
+  element.setAttribute("aria-label", label);
+  return element;
+}
