@@ -28,7 +28,7 @@ def windlass(service: LiveService, *arguments: str) -> str:
     """What a command prints, run as its own process."""
     environment = {**os.environ, "WINDLASS_HOME": str(service.settings.home), "WINDLASS_PORT": str(service.port)}
     environment.pop(KEY_VARIABLE, None)
-    command = [sys.executable, "-c", "from windlass.service.cli.main import main; main()", *arguments]
+    command = [sys.executable, "-c", "from windlass.service.cli.commands import main; main()", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.removesuffix("\n")

@@ -11,7 +11,7 @@ from windlass.service.installation.home import HomeLock
 # Each line of its input is a command; what all of them together have imported comes last.
 _PROGRAM = """
 import sys
-from windlass.service.cli.main import main
+from windlass.service.cli.commands import main
 
 for line in sys.stdin:
     sys.argv = ["windlass", *line.split()]
