@@ -349,5 +349,7 @@ def _learning_rate(settings: JobSettings) -> float:
 def _warmup_steps(extras: WindlassSettings, total_steps: int) -> int:
     if extras.warmup_steps is not None:
         return min(extras.warmup_steps, total_steps)
-    ratio = DEFAULT_WARMUP_RATIO if extras.warmup is None else extras.warmup
-    return math.ceil(ratio * total_steps)
+    if extras.warmup is not None:
+        return math.ceil(extras.warmup * total_steps)
+    # The first step of a warm-up has a learning rate of 0: a job of one step would learn nothing.
+    return min(math.ceil(DEFAULT_WARMUP_RATIO * total_steps), total_steps - 1)

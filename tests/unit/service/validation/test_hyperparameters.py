@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from windlass.actors.job.spec import Hyperparameters, Initialization, Optimizer, Schedule
 from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.engine.optimizer.lr_schedule import learning_rate
 from windlass.service.validation.hyperparameters import (
     JobSettings,
     SupervisedHyperparameters,
@@ -94,6 +95,28 @@ def test_ours_are_obeyed() -> None:
     assert (resolved.optimizer, resolved.update_order) == (Optimizer.ADAM, UpdateOrder.AFTER_BACKWARD)
     assert (resolved.beta1, resolved.beta2, resolved.epsilon, resolved.max_bad_steps) == (0, 0.95, 1e-6, 0)
     assert resolve(settings({"warmup_steps": 10**6}), 10).warmup_steps == num_steps(3, 8, 10)
+
+
+@pytest.mark.parametrize(("total_steps", "warmup_steps"), [(1, 0), (2, 1), (3, 1), (33, 1), (34, 2), (375, 12)])
+def test_default_warmup_leaves_a_step_that_learns(total_steps: int, warmup_steps: int) -> None:
+    hyper = resolve(settings({"epochs": 1, "batch_size": 1}), num_examples=total_steps)
+    assert hyper.warmup_steps == warmup_steps < total_steps
+    rates = [
+        learning_rate(
+            step,
+            peak=hyper.learning_rate,
+            warmup_steps=hyper.warmup_steps,
+            total_steps=total_steps,
+            schedule=hyper.schedule,
+        )
+        for step in range(1, total_steps + 1)
+    ]
+    assert max(rates) == hyper.learning_rate
+
+
+@pytest.mark.parametrize("asked", [{"warmup": 0.03}, {"warmup": 1.0}, {"warmup_steps": 1}])
+def test_asked_for_warmup_stays_as_given_even_where_it_is_all_of_a_job(asked: dict[str, Any]) -> None:
+    assert resolve(settings({"epochs": 1, **asked}), num_examples=1).warmup_steps == 1
 
 
 @pytest.mark.parametrize(
