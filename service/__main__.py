@@ -1,6 +1,7 @@
-"""The service's processes: `python -m windlass.service supervisor|api|dispatcher`; `windlass up` starts them.
+"""Entry point of the service's processes: `python -m windlass.service supervisor|api|dispatcher`.
 
-Without a supervisor, as in containers, the API opens its port itself, and who runs them starts them again.
+`windlass up` starts them. Without a supervisor, as in containers, the API opens its port itself. The container runtime
+then restarts the processes.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from windlass.service.installation import (
 from windlass.service.validation import ERROR_PREFIX, ReportedError
 from windlass.storage.sql import NewerDatabase
 
-_OTHER_FILES = 200  # that the API has open besides connections
+_OTHER_FILES = 200  # files that the API keeps open besides connections
 
 
 def main(arguments: list[str]) -> int:
-    """Be one of the service's processes until told to end; returns its exit code."""
+    """Runs one of the service's processes until it is told to end. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="windlass.service")
     parser.add_argument("role", choices=("supervisor", "api", "dispatcher"))
     parser.add_argument("--parent-pid", type=int)
@@ -36,18 +37,18 @@ def main(arguments: list[str]) -> int:
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
     os.umask(0o077)
-    os.environ.pop(KEY_VARIABLE, None)  # for requests only: no job is to know it
+    os.environ.pop(KEY_VARIABLE, None)  # only for requests of the command line; jobs must not see it
     try:
         settings = load_settings()
         set_up_logs(settings.log_format, options.role)
         if options.role == "supervisor":
             _supervise(settings)
         elif options.role == "api":
-            if options.listener is None:  # else the supervisor has done it
+            if options.listener is None:  # else the supervisor has already opened it
                 _open_database(settings)
             _serve_api(settings, options.listener)
         else:
-            if options.parent_pid is None:  # else the supervisor has done it
+            if options.parent_pid is None:  # else the supervisor has already opened it
                 _open_database(settings)
                 settings.make_dirs()
             _dispatch(settings)
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-# Each role imports what it alone needs.
+# Each role imports only the modules that it needs.
 
 
 def _open_database(settings: Settings) -> None:
@@ -80,21 +81,23 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
     from windlass.service.processes import listening
 
     config = uvicorn.Config(
-        # In a container the first key is made beside the API that runs.
+        # In a container, the administrator makes the first key while the API already runs.
         create_app(settings, starts_without_keys=listener_fd is None),
         http=bounded_protocol(ConnectionBounds.of(settings), tls=_tls_context(settings)),
         access_log=False,
         log_level="warning",
-        # Event streams stay open until their reader goes.
+        # Event streams stay open until their client disconnects, so the server does not wait long for them.
         timeout_graceful_shutdown=2,
-        # Longer than clients keep connections: one that closes as a request is sent leaves it unanswered.
+        # Longer than clients keep connections open. A connection closed while a request is being sent leaves it without
+        # an answer.
         timeout_keep_alive=75,
         server_header=False,
         proxy_headers=False,  # the app reads them itself, from proxies that the settings trust
     )
     _allow_files(settings.max_connections + _OTHER_FILES)
     opened = listening(settings.host, settings.port) if listener_fd is None else socket.socket(fileno=listener_fd)
-    # What was imported stays; to look through it for garbage again and again would hold requests up by 0.1 s and more.
+    # The imported modules stay for good. Scanning them in each garbage collection would delay requests by 0.1 s and
+    # more.
     gc.collect()
     gc.freeze()
     with opened as listener:
@@ -102,7 +105,7 @@ def _serve_api(settings: Settings, listener_fd: int | None) -> None:
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """The certificate with which the API speaks HTTPS; None without one. Raises SettingsError."""
+    """Returns the TLS context that the API serves HTTPS with, or None without a certificate. Raises SettingsError."""
     if settings.tls_certificate is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -117,7 +120,7 @@ def _tls_context(settings: Settings) -> ssl.SSLContext | None:
 
 
 def _allow_files(number: int) -> None:
-    """Let this process have so many files and connections open, as far as it may say so itself."""
+    """Raises this process's limit of open files and connections to `number`, as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < number:
         most = number if hard == resource.RLIM_INFINITY else min(number, hard)
@@ -132,7 +135,7 @@ def _dispatch(settings: Settings) -> None:
     except RayLostError as error:
         logging.getLogger(__name__).error("%s", error)
         logging.shutdown()
-        # Without its cluster, Ray's own clean-up may hang or abort.
+        # Without its cluster, Ray's own cleanup may hang or abort.
         os._exit(75)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP API: the application, who may call it, its errors, and the feed of events."""
+"""The HTTP API: the application, access control, error answers, and the feed of events."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Who asks. Every request is let in here, or it is not let in."""
+"""Access control: admits or refuses every request, and identifies its caller."""
 
 import logging
 import time
@@ -28,9 +28,9 @@ LOGOUT_PATH = "/logout"
 LOGIN_COOKIE = "windlass_login"
 OPEN_PATHS = ("/healthz", "/readyz", LOGIN_PATH)
 _OPEN_FOLDER = "/static/"
-_PAGES = ("/", "/docs", LOGOUT_PATH)  # who may not see them is sent to the login
+_PAGES = ("/", "/docs", LOGOUT_PATH)  # a caller without access is redirected to the login page
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-# Of one user. The API works in 40 threads, and keeps what has come of an upload on the disk.
+# Limits for one user. The API has 40 threads, and buffers uploads on the disk.
 _REQUESTS_AT_ONCE = 10
 _UPLOADS_AT_ONCE = 4
 _HOW = "send it as `Authorization: Bearer wk-…`; `windlass keys create` makes one"
@@ -45,14 +45,14 @@ CallerDep = Annotated[Caller, Depends(_caller_of)]
 
 
 class Audit:
-    """Tells that a request changed something; its action is named like the endpoint."""
+    """Writes an audit event for a change. The action has the endpoint's name."""
 
     def __init__(self, request: Request, caller: Caller) -> None:
         self._action = _action_of(request.scope)
         self._caller = caller
 
     def __call__(self, session: Session, target: str | None) -> None:
-        """Write that `target` was changed, in the change's own transaction."""
+        """Records that `target` was changed, in the transaction of the change."""
         record(session, self._action, target, self._caller)
 
 
@@ -61,40 +61,44 @@ async def _audit_of(request: Request, caller: CallerDep) -> Audit:
     return Audit(request, caller)
 
 
-# Every endpoint that changes something takes one. Where it answers with an error, the refusal is written for it.
+# Every endpoint that changes something takes this dependency. If the endpoint answers with an error, the middleware
+# records the refusal.
 AuditDep = Annotated[Audit, Depends(_audit_of)]
 
 
 def record(
     session: Session, action: str, target: str | None, caller: Caller, result: AuditResult = AuditResult.DONE
 ) -> None:
-    """Write an audit event."""
+    """Writes an audit event."""
     AuditRepository(session).add(
         action, target, key_id=caller.key_id, user=caller.user, peer=caller.peer, result=result
     )
 
 
 def caller_of_key(key: ApiKey, *, peer: str | None, login: str | None = None) -> Caller:
-    """Whom a key stands for."""
+    """Returns the caller that an API key identifies."""
     return Caller(user=key.user, role=Role(key.role), key_id=key.id, login=login, peer=peer)
 
 
 def needs_key(settings: Settings, peer: str | None, session: Session) -> bool:
-    """Whether requests from an address need a key. Those of this machine do not, until the first key is made."""
+    """Returns whether requests from an address need a key.
+
+    Requests of this machine need none until the first key is made.
+    """
     return settings.is_for_others or peer is None or not is_loopback(peer) or KeyRepository(session).is_needed()
 
 
 def unauthorized(message: str) -> Response:
-    """The answer to who is not let in."""
+    """Makes the 401 answer for a caller without access."""
     return error_response(
         ApiError(message, status=401, code="invalid_api_key"), {"WWW-Authenticate": 'Bearer realm="windlass"'}
     )
 
 
 class AccessMiddleware:
-    """Lets in who has a key, by header or by login, and anybody of this machine while there is no key.
+    """Admits callers with a key, in a header or a login cookie. Without any key, it admits all callers of this machine.
 
-    The caller is left in the request's state. Open to all are the health check, the login page and what pages load.
+    The request's state holds the caller. The health checks, the login page and static files are open to all.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -118,7 +122,7 @@ class AccessMiddleware:
                 raise
         refusal = refusal or self._refusal(context, request, caller)
         if refusal is not None:
-            await drain(receive)  # who is cut off while it sends would never see the answer
+            await drain(receive)  # a client cut off while it sends would not see the answer
             await refusal(scope, receive, send)
             return
         assert caller is not None
@@ -133,9 +137,9 @@ class AccessMiddleware:
 
         app = self._app if caller.user is None else self._turns.taken(caller.user, self._app)
         await app(scope, receive, send_noting)
-        # With 503 nothing was refused: the database could not be asked, or written.
+        # 503 is no refusal: the database could not be read or written.
         if status >= 400 and status != 503 and getattr(request.state, "changes", False):
-            # The last one is what was to be changed, where it is a part of another thing.
+            # The last path parameter is the changed object, such as a checkpoint of a job.
             target = next(reversed(scope.get("path_params", {}).values()), None)
             await run_in_threadpool(_record_refusal, context, _action_of(scope), target, caller)
 
@@ -168,23 +172,23 @@ class AccessMiddleware:
         if caller.key_id is not None and (wait_s := limits.asked(caller.key_id)) is not None:
             return too_many(wait_s)
         if caller.login is not None and request.method not in _SAFE_METHODS and "origin" not in request.headers:
-            # Browsers name the page that sends a form; whoever does not is no browser, and has a key to show.
+            # Browsers name the page that sends a form. A client that does not is no browser and must send a key.
             return error_response(missing_origin())
         return None
 
 
 def peer_of(request: Request) -> str | None:
-    """The address that asks; behind a trusted proxy, the one that asked the proxy."""
+    """Returns the client's address. Behind a trusted proxy, it is the address of the proxy's client."""
     return None if request.client is None else request.client.host
 
 
 def missing_origin() -> ApiError:
-    """The refusal of a form that names no page it comes from."""
+    """Makes the refusal of a form without an Origin header."""
     return ApiError("requests with a login must name their page as Origin", status=403, code="origin_not_allowed")
 
 
 def too_many(wait_s: int) -> Response:
-    """The answer to who asks too often."""
+    """Makes the 429 answer with the seconds to wait."""
     error = ApiError(
         f"too many requests; try again in {wait_s} s", status=429, code="rate_limit_exceeded", kind="requests"
     )
@@ -192,7 +196,7 @@ def too_many(wait_s: int) -> Response:
 
 
 def note_use(context: Context, key: ApiKey) -> None:
-    """Keep when a key was used last; never a reason to refuse a request."""
+    """Stores when a key was last used. A failure to store it is logged only."""
     now_s = time.time()
     if not needs_note(key, now_s):
         return
@@ -216,7 +220,7 @@ def _bearer(request: Request) -> str | None:
     if not values:
         return None
     scheme, _, secret = values[0].partition(" ")
-    # Several headers, or another scheme, are a key that nobody has.
+    # Several headers, or another scheme, count as a wrong key.
     return secret.strip() if scheme.lower() == "bearer" and len(values) == 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""The HTTP service, put together. It reads and writes SQL and files; it never talks to Ray and never trains."""
+"""The HTTP application. It reads and writes SQL and files; it never talks to Ray and never trains."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,9 +47,12 @@ _MULTIPART_OVERHEAD_NBYTES = 64 * 1024
 def create_app(
     settings: Settings, hub_files: HubFiles = list_hub_files, *, starts_without_keys: bool = False
 ) -> FastAPI:
-    """The service of one home. Its folders and its database are opened when it starts, and closed when it ends.
+    """Builds the application of one home.
 
-    `starts_without_keys`: also where others reach it. It lets nobody in then, until the first key is made.
+    It opens the folders and the database at its start and closes them at its end.
+
+    `starts_without_keys`: starts without a key also where other machines reach it. It refuses every caller until the
+    first key is made.
     """
 
     @asynccontextmanager
@@ -74,7 +77,7 @@ def create_app(
         finally:
             database.close()
 
-    # The interactive documentation would load scripts from elsewhere.
+    # FastAPI's interactive documentation would load scripts from other servers.
     app = FastAPI(title="windlass", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.request_metrics = RequestMetrics()
     install_error_handlers(app)
@@ -95,7 +98,7 @@ def create_app(
     install_dashboard(app)
     install_openapi(app)
 
-    # The last one added sees a request first.
+    # The middleware added last sees a request first.
     app.add_middleware(
         BodyLimitMiddleware,
         limit_nbytes=settings.max_request_nbytes,

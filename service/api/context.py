@@ -1,4 +1,4 @@
-"""What the endpoints work with."""
+"""The objects that all endpoints use."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,7 +14,7 @@ from windlass.storage.sql import Database
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The installation, as one app serves it."""
+    """The settings and shared objects of one app."""
 
     settings: Settings
     database: Database

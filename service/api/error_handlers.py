@@ -1,4 +1,4 @@
-"""The one envelope in which clients get to see what went wrong."""
+"""Error answers: every failure becomes the one JSON envelope."""
 
 import logging
 from http import HTTPStatus
@@ -28,19 +28,19 @@ _HTTP_CODES = {
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
-    """The envelope. Illegal changes answer 400, never 409, which clients take as a reason to try again."""
+    """Makes the error envelope. Illegal changes answer 400 and not 409, because clients retry after 409."""
     param = error.param and _encodable(error.param)
     body = {"message": _encodable(error.message), "type": error.kind, "param": param, "code": error.code}
     return JSONResponse({"error": body}, status_code=error.status, headers=headers)
 
 
 def _encodable(text: str) -> str:
-    """The names of parameters are the sender's, and JSON can spell what is no Unicode."""
+    """Escapes lone surrogates, which a client's JSON may contain in parameter names but UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every failure answer with the envelope."""
+    """Makes every failure answer with the envelope."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(NotFound, _on_not_found)
     app.add_exception_handler(IllegalTransition, _on_illegal_change)
@@ -53,7 +53,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def answer_to_trouble(error: Exception) -> JSONResponse | None:
-    """503 where the database cannot be used for now, or a disk is full: clients try again. None: it is neither."""
+    """Makes a 503 answer if the database is unavailable or a disk is full, so that clients retry.
+
+    Returns None for other errors.
+    """
     if (why := why_unavailable(error)) is not None:
         answer = ApiError(f"the service's database cannot be used: {why}", status=503, code="database_unavailable")
     elif is_for_want_of_room(error):
@@ -85,13 +88,13 @@ def _on_illegal_change(_request: Request, error: Exception) -> JSONResponse:
 
 def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]  # the client's next try will meet the others
+    first = error.errors()[0]  # only the first error; the client's next request reports the next one
     field = getattr(request.scope.get("route"), "body_field", None)
     return error_response(_invalid_request(first, None if field is None else field.field_info.annotation))
 
 
 def _invalid_request(detail: dict[str, Any], body: object) -> ApiError:
-    """What a client is told about one error that pydantic found in a body of that type."""
+    """Makes the error for one of pydantic's findings. `body`: the type of the request's body."""
     kind, location = detail["type"], list(detail["loc"])
     if kind == "json_invalid":
         return ApiError(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
@@ -115,7 +118,7 @@ def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     message, code = str(error.detail), _HTTP_CODES.get(HTTPStatus(error.status_code))
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"unknown URL: {request.method} {request.url.path}"
-    elif isinstance(error.__cause__, (RecursionError, ValueError)):  # of Python's JSON
+    elif isinstance(error.__cause__, (RecursionError, ValueError)):  # from Python's JSON parser
         message = (
             "the body cannot be read: it is no UTF-8, is nested too deeply, or has a number of thousands of digits"
         )
@@ -127,17 +130,17 @@ def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """All that the path answers to; the route that refused the request knows its own methods only."""
+    """Lists all methods of the path, because the route that refused the request knows only its own."""
     routes = request.app.router.routes
     found = [
         method
         for method in _METHODS
         if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
     ]
-    return found or ["GET", "HEAD"]  # a folder of files, which refuses by itself
+    return found or ["GET", "HEAD"]  # a mounted static folder, which refuses other methods itself
 
 
 def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
-    # Starlette raises the error again for the server's log; the client learns nothing of the inside.
+    # Starlette raises the error again for the server's log. The answer reveals no internals.
     _log.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
     return error_response(ApiError("the service failed; its log says why", status=500, code="internal_error"))

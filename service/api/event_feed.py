@@ -1,4 +1,4 @@
-"""What is new among the events, looked up once for all live streams of this process."""
+"""New events, read from the database once for all live streams of this process."""
 
 import time
 from dataclasses import dataclass
@@ -12,38 +12,38 @@ from windlass.storage.sql import Database, JobEvent
 from windlass.storage.sql.repositories import EventRepository, KeyRepository
 
 _INTERVAL_S = 0.1
-_MOST_ROWS = 500  # of a look, and kept for streams that are a little behind
+_MOST_ROWS = 500  # events read in one query, and kept for streams that lag a little
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """An event as streams send it, put into words once for all of them."""
+    """An event as streams send it, encoded once for all streams."""
 
     ordinal: int
     job_id: str
     has_status: bool
     encoded: bytes
-    owner: str | None = None  # the user whose job it is of, where that is known
+    owner: str | None = None  # the user who owns the job, where known
 
     @classmethod
     def of(cls, row: JobEvent, owner: str | None = None) -> "Told":
-        """A row."""
+        """Encodes a row of the database."""
         encoded = format_sse_event(data_str=StreamedEvent.of(row).model_dump_json(), id=str(row.ordinal))
         return cls(row.ordinal, row.job_id, "status" in row.data, encoded, owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """All events after one ordinal, up to another."""
+    """All events after the ordinal `after`, up to the ordinal `newest`."""
 
     after: int
     newest: int
     events: tuple[Told, ...]
-    keys: tuple[int, int]  # another one: a key or a login was made or ended
+    keys: tuple[int, int]  # changes when a key or a login is made or ended
 
 
 class EventFeed:
-    """The last events. A stream that has all but these needs not ask the database."""
+    """The latest events. A stream that lacks only these need not query the database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -52,7 +52,7 @@ class EventFeed:
         self._looked_s = 0.0
 
     async def latest(self) -> News:
-        """As of a moment ago."""
+        """Returns the latest events, at most `_INTERVAL_S` old."""
         async with self._lock:
             if self._news is None or time.monotonic() - self._looked_s >= _INTERVAL_S:
                 self._news = await run_in_threadpool(self._look, self._news)

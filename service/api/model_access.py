@@ -1,4 +1,4 @@
-"""Whose a fine-tuned model is: its job's owner's. Base models are everybody's."""
+"""Access to models: a fine-tuned model belongs to its job's owner, and base models are visible to all users."""
 
 from sqlalchemy.orm import Session
 
@@ -9,17 +9,20 @@ from windlass.storage.sql.repositories import DeletionRepository, JobRepository
 
 
 def is_visible(session: Session, caller: Caller, model: str) -> bool:
-    """Whether a model is there for a caller. What no job is known to have made is there for admins."""
+    """Returns whether the caller may see a model. Only administrators see a model that belongs to no known job."""
     prefix = job_id_prefix(model)
     if prefix is None:
         return True
     if DeletionRepository(session).is_doomed(model, prefix):
-        return False  # its folder may still be there
+        return False  # its folder may still exist
     return caller.only_of is None or _owner(session, prefix) == caller.only_of
 
 
 def model_hint(context: Context, caller: Caller, model: str) -> str:
-    """A suggestion for an unknown model, of all models that the caller sees; empty where none is near."""
+    """Suggests a name close to an unknown model's, among the models that the caller sees.
+
+    Returns "" if none is close.
+    """
     folders = (context.settings.models_dir, context.settings.fine_tuned_dir)
     known = [name for folder in folders for name in models_in(folder)]
     with context.database.read() as session:
@@ -29,7 +32,7 @@ def model_hint(context: Context, caller: Caller, model: str) -> str:
 
 
 def check_may_build_on(session: Session, caller: Caller, model: str) -> None:
-    """Raise ApiError where a model that the caller sees is not for the caller's jobs."""
+    """Raises ApiError if the caller sees the model but may not base a job on it."""
     prefix = job_id_prefix(model)
     if prefix is not None and not caller.may_build_on(owner := _owner(session, prefix)):
         raise ApiError(

@@ -1,4 +1,4 @@
-"""The description at `/openapi.json`: what FastAPI derives, with the errors that the service really answers with."""
+"""The description at `/openapi.json`: FastAPI's own, with the error answers that the service really sends."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _KEY = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, in words, and what of the request it was about."""
+    """The error in words, and the parameter of the request that caused it."""
 
     message: str
     type: str
@@ -27,15 +27,15 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorEnvelope(BaseModel):
-    """Every failure's answer."""
+    """The answer to every failed request."""
 
     error: ErrorDetail
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Describe every failure by the one envelope: wrong requests answer 400 and others, never FastAPI's 422.
+    """Describes every failure by the one error envelope, and the API key that all but the open paths need.
 
-    And that a key is needed, but for the paths that are open to all.
+    The service answers a wrong request with 400, never with FastAPI's 422.
     """
 
     def describe() -> dict[str, Any]:

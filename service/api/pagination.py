@@ -1,4 +1,4 @@
-"""Answers that are not one thing: lists, and what is gone."""
+"""Answers that are not a single object: pages of lists, and deletions."""
 
 from collections.abc import Sequence
 from typing import Generic, Literal, Self, TypeVar
@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 
 class Identified(BaseModel):
-    """Something with an id of its own."""
+    """An object with an id of its own."""
 
     id: str
 
@@ -17,7 +17,7 @@ IdentifiedItem = TypeVar("IdentifiedItem", bound=Identified)
 
 
 class ListOf(BaseModel, Generic[Item]):
-    """A page of a list; where there is more, the last one's id as `after` asks for it."""
+    """A page of a list. If `has_more` is true, `after` with the last object's id gets the next page."""
 
     object: Literal["list"] = "list"
     data: list[Item]
@@ -25,20 +25,20 @@ class ListOf(BaseModel, Generic[Item]):
 
 
 class PageOf(ListOf[IdentifiedItem], Generic[IdentifiedItem]):
-    """A page that also names its ends."""
+    """A page that also names the ids of its first and last object."""
 
     first_id: str | None = None
     last_id: str | None = None
 
     @classmethod
     def of(cls, data: Sequence[IdentifiedItem], *, has_more: bool) -> Self:
-        """With its ends."""
+        """Makes a page from its objects."""
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         return cls(data=list(data), has_more=has_more, first_id=first_id, last_id=last_id)
 
 
 class Deleted(BaseModel):
-    """What was removed."""
+    """The object that was deleted."""
 
     id: str
     object: str

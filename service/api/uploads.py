@@ -1,4 +1,7 @@
-"""Checks what people upload, before it is theirs to train on: errors name their file, the line and what is needed."""
+"""Checks of uploaded training data, made before the file is stored.
+
+Errors name the file, the line and the expected form.
+"""
 
 import contextlib
 import json
@@ -15,13 +18,17 @@ from windlass.service.validation import ApiError, describe_value
 _LOG = logging.getLogger(__name__)
 
 _PARAM = "file"
-# A file that is as small is read at once; others in a process, which holds up no other request, and has little memory.
+# A smaller file is checked in this process. A larger one gets a process of its own with limited memory, so that no
+# other request waits for it.
 _MOST_HERE_NBYTES = 256 * 1024
 _MEMORY_NBYTES = 2 * 1024**3
 
 
 def check_name(filename: str, head: bytes) -> None:
-    """Refuse a file whose name says that it is no JSON lines; `head` is how it begins."""
+    """Raises ApiError if the file's name does not end in .jsonl.
+
+    `head`: the file's first bytes, to recognize its format.
+    """
     if filename.lower().endswith(".jsonl"):
         return
     hint = foreign_file(head)
@@ -37,9 +44,10 @@ def check_name(filename: str, head: bytes) -> None:
 
 
 def check_content(path: Path, filename: str, *, checks: Turnstile, user: str) -> None:
-    """Refuse a file of which a line is no example, as far as that is seen within seconds.
+    """Raises ApiError if a line of the file is no training example, as far as a check of a few seconds shows.
 
-    A large one is not looked at while another of the user's is, or `checks` has no place: its job's preparation tells.
+    A large file is not checked while another large file of the same user is, or while `checks` is full. Its job's
+    preparation checks it later.
     """
     if path.stat().st_size <= _MOST_HERE_NBYTES:
         try:
@@ -53,7 +61,10 @@ def check_content(path: Path, filename: str, *, checks: Turnstile, user: str) ->
 
 
 def _checked_by_process(path: Path, filename: str) -> dict[str, str] | None:
-    """The error; None also where the process ends otherwise: then the job's preparation tells."""
+    """Returns the error that a child process finds in the file, or None.
+
+    None also means that the process failed. The job's preparation then checks the file.
+    """
     command = ("-m", "windlass.engine.data.data_check", "--file", str(path), f"--name={filename}", "--param", _PARAM)
     with tempfile.TemporaryFile() as output:
         process = start_limited(

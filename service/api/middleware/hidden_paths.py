@@ -1,7 +1,7 @@
-"""Keeps the server's folders out of answers to users.
+"""Hides the server's folders from answers to users.
 
-Errors of disks and models name folders of this machine, which administrators need to know and users do not. Whoever is
-no admin gets words instead, in whatever answer they stand: so no endpoint can forget it.
+Errors of disks and models name folders of this machine. Administrators need these names, users do not. Other callers
+than administrators get replacement words in every answer, so no endpoint can forget to hide a folder.
 """
 
 import re
@@ -15,12 +15,12 @@ from windlass.service.installation import Settings
 from windlass.storage.sql.repositories import Role
 
 _JSON, _STREAM = "application/json", "text/event-stream"
-# What goes on after a folder's name in the name of another one.
+# Excludes a longer name that begins with a folder's name.
 _LONGER = rb"(?![\w-]|\.\w)"
 
 
 class HiddenPaths:
-    """The folders of an installation, and the words that stand for them."""
+    """The folders of an installation, and the words that replace them."""
 
     def __init__(self, settings: Settings) -> None:
         names = {str(settings.models_dir): "the models' folder", sys.prefix: "the installation"}
@@ -31,12 +31,15 @@ class HiddenPaths:
         self._pattern = re.compile(b"(" + b"|".join(map(re.escape, longest_first)) + b")" + _LONGER)
 
     def replaced(self, text: bytes) -> bytes:
-        """Put the words in for the folders, in UTF-8."""
+        """Replaces the folders in `text`, which is UTF-8, by their words."""
         return self._pattern.sub(lambda match: self._words[match[1]], text)
 
 
 class HiddenPathsMiddleware:
-    """Replaces folders in JSON and in event streams for callers who are no admins. Files' contents are left alone."""
+    """Replaces folders in JSON and event streams for callers who are not administrators.
+
+    Contents of files stay as they are.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
@@ -54,7 +57,7 @@ class HiddenPathsMiddleware:
             if message["type"] == "http.response.start":
                 kind = Headers(scope=message).get("content-type", "").partition(";")[0]
                 if kind == _JSON:
-                    start = message  # its length is known once all of the body is there
+                    start = message  # sent later, because the length is known only with the whole body
                     return
             elif message["type"] == "http.response.body" and kind == _STREAM:
                 message = {**message, "body": self._paths.replaced(message.get("body", b""))}

@@ -1,4 +1,4 @@
-"""How often, and how much at once, one may ask. Each API process counts for itself."""
+"""Limits of the rate of requests and of slow operations at once. Each API process counts for itself."""
 
 import math
 import threading
@@ -8,24 +8,26 @@ from contextlib import contextmanager
 
 _WINDOW_S = 60.0
 _ROUNDING = 1e-6
-# Of one address, with keys that are wrong: each costs a look into the database. No key is ever found by trying.
+# Requests of one address with wrong keys. Each takes a database query. The limit also makes it impossible to guess a
+# key.
 _FAILURES_PER_MINUTE = 60
 
 
-# Plans that are made over HTTP at once: each takes a process, and memory for a block of its model.
+# Plans made over HTTP at the same time. Each takes a process and the memory for one block of its model.
 _PLANS_AT_ONCE = 2
-# Of what waits for others, such as a webhook's receiver: each holds one of the API's 40 threads for seconds.
+# Other slow operations at the same time, such as a call of a webhook's receiver. Each holds one of the API's 40 threads
+# for seconds.
 _OTHERS_AT_ONCE = 8
-# How long a request waits for one of them to end; each holds a thread of the API's meanwhile.
+# How long a request waits for a running plan to end. It holds one of the API's threads meanwhile.
 _WAIT_FOR_PLAN_S = 60.0
 
 
 class BusyError(Exception):
-    """Somebody asks for more at once than is done for one."""
+    """A user, or all users together, have reached the limit of such operations at once."""
 
 
 class RateLimits:
-    """Counts requests of keys and failures of addresses within the last minute, and what takes long at the moment."""
+    """Counts requests of keys and failures of addresses within the last minute, and limits slow operations at once."""
 
     def __init__(self, requests_per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.plans = Turnstile(_PLANS_AT_ONCE, wait_s=_WAIT_FOR_PLAN_S)
@@ -35,16 +37,19 @@ class RateLimits:
         self._failures = SlidingCounts(_FAILURES_PER_MINUTE, clock)
 
     def asked(self, key_id: str) -> int | None:
-        """Count a request of a key. None, or after how many seconds it may ask again."""
+        """Counts a request of a key. Returns None if it is allowed, else the seconds until the next one is."""
         return self._requests.hit(key_id)
 
     def failed(self, peer: str | None) -> int | None:
-        """Count a request that named no key, or a wrong one. None, or after how many seconds to try again."""
+        """Counts a request with a missing or wrong key.
+
+        Returns None if it is allowed, else the seconds until the next one is.
+        """
         return self._failures.hit(peer or "")
 
 
 class Turnstile:
-    """Lets in one of each name, and so many in all."""
+    """Admits one operation of each name at once, and `num_at_once` in all."""
 
     def __init__(self, num_at_once: int, *, wait_s: float) -> None:
         self._free = threading.BoundedSemaphore(num_at_once)
@@ -54,10 +59,10 @@ class Turnstile:
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:
-        """Be let in for the block's length.
+        """Holds a place while the `with` block runs.
 
         Raises:
-            BusyError: the name is inside, or waits, or no place was free in time.
+            BusyError: the name already has or awaits a place, or no place became free in time.
         """
         with self._lock:
             if name in self._names:
@@ -76,10 +81,11 @@ class Turnstile:
 
 
 class SlidingCounts:
-    """At most so many hits of each name within any minute.
+    """Allows each name at most `limit` hits within any minute.
 
-    Not by the package `limits`: its storage in memory starts a thread for each hit. Source of the algorithm: its
-    sliding window counter. The minute before counts by the share of it that lies within the last 60 seconds.
+    The package `limits` is not used because its storage in memory starts a thread for each hit. Source of the
+    algorithm: its sliding window counter. The previous minute counts by the share of it that lies within the last 60
+    seconds.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
@@ -91,7 +97,10 @@ class SlidingCounts:
         self._before: dict[str, int] = {}
 
     def hit(self, name: str) -> int | None:
-        """Count one. None, or after how many seconds one more would be allowed; such are not counted."""
+        """Counts a hit.
+
+        Returns None if it is allowed, else the seconds until the next one would be. A refused hit does not count.
+        """
         with self._lock:
             minute, gone_s = divmod(self._clock(), _WINDOW_S)
             if minute != self._minute:
@@ -103,6 +112,6 @@ class SlidingCounts:
                 return None
         if before and now + 1 <= self._limit:
             allowed_s = _WINDOW_S * (1 - (self._limit - now - 1) / before)
-        else:  # in the next minute, when this one is the one before
+        else:  # in the next minute, when this minute's hits count as the previous one's
             allowed_s = _WINDOW_S * (2 - (self._limit - 1) / now)
         return max(1, math.ceil(allowed_s - gone_s))

@@ -1,4 +1,4 @@
-"""Turns of users at the API's threads, so that one user's requests that take long hold up that user alone."""
+"""Limits of each user's requests at once, so that a user's slow requests delay only that user."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from windlass.service.validation import ApiError, count_text
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# A longer body lies on the disk until all of it is there; a shorter one, in memory.
+# Starlette buffers a longer body on the disk and a shorter one in memory.
 _LONG_BODY_NBYTES = 1024**2
 _RETRY_AFTER_S = 10
 
@@ -27,11 +27,11 @@ class _User:
 
 
 class RequestTurns:
-    """Lets each user have a number of requests at work at once. Further ones wait for one of the user's own.
+    """Lets each user have `num_at_once` requests at work. Further requests of the user wait.
 
-    A request is at work from when its body is there until its answer begins: meanwhile it may hold one of the API's
-    threads. Uploads on their way and event streams hold none, and take no turn. But what came of an upload takes room
-    on the disk, so of those a user has a number at once too; further ones wait, and are refused after a while.
+    A request is at work from the arrival of its whole body until its answer begins. It may hold one of the API's
+    threads in that time. Uploads in flight and event streams hold no thread and take no turn. Uploads occupy the disk,
+    so their number is limited too. A further upload waits, and is refused after `wait_s`.
     """
 
     def __init__(self, num_at_once: int, *, num_uploads: int, wait_s: float = 60.0) -> None:
@@ -42,11 +42,11 @@ class RequestTurns:
 
     @property
     def num_users(self) -> int:
-        """Users with a request that has not ended."""
+        """The number of users with an unfinished request."""
         return len(self._users)
 
     def taken(self, user: str, app: App) -> App:
-        """Wrap an app, so that its next request takes a turn of this user."""
+        """Wraps an app so that its next request takes one of the user's turns."""
 
         async def with_place(scope: Scope, receive: Receive, send: Send) -> None:
             of_user = self._users.setdefault(
@@ -62,7 +62,7 @@ class RequestTurns:
                     finally:
                         of_user.uploads.release()
                 else:
-                    await drain(receive)  # who is cut off while it sends would never see the answer
+                    await drain(receive)  # a client cut off while it sends would not see the answer
                     await self._refusal()(scope, receive, send)
             finally:
                 of_user.num_requests -= 1
@@ -127,7 +127,7 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _has_long_body(scope: Scope) -> bool:
-    """Also where it is not told how long it is."""
+    """Returns whether a body is long. A body of unknown length counts as long."""
     headers = Headers(scope=scope)
     length = headers.get("content-length", "")
     return int(length) > _LONG_BODY_NBYTES if length.isdigit() else "transfer-encoding" in headers

@@ -1,7 +1,7 @@
-"""From where requests may come, how much they may send, and what browsers are told.
+"""Checks of a request's origin and length, and security headers for browsers.
 
-A web page of somebody else's can make a browser send requests to this service, from inside the network that the service
-is in: such requests name a foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
+A foreign web page can make a browser send requests to this service from inside its network. Such requests name a
+foreign Host (a rebound DNS name) or a foreign Origin, and are refused.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _SECURITY_HEADERS = {
     "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # With none at all, browsers would not name the origin of our own forms either.
+    # With "no-referrer", browsers would not name the origin of our own forms either.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
@@ -32,7 +32,7 @@ _DRAIN_TIMEOUT_S = 60.0
 
 
 class SecurityHeadersMiddleware:
-    """Adds the headers that keep a browser from doing more with an answer than showing it."""
+    """Adds headers that restrict a browser to displaying the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -42,7 +42,7 @@ class SecurityHeadersMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(_SECURITY_HEADERS)
-                if scope.get("scheme") == "https":  # of our own, or of a trusted proxy's
+                if scope.get("scheme") == "https":  # from this service or from a trusted proxy
                     headers["Strict-Transport-Security"] = _STAY_SECURE
             await send(message)
 
@@ -50,11 +50,12 @@ class SecurityHeadersMiddleware:
 
 
 class SameOriginMiddleware:
-    """Refuses requests that were not meant for this service: 403.
+    """Refuses requests that were not meant for this service, with 403.
 
-    The Host must be a loopback name or one of `names`, with any port (a forwarded one may differ), or the address that
-    the service is bound to; where it is bound to all, any address: a rebound name is never one. An Origin, which
-    browsers send with whatever a page requests of its own accord, must be that same Host.
+    The Host must be a loopback name, one of `names`, or the address that the service is bound to. If the service is
+    bound to all addresses, any address is allowed, because a rebound name is never an address. Any port is allowed,
+    because a forwarded port may differ. Browsers send an Origin with requests that a page makes. It must be the same
+    Host.
     """
 
     def __init__(self, app: ASGIApp, host: str, names: Sequence[str] = ()) -> None:
@@ -78,7 +79,7 @@ class SameOriginMiddleware:
                 "under which it is reached go into the setting host_names"
             )
         host = hosts[0].lower()
-        # Without TLS of our own there may be a proxy with it before us.
+        # Without our own TLS, a proxy in front of the service may add it.
         schemes = ("https",) if scheme == "https" else ("http", "https")
         if any(origin.lower() not in [f"{each}://{host}" for each in schemes] for origin in origins):
             return f"a page of another origin ({', '.join(origins)!r:.100}) may not use this service"
@@ -102,14 +103,14 @@ class SameOriginMiddleware:
 
 
 class NullCharacterMiddleware:
-    """Refuses paths and queries with null characters: 400. No id has one, and PostgreSQL takes none in a text."""
+    """Refuses paths and queries with null characters, with 400, because PostgreSQL cannot store them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and ("\0" in scope["path"] or b"%00" in scope["query_string"]):
-            await drain(receive)  # who is cut off while it sends would never see the answer
+            await drain(receive)  # a client cut off while it sends would not see the answer
             error = ApiError("a URL must have no null characters", code="invalid_value")
             await error_response(error)(scope, receive, send)
             return
@@ -117,9 +118,9 @@ class NullCharacterMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Ends a request whose body is longer than its path allows with 413, before anything of the excess is stored.
+    """Refuses a request whose body exceeds its path's limit, with 413, before any of the excess is stored.
 
-    The excess is read and thrown away: a client that is cut off while it sends would never see the answer.
+    It reads and discards the excess, because a client cut off while it sends would not see the answer.
     """
 
     def __init__(self, app: ASGIApp, limit_nbytes: int, upload_path: str, upload_limit_nbytes: int) -> None:
@@ -153,7 +154,7 @@ class BodyLimitMiddleware:
 
 
 async def drain(receive: Receive) -> None:
-    """Read what is left of a request and throw it away, for a while."""
+    """Reads and discards the rest of a request, for at most `_DRAIN_TIMEOUT_S`."""
     with anyio.move_on_after(_DRAIN_TIMEOUT_S):
         while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
             pass

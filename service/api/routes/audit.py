@@ -1,4 +1,4 @@
-"""`/v1/audit`: who changed what; for admins."""
+"""`/v1/audit`: a log of changes and of their callers, for administrators."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ router = APIRouter(prefix="/v1/audit")
 
 
 class AuditObject(BaseModel):
-    """An event of the audit."""
+    """An event of the audit log."""
 
     id: str
     object: Literal["audit_event"] = "audit_event"
@@ -28,7 +28,7 @@ class AuditObject(BaseModel):
 
     @classmethod
     def of(cls, row: AuditEvent) -> "AuditObject":
-        """What admins see of a row."""
+        """Converts a row of the database."""
         return cls(
             id=audit_id(row.ordinal),
             created_at=int(row.created_at),
@@ -48,7 +48,7 @@ def list_audit_events(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> ListOf[AuditObject]:
-    """A page of audit events, newest first."""
+    """Returns a page of audit events, newest first."""
     if caller.role is not Role.ADMIN:
         raise ApiError("the audit is for admins", status=403, code="permission_denied")
     ordinal = None if after is None else _ordinal(after)

@@ -1,4 +1,4 @@
-"""The dashboard's page and what it loads, all from this machine."""
+"""The dashboard's page and its assets, all served from this machine."""
 
 import importlib.util
 from pathlib import Path
@@ -20,13 +20,13 @@ _templates = Jinja2Templates(directory=_WEB_DIR / "templates")
 
 @router.get("/", include_in_schema=False)
 def show_dashboard(request: Request, caller: CallerDep) -> Response:
-    """The page; 404 in an installation without one."""
+    """Shows the dashboard. Answers 404 in an installation without one."""
     return render(request, "index.html", user=caller.user, has_login=caller.login is not None)
 
 
 @router.get("/docs", include_in_schema=False)
 def show_api(request: Request, caller: CallerDep) -> Response:
-    """The endpoints, one line each, and where their whole description is."""
+    """Lists the endpoints, one line each, with a link to the whole description."""
     found = [
         (method.upper(), path, operation.get("description", ""))
         for path, operations in request.app.openapi()["paths"].items()
@@ -36,7 +36,10 @@ def show_api(request: Request, caller: CallerDep) -> Response:
 
 
 def render(request: Request, page: str, *, status_code: int = 200, **values: Any) -> Response:
-    """A page, for the one who asked: no cache keeps it. HTTPException 404 in an installation without pages."""
+    """Renders a page for this caller and forbids caches to keep it.
+
+    Raises HTTPException 404 in an installation without pages.
+    """
     if not (_WEB_DIR / "templates" / page).is_file():
         raise HTTPException(404)
     headers = {"Cache-Control": "no-store"}
@@ -45,7 +48,7 @@ def render(request: Request, page: str, *, status_code: int = 200, **values: Any
 
 @router.get("/static/vendor/plotly.min.js", include_in_schema=False)
 def plotly_script() -> FileResponse:
-    """The charting library, as the installed `plotly` package brings it."""
+    """Serves the charting library from the installed `plotly` package."""
     spec = importlib.util.find_spec("plotly")
     assert spec is not None, "plotly is a dependency"
     assert spec.origin is not None, "plotly is a package"
@@ -53,7 +56,7 @@ def plotly_script() -> FileResponse:
 
 
 class _Assets(StaticFiles):
-    """Files that a browser asks about each time, so that no page runs the script of an older release."""
+    """Static files that a browser revalidates at each use, so that no page runs an older release's script."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -62,6 +65,6 @@ class _Assets(StaticFiles):
 
 
 def install_dashboard(app: FastAPI) -> None:
-    """Add the page and its assets."""
+    """Adds the dashboard's page and its assets."""
     app.include_router(router)
     app.mount("/static", _Assets(directory=_WEB_DIR / "static", check_dir=False), name="static")

@@ -1,4 +1,4 @@
-"""Live streams of events (SSE). Each event has its ordinal as id, so a reader that comes back misses none."""
+"""Live streams of events (SSE). An event's id is its ordinal, so a client that reconnects misses none."""
 
 import bisect
 import operator
@@ -21,17 +21,17 @@ from windlass.storage.sql import TERMINAL_STATUSES
 from windlass.storage.sql.repositories import EventRepository, JobRepository
 
 _POLL_INTERVAL_S = 0.1
-# After which a stream asks the database whether its caller is still let in; at once where a key or a login was ended.
+# A stream checks after this time whether its caller still has access. It checks at once if a key or a login was ended.
 _LOOK_AGAIN_S = 2.0
 _BATCH_SIZE = 500
-# Events that are looked through for one user's: not all that there are, where that user has few or none.
+# Events scanned in one query for one user's events. It bounds the query if the user has few events or none.
 _WINDOW = 100_000
 _RETRY_MS = 1000
-# After which a reader is told that the stream still lives.
+# After this time without an event, the stream sends a keep-alive comment.
 _SILENCE_S = 15.0
 _MEDIA_TYPE = "text/event-stream"
-# Of the stream, as OpenAPI 3.2 has it (4.14.4): FastAPI says so only of those that it puts together itself, which takes
-# a tenth of a millisecond and more for each event and reader.
+# The stream's schema, in the form of OpenAPI 3.2 (4.14.4). FastAPI generates it only for streams that it encodes
+# itself, which takes 0.1 ms and more for each event and client.
 _DESCRIBED: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {
@@ -57,19 +57,19 @@ def _start_after(
     last_event_id: Annotated[str | None, Header()] = None,
     after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
 ) -> int:
-    """The ordinal to go on from: what a browser noted last, else the query's, else the beginning."""
+    """Returns the ordinal to continue after: the Last-Event-ID header, else the query's `after`, else 0."""
     if last_event_id is None:
         return after
     if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 19):
         raise ApiError(f"Last-Event-ID: must be a whole number, got {last_event_id!r:.80}", param="Last-Event-ID")
     with context.database.read() as session:
         newest = EventRepository(session).last_ordinal()
-    # A page that outlived its database would wait for numbers that are long in coming.
+    # A page may have outlived its database. It would wait for ordinals that the new database reaches only much later.
     return int(last_event_id) if int(last_event_id) <= newest else 0
 
 
 def _existing_job(context: ContextDep, caller: CallerDep, job_id: str) -> str:
-    """Refuse an unknown job before the answer has begun."""
+    """Raises NotFound for an unknown job, before the answer has begun."""
     with context.database.read() as session:
         return JobRepository(session, caller.only_of).get(job_id).id
 
@@ -78,7 +78,7 @@ def _existing_job(context: ContextDep, caller: CallerDep, job_id: str) -> str:
 async def stream_all(
     context: ContextDep, caller: CallerDep, start: Annotated[int, Depends(_start_after)]
 ) -> StreamingResponse:
-    """Events of all jobs that the caller sees, for as long as the client listens and may do so."""
+    """Streams the events of all jobs that the caller sees, while the client listens and has access."""
     return _answer(_stream(context, caller, start, None))
 
 
@@ -89,12 +89,12 @@ async def stream_job(
     start: Annotated[int, Depends(_start_after)],
     job_id: Annotated[str, Depends(_existing_job)],
 ) -> StreamingResponse:
-    """A job's events, until it is finished and all have been sent."""
+    """Streams a job's events until it is finished and all are sent."""
     return _answer(_stream(context, caller, start, job_id))
 
 
 def _answer(chunks: AsyncIterator[bytes]) -> StreamingResponse:
-    # The second is for proxies like nginx, which would keep events back.
+    # X-Accel-Buffering is for proxies like nginx, which would otherwise buffer the events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(chunks, media_type=_MEDIA_TYPE, headers=headers)
 
@@ -102,7 +102,7 @@ def _answer(chunks: AsyncIterator[bytes]) -> StreamingResponse:
 @dataclass(frozen=True, slots=True)
 class _Batch:
     events: Sequence[Told]
-    newest: int  # ordinal up to which there is nothing else to send
+    newest: int  # every event up to this ordinal was sent or is not for this stream
     is_last: bool
 
 
@@ -112,7 +112,7 @@ async def _stream(context: Context, caller: Caller, ordinal: int, job_id: str | 
     while True:
         news = await context.news.latest()
         if news.keys != keys or time.monotonic() >= look_at_s or ordinal < news.after:
-            # Not at the same moments as the other streams that began when this one did.
+            # At a random time, so that streams that began together do not all query at once.
             keys, look_at_s = news.keys, time.monotonic() + _LOOK_AGAIN_S * random.uniform(0.5, 1.0)
             batch = await run_in_threadpool(_read_batch, context, caller, ordinal, job_id, news)
         else:
@@ -127,7 +127,7 @@ async def _stream(context: Context, caller: Caller, ordinal: int, job_id: str | 
         if batch.is_last:
             return
         if job_id is not None and any(event.has_status for event in batch.events):
-            look_at_s = 0.0  # it may have been the last one
+            look_at_s = 0.0  # the job may have ended, so the next round reads its status
         elif ordinal >= news.newest:
             await anyio.sleep(_POLL_INTERVAL_S)
 
@@ -149,10 +149,11 @@ def _read_batch(context: Context, caller: Caller, ordinal: int, job_id: str | No
         if job_id is None and ordinal >= news.after:
             return _batch_of(news, caller, ordinal, job_id)
         events = EventRepository(session)
-        # The status first: a job that ends in between must not be taken for one that has told all.
+        # Reads the status first. Otherwise a job that ends in between would seem to have no more events.
         job = None if job_id is None else JobRepository(session).find(job_id)
         is_finished = job_id is not None and (job is None or job.status in TERMINAL_STATUSES)  # None: it was deleted
-        # Before the rows: what comes in between is looked for again. Others' events are passed over only once.
+        # Reads the last ordinal before the rows, so that later events are read in the next round. Other users' events
+        # are scanned only once.
         newest = max(ordinal, events.last_ordinal())
         until = None
         if job_id is None and caller.only_of is not None:

@@ -1,4 +1,4 @@
-"""`/v1/files`: data comes in, results go out."""
+"""`/v1/files`: upload of data, and download of data and results."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def upload_file(
     file: Annotated[UploadFile, File()],
     purpose: Annotated[str, Form(json_schema_extra={"const": TRAINING_PURPOSE})],
 ) -> FileObject:
-    """Take in a training or validation file."""
+    """Uploads a training or validation file."""
     if purpose != TRAINING_PURPOSE:
         raise ApiError(
             f'purpose: must be "{TRAINING_PURPOSE}", got {describe_value(purpose)}',
@@ -49,13 +49,13 @@ def upload_file(
     check_name(filename, file.file.read(HEAD_NBYTES))
     file.file.seek(0)
     with context.database.read() as session:
-        check_one_more_file(session, context.settings, caller, nbytes=0)  # before anything is stored
+        check_one_more_file(session, context.settings, caller, nbytes=0)  # refuses early, before the upload is stored
     file_id = new_file_id()
     path = context.settings.files_dir / file_id
     nbytes = _store(file.file, path, filename, context.settings)
     try:
         check_content(path, filename, checks=context.limits.upload_checks, user=caller.user or "")
-        sync_path(context.settings.files_dir)  # before the row that tells of it
+        sync_path(context.settings.files_dir)  # the folder is durable before a row refers to the file
         with context.database.write() as session:
             check_one_more_file(session, context.settings, caller, nbytes=nbytes)
             row = FileRepository(session).add(
@@ -82,7 +82,7 @@ def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
 ) -> PageOf[FileObject]:
-    """A page of files."""
+    """Returns a page of files."""
     with context.database.read() as session:
         page = FileRepository(session, caller.only_of).page(
             limit=limit, after=after, newest_first=order == "desc", purpose=purpose
@@ -92,14 +92,14 @@ def list_files(
 
 @router.get("/{file_id}")
 def retrieve_file(context: ContextDep, caller: CallerDep, file_id: str) -> FileObject:
-    """A file, without its content."""
+    """Returns a file's description, without its content."""
     with context.database.read() as session:
         return FileObject.of(FileRepository(session, caller.only_of).get(file_id))
 
 
 @router.get("/{file_id}/content", response_class=FileResponse, responses={200: _RAW_BYTES})
 def retrieve_content(context: ContextDep, caller: CallerDep, file_id: str) -> FileResponse:
-    """A file's raw bytes."""
+    """Returns a file's raw bytes."""
     with context.database.read() as session:
         row = FileRepository(session, caller.only_of).get(file_id)
     path = context.settings.files_dir / row.id
@@ -114,7 +114,7 @@ def retrieve_content(context: ContextDep, caller: CallerDep, file_id: str) -> Fi
 
 @router.delete("/{file_id}")
 def delete_file(context: ContextDep, caller: CallerDep, audit: AuditDep, file_id: str) -> Deleted:
-    """Remove a file that no unfinished job needs."""
+    """Deletes a file. A file that an unfinished job needs is refused."""
     with context.database.write() as session:
         removal = deletion.delete_file(session, context.settings, file_id, only_of=caller.only_of)
         audit(session, file_id)
@@ -123,7 +123,7 @@ def delete_file(context: ContextDep, caller: CallerDep, audit: AuditDep, file_id
 
 
 def remove_partial_uploads(files_dir: Path) -> None:
-    """Remove what uploads left behind when a service was killed."""
+    """Deletes partial uploads of a service that was killed."""
     for path in files_dir.glob(f"*{_PART_SUFFIX}"):
         path.unlink(missing_ok=True)
 
@@ -134,7 +134,7 @@ def _display_name(filename: str) -> str:
 
 
 def _store(source: BinaryIO, path: Path, filename: str, settings: Settings) -> int:
-    """Copy an upload into place; its size in bytes."""
+    """Copies an upload into its place and returns its size in bytes."""
     part = path.with_name(path.name + _PART_SUFFIX)
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:

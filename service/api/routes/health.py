@@ -1,4 +1,4 @@
-"""`/healthz` and `/readyz`: whether the service answers, and whether it can take jobs."""
+"""`/healthz` and `/readyz`: liveness, and readiness to accept jobs."""
 
 import logging
 import shutil
@@ -13,7 +13,8 @@ from windlass.service.installation import LEAST_FREE_NBYTES
 from windlass.storage.sql import why_unavailable
 from windlass.storage.sql.repositories import JobRepository
 
-# Of jobs, which are read as a list of them is: a damaged file answers what reads no table.
+# Jobs that the check reads, as a list of jobs does. A query without a table succeeds even if the database file is
+# damaged.
 _NUM_ROWS = 20
 
 _LOG = logging.getLogger(__name__)
@@ -22,13 +23,13 @@ router = APIRouter()
 
 
 class Alive(BaseModel):
-    """Said by a service that answers at all."""
+    """The answer of a running service."""
 
     status: Literal["ok"] = "ok"
 
 
 class Health(BaseModel):
-    """`reasons`: why the service is not ready, in words."""
+    """The readiness of the service. `reasons`: why it is not ready, in words."""
 
     status: str = "ok"
     reasons: list[str] = []
@@ -36,13 +37,16 @@ class Health(BaseModel):
 
 @router.get("/healthz")
 async def healthz() -> Alive:
-    """Whether the service answers."""
+    """Reports that the service answers."""
     return Alive()
 
 
 @router.get("/readyz", responses={503: {"model": Health}})
 def readyz(context: ContextDep, response: Response) -> Health:
-    """Whether it can take jobs: 503 where the database does not answer, or the home's disk is full."""
+    """Reports whether the service can accept jobs.
+
+    Answers 503 if the database is unavailable or the home's disk is full.
+    """
     reasons = []
     try:
         with context.database.read() as session:

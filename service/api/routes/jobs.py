@@ -1,6 +1,6 @@
-"""`/v1/fine_tuning/jobs`: create, look, cancel, pause, resume, delete.
+"""`/v1/fine_tuning/jobs`: create, list, cancel, pause, resume and delete jobs.
 
-Endpoints only write what was asked for; the dispatcher acts on it.
+Endpoints only store requests; the dispatcher acts on them.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def create_job(
     body: CreateJob,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> JobObject:
-    """Accept a job. With an Idempotency-Key, a request with one API key makes one job however often it is sent."""
+    """Accepts a job. Repeated requests with the same Idempotency-Key and API key create one job."""
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     with context.database.read() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
@@ -85,7 +85,7 @@ def create_job(
 def list_jobs(
     request: Request, context: ContextDep, caller: CallerDep, after: str | None = None, limit: _Limit = 20
 ) -> JobList:
-    """A page of jobs, newest first, that carry all the given `metadata[key]=value` pairs."""
+    """Returns a page of jobs, newest first, that have all the given `metadata[key]=value` pairs."""
     metadata: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if match := _METADATA_FILTER.fullmatch(name):
@@ -93,7 +93,7 @@ def list_jobs(
     if unusable := [key for key in metadata if '"' in key or "\\" in key]:
         raise ApiError(f"metadata: keys have no quotes and no backslashes, got {unusable[0]!r}", param="metadata")
     with context.database.read() as session:
-        # Read first: whoever follows the stream from here on misses nothing that the jobs do not show yet.
+        # Reads the ordinal first, so that a stream from it on misses no change that the jobs do not show.
         last_event = EventRepository(session).last_ordinal()
         page = JobRepository(session, caller.only_of).page(limit=limit, after=after, metadata=metadata)
         data = _with_metrics(context, session, page.rows)
@@ -102,14 +102,14 @@ def list_jobs(
 
 @router.get("/{job_id}")
 def retrieve_job(context: ContextDep, caller: CallerDep, job_id: str) -> JobObject:
-    """A job."""
+    """Returns a job."""
     with context.database.read() as session:
         return _with_metrics(context, session, [JobRepository(session, caller.only_of).get(job_id)])[0]
 
 
 @router.post("/{job_id}/cancel")
 def cancel_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
-    """Cancel a job: at once, or, where it is training, as soon as its runner has stopped."""
+    """Cancels a job: at once, or, if it is training, as soon as its runner has stopped."""
     with context.database.write() as session:
         job = JobRepository(session, caller.only_of).request_cancel(job_id)
         audit(session, job_id)
@@ -118,7 +118,7 @@ def cancel_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: 
 
 @router.post("/{job_id}/pause")
 def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
-    """Pause a job: at once, or, where it is training, as soon as its runner has committed its step and stopped."""
+    """Pauses a job: at once, or, if it is training, as soon as its runner has committed its step and stopped."""
     with context.database.write() as session:
         job = JobRepository(session, caller.only_of).request_pause(job_id)
         audit(session, job_id)
@@ -127,7 +127,7 @@ def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: s
 
 @router.post("/{job_id}/resume")
 def resume_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str) -> JobObject:
-    """Let a paused job go on, when its turn comes."""
+    """Queues a paused job again."""
     with context.database.write() as session:
         job = JobRepository(session, caller.only_of).request_resume(job_id)
         audit(session, job_id)
@@ -143,7 +143,7 @@ def list_events(
     limit: _Limit = 20,
     type: Literal["message", "metrics"] | None = None,
 ) -> ListOf[EventObject]:
-    """A page of a job's events, of one type or of both, newest first."""
+    """Returns a page of a job's events, newest first, of one type or of both."""
     ordinal = None if after is None else event_ordinal(after)
     with context.database.read() as session:
         JobRepository(session, caller.only_of).get(job_id)
@@ -153,7 +153,10 @@ def list_events(
 
 @router.get("/{job_id}/metrics")
 def get_metrics(context: ContextDep, caller: CallerDep, job_id: str) -> MetricsObject:
-    """A job's curves, in columns with one entry for each step that counts: a resumed attempt has replaced its own."""
+    """Returns a job's curves, in columns with one entry for each step.
+
+    A resumed attempt's values replace those of repeated steps.
+    """
     with context.database.read() as session:
         JobRepository(session, caller.only_of).get(job_id)
         last_event = EventRepository(session).last_ordinal()
@@ -174,7 +177,7 @@ def get_timeline(
     job_id: str,
     step: Annotated[int | None, Query(ge=1, le=2**63 - 1)] = None,
 ) -> JSONResponse:
-    """What each resource did in a step, by default the last that is held: a trace that Perfetto and Chrome open."""
+    """Returns the timeline of a step, by default the last one held, as a trace for Perfetto and Chrome."""
     with context.database.read() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
     check_is_here(context.settings, job)
@@ -193,7 +196,7 @@ def get_timeline(
             code="timeline_not_held",
         )
     about = {"job_id": job_id, "step": found.step, "held_steps": held, "summary": found.summary}
-    # As it is: a trace has thousands of events.
+    # Not validated by a model, because a trace has thousands of events.
     return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about))
 
 
@@ -201,7 +204,7 @@ def get_timeline(
 def list_checkpoints(
     context: ContextDep, caller: CallerDep, job_id: str, after: str | None = None, limit: _Limit = 10
 ) -> PageOf[CheckpointObject]:
-    """A page of a job's checkpoints, latest first."""
+    """Returns a page of a job's checkpoints, latest first."""
     with context.database.read() as session:
         JobRepository(session, caller.only_of).get(job_id)
         page = EventRepository(session).checkpoints(job_id, limit=limit, after=after)
@@ -212,7 +215,7 @@ def list_checkpoints(
 def delete_checkpoint(
     context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, checkpoint_id: str
 ) -> Deleted:
-    """Remove a checkpoint and its files."""
+    """Deletes a checkpoint and its files."""
     with context.database.write() as session:
         JobRepository(session, caller.only_of).get(job_id)
         model = EventRepository(session).checkpoint(job_id, checkpoint_id).model
@@ -226,7 +229,10 @@ def delete_checkpoint(
 def delete_job(
     context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, delete_model: bool = False
 ) -> Deleted:
-    """Remove a finished job with its events, checkpoints and result files; its model only where that is asked for."""
+    """Deletes a finished job with its events, checkpoints and result files.
+
+    Its model is deleted only with `delete_model`.
+    """
     with context.database.write() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
         deletion.delete_job(session, context.settings, job, with_model=delete_model, only_of=caller.only_of)
@@ -253,7 +259,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
 def _made_before(session: Session, caller: Caller, key: str | None, digest: str) -> Job | None:
     if key is None:
         return None
-    # As it is stored now, or was before it was its API key's own.
+    # A key is stored for its API key. Older releases stored the bare key.
     job = JobRepository(session).by_idempotency_key(caller.user, (_own_key(caller, key), key))
     if job is not None and job.request_digest != digest:
         raise ApiError(
@@ -265,7 +271,10 @@ def _made_before(session: Session, caller: Caller, key: str | None, digest: str)
 
 
 def _own_key(caller: Caller, key: str) -> str:
-    """What an Idempotency-Key is stored as: two API keys of a user may well send the same one, of different jobs."""
+    """Returns the stored form of an Idempotency-Key.
+
+    It contains the API key's id, because a user's API keys may send equal ones.
+    """
     return key if caller.key_id is None else f"{caller.key_id}:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
@@ -307,7 +316,7 @@ def _method(settings: JobSettings) -> dict[str, Any]:
 
 
 def _check_model_stays(context: Context, session: Session, caller: Caller, model: str) -> None:
-    """Under the write lock: a fine-tuned model may have been deleted since it was checked."""
+    """Raises ApiError if a fine-tuned model was deleted since its check. The caller holds the write lock."""
     if not is_fine_tuned_id(model):
         return
     folder = model_dir(model, models_dir=context.settings.models_dir, fine_tuned_dir=context.settings.fine_tuned_dir)

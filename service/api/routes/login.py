@@ -1,4 +1,4 @@
-"""The dashboard's login: a person shows their key once, and the browser gets a cookie that ends with it."""
+"""The dashboard's login: a user enters an API key once, and the browser gets a cookie that expires with it."""
 
 from typing import Annotated
 
@@ -31,7 +31,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get(LOGIN_PATH)
 def show_login(context: ContextDep, request: Request) -> Response:
-    """The page that asks for a key; where none is needed, the way to the dashboard."""
+    """Shows the login page. Redirects to the dashboard if no key is needed."""
     with context.database.read() as session:
         if not needs_key(context.settings, peer_of(request), session):
             return RedirectResponse("/", status_code=303)
@@ -40,7 +40,7 @@ def show_login(context: ContextDep, request: Request) -> Response:
 
 @router.post(LOGIN_PATH)
 def log_in(context: ContextDep, request: Request, key: Annotated[str, Form()] = "") -> Response:
-    """Make a login of a key."""
+    """Creates a login from a key."""
     if "origin" not in request.headers:
         raise missing_origin()
     peer = peer_of(request)
@@ -72,7 +72,7 @@ def log_in(context: ContextDep, request: Request, key: Annotated[str, Form()] = 
 
 @router.post(LOGOUT_PATH)
 def log_out(context: ContextDep, request: Request, caller: CallerDep, audit: AuditDep) -> Response:
-    """End the browser's login."""
+    """Ends the browser's login."""
     with context.database.write() as session:
         KeyRepository(session).log_out(request.cookies.get(LOGIN_COOKIE, ""))
         audit(session, caller.key_id)

@@ -1,7 +1,7 @@
-"""`/metrics` for Prometheus: jobs, the queue, what each running job does, requests. Jobs are read at each scrape.
+"""`/metrics` for Prometheus: jobs, the queue, running jobs and requests. Jobs are read at each scrape.
 
-Where several homes share a database, each tells of the jobs that run in it, so that none is told of twice. Jobs by
-status and the queue are of the whole database, and every home tells the same of them.
+If several homes share a database, each home reports the jobs that run in it, so that none is reported twice. Every home
+reports the same counts by status and the same queue, because these are of the whole database.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from windlass.storage.sql import Database, Job, JobStatus
 from windlass.storage.sql.repositories import EventRepository, JobRepository, Role
 from windlass.storage.ssd import is_device_path
 
-# Of a running job's last step: the metric's name, what it says, and where the step's metrics have it.
+# Gauges of a running job's last step: the metric's name, its description, and its key in the step's metrics.
 _OF_STEP = (
     ("train_loss", "Loss of the last step that was told", "train_loss"),
     ("valid_loss", "Loss of the last evaluation", "valid_loss"),
@@ -31,7 +31,7 @@ _OF_STEP = (
     ("step_seconds", "Length of the last step", "step_s"),
     ("remaining_seconds", "Expected until the last step is over", "remaining_s"),
 )
-# Anybody can make up methods too.
+# Clients can send any word as method, so others count as unknown.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _UNKNOWN = "unknown"
 
@@ -39,7 +39,10 @@ router = APIRouter()
 
 
 class RequestMetrics:
-    """Requests that this process has answered, by route: never by path, of which anybody can make up any number."""
+    """Counts this process's answered requests by route.
+
+    Paths are no labels, because clients can send any number of them.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -52,13 +55,13 @@ class RequestMetrics:
         )
 
     def note(self, method: str, route: str, status: int, seconds: float) -> None:
-        """One was answered."""
+        """Counts one answered request."""
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(method, route).observe(seconds)
 
 
 class RequestMetricsMiddleware:
-    """Counts requests and the time to their answers' begin: an event stream has no end."""
+    """Counts requests and measures the time until an answer begins, because an event stream does not end."""
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
         self._app = app
@@ -81,14 +84,14 @@ class RequestMetricsMiddleware:
 
 
 class JobCollector(Collector):
-    """What the tables say of jobs now."""
+    """Reads the metrics of jobs from the database."""
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database = database
         self._settings = settings
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, of one look at the tables."""
+        """Yields all metrics, read in one transaction."""
         with self._database.read() as session:
             jobs, events = JobRepository(session), EventRepository(session)
             counts, oldest_s = jobs.count_by_status(), jobs.oldest_queued_at()
@@ -152,7 +155,10 @@ def _of_running(running: Sequence[Job], last: dict[str, dict[str, Any]]) -> Iter
 
 @router.get("/metrics", include_in_schema=False)
 def show_metrics(request: Request, caller: CallerDep) -> Response:
-    """In the text format of Prometheus or OpenMetrics, as the scraper asks. They are of all users' jobs: for admins."""
+    """Returns the metrics in the format that the scraper requests, Prometheus or OpenMetrics.
+
+    Only administrators see them.
+    """
     if caller.role is not Role.ADMIN:
         raise ApiError("metrics are for admins", status=403, code="permission_denied")
     requests: RequestMetrics = request.app.state.request_metrics

@@ -1,4 +1,4 @@
-"""`/v1/models`: the base models of this installation, and what was made of them."""
+"""`/v1/models`: the base models of this installation, and the models fine-tuned from them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/models")
 
 @router.get("")
 def list_models(context: ContextDep, caller: CallerDep) -> ListOf[ModelObject]:
-    """All models, those with the latest change first."""
+    """Lists all models, latest change first."""
     with context.database.read() as session:
         found = [model for model in _model_ids(context.settings) if is_visible(session, caller, model)]
     models = [_model_object(context.settings, model) for model in found]
@@ -27,14 +27,14 @@ def list_models(context: ContextDep, caller: CallerDep) -> ListOf[ModelObject]:
 
 @router.get("/{model:path}")
 def retrieve_model(context: ContextDep, caller: CallerDep, model: str) -> ModelObject:
-    """A model."""
+    """Returns a model."""
     found = _visible_model(context, caller, model)
     return found.model_copy(update={"windlass": {"bytes": Tally().nbytes(_folder(context.settings, model))}})
 
 
 @router.delete("/{model:path}")
 def delete_model(context: ContextDep, caller: CallerDep, audit: AuditDep, model: str) -> Deleted:
-    """Remove a fine-tuned model or a checkpoint, and its files."""
+    """Deletes a fine-tuned model or a checkpoint with its files."""
     _visible_model(context, caller, model)
     if not is_fine_tuned_id(model):
         raise ApiError(
@@ -83,5 +83,5 @@ def _model_ids(settings: Settings) -> Iterator[str]:
 def _is_listed(settings: Settings, model: str) -> bool:
     try:
         return (_folder(settings, model) / "config.json").is_file()
-    except ApiError:  # a folder whose name is no model's id
+    except ApiError:  # a folder whose name is not a model id
         return False

@@ -1,4 +1,4 @@
-"""Plans over HTTP: of a job before there is one, and of one that was accepted."""
+"""Plans over HTTP: for a job that does not exist yet, and for an accepted job."""
 
 import contextlib
 import logging
@@ -35,15 +35,15 @@ from windlass.storage.sql.repositories import EventRepository, JobRepository
 _LOG = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-# How long a plan waits for memory that jobs and preparations have.
+# How long a plan waits for memory that jobs and preparations hold.
 _WAIT_FOR_MEMORY_S = 60.0
-_MOST_OUTPUT_NBYTES = 4096  # of a failed planner's output that are kept
+_MOST_OUTPUT_NBYTES = 4096  # bytes of a failed planner's output that are logged
 
 router = APIRouter(prefix="/v1/fine_tuning")
 
 
 class CreatePlan(JsonNumbers):
-    """The body of `POST /v1/fine_tuning/plans`. `hardware`: another machine than this one."""
+    """The body of `POST /v1/fine_tuning/plans`. `hardware`: describes another machine than this one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -56,7 +56,7 @@ class CreatePlan(JsonNumbers):
 
 @router.post("/plans", response_model=PlanObject)
 def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dict[str, Any]:
-    """What a job would take, if it were made: nothing is stored."""
+    """Plans a job without creating it. Nothing is stored."""
     asked, settings = body.windlass, context.settings
     with context.database.read() as session:
         visible = is_visible(session, caller, body.model)
@@ -110,7 +110,7 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
 
 @router.get("/jobs/{job_id}/plan", response_model=JobPlanObject)
 def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, Any]:
-    """The plan that a job runs by, what was measured beside it, and the plans before it."""
+    """Returns the job's current plan, the measured values, and its earlier plans."""
     with context.database.read() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
         measured = EventRepository(session).last_measured(job_id)
@@ -129,7 +129,7 @@ def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, A
 
 @router.get("/jobs/{job_id}/plan/timeline", responses={200: {"model": TraceObject}})
 def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) -> JSONResponse:
-    """What each resource does in a step of the planned job, as it was simulated: a trace as of a measured step."""
+    """Returns the simulated timeline of a planned step, as a trace like that of a measured step."""
     with context.database.read() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
     check_is_here(context.settings, job)
@@ -151,7 +151,11 @@ def _with_correction(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _correction_of(found: dict[str, Any] | None) -> dict[str, Any]:
-    """`corrected`: by what the job's first steps measured. `from_attempt`: the first one that runs otherwise by it."""
+    """Returns the fields about a plan's correction.
+
+    `corrected`: the planner corrected the plan by the measurements of the job's first steps. `from_attempt`: the first
+    attempt that runs by the corrected plan.
+    """
     found = found or {}
     return {
         "corrected": bool(found.get("corrected")),
@@ -168,7 +172,7 @@ def _folder(settings: Settings, model: str) -> Path:
 
 
 def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The plan, and warnings about processes that died meanwhile."""
+    """Makes the plan in a child process. Returns it with warnings about processes that died meanwhile."""
     with tempfile.TemporaryDirectory(dir=settings.home, prefix="plan-") as name:
         preparation = Preparation([plan_step(Path(name), question)], work_dir=Path(name))
         memory, began_s = PreparationMemory(), time.monotonic()
@@ -197,7 +201,7 @@ def _run(settings: Settings, question: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _tell_log(error: StepFailedError) -> None:
-    """Keep the end of a failed planner's output in the service's log: its own folder goes with the request."""
+    """Logs the end of a failed planner's output, because its folder is deleted with the request."""
     with contextlib.suppress(OSError):
         output = error.log_path.read_bytes()[-_MOST_OUTPUT_NBYTES:].decode(errors="replace")
         _LOG.warning("a planner failed (%s); its output ended with:\n%s", error.cause, output)

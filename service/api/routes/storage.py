@@ -1,4 +1,4 @@
-"""What data occupies on disks: of one job, and of all that a caller sees. Counted when it is asked for."""
+"""Disk usage of one job, and of all that a caller sees. It is measured at each request."""
 
 import shutil
 from collections import Counter
@@ -16,7 +16,7 @@ router = APIRouter()
 
 
 class JobStorage(BaseModel):
-    """What one job occupies."""
+    """The disk usage of one job."""
 
     object: Literal["fine_tuning.job.storage"] = "fine_tuning.job.storage"
     job_id: str
@@ -26,7 +26,7 @@ class JobStorage(BaseModel):
 
 @router.get("/v1/fine_tuning/jobs/{job_id}/storage")
 def get_job_storage(context: ContextDep, caller: CallerDep, job_id: str) -> JobStorage:
-    """What a job occupies: prepared data, journal, timeline, states, model, checkpoints, result files."""
+    """Returns the bytes of a job's prepared data, journal, timeline, states, model, checkpoints and result files."""
     with context.database.read() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
     check_is_here(context.settings, job)
@@ -35,7 +35,7 @@ def get_job_storage(context: ContextDep, caller: CallerDep, job_id: str) -> JobS
 
 
 class StorageObject(BaseModel):
-    """One thing that occupies disks."""
+    """One item that occupies disk space."""
 
     object: Literal["storage"] = "storage"
     kind: Kind
@@ -44,7 +44,7 @@ class StorageObject(BaseModel):
 
 
 class StorageTotals(BaseModel):
-    """Of all that is listed, and what is free where the home lies."""
+    """The totals of all listed items, and the free space on the home's disk."""
 
     bytes: int
     bytes_by_kind: dict[Kind, int]
@@ -52,14 +52,17 @@ class StorageTotals(BaseModel):
 
 
 class StorageList(ListOf[StorageObject]):
-    """All that occupies disks."""
+    """All items that occupy disk space."""
 
     windlass: StorageTotals
 
 
 @router.get("/v1/storage")
 def list_storage(context: ContextDep, caller: CallerDep) -> StorageList:
-    """All that the caller's jobs, files and models occupy here, the largest first; for admins all there is."""
+    """Lists the disk usage of the caller's jobs, files and models, largest first.
+
+    Administrators get all of this installation.
+    """
     jobs = files = None
     if caller.only_of is not None:
         with context.database.read() as session:

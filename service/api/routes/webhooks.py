@@ -1,4 +1,4 @@
-"""`/v1/webhook_endpoints`: who is told how jobs end. As the official client's `webhooks` calls it."""
+"""`/v1/webhook_endpoints`: receivers of events about ended jobs, with the calls of the official client's `webhooks`."""
 
 import time
 from typing import Annotated, Any, Literal
@@ -62,7 +62,7 @@ class CreateEndpoint(_Request):
 
 
 class UpdateEndpoint(_Request):
-    """What is left out stays."""
+    """The body of `POST /v1/webhook_endpoints/{endpoint_id}`. A missing field keeps its value."""
 
     name: _Name | None = None
     url: str | None = None
@@ -70,21 +70,21 @@ class UpdateEndpoint(_Request):
 
 
 class RotateSecret(_Request):
-    """The body of `…/rotate_secret`."""
+    """The body of `POST /v1/webhook_endpoints/{endpoint_id}/rotate_secret`."""
 
     keep_old_secret_active_for_24_hours: bool = False
 
 
 class TestEndpoint(_Request):
-    """The body of `…/test`."""
+    """The body of `POST /v1/webhook_endpoints/{endpoint_id}/test`."""
 
-    __test__ = False  # no test case, whatever its name
+    __test__ = False  # pytest must not collect it as a test case
 
     event_type: Annotated[str, AfterValidator(lambda value: _known_types([value])[0]), Field(json_schema_extra=_TYPE)]
 
 
 class TestedEndpoint(BaseModel):
-    """How a sample was answered: with a success, else there is an error."""
+    """The receiver's successful answer to a sample event. Other answers are errors."""
 
     __test__ = False
 
@@ -96,7 +96,7 @@ class TestedEndpoint(BaseModel):
 
 
 class EndpointObject(Identified):
-    """An endpoint. The secret is told when it is made, never again."""
+    """An endpoint. Only the answers that create it or rotate its secret contain the secret."""
 
     object: Literal["webhook_endpoint"] = "webhook_endpoint"
     name: str
@@ -114,7 +114,7 @@ class EndpointObject(Identified):
 
     @classmethod
     def of(cls, row: WebhookEndpoint, secret: str | None, **fields: Any) -> "EndpointObject":
-        """What clients see of a row."""
+        """Converts a row of the database."""
         return cls(
             id=row.id,
             name=row.name,
@@ -129,7 +129,7 @@ class EndpointObject(Identified):
 
 @router.post("/webhook_endpoints", response_model_exclude_none=True)
 def create_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, body: CreateEndpoint) -> EndpointObject:
-    """Add an endpoint. The answer has its signing secret."""
+    """Adds an endpoint. The answer contains its signing secret."""
     _check(context, body.url)
     secret = new_signing_secret()
     sealed = _close(context, secret)
@@ -146,7 +146,7 @@ def create_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, bod
 def list_endpoints(
     context: ContextDep, caller: CallerDep, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> PageOf[EndpointObject]:
-    """A page of endpoints, newest first."""
+    """Returns a page of endpoints, newest first."""
     with context.database.read() as session:
         page = WebhookRepository(session, caller.only_of).page(limit=limit, after=after)
         data = [_shown(context, row) for row in page.rows]
@@ -155,7 +155,7 @@ def list_endpoints(
 
 @router.get("/webhook_endpoints/{endpoint_id}", response_model_exclude_none=True)
 def retrieve_endpoint(context: ContextDep, caller: CallerDep, endpoint_id: str) -> EndpointObject:
-    """An endpoint, with its last deliveries under `windlass`."""
+    """Returns an endpoint, with its last deliveries under `windlass`."""
     with context.database.read() as session:
         webhooks = WebhookRepository(session, caller.only_of)
         row = webhooks.get(endpoint_id)
@@ -177,7 +177,7 @@ def retrieve_endpoint(context: ContextDep, caller: CallerDep, endpoint_id: str) 
 def update_endpoint(
     context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str, body: UpdateEndpoint
 ) -> EndpointObject:
-    """Change an endpoint; what was to be delivered to it goes to the new URL."""
+    """Changes an endpoint. Pending deliveries go to the new URL."""
     if body.url is not None:
         _check(context, body.url)
     with context.database.write() as session:
@@ -194,7 +194,7 @@ def update_endpoint(
 
 @router.delete("/webhook_endpoints/{endpoint_id}")
 def delete_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str) -> Deleted:
-    """Forget an endpoint, and what was to be delivered to it."""
+    """Deletes an endpoint and its pending deliveries."""
     with context.database.write() as session:
         WebhookRepository(session, caller.only_of).delete(endpoint_id)
         audit(session, endpoint_id)
@@ -205,7 +205,7 @@ def delete_endpoint(context: ContextDep, caller: CallerDep, audit: AuditDep, end
 def rotate_secret(
     context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str, body: RotateSecret | None = None
 ) -> EndpointObject:
-    """A new signing secret. On request the old one signs as well for a day."""
+    """Makes a new signing secret. On request, deliveries are also signed with the old one for 24 hours."""
     secret, now_s = new_signing_secret(), time.time()
     sealed = _close(context, secret)
     with context.database.write() as session:
@@ -223,7 +223,7 @@ def rotate_secret(
 def test_endpoint(
     context: ContextDep, caller: CallerDep, audit: AuditDep, endpoint_id: str, body: TestEndpoint
 ) -> TestedEndpoint:
-    """Send a sample event now; the status code with which it was answered."""
+    """Sends a sample event now and returns the status code of the receiver's answer."""
     with context.database.read() as session:
         row = WebhookRepository(session, caller.only_of).get(endpoint_id)
     secret = _open(context, row)
@@ -250,12 +250,12 @@ def test_endpoint(
 
 @router.get("/webhook_event_types")
 def list_event_types() -> ListOf[str]:
-    """What endpoints can be told of."""
+    """Lists the event types that an endpoint can receive."""
     return ListOf(data=list(EVENT_TYPES))
 
 
 def _shown(context: Context, row: WebhookEndpoint, **windlass: Any) -> EndpointObject:
-    """An endpoint as it is, also where its secret cannot be read."""
+    """Returns an endpoint, also if its secret cannot be read."""
     try:
         return EndpointObject.of(row, _open(context, row), windlass=windlass)
     except ApiError as error:

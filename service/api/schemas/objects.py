@@ -1,4 +1,4 @@
-"""The JSON that goes in and out: OpenAI's fine-tuning API, with what windlass adds under `windlass`."""
+"""The JSON of requests and answers: OpenAI's fine-tuning API, with windlass's additions under `windlass`."""
 
 import secrets
 import time
@@ -25,7 +25,8 @@ from windlass.service.validation import (
 from windlass.storage.sql import TERMINAL_STATUSES, Checkpoint, File, Job, JobEvent
 
 _MAX_METADATA_PAIRS = 16
-# What the description says of text that is stored: no null characters. Lone surrogates are no Unicode, which JSON is.
+# Pattern of stored text in the API's description: no null characters. Lone surrogates need no mention, because valid
+# JSON has none.
 _STORABLE = {"pattern": r"^[^\u0000]*$"}
 _FileId = Annotated[
     str,
@@ -35,7 +36,7 @@ _FileId = Annotated[
 ]
 _METADATA = {
     "maxProperties": _MAX_METADATA_PAIRS,
-    # Printable ASCII here; other printable characters are taken, too.
+    # The pattern allows printable ASCII. The service accepts other printable characters, too.
     "propertyNames": {"pattern": r"^[ !#-\[\]-~]{1,64}$"},
     "additionalProperties": {"type": "string", "maxLength": 512, **_STORABLE},
 }
@@ -45,7 +46,7 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     if len(value) > _MAX_METADATA_PAIRS:
         raise ValueError(f"must have at most {_MAX_METADATA_PAIRS} pairs, got {len(value)}")
     for key, item in value.items():
-        # Keys become part of a JSON path when jobs are looked for by them.
+        # Keys become part of a JSON path when jobs are searched by metadata.
         if not 1 <= len(key) <= 64 or any(char in '"\\' or not char.isprintable() for char in key):
             raise ValueError(f"keys must be 1 to 64 printable characters without quotes and backslashes, got {key!r}")
         if len(item) > 512:
@@ -59,17 +60,17 @@ class _Request(JsonNumbers):
 
 
 class SupervisedMethod(_Request):
-    """Its hyperparameters."""
+    """The hyperparameters of supervised training."""
 
     hyperparameters: SupervisedHyperparameters = SupervisedHyperparameters()
 
 
 class Method(_Request):
-    """How to train: supervised, for now."""
+    """The training method. Only "supervised" is supported."""
 
     type: Annotated[str, Field(json_schema_extra={"const": "supervised"})]
     supervised: SupervisedMethod | None = None
-    # Kept open, so that the answer is about the method and not about one of its fields; no part of what was asked for.
+    # Allowed here so that the error names the unsupported method, not an unknown field. They are not stored.
     dpo: Annotated[Any, Field(exclude=True)] = None
     reinforcement: Annotated[Any, Field(exclude=True)] = None
 
@@ -105,7 +106,7 @@ class CreateJob(_Request):
         return value
 
     def job_settings(self) -> JobSettings:
-        """Join the three places where a request may say how to train; ApiError where they disagree."""
+        """Merges the three places of a request that hold training settings. Raises ApiError if they disagree."""
         by_method = self.method.supervised.hyperparameters if self.method and self.method.supervised else None
         if by_method and self.hyperparameters and by_method != self.hyperparameters:
             raise ApiError(
@@ -146,14 +147,14 @@ class FileObject(Identified):
 
     @classmethod
     def of(cls, row: File) -> "FileObject":
-        """What clients see of a row."""
+        """Converts a row of the database."""
         return cls(
             id=row.id, bytes=row.nbytes, created_at=int(row.created_at), filename=row.filename, purpose=row.purpose
         )
 
 
 class JobHyperparameters(BaseModel):
-    """The three that OpenAI's API knows, as they were asked for, and as they are once the data was counted."""
+    """The three hyperparameters of OpenAI's API: as requested, then with their values once the data was counted."""
 
     n_epochs: int | Literal["auto"] = "auto"
     batch_size: int | Literal["auto"] = "auto"
@@ -161,20 +162,20 @@ class JobHyperparameters(BaseModel):
 
 
 class JobSupervised(BaseModel):
-    """How it is supervised."""
+    """The hyperparameters of supervised training."""
 
     hyperparameters: JobHyperparameters
 
 
 class JobMethod(BaseModel):
-    """How a job trains."""
+    """The training method of a job."""
 
     type: Literal["supervised"] = "supervised"
     supervised: JobSupervised
 
 
 class JobError(BaseModel):
-    """Why a job failed."""
+    """The reason why a job failed."""
 
     code: str
     message: str
@@ -182,25 +183,25 @@ class JobError(BaseModel):
 
 
 class PreparationState(BaseModel):
-    """How far a job's preparation is."""
+    """The progress of a job's preparation."""
 
     step: str  # "download_model", "check_model", "prepare_data", "plan_job" or "check_budgets"
     elapsed_s: float  # since the preparation began
     percent: int | None = None  # of the bytes of the job's files, while data is prepared
-    line: int | None = None  # that is being read ...
+    line: int | None = None  # the line being read ...
     file: str | None = None  # ... of this file
-    summary: str  # all of it in words
+    summary: str  # all fields in words
 
     @classmethod
     def of(cls, preparation: dict[str, Any]) -> "PreparationState":
-        """What clients see of a row's field."""
+        """Converts the field of a job's row."""
         return cls(**preparation, summary=told_preparation(preparation))
 
 
 class JobExtras(BaseModel):
-    """What windlass adds to a job."""
+    """Windlass's additions to a job."""
 
-    settings: dict[str, Any]  # as asked
+    settings: dict[str, Any]  # as requested
     hyperparameters: dict[str, Any] | None  # as resolved
     attempt: int
     priority: int
@@ -208,10 +209,10 @@ class JobExtras(BaseModel):
     total_steps: int | None
     started_at: int | None
     waiting_reason: str | None
-    preparation: PreparationState | None  # null but while it is being prepared
+    preparation: PreparationState | None  # null unless the job is being prepared
     cancel_requested: bool
     has_plan: bool
-    finish_is_estimate: bool | None  # of `estimated_finish`; null where that is
+    finish_is_estimate: bool | None  # about `estimated_finish`; null if that is null
     last_metrics: dict[str, Any] | None
     ssd_wear: dict[str, Any] | None
 
@@ -251,9 +252,10 @@ class JobObject(BaseModel):
         has_plan: bool = False,
         room_reason: str | None = None,
     ) -> "JobObject":
-        """What clients see of a row, the metrics of the last step, and their meaning for SSDs of these ratings.
+        """Converts a job's row, with the metrics of its last step and the SSD wear that they imply.
 
-        `room_reason`: why the job waits for room on a disk, which the database on that disk may not know.
+        `ssd_endurance_nbytes`: the rated bytes of each SSD. `room_reason`: why the job waits for disk space. It is
+        passed in because a full disk may keep the database from storing it.
         """
         if job.hyperparameters is None:
             hyperparameters = JobHyperparameters(**job.method["supervised"]["hyperparameters"])
@@ -263,7 +265,7 @@ class JobObject(BaseModel):
                 batch_size=job.hyperparameters["batch_size"],
                 learning_rate_multiplier=round(job.hyperparameters["learning_rate"] / DEFAULT_LEARNING_RATE, 9),
             )
-        # One that has passed was wrong: an attempt takes longer to begin than its plan says, or steps have become slow.
+        # A time in the past was a wrong estimate: the attempt began later than planned, or its steps became slower.
         finish = None if job.estimated_finish is None or job.estimated_finish <= time.time() else job.estimated_finish
         return cls(
             id=job.id,
@@ -304,7 +306,7 @@ class JobObject(BaseModel):
 
 
 class StreamStart(BaseModel):
-    """Where an event stream begins that misses nothing that a list does not show yet."""
+    """The position for an event stream that misses no change since the list was read."""
 
     last_event_ordinal: int
 
@@ -328,7 +330,7 @@ class EventObject(BaseModel):
 
     @classmethod
     def of(cls, row: JobEvent) -> "EventObject":
-        """What clients see of a row."""
+        """Converts a row of the database."""
         return cls(
             id=event_id(row.ordinal),
             created_at=int(row.created_at),
@@ -340,19 +342,19 @@ class EventObject(BaseModel):
 
 
 class StreamedEvent(EventObject):
-    """An event as the live streams send it."""
+    """An event as live streams send it."""
 
     job_id: str
     attempt: int
 
     @classmethod
     def of(cls, row: JobEvent) -> "StreamedEvent":
-        """What clients see of a row."""
+        """Converts a row of the database."""
         return cls(**EventObject.of(row).model_dump(), job_id=row.job_id, attempt=row.attempt)
 
 
 class CheckpointObject(Identified):
-    """A model saved on the way."""
+    """A model saved during training."""
 
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
     created_at: int
@@ -364,7 +366,7 @@ class CheckpointObject(Identified):
 
     @classmethod
     def of(cls, row: Checkpoint) -> "CheckpointObject":
-        """What clients see of a row."""
+        """Converts a row of the database."""
         return cls(
             id=row.id,
             created_at=int(row.created_at),
@@ -377,7 +379,7 @@ class CheckpointObject(Identified):
 
 
 class CurveColumns(BaseModel):
-    """One entry for each step; null is what was not measured."""
+    """Columns with one entry for each step; null for a value that was not measured."""
 
     step: list[int]
     attempt: list[int]
@@ -395,7 +397,7 @@ class MetricsObject(BaseModel):
 
 
 class TraceObject(BaseModel):
-    """A trace in the form that Perfetto and Chrome open."""
+    """A trace in the format of Perfetto and Chrome."""
 
     traceEvents: list[dict[str, Any]]
     displayTimeUnit: Literal["ms"]
@@ -409,16 +411,16 @@ class ModelObject(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
-    windlass: dict[str, Any] | None = None  # what it occupies; not in lists
+    windlass: dict[str, Any] | None = None  # its disk usage; not in lists
 
 
 def event_id(ordinal: int) -> str:
-    """An event's public id."""
+    """Returns an event's public id."""
     return f"ftevent-{ordinal}"
 
 
 def event_ordinal(public_id: str) -> int:
-    """The ordinal behind an event's id; ApiError for what is none."""
+    """Returns the ordinal of an event's id. Raises ApiError for an invalid id."""
     digits = public_id.removeprefix("ftevent-")
     if not (public_id.startswith("ftevent-") and digits.isascii() and digits.isdigit() and len(digits) < 19):
         raise ApiError(f"after: {public_id!r:.80} is not an event's id", param="after", code="invalid_value")

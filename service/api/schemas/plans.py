@@ -1,4 +1,4 @@
-"""Plans as the API describes them. What a plan tells is the planner's: see `planner.report.PlanReport`."""
+"""Plans as the API describes them. `planner.report.PlanReport` defines the fields of a plan."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from windlass.planner.hardware import Hardware
 
 
 class PlanFields(BaseModel):
-    """What the planner says; a plan of an earlier release may say less, and one of a later more."""
+    """The planner's result. A plan of an older release may have fewer fields, one of a newer release more."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -30,7 +30,7 @@ class PlanFields(BaseModel):
 
 
 class PlanObject(PlanFields):
-    """The answer to what a job would take."""
+    """The plan of a job that does not exist yet."""
 
     object: Literal["fine_tuning.plan"]
     model: str
@@ -39,7 +39,7 @@ class PlanObject(PlanFields):
 
 
 class CorrectedPlan(PlanFields):
-    """A plan of a job that was accepted."""
+    """A plan of an accepted job."""
 
     corrected: bool
     told: Any = None
@@ -47,7 +47,7 @@ class CorrectedPlan(PlanFields):
 
 
 class JobPlanObject(CorrectedPlan):
-    """The plan that a job runs by, what was measured since, and the plans before it."""
+    """The job's current plan, the values measured since, and its earlier plans."""
 
     object: Literal["fine_tuning.job.plan"]
     job_id: str
@@ -55,6 +55,6 @@ class JobPlanObject(CorrectedPlan):
     predicted: dict[str, Any] | None
     measured: dict[str, Any] | None
     error: dict[str, Any] | None
-    is_estimate: bool | None  # too few steps were measured to tell how good `predicted` is; null without a promise
-    min_measured_steps: int  # so many are enough
+    is_estimate: bool | None  # too few steps were measured to judge `predicted`; null without a prediction
+    min_measured_steps: int  # steps that must be measured before `is_estimate` is false
     before: list[CorrectedPlan]
