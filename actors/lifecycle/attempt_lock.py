@@ -1,7 +1,8 @@
-"""Whether processes of an attempt still live: each locks the attempt's file before it may write anything of the job.
+"""Lock files that show whether processes of an attempt still live.
 
-The kernel gives a lock up when the last thread of its process has ended. A pid tells less: it is used again, and a
-killed process shows as a zombie while another of its threads is still inside a write.
+Each process locks the attempt's file before it writes anything of the job. The kernel releases a lock when the last
+thread of its process has ended. Pids are less reliable: the kernel reuses them, and a killed process shows as a zombie
+while another of its threads is still inside a write.
 """
 
 import fcntl
@@ -14,18 +15,19 @@ from windlass.storage.ids import Attempt
 
 
 class AttemptClosed(RuntimeError):
-    """The attempt was found dead, and another may have begun; a process that comes late must not take part."""
+    """The attempt was closed, and another may have begun, so a late process must not join it."""
 
 
 def begin_attempt(job_dir: Path, attempt: Attempt) -> int:
-    """The runner's part, before it starts anything: make the file and lock it.
+    """Creates and locks the attempt's file; the runner calls this before it starts anything.
 
-    The descriptor holds the lock and must stay open for as long as the process lives. Raises AttemptClosed where the
-    attempt was given up before it began.
+    The returned descriptor holds the lock and must stay open for as long as the process lives. Raises AttemptClosed if
+    the attempt was closed before it began.
     """
     path = _path(job_dir, attempt)
     fd = _lock_shared(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), path)
-    # Looked at with the file in place: who gives an attempt up writes first, and looks for its file then.
+    # Only now, with the file in place: `close_attempt` writes the number first and then looks for the file. In another
+    # order, both could miss each other.
     if attempt <= _last_closed(job_dir):
         path.unlink(missing_ok=True)
         os.close(fd)
@@ -34,7 +36,7 @@ def begin_attempt(job_dir: Path, attempt: Attempt) -> int:
 
 
 def join_attempt(job_dir: Path, attempt: Attempt) -> int:
-    """The part of every other process of the attempt, as `begin_attempt`. Raises AttemptClosed."""
+    """Locks the attempt's file like `begin_attempt`, but for any other process of the attempt. Raises AttemptClosed."""
     path = _path(job_dir, attempt)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -44,12 +46,12 @@ def join_attempt(job_dir: Path, attempt: Attempt) -> int:
 
 
 def has_begun(job_dir: Path, attempt: Attempt) -> bool:
-    """Whether the attempt's runner has begun, and the attempt was not closed."""
+    """Returns whether the attempt's runner has begun and the attempt is not closed."""
     return _path(job_dir, attempt).exists()
 
 
 def tell_alive(job_dir: Path, attempt: Attempt) -> bool:
-    """The runner's sign of life. False, and nothing done, once the attempt is closed."""
+    """Writes the runner's sign of life. Returns False, and writes nothing, if the attempt is closed."""
     try:
         os.utime(_path(job_dir, attempt))
     except FileNotFoundError:
@@ -66,17 +68,17 @@ def last_sign_of_life(job_dir: Path, attempt: Attempt) -> int | None:
 
 
 def close_attempt(job_dir: Path, attempt: Attempt) -> bool:
-    """Close the attempt if none of its processes lives: from then on none can join it. False if one lives.
+    """Closes the attempt if none of its processes lives, so that none can join it. Returns False if one lives.
 
-    Neither it nor one before it can begin any more.
+    From the call on, neither this attempt nor an earlier one can begin.
     """
     path = _path(job_dir, attempt)
     if job_dir.exists() and attempt > _last_closed(job_dir):
-        write_durably(_last_closed_path(job_dir), f"{attempt}\n")  # an empty file would be no number
+        write_durably(_last_closed_path(job_dir), f"{attempt}\n")  # durably: an empty file after a crash is no number
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return True  # it never began, or was closed before
+        return True  # it never began, or is already closed
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
@@ -88,7 +90,7 @@ def close_attempt(job_dir: Path, attempt: Attempt) -> bool:
 
 
 def kill_attempt(job_dir: Path, attempt: Attempt) -> list[int]:
-    """Kill the processes of this machine that hold the attempt's file; returns their pids."""
+    """Kills the processes of this machine that have the attempt's file open; returns their pids."""
     path = _path(job_dir, attempt).resolve()
     return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _kill_holder(int(folder.name), path)]
 
@@ -114,7 +116,7 @@ def _closed(path: Path) -> AttemptClosed:
 
 def _lock_shared(fd: int, path: Path) -> int:
     fcntl.flock(fd, fcntl.LOCK_SH)
-    if os.fstat(fd).st_nlink == 0:  # closed between our opening and our locking it
+    if os.fstat(fd).st_nlink == 0:  # the attempt was closed between the open and the lock
         os.close(fd)
         raise _closed(path)
     return fd
@@ -122,16 +124,16 @@ def _lock_shared(fd: int, path: Path) -> int:
 
 def _kill_holder(pid: int, path: Path) -> bool:
     try:
-        # Holds on to this very process: if it ends now, its pid cannot come to mean another one.
+        # A pidfd refers to this process even if it ends now and the kernel reuses its pid.
         pidfd = os.pidfd_open(pid)
     except OSError:
-        return False  # gone, or a thread
+        return False  # the process has ended, or the number is a thread's
     try:
         if path not in [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir()]:
             return False
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except OSError:
-        return False  # somebody else's, or it, or what it had open, is gone
+        return False  # another user's process, or the process or one of its files is gone
     finally:
         os.close(pidfd)
     return True

@@ -1,12 +1,12 @@
-"""Which cores an optimizer of the pool runs on: those of one NUMA node, whose memory is the nearest to them."""
+"""Binds each optimizer of the pool to cores of one NUMA node, because that node's memory is the nearest to them."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# For OpenMP, which reads it when torch is imported. Threads that wait must not spin: the optimizer, the copies, the I/O
-# and other jobs run on the same cores. What measures a model's blocks has the same setting as the workers that compute
-# them: where cores are busy, threads that spin take several times as long.
+# Environment variables for OpenMP, which reads them when torch is imported. Waiting threads must not spin, because the
+# optimizer, the copies, the I/O and other jobs run on the same cores. The processes that measure a model's blocks use
+# the same setting as the workers: on busy cores, spinning threads take several times as long.
 WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 _NODES_DIR = Path("/sys/devices/system/node")
 
@@ -16,7 +16,7 @@ class TooFewCoresError(ValueError):
 
 
 def numa_nodes(nodes_dir: Path = _NODES_DIR) -> list[frozenset[int]]:
-    """The cores of each NUMA node that this process may use; one node where the system tells of none."""
+    """Returns the cores of each NUMA node that this process may use; a single node if the system lists none."""
     allowed = frozenset(os.sched_getaffinity(0))
     lists = sorted(nodes_dir.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
     nodes = [parse_cpu_list(path.read_text()) & allowed for path in lists]
@@ -24,7 +24,7 @@ def numa_nodes(nodes_dir: Path = _NODES_DIR) -> list[frozenset[int]]:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Core numbers from the kernel's notation, such as "0-3,8"."""
+    """Parses core numbers in the kernel's notation, such as "0-3,8"."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -34,7 +34,10 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def cores_of(index: int, num_optimizers: int, nodes: Sequence[frozenset[int]]) -> frozenset[int]:
-    """The cores of one optimizer: they are dealt out to the nodes in turn, and those of one node share its cores."""
+    """Returns the cores of one optimizer.
+
+    Optimizers are assigned to the nodes in turn. Those of one node share its cores.
+    """
     node = sorted(nodes[index % len(nodes)])
     mates = range(index % len(nodes), num_optimizers, len(nodes))
     place, count = mates.index(index), len(mates)
@@ -43,10 +46,10 @@ def cores_of(index: int, num_optimizers: int, nodes: Sequence[frozenset[int]]) -
 
 
 def bind_optimizer(index: int, num_optimizers: int, num_threads: int) -> None:
-    """Bind this process, and the threads that it starts from now on, to an optimizer's cores.
+    """Binds this process, and the threads that it starts from now on, to an optimizer's cores.
 
     Raises:
-        TooFewCoresError: it has more threads than cores.
+        TooFewCoresError: the optimizer has more threads than cores.
     """
     cores = cores_of(index, num_optimizers, numa_nodes())
     if num_threads > len(cores):

@@ -1,13 +1,14 @@
-"""Asks an attempt to end before the job is over: after the step that is being computed, with a commit."""
+"""Asks an attempt to end before the job is over: after the current step, with a commit."""
 
 import threading
 
 
 class StopRequest:
-    """Made with the attempt, or before it. Safe from any thread; what was asked stays asked, and twice is once.
+    """A request to cancel the job or to pause it, safe to use from any thread.
 
-    Cancelled, the job is over and its states go. Paused, they stay, and another attempt goes on from the commit,
-    wherever its plan has things rest; who is cancelled as well is cancelled.
+    A request cannot be withdrawn, and repeating it has no effect. After a cancel, the job is over and its states are
+    deleted. After a pause, the states stay, and another attempt resumes from the commit, even with another placement.
+    If both are requested, the cancel wins.
     """
 
     def __init__(self) -> None:
@@ -15,19 +16,19 @@ class StopRequest:
         self._paused = threading.Event()
 
     def cancel(self) -> None:
-        """The job ends."""
+        """Requests the end of the job."""
         self._cancelled.set()
 
     def pause(self) -> None:
-        """The attempt ends, the job does not. A job whose last step has begun is finished instead."""
+        """Requests the end of the attempt, but not of the job. A job whose last step has begun is finished instead."""
         self._paused.set()
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the job is to end."""
+        """True if the job is to end."""
         return self._cancelled.is_set()
 
     @property
     def is_paused(self) -> bool:
-        """Whether the attempt is to end, and the job to go on."""
+        """True if the attempt is to end and the job to be resumed later."""
         return self._paused.is_set() and not self.is_cancelled

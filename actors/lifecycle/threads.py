@@ -1,4 +1,4 @@
-"""The threads of an actor: what goes wrong in one is told to the scheduler, as nobody else waits for it."""
+"""The threads of an actor. An error in one is sent to the scheduler, because no caller waits for the thread."""
 
 import contextlib
 import os
@@ -11,30 +11,31 @@ from windlass.actors.job import SCHEDULER
 from windlass.actors.messages import ActorFailed, Message, in_words
 from windlass.storage.ids import ActorName, JobId, Step
 
-# Without a GPU, of all that shares the cores with the compute: what takes one from it stalls all its threads.
+# Added to the niceness of all other processes and threads if the model is computed on the CPU: one core taken from the
+# compute stalls all its threads.
 NICENESS_BESIDE_COMPUTE = 10
 
 
 class _GuardedThread(threading.Thread):
-    """`at`: what it was told that it works on."""
+    """A thread of an actor."""
 
-    at: Message | None = None
+    at: Message | None = None  # the message that the thread works on, as `works_at` has set it
 
 
 def works_at(message: Message) -> None:
-    """Notes what this thread does from now on, for the text of an error in it."""
+    """Records the message that this thread works on from now on, for the texts of its errors."""
     thread = threading.current_thread()
     if isinstance(thread, _GuardedThread):
         thread.at = message
 
 
 def shown_name(target: Callable[..., None]) -> str:
-    """Of a thread, to `top -H` and the like, which know 15 characters; Python's names are not the kernel's."""
+    """Returns the name under which the kernel shows a thread, for example in `top -H`: at most 15 characters."""
     return target.__qualname__.replace("._run", "")[:15]
 
 
 def working_at(message: Message, callback: Callable[[], None]) -> Callable[[], None]:
-    """The callback, for whichever thread calls it: what fails in it is told as a failure at this message."""
+    """Wraps a callback so that an error in it is reported as an error at `message`, in any thread that calls it."""
 
     def call() -> None:
         thread = threading.current_thread()
@@ -48,7 +49,7 @@ def working_at(message: Message, callback: Callable[[], None]) -> Callable[[], N
 
 
 class ActorThreads:
-    """Threads that run until their actor is stopped. An error while it is being stopped is not told."""
+    """Threads that run until their actor is stopped. Errors while it is being stopped are not reported."""
 
     def __init__(
         self,
@@ -60,9 +61,11 @@ class ActorThreads:
         owed: Callable[[], str] = lambda: "",
         under_way: Callable[[], Message | None] = lambda: None,
     ) -> None:
-        """`owed`: what others owe the actor, in words; where something came too late, it tells whose fault that is.
+        """Creates no threads yet.
 
-        `under_way`: what the actor as a whole works at, for the text of an error in a thread that was told nothing.
+        `owed` describes the replies that the actor waits for. It is added to a timeout's text, to name the actor that
+        is late. `under_way` returns the message that the actor as a whole works on, for errors in threads without a
+        message of their own.
         """
         self._name = name
         self._idle = Message(job=job, step=Step(0))
@@ -76,7 +79,7 @@ class ActorThreads:
         return thread in self._threads
 
     def start(self, targets: Iterable[Callable[[], None]], *, niceness: int = 0) -> None:
-        """One thread for each. `niceness`: above this process's; the system gives such threads the cores last."""
+        """Starts one thread for each target. `niceness` is added to that of the process."""
         for target in targets:
             name = f"{self._name} {target.__qualname__}"
             thread = _GuardedThread(target=self._guard, args=(target, niceness), name=name, daemon=True)
@@ -84,17 +87,17 @@ class ActorThreads:
             self._threads.append(thread)
 
     def join(self, deadline_s: float) -> None:
-        """Waits for all to end, at most so long.
+        """Waits until all threads have ended, `deadline_s` seconds at most.
 
         Raises:
-            TimeoutError: some hang; what they use stays theirs.
+            TimeoutError: some threads hang. They may still use the job's memory and SSDs.
         """
         until_s = time.monotonic() + deadline_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
-        hanging = [each for each in self._threads if each.is_alive()]
+        hanging = [thread for thread in self._threads if thread.is_alive()]
         if hanging:
-            names = ", ".join(each.name + (f" (at {in_words(each.at)})" if each.at else "") for each in hanging)
+            names = ", ".join(thread.name + (f" (at {in_words(thread.at)})" if thread.at else "") for thread in hanging)
             raise TimeoutError(
                 f"threads of job {self._idle.job} did not end within {deadline_s:g} s: {names}; they may still use its "
                 "memory and its SSDs: end this process before the job goes on"
@@ -108,7 +111,7 @@ class ActorThreads:
             Path(f"/proc/self/task/{thread_id}/comm").write_text(shown_name(target))
         try:
             target()
-        except Exception as error:  # noqa: BLE001 - an actor's thread has nobody else to tell
+        except Exception as error:  # noqa: BLE001 - the scheduler must learn of every error
             if self._is_stopping():
                 return
             thread = threading.current_thread()

@@ -1,7 +1,8 @@
-"""What actors say to each other: ids and descriptors, never tensors.
+"""The messages between the actors of a job: ids and descriptors, never tensors.
 
-Commands are imperative, events past tense, failures are events too. Every message carries its job and a correlation:
-a step and block, or a correlation id. The scheduler speaks blocks; workers speak chunks, directly to each other.
+Commands have imperative names, events past-tense names; failures are events too. Every message carries its job and
+either a step and block or a correlation id. The scheduler's messages are about blocks. Workers send messages about
+chunks directly to each other.
 """
 
 from windlass.exports import lazy_exports

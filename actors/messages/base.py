@@ -10,4 +10,4 @@ class Message:
     """Base of all messages."""
 
     job: JobId
-    step: Step  # the step this is about: for a command, the step whose states it produces
+    step: Step  # the step that the message is about; for a command, the step whose states the command produces

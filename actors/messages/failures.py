@@ -1,4 +1,4 @@
-"""The message about a failure, and descriptions of messages for people."""
+"""The message about a failure, and descriptions of messages in error texts."""
 
 import errno
 import re
@@ -15,16 +15,19 @@ _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 class FailureKind(StrEnum):
-    """What a failure says of another attempt."""
+    """The kinds of failures, by the chances of another attempt."""
 
-    LASTING = "lasting"  # it would only fail again: a broken disk, a wrong input
-    NO_ROOM = "no_room"  # a disk is full; where there is room again, another attempt gets on
-    STALLED = "stalled"  # something did not come in time; in other processes it may
-    UNFORESEEN = "unforeseen"  # nobody has a name for it: as good as the death of the process
+    LASTING = "lasting"  # permanent: another attempt would fail too, for example on a broken disk or a wrong input
+    NO_ROOM = "no_room"  # a disk is full; another attempt can succeed once there is space
+    STALLED = "stalled"  # timeout; another attempt, in new processes, may succeed
+    UNFORESEEN = "unforeseen"  # an unexpected error; treated like the death of the process
 
     @classmethod
     def of(cls, error: Exception) -> "FailureKind":
-        """Of what an actor raised. What the house foresees has a class of its own, or is a wrong value or a file's."""
+        """Returns the kind of an error that an actor raised.
+
+        Expected errors have classes of windlass, or are a ValueError or an OSError.
+        """
         if isinstance(error, TimeoutError):
             return cls.STALLED
         if getattr(error, "errno", None) in _FULL:
@@ -35,18 +38,21 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorFailed(Message):
-    """Something an actor could not do. The attempt ends."""
+    """Reports an actor's error. It ends the attempt."""
 
     actor: ActorName
     kind: FailureKind
-    error: str  # one line for people: what was wrong, with the values, and what to do
+    error: str  # one line for users: the problem, with its values, and the remedy
     detail: str  # traceback
-    room_path: str = ""  # the directory whose disk had too little room; "" for other failures
-    room_nbytes: int = 0  # that must be free there for another attempt
+    room_path: str = ""  # the directory whose disk had too little space; "" for other failures
+    room_nbytes: int = 0  # bytes that must be free there before another attempt
 
     @classmethod
     def of(cls, error: Exception, *, actor: ActorName, about: Message) -> "ActorFailed":
-        """The failure that is being handled. `about`: what the actor was working on; a plain Message: on nothing."""
+        """Returns the message about `error`, which must be the exception being handled.
+
+        `about` is the message that the actor was working on. A plain `Message` means that it was idle.
+        """
         text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         return cls(
             job=about.job,
@@ -61,13 +67,13 @@ class ActorFailed(Message):
 
 
 def in_words(message: Message) -> str:
-    """What a message is and what it is about, for people: "compute block, backward, of step 3, block 2"."""
+    """Describes a message for an error text, such as "compute block, backward, of step 3, block 2"."""
     words = re.sub("(?<=[a-z])(?=[A-Z])", " ", type(message).__name__).lower()
     if phase := getattr(message, "phase", None):
         words += f", {phase},"
     block = getattr(message, "block", None)
     if isinstance(message, ReadChunks | WriteChunks):
-        block = message.items[0].key.block  # a request is about one
+        block = message.items[0].key.block  # all chunks of a request belong to one block
     if isinstance(message, ChunkIoDone | ParamSlotReleased):
         block = message.key.block
     return f"{words} of step {message.step}" + ("" if block is None else f", block {block}")

@@ -8,7 +8,7 @@ from windlass.storage.ids import ActorName, Kernel, ModelKernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChosen(Message):
-    """What an actor updates states with; kernels differ in the last bit."""
+    """Reports the kernel with which an actor updates states. Results of different kernels differ in the last bit."""
 
     actor: ActorName
     kernel: Kernel
@@ -16,7 +16,7 @@ class KernelChosen(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKernelsChosen(Message):
-    """What an actor computes the model with, beside torch's own kernels."""
+    """Reports the kernels with which an actor computes the model, in addition to torch's own."""
 
     actor: ActorName
     kernels: tuple[ModelKernel, ...]
@@ -24,12 +24,12 @@ class ModelKernelsChosen(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadModel(Message):
-    """Stream the initial weights into the store, as the states of step 0."""
+    """Asks an optimizer to stream the initial weights into the store, as the states of step 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgressed(Message):
-    """So many parameters of the model are in the store or, where an attempt goes on, back in this actor's memory."""
+    """Reports how many parameters are in the store or, in a resumed attempt, restored into this actor's memory."""
 
     actor: ActorName
     num_params: int
@@ -38,19 +38,19 @@ class LoadProgressed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoaded(Message):
-    """The initial states are written."""
+    """Reports that the initial states are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportModel(Message):
-    """Write the params of `step` as a Hugging Face model folder."""
+    """Asks an optimizer to write the params of `step` as a Hugging Face model folder."""
 
     path: str
-    copy_of: str | None = None  # an earlier export that it is to be instead
+    copy_of: str | None = None  # path of an earlier export; if set, that one is copied instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExported(Message):
-    """The folder is complete: it was renamed into place."""
+    """Reports that the model folder is complete and was renamed to its final path."""
 
     path: str

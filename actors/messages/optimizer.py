@@ -9,52 +9,54 @@ from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateBlock(Message):
-    """Update chunks of `block`: read the states of `from_step`, update them, write those of `step`.
+    """Asks an optimizer to update chunks of `block`: read the states of `from_step`, update, write those of `step`.
 
-    States that rest in memory are updated where they are, and written when FlushBlock asks for it. To the GPU worker it
-    comes for blocks whose states rest on the device, without chunks, as their gradients never left.
+    States that are resident in memory are updated in place, and written when FlushBlock asks for it. The GPU worker
+    receives this message for blocks whose states are resident on the device. It then has no chunks, because the
+    gradients never left the device.
     """
 
     block: BlockIndex
-    from_step: Step  # under which they are read
-    optimizer_step: int  # updates so far, this one included: steps less those that were skipped
+    from_step: Step  # the step under which the states are stored
+    optimizer_step: int  # number of updates including this one; skipped steps do not count
     chunks: tuple[GradChunk, ...]
     learning_rate: float
-    grad_scale: float  # what gradients are multiplied by: the clipping factor over the loss scale
+    grad_scale: float  # factor on the gradients: the clipping factor divided by the loss scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradSlotsReleased(Message):
-    """To the GPU worker, from an optimizer: these are yours again."""
+    """Returns grad slots to the GPU worker, from an optimizer."""
 
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcquireParamSlots(Message):
-    """To the GPU worker, from an optimizer: slots are wanted to update params in, so that the forward pass finds them.
+    """Asks the GPU worker, from an optimizer, for slots of its param cache.
 
-    `step` is the one whose params will lie there.
+    The optimizer updates params in these slots, so that the next forward pass finds them. `step` is the step whose
+    params the slots will hold.
     """
 
     actor: ActorName
     block: BlockIndex
-    from_step: Step  # whose params the update begins with
+    from_step: Step  # the step whose params the update starts from
     keys: tuple[ChunkKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSlotLease:
-    """A slot for a chunk's params; the borrower's until it returns it."""
+    """A slot for a chunk's params. The optimizer owns it until it releases it."""
 
     key: ChunkKey
     span: Span
-    is_filled: bool  # the params that the update begins with lie there
+    is_filled: bool  # the slot already holds the params of `from_step`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSlotsGranted(Message):
-    """The answer to AcquireParamSlots: slots for as many of the chunks as there are."""
+    """The answer to AcquireParamSlots. If there are too few slots, only some of the chunks get one."""
 
     block: BlockIndex
     loans: tuple[ParamSlotLease, ...]
@@ -62,7 +64,7 @@ class ParamSlotsGranted(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSlotReleased(Message):
-    """To the GPU worker: the slot it lent is its own again, and holds the params of `step`."""
+    """Returns a leased slot to the GPU worker. The slot holds the params of `step`."""
 
     key: ChunkKey
     span: Span
@@ -70,7 +72,7 @@ class ParamSlotReleased(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockUpdated(Message):
-    """This actor's share of `block` lies where it rests; the next forward pass may read it."""
+    """Reports that this actor's share of `block` is updated and stored, so that the next forward pass may read it."""
 
     block: BlockIndex
     actor: ActorName
@@ -78,14 +80,17 @@ class BlockUpdated(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushBlock(Message):
-    """Write this actor's share of `block`, which rests in memory, as the states of `step`, the last to change them."""
+    """Asks an actor to write its share of `block`, which is resident in memory, to the SSDs.
+
+    `step` is the last step that changed these states.
+    """
 
     block: BlockIndex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockFlushed(Message):
-    """This actor's share of `block` is written; its states may change again."""
+    """Reports that this actor's share of `block` is written. Its states may change again."""
 
     block: BlockIndex
     actor: ActorName
@@ -93,11 +98,14 @@ class BlockFlushed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreStates(Message):
-    """Read all states that rest in this actor's memory, as `step` left them, before an attempt's first operation."""
+    """Asks an actor to read all states that are resident in its memory, as of `step`.
+
+    It is sent before an attempt's first operation.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatesRestored(Message):
-    """What rests in this actor's memory is there."""
+    """Reports that all states that are resident in this actor's memory were read."""
 
     actor: ActorName

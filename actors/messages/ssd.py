@@ -8,7 +8,7 @@ from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, Corre
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """One state of a chunk and where in the arena its bytes lie, or shall lie. Spans are 4096-byte aligned."""
+    """One state of a chunk and its place in the arena. Spans are aligned to 4096 bytes."""
 
     kind: StateKind
     span: Span
@@ -16,7 +16,7 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class ChunkIo:
-    """One chunk of a request: the parts that move; its completion is reported when all of them have."""
+    """One chunk of a request, with the parts to transfer. The SSD server reports it once all parts are transferred."""
 
     key: ChunkKey
     parts: tuple[ChunkPart, ...]
@@ -24,31 +24,31 @@ class ChunkIo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdRequest(Message):
-    """What all that move bytes have in common. The most urgent goes first."""
+    """Base of the requests that transfer bytes. The SSD server serves them in order of priority."""
 
     correlation: CorrelationId
     reply_to: ActorName
-    priority: tuple[int, int]  # smaller first; ties in order of arrival
-    deadline_s: float  # longest that a chunk, or the activations, may take once the request has arrived
+    priority: tuple[int, int]  # the smallest goes first; ties in order of arrival
+    deadline_s: float  # timeout of a chunk, or of the activations, counted from the request's arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadChunks(SsdRequest):
-    """Read the states that `step` produced into the arena."""
+    """Asks an SSD server to read states of `step` into the arena."""
 
     items: tuple[ChunkIo, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteChunks(SsdRequest):
-    """Write states of `step` from the arena. They count once the step is committed."""
+    """Asks an SSD server to write states of `step` from the arena. They become valid when the step is committed."""
 
     items: tuple[ChunkIo, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkIoDone(Message):
-    """All parts of one chunk of a request have moved."""
+    """Reports that all parts of one chunk of a request are transferred."""
 
     correlation: CorrelationId
     key: ChunkKey
@@ -56,16 +56,16 @@ class ChunkIoDone(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteActivations(SsdRequest):
-    """Write what the forward pass of `step` left from the arena to slots of the SSD's scratch, all the sender's."""
+    """Asks an SSD server to write activations of `step` from the arena to scratch slots that the sender holds."""
 
-    block: BlockIndex  # whose activations they are
-    slots: tuple[int, ...]  # that the span fills, in this order, but for the end of the last
+    block: BlockIndex  # the block that the activations belong to
+    slots: tuple[int, ...]  # the slots that the span fills, in this order; the last may be filled in part
     span: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadActivations(SsdRequest):
-    """Read into the arena what was written to the same slots from a span of this size."""
+    """Asks an SSD server to read activations into the arena, from the slots and with the size of their write."""
 
     block: BlockIndex
     slots: tuple[int, ...]
@@ -74,23 +74,23 @@ class ReadActivations(SsdRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationIoDone(Message):
-    """All bytes of a WriteActivations or ReadActivations have moved."""
+    """Reports that all bytes of a WriteActivations or ReadActivations are transferred."""
 
     correlation: CorrelationId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitStore(Message):
-    """Make `step` the state that a restart finds: sync, then append a commit record, then sync again."""
+    """Asks an SSD server to commit `step`: sync, append a commit record, sync again. A restart resumes from it."""
 
     attempt: Attempt
-    states_step: Step  # whose states they are: an earlier one's where the steps since were skipped
+    states_step: Step  # the step that produced the states; earlier than `step` if the steps between were skipped
     trainer_state: str  # JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCommitted(Message):
-    """One SSD server has `step` safe."""
+    """Reports that one SSD server has committed `step`."""
 
     actor: ActorName
     bytes_read: int  # since the server started

@@ -1,4 +1,4 @@
-"""Messages about what a job does and takes: spans of time, measured memory, texts for users."""
+"""Messages about a job's progress: spans of time, measured memory, texts for users."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,77 +10,76 @@ from windlass.storage.ids import ActorName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserMessage(Message):
-    """What people who watch the job should know at once; it goes into the journal as it is."""
+    """A text for the job's users. The runner writes it into the journal unchanged."""
 
     text: str
 
 
 class SpanKind(StrEnum):
-    """What a resource did in a stretch of time, or what compute waited for."""
+    """The kinds of work of a resource in a span of time, and the causes for which compute waits."""
 
-    FORWARD = "forward"  # these five as in Phase
+    FORWARD = "forward"  # these five have the meanings of `Phase`
     HEAD = "head"
     BACKWARD = "backward"
     EVALUATE = "evaluate"
     EVALUATE_HEAD = "evaluate_head"
-    UPDATE = "update"  # of the states of a chunk or, on the device, of a block
+    UPDATE = "update"  # the states of a chunk or, on the device, of a block
     COPY_PARAMS_IN = "copy_params_in"  # host to device
     COPY_GRAD_OUT = "copy_grad_out"  # device to host
     COPY_ACTIVATIONS_OUT = "copy_activations_out"  # device to host, in the forward pass
     COPY_ACTIVATIONS_IN = "copy_activations_in"  # host to device, for the backward pass
-    COPY_PARTIAL_OUT = "copy_partial_out"  # of a gradient: what one group of micro-batches leaves to the next
+    COPY_PARTIAL_OUT = "copy_partial_out"  # gradient sums of the micro-batch groups so far, device to host
     COPY_PARTIAL_IN = "copy_partial_in"
-    COPY_STATES_OUT = "copy_states_out"  # of what rests on the device, before a commit
-    READ_PARAMS = "read_params"  # a chunk's way from or to an SSD
+    COPY_STATES_OUT = "copy_states_out"  # states that are resident on the device, before a commit
+    READ_PARAMS = "read_params"  # this and the next four: transfers of a chunk from or to an SSD
     READ_STATES = "read_states"
     READ_GRAD = "read_grad"
     WRITE_STATES = "write_states"
     WRITE_GRAD = "write_grad"
     READ_ACTIVATIONS = "read_activations"
     WRITE_ACTIVATIONS = "write_activations"
-    COMMIT = "commit"  # an SSD server's; no transfer
-    WAIT_OPERATION = "wait_operation"  # compute had none
-    WAIT_PARAMS = "wait_params"  # ... had one, whose params were not there
-    WAIT_GRAD_BUFFER = "wait_grad_buffer"  # ... nowhere to put the gradient
-    WAIT_ACTIVATIONS = "wait_activations"  # in the middle of one: activations did not leave, or come back, fast enough
+    COMMIT = "commit"  # of an SSD server; no transfer
+    WAIT_OPERATION = "wait_operation"  # compute had no operation
+    WAIT_PARAMS = "wait_params"  # compute waited for the params of its operation
+    WAIT_GRAD_BUFFER = "wait_grad_buffer"  # compute waited for a free gradient buffer
+    WAIT_ACTIVATIONS = "wait_activations"  # compute waited, in an operation, for transfers of activations
 
-    __hash__ = str.__hash__  # Enum's is Python code, and these are keys of thousands of spans a step
+    __hash__ = str.__hash__  # faster: Enum's hash is Python code, and a step has thousands of spans with these as keys
 
 
 class WorkSpan(NamedTuple):
-    """One stretch of time. A plain tuple, as there are thousands a step."""
+    """One span of a resource's time. It is a plain tuple because a step has thousands of them."""
 
-    resource: str  # what was busy, or waited: an actor, or a part of one
+    resource: str  # the actor, or the part of one, that worked or waited
     kind: SpanKind
-    step: int  # a transfer's: as the SSD's request has it
-    block: int  # -1: about none
+    step: int  # for a transfer, the step in the request to the SSD
+    block: int  # -1: no block
     chunk: int  # -1: the whole block
-    start_s: float  # of CLOCK_MONOTONIC
+    start_s: float  # on CLOCK_MONOTONIC
     end_s: float
-    nbytes: int  # that moved; 0 for what moves none
+    nbytes: int  # bytes transferred; 0 if the span is no transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpansReported(Message):
-    """What an actor has done since it last told of it, in no order."""
+    """Reports an actor's spans since its last report, in no order."""
 
     actor: ActorName
     spans: tuple[WorkSpan, ...]
 
 
 class MemoryKind(StrEnum):
-    """In the words of a plan's peaks."""
+    """The kinds of memory, with the names that a plan's peaks have."""
 
     DEVICE = "gpu"
-    DEVICE_RESERVED = "gpu_reserved"  # what torch's allocator has taken for that; on a GPU only
+    DEVICE_RESERVED = "gpu_reserved"  # memory that torch's allocator has reserved; on a GPU only
     HOST = "host"  # the arena
     SSD = "ssd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReported(Message):
-    """The most of a kind of memory that an actor's part of the job has taken so far: by an allocator's or the kernel's
-    count, never by the plan's."""
+    """Reports an actor's peak use of one kind of memory, as counted by an allocator or the kernel, not by the plan."""
 
     actor: ActorName
     kind: MemoryKind

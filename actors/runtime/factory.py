@@ -1,4 +1,4 @@
-"""The actors of a job by their names, each with the imports that it alone needs: an SSD server never loads torch."""
+"""Builds the actors of a job by name. Each imports only the modules that it needs: an SSD server never loads torch."""
 
 import importlib
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from windlass.actors.job import GPU_WORKER, JobContext, optimizer_index
 from windlass.storage.ids import ActorName
 
-# Of all models; transformers loads it when the first one is built, which takes a second or two.
+# The base module of all models. transformers loads it when the first model is built, which takes a second or two.
 _MODELS = "transformers.modeling_utils"
 
 
 def import_for(name: ActorName, context: JobContext) -> None:
-    """What an actor will import, for most of the time that it takes to start."""
+    """Imports the modules that an actor will need. These imports are most of its start-up time."""
     if name == GPU_WORKER:
         modules = ["windlass.actors.gpu_worker.worker", _MODELS]
     elif (index := optimizer_index(name)) is not None:
         modules = ["windlass.actors.optimizer.worker"]
-        if index == 0 and context.spec.attempt == 1:  # it loads the weights
+        if index == 0 and context.spec.attempt == 1:  # the first optimizer loads the initial weights
             modules.append(_MODELS)
     else:
         modules = ["windlass.actors.ssd.server"]
@@ -25,10 +25,10 @@ def import_for(name: ActorName, context: JobContext) -> None:
 
 
 def build_actor(name: ActorName, context: JobContext, send: Any, *, uses_gpu: bool) -> Any:
-    """The actor of a name, not set up yet. `uses_gpu`: this process was given a GPU to compute on.
+    """Builds the actor of a name, without setting it up. `uses_gpu`: Ray gave this process a GPU.
 
     Raises:
-        GpuUnusableError: it was, and PyTorch cannot use it.
+        GpuUnusableError: PyTorch cannot use that GPU.
     """
     kind, _, number = name.partition("-")
     index = int(number)

@@ -1,4 +1,4 @@
-"""All actors of a job in one process: for tests, for the GPU check, for machines without Ray."""
+"""Runs all actors of a job in one process: for tests, for the GPU check, and for machines without Ray."""
 
 import contextlib
 from collections.abc import Callable
@@ -49,11 +49,12 @@ def run_local(
 ) -> dict[str, Any]:
     """Trains a job in this process, from its last commit if it has one, and returns its outcome.
 
-    `ssds` None: as they were, or are now, measured. `on_message` sees every message between actors. `stop`: for others
-    to end it before. An exception, and a pause, leave the job's states where they are.
+    Without `ssds`, the SSDs' stored measurements are used, or new ones are made. `on_message` is called with every
+    message between actors. With `stop`, another thread can end the attempt early. After an exception or a pause, the
+    job's states stay on the SSDs.
 
     Raises:
-        TimeoutError: the attempt is over, but threads of it hang; the journal has its outcome.
+        TimeoutError: the attempt is over and its outcome is in the journal, but some of its threads hang.
     """
     partition = partition or partition_folder(spec.model_dir, spec.hyperparameters.precision)
     path = arena_path(Path(spec.arena_dir), spec.job, spec.attempt)
@@ -70,13 +71,13 @@ def run_local(
             on_message(to, message)
         try:
             actors[to].post(message)
-        except Exception as error:  # noqa: BLE001 - it is the receiver's, and the sender does not wait for an answer
+        except Exception as error:  # noqa: BLE001 - the receiver's error; the sender does not wait for an answer
             actors[SCHEDULER].post(ActorFailed.of(error, actor=to, about=message))
 
     def end_server(server: SsdServer) -> None:
         server.stop(delete_store=is_over, deadline_s=spec.deadline_s)
 
-    # Whatever hangs when the attempt is over, all others end, and the arena goes.
+    # If one actor hangs at the end, all others are still stopped and the arena is still removed.
     with contextlib.ExitStack() as ending:
         arena = Arena.create(path, context.plan.arena_nbytes)
         ending.callback(arena.unlink)

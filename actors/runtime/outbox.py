@@ -1,4 +1,4 @@
-"""An actor's messages on their way to other actors: what piles up while some are delivered goes out with the next."""
+"""A queue of an actor's outgoing messages. Messages queued during a delivery are sent together in the next one."""
 
 import logging
 import threading
@@ -8,17 +8,17 @@ from windlass.actors.messages import Message
 from windlass.storage.ids import ActorName
 
 _logger = logging.getLogger(__name__)
-_CLOSE_DEADLINE_S = 10.0
+_CLOSE_DEADLINE_S = 10.0  # seconds that `close` waits for the delivery of queued messages
 
-# Hands messages to an actor; may take as long as the other side cannot take them.
+# Sends messages to an actor; blocks for as long as the receiver cannot accept them.
 Deliver = Callable[[ActorName, Sequence[Message]], None]
 
 
 class Outbox:
-    """Any thread may send; messages from here to one actor arrive in the order in which they were sent.
+    """Sends messages from any thread; messages to one receiver arrive in the order in which they were sent.
 
-    One thread delivers, so that nobody who sends ever waits for a receiver: two actors that are both busy taking
-    messages could otherwise wait for each other. And a busy actor's batches grow larger instead of more.
+    One thread delivers, so that senders never wait for a receiver. Otherwise two actors that both process messages
+    could wait for each other. A busy receiver gets fewer but larger batches.
     """
 
     def __init__(self, deliver: Deliver) -> None:
@@ -30,13 +30,13 @@ class Outbox:
         self._thread.start()
 
     def send(self, to: ActorName, message: Message) -> None:
-        """Returns at once."""
+        """Queues a message and returns at once."""
         with self._changed:
             self._waiting.setdefault(to, []).append(message)
             self._changed.notify()
 
     def close(self) -> None:
-        """Deliver what was sent, if that takes no longer than a receiver may be busy, and end."""
+        """Delivers the queued messages, waiting `_CLOSE_DEADLINE_S` at most, and ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -53,5 +53,5 @@ class Outbox:
             for actor, messages in batch.items():
                 try:
                     self._deliver(actor, messages)
-                except Exception:  # the scheduler's deadline names who waits in vain; the others must get theirs
+                except Exception:  # other receivers still get theirs; the scheduler's timeout reports the lost messages
                     _logger.exception("could not deliver %d messages to %s", len(messages), actor)

@@ -1,7 +1,8 @@
-"""Puts the actors of a job on Ray: processes, resources, and the life and death of an attempt.
+"""Runs an attempt of a job on Ray: its processes, their resources, its start and its end.
 
-The runner is detached and named; it makes the placement group and all other actors, which die with it. Once they are
-up, the actors send each other messages past Ray (`mail.py`): descriptors only, and their order between two is kept.
+The runner is a detached, named actor. It creates the placement group and all other actors, which die with it. After
+their start, the actors send messages over sockets, not through Ray (`sockets.py`). Messages between two actors keep
+their order.
 """
 
 import contextlib
@@ -64,20 +65,21 @@ from windlass.storage.memory import (
 from windlass.storage.store import CommitRecord, last_common_commit
 
 NAMESPACE = "windlass"
-# The custom resource that stands for what a rank computes on: a GPU, or the CPU of a machine that has none.
+# The Ray resource that stands for a compute device: a GPU, or the CPU of a machine without one.
 DEVICE_RESOURCE = "device"
-_NODE_LABEL = "ray.io/node-id"  # Ray gives each node one
-# Of whatever trains: it yields the cores to the service.
+_NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
+# Niceness of the training processes, so that the service's own processes get the cores first.
 _NICENESS = 10
-_START_DEADLINE_S = 120.0
-# For what may compile kernels first, or wait for another process that does; that has deadlines of its own.
+_START_DEADLINE_S = 120.0  # seconds until processes must have started and answered a call
+# Seconds until workers must be set up. It is long because a worker may compile kernels, or wait for another process
+# that compiles them.
 _SET_UP_DEADLINE_S = 1500.0
-# How long a runner waits for room on the disk to tell how its attempt ended, and between two tries. Less than the
-# minute after which a runner without a sign of life counts as hung: meanwhile it gives none.
+# Seconds that a runner waits for disk space to write its outcome, and seconds between two tries. The first is less than
+# the minute after which a runner without a sign of life counts as hung, because the runner gives none meanwhile.
 _ROOM_DEADLINE_S, _ROOM_TRY_S = 45.0, 1.0
-# Between the runner's signs of life.
+# Seconds between the runner's signs of life.
 _PULSE_S = 1.0
-# Of malloc.h.
+# Parameters of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _Send = Callable[[ActorName, Message], None]
@@ -89,19 +91,21 @@ def runner_name(job: JobId, attempt: Attempt) -> str:
 
 
 class ActorShell:
-    """One worker process: builds its actor there, passes messages on, reports what goes wrong."""
+    """A worker process: builds its actor, passes messages to it, and reports its errors to the scheduler."""
 
     def __init__(
         self, name: ActorName, context: JobContext, num_threads: int, niceness: int, *, uses_gpu: bool
     ) -> None:
         if not uses_gpu:
             _hide_gpus()
-        # Read by OpenMP and MKL when torch is imported, which comes next; Ray's default is one thread.
+        # OpenMP and MKL read these when torch is imported, which happens next. Ray sets one thread by default.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         os.environ.update(WAIT_POLICY)
-        # The C library keeps a heap for each thread, and what one frees another does not find: one heap for all.
+        # One heap for all threads. By default the C library has several, and memory freed in one is not reused by
+        # another.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-        # Seconds of computing, meanwhile SSD servers open their files. This thread yields no cores: none computes yet.
+        # The imports take seconds, during which the SSD servers open their files. They start before the niceness is
+        # raised, because no job computes on this device yet.
         self._importing = threading.Thread(target=import_for, args=(name, context), daemon=True)
         self._importing.start()
         os.nice(niceness)
@@ -112,28 +116,32 @@ class ActorShell:
         self._stopped = threading.Event()
 
     def address(self) -> str:
-        """Of its mailbox."""
+        """Returns the address of the process's MessageServer."""
         return self._mailbox.address
 
     def connect(self, addresses: Mapping[ActorName, str]) -> None:
-        """Learns whom to send to."""
+        """Sets the addresses of the other actors."""
         self._outbox = Outbox(MessageClient(addresses).deliver)
 
     def join_attempt(self) -> None:
-        """From now on the attempt is not over while this process lives. Before it opens anything."""
+        """Locks the attempt's file, so that the attempt counts as alive while this process lives.
+
+        It must be called before the process opens files of the job.
+        """
         self._attempt_lock = join_attempt(Path(self.context.spec.job_dir), self.context.spec.attempt)
 
     def setup(self, commit: CommitRecord | None = None) -> None:
-        """Builds the actor and opens its devices and files; a failure reaches the caller.
+        """Builds the actor and opens its devices and files; raises the actor's errors.
 
-        `commit`: what the job goes on from. SSD servers, who tell of it, are set up without.
+        `commit` is the commit from which the job resumes. SSD servers are set up without it, because it is found out
+        from their journals.
         """
         spec, libc = self.context.spec, ctypes.CDLL(None)
         self._importing.join()
         if (index := optimizer_index(self.name)) is not None:
             bind_optimizer(index, spec.num_cpu_optimizers, spec.optimizer_threads)
-            # What the fused kernel takes for a slice, some MiB, and frees again would come back as new pages each time,
-            # which is a third of its time or more.
+            # The fused kernel allocates and frees some MiB for each slice. Without these settings, each allocation
+            # would map new pages, which is a third of the kernel's time or more.
             libc.mallopt(_M_TRIM_THRESHOLD, 32 << 20)
             libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
         context = keeping_kernel(self.context, commit)
@@ -149,12 +157,12 @@ class ActorShell:
                 self._outbox.send(SCHEDULER, failed)
 
     def commits(self) -> list[CommitRecord]:
-        """The journal of an SSD server."""
+        """Returns the commit records of an SSD server."""
         commits: list[CommitRecord] = self.actor.commits()
         return commits
 
     def resume_from(self, commit: CommitRecord | None) -> None:
-        """Tells an SSD server where the job goes on."""
+        """Sets the commit from which an SSD server resumes."""
         self.actor.resume_from(commit)
 
     def stop(self, delete_store: bool) -> None:
@@ -169,12 +177,15 @@ class ActorShell:
 
     @ray.method(concurrency_group="lifetime")  # type: ignore[untyped-decorator]
     def wait_until_stopped(self) -> None:
-        """Returns when the actor was stopped: its reference fails at once when the process dies."""
+        """Returns when the actor was stopped. If the process dies, the call fails, which the runner notices."""
         self._stopped.wait()
 
 
 class Runner:
-    """The detached actor of one attempt: sets the others up, runs the scheduler in a thread, ends them, ends itself."""
+    """The detached actor of one attempt.
+
+    It sets up the other actors, runs the scheduler in a thread, and at the end stops the others and itself.
+    """
 
     def __init__(self, spec: JobSpec) -> None:
         _hide_gpus()
@@ -183,13 +194,13 @@ class Runner:
         self._stop = StopRequest()
         self._workers: dict[ActorName, Any] = {}
         self._alive: dict[Any, ActorName] = {}
-        self._lock = threading.Lock()  # held where messages and the scheduler meet
-        self._early: list[Message] = []  # came before there was a scheduler
-        self._is_over = False  # the journal has its outcome
-        self._waits_for_room = False  # on the disk, for its outcome
+        self._lock = threading.Lock()  # protects `_scheduler`, `_early`, `_is_over` and the runner's journal writes
+        self._early: list[Message] = []  # messages that arrived before the scheduler was made
+        self._is_over = False  # the outcome is in the journal
+        self._waits_for_room = False  # waiting for disk space to write the outcome
 
     def start(self) -> None:
-        """Begins; returns at once, so that the attempt does not depend on who started it."""
+        """Starts the attempt's threads and returns at once, so that the attempt does not depend on its caller."""
         self._attempt_lock = begin_attempt(Path(self.spec.job_dir), self.spec.attempt)
         threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
         threading.Thread(target=self._run, name="runner", daemon=True).start()
@@ -205,7 +216,7 @@ class Runner:
                     self._early.append(message)
 
     def _make_scheduler(self, context: JobContext, send: _Send, commit: CommitRecord | None) -> Scheduler:
-        """It takes the messages from now on, and those that came before."""
+        """Makes the scheduler and passes it the messages so far. Later ones go to it directly."""
         with self._lock:
             scheduler = Scheduler(context, send, resume_from=commit, check_actors=self._check_workers, stop=self._stop)
             for message in self._early:
@@ -214,7 +225,10 @@ class Runner:
         return scheduler
 
     def _open_journal(self) -> Journal:
-        """Under the lock, for as long as no scheduler has it open: two would give the same numbers."""
+        """Opens the journal. The caller holds the lock, and no scheduler may have the journal open.
+
+        Two writers would give the same sequence numbers.
+        """
         return Journal(Path(self.spec.job_dir) / JOURNAL_FILE, self.spec.attempt)
 
     def _tell_early(self, text: str) -> None:
@@ -224,26 +238,26 @@ class Runner:
             journal.append("message", text)
 
     def cancel(self) -> None:
-        """The job ends after its current step."""
+        """Ends the job after its current step."""
         self._stop.cancel()
 
     def pause(self) -> None:
-        """The attempt ends after its current step; the job's states stay for another."""
+        """Ends the attempt after its current step; the job's states stay for another attempt."""
         self._stop.pause()
 
     def _pulse(self) -> None:
-        """Ray counts a process that hangs among the living."""
+        """Gives signs of life until the attempt is closed, because Ray does not notice a hung process."""
         while self._waits_for_room or tell_alive(Path(self.spec.job_dir), self.spec.attempt):
             time.sleep(_PULSE_S)
 
     def _run(self) -> None:
         try:
             self._attempt()
-        except Exception as error:  # noqa: BLE001 - the journal is the only way to tell
+        except Exception as error:  # noqa: BLE001 - the journal is the only place to report it
             detail = traceback.format_exc()
             with contextlib.suppress(OSError):  # the disk may be full
                 Path(self.spec.job_dir, "error.txt").write_text(detail)
-            # Ray wraps what an actor raised; the cause is what people need.
+            # Ray wraps an actor's exception; its cause is the one to show to the user.
             cause = getattr(error, "cause", None) or error
             was_lost = isinstance(cause, ActorLostError | TimeoutError | ray.exceptions.RayActorError)
             was_lost |= may_find_room_later(cause, self.spec.attempt)
@@ -257,9 +271,9 @@ class Runner:
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _tell_end(self, status: str, message: str, *, code: str = "start_failed", param: str | None = None) -> None:
-        """Write the attempt's last record. Where there is no room for it in time, the attempt is lost without.
+        """Writes the attempt's last record. If the disk stays full too long, the attempt ends without one.
 
-        The runner gives no sign of life while it waits: that is how the service knows, which the disk cannot tell.
+        The runner gives no signs of life meanwhile. If there is no record, the service learns of the end from that.
         """
         until_s = time.monotonic() + _ROOM_DEADLINE_S
         while True:
@@ -294,7 +308,7 @@ class Runner:
             commit = self._set_up_workers(addresses)
             outbox = Outbox(MessageClient(addresses).deliver)
             outcome = self._make_scheduler(context, outbox.send, commit).run()
-            if outcome["status"] != INTERRUPTED:  # else the workers are of no use any more
+            if outcome["status"] != INTERRUPTED:  # after an interruption, workers may be dead or hang: only kill them
                 is_over = outcome["status"] not in GOES_ON
                 stops = [handle.stop.remote(is_over) for handle in self._workers.values()]
                 ray.wait(stops, num_returns=len(stops), timeout=spec.deadline_s)
@@ -306,7 +320,7 @@ class Runner:
             arena.unlink()
 
     def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
-        """Starts the processes of the job's actors; returns the addresses of their mailboxes."""
+        """Starts the processes of the job's actors; returns the addresses of their MessageServers."""
         spec = self.spec
         threads = {GPU_WORKER: spec.compute_threads}
         threads |= {optimizer_name(i): spec.optimizer_threads for i in range(spec.num_cpu_optimizers)}
@@ -324,7 +338,7 @@ class Runner:
         return _answers_of({name: handle.address.remote() for name, handle in self._workers.items()})
 
     def _set_up_workers(self, addresses: Mapping[ActorName, str]) -> CommitRecord | None:
-        """Returns the commit that they go on from."""
+        """Sets up all workers; returns the commit from which the job resumes."""
         _answers_of({name: handle.connect.remote(addresses) for name, handle in self._workers.items()})
         _answers_of({name: handle.join_attempt.remote() for name, handle in self._workers.items()})
         servers = {name: self._workers[name] for name in map(ssd_name, range(len(self.spec.ssd_dirs)))}
@@ -344,10 +358,13 @@ class Runner:
             raise ActorLostError(f"the process of {name} died; the kernel log tells whether memory ran out")
 
 
-def _answers_of(asked: Mapping[ActorName, Any], deadline_s: float = _START_DEADLINE_S) -> dict[ActorName, Any]:
-    """What all of them answer; raises what one of them raised, and TimeoutError for one that does not answer."""
+def _answers_of(calls: Mapping[ActorName, Any], deadline_s: float = _START_DEADLINE_S) -> dict[ActorName, Any]:
+    """Waits for the results of Ray calls and returns them by actor.
+
+    Raises an actor's error, ActorLostError if its process died, and TimeoutError if it does not answer in time.
+    """
     until_s, answers = time.monotonic() + deadline_s, {}
-    for name, reference in asked.items():
+    for name, reference in calls.items():
         try:
             answers[name] = ray.get(reference, timeout=max(0.0, until_s - time.monotonic()))
         except ray.exceptions.GetTimeoutError as error:
@@ -370,23 +387,23 @@ _RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ActorShell)
 
 
 def _hide_gpus() -> None:
-    """Keeps this process off every GPU. Ray leaves all of them visible to an actor that asked for none.
+    """Hides all GPUs from this process. Ray leaves all of them visible to an actor that requested none.
 
-    It must come before torch is imported: a CUDA context takes some 500 MiB of a GPU's memory.
+    It must be called before torch is imported, because a CUDA context takes some 500 MiB of a GPU's memory.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def num_gpus_here() -> int:
-    """Returns how many GPUs Ray was told of on the node of this process. Other nodes of the cluster do not count."""
+    """Returns the number of GPUs that Ray manages on the node of this process."""
     here = ray.get_runtime_context().get_node_id()
     return next((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["NodeID"] == here), 0)
 
 
 def device_here(*, has_gpus: bool) -> Any:
-    """Returns a placement group with one device of this process's node, because a job's processes share its memory.
+    """Creates a placement group with one device on this process's node, because a job's processes share its memory.
 
-    Whatever an actor asks for inside a group must be in the group's bundle, so that a GPU is in it where there are any.
+    The bundle includes a GPU if there are any, because actors in a group get resources only from its bundle.
     """
     here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
     bundle = {DEVICE_RESOURCE: 1} | ({"GPU": 1} if has_gpus else {})
@@ -396,9 +413,9 @@ def device_here(*, has_gpus: bool) -> Any:
 def start_runner(spec: JobSpec) -> None:
     """Launches an attempt on the caller's node; Ray must be connected. Returns when the runner has begun.
 
-    The runner may be over by then: one that refuses its job ends within milliseconds, and its journal tells why.
+    The runner may already be over then: one that refuses its job ends within milliseconds. Its journal has the reason.
     """
-    # It asks for nothing, so that Ray would put it on any node, the head of a cluster too.
+    # The runner requests no resources, so without this Ray could place it on any node, even a cluster's head.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     runner = (
         ray.remote(Runner)
@@ -418,13 +435,13 @@ def _await_beginning(started: Any, spec: JobSpec) -> None:
     try:
         ray.get(started, timeout=_START_DEADLINE_S)
     except ray.exceptions.RayActorError:
-        # A runner that ends itself at once can take its answer to `start` with it.
+        # A runner that ends at once may die before its answer to `start` is sent.
         if not has_begun(Path(spec.job_dir), spec.attempt):
             raise
 
 
 def find_runner(job: JobId, attempt: Attempt) -> Any | None:
-    """The runner of an attempt, or None when there is none."""
+    """Returns the runner of an attempt, or None if there is none."""
     try:
         return ray.get_actor(runner_name(job, attempt), namespace=NAMESPACE)
     except ValueError:
@@ -432,14 +449,17 @@ def find_runner(job: JobId, attempt: Attempt) -> Any | None:
 
 
 def cancel_runner(job: JobId, attempt: Attempt) -> None:
-    """Asks a runner to end after its current step; does nothing when it is gone."""
+    """Asks a runner to end its job after the current step; does nothing if the runner is gone."""
     runner = find_runner(job, attempt)
     if runner is not None:
         runner.cancel.remote()
 
 
 def pause_runner(job: JobId, attempt: Attempt) -> None:
-    """Asks a runner to end after its current step, and to leave the job's states; does nothing when it is gone."""
+    """Asks a runner to end its attempt after the current step and to keep the job's states.
+
+    Does nothing if the runner is gone.
+    """
     runner = find_runner(job, attempt)
     if runner is not None:
         runner.pause.remote()

@@ -1,7 +1,7 @@
-"""How messages reach another process of the job on this machine: over Unix sockets, one way each.
+"""Message channels between the processes of a job on one machine: Unix sockets, one direction each.
 
-Ray starts the processes, places them and tells of their deaths; a message sent as an actor call costs both sides ten
-times the processor time of one sent so (`docs/decisions/0006-messages-over-sockets.md`).
+Ray starts and places the processes and reports their deaths. Messages do not use Ray, because an actor call costs both
+sides ten times the processor time of a socket message (`docs/decisions/0006-messages-over-sockets.md`).
 """
 
 import os
@@ -20,13 +20,13 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid; see unix(7)
 
 
 class MessageServer:
-    """Where an actor's messages arrive. They are handed on one batch at a time, in order from each sender."""
+    """Receives an actor's messages and passes them on, one batch at a time and in order from each sender."""
 
     def __init__(self, post: Callable[[Sequence[Message]], None]) -> None:
-        """Open at once; a sender finds it by `address`."""
+        """Starts listening at once. Senders connect to `address`."""
         self._post = post
         self._one_at_a_time = threading.Lock()
-        # In the abstract namespace: the name is gone with the process, however that ends.
+        # In the abstract namespace: the name disappears with the process, even after a crash.
         self.address = f"\0windlass-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.address)
@@ -34,8 +34,8 @@ class MessageServer:
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
     def close(self) -> None:
-        """Take no new senders."""
-        # Closing alone would leave the thread in `accept`.
+        """Stops accepting new senders."""
+        # `close` alone would leave the thread blocked in `accept`.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -45,7 +45,7 @@ class MessageServer:
                 sender, _ = self._socket.accept()
             except OSError:
                 return
-            # Any user of this machine can connect, and to unpickle is to run code.
+            # Any user of this machine can connect, and unpickling can run code.
             if _user_of(sender) != os.getuid():
                 sender.close()
                 continue
@@ -58,21 +58,21 @@ class MessageServer:
                 try:
                     raw = connection.recv_bytes()
                 except (EOFError, OSError):
-                    return  # the sender has ended; who waits for it has a deadline, and Ray tells of its death
+                    return  # the sender has ended: Ray reports its death, and every wait for it has a timeout
                 messages = pickle.loads(raw)
                 with self._one_at_a_time:
                     self._post(messages)
 
 
 class MessageClient:
-    """Delivers to the mailboxes of other actors; for one thread."""
+    """Sends messages to the MessageServers of other actors. Not thread-safe."""
 
     def __init__(self, addresses: Mapping[ActorName, str]) -> None:
         self._addresses = addresses
         self._connections: dict[ActorName, Connection] = {}
 
     def deliver(self, to: ActorName, messages: Sequence[Message]) -> None:
-        """Send, waiting while the other side is behind. Raises OSError when it is gone."""
+        """Sends messages; blocks while the receiver's socket buffer is full. Raises OSError if the receiver is gone."""
         if to not in self._connections:
             self._connections[to] = _connect(self._addresses[to])
         self._connections[to].send_bytes(pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
