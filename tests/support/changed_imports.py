@@ -1,7 +1,7 @@
-"""Changes modules of the product as they are imported, in processes that a test starts.
+"""Patches modules of the product when they are imported, in processes that a test starts.
 
-A folder with a `sitecustomize.py` on a process's import path runs before anything else in it. There, the tests' own
-packages are not on the path: `runpy.run_path` loads this file.
+A `sitecustomize.py` on a process's import path runs before any other module. The tests' own packages are not on that
+path, so it loads this file with `runpy.run_path`.
 """
 
 import importlib.abc
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and changes it once it is loaded."""
+    """Finds modules as the other finders do, and changes each one after it is loaded."""
 
     def __init__(self, changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._changes = dict(changes)
@@ -36,5 +36,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def change_when_imported(changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
-    """Calls the function of each named module with the module, right after it was first imported."""
+    """Calls the function of each named module with that module, right after its first import."""
     sys.meta_path.insert(0, _Finder(changes))

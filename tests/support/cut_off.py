@@ -1,4 +1,4 @@
-"""Attempts that end in their midst, as if their process had been killed."""
+"""Attempts that end in the middle, as if their process had been killed."""
 
 import dataclasses
 from pathlib import Path
@@ -12,15 +12,16 @@ from windlass.storage.ids import ActorName, Attempt
 
 
 class CutOff(BaseException):
-    """Stands in for the end of the process."""
+    """Stands for the end of the process."""
 
 
 def run_attempt(
     spec: JobSpec, number: int = 1, cut_off_at: tuple[type[Message], int] | None = None, *, phase: Phase | None = None
 ) -> dict[str, Any] | None:
-    """One attempt's outcome; None if it was cut off, as the scheduler sent the first such message about a step.
+    """Runs one attempt and returns its outcome, or None if it was cut off.
 
-    `phase`: of messages that have one, only such.
+    The attempt is cut off when the scheduler sends the first message of the type and step in `cut_off_at`. If `phase`
+    is given, messages of another phase do not count.
     """
 
     def look(to: ActorName, message: Message) -> None:

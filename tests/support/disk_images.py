@@ -1,4 +1,4 @@
-"""What others write on disks: the few bytes by which a partition table, a RAID or an LVM volume is known."""
+"""The few bytes by which other programs recognize a partition table, a RAID or an LVM volume on a disk."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ IMAGE_NBYTES = 64 << 20  # enough for every mkfs
 
 
 def write_at(path: Path, offset: int, content: bytes) -> None:
-    """Change some bytes of an image or a device, and nothing of its size."""
+    """Overwrites some bytes of an image or a device without changing its size."""
     fd = os.open(path, os.O_WRONLY)
     try:
         assert os.pwrite(fd, content, offset) == len(content)
@@ -24,13 +24,13 @@ def write_at(path: Path, offset: int, content: bytes) -> None:
 
 
 def write_mbr(path: Path, *, kind: int = 0x83, num_sectors: int = 32768) -> None:
-    """A partition table of one partition that begins at 1 MiB."""
+    """Writes a partition table with one partition that begins at 1 MiB."""
     entry = struct.pack("<B3sB3sII", 0, b"\0\0\0", kind, b"\0\0\0", 2048, num_sectors)
     write_at(path, 446, entry.ljust(64, b"\0") + b"\x55\xaa")
 
 
 def write_gpt(path: Path) -> None:
-    """An empty table: protective MBR, both headers, both arrays of entries. Source: UEFI specification, 5.3."""
+    """Writes an empty table: protective MBR, both headers, both arrays of entries. Source: UEFI specification, 5.3."""
     last = IMAGE_NBYTES // SECTOR_NBYTES - 1
     write_at(
         path, 446, struct.pack("<B3sB3sII", 0, b"\0\2\0", 0xEE, b"\xff" * 3, 1, last).ljust(64, b"\0") + b"\x55\xaa"
@@ -62,14 +62,14 @@ def write_gpt(path: Path) -> None:
 
 
 def write_lvm(path: Path) -> None:
-    """The label of a physical volume, in sector 1. Source: LVM2's lib/format_text/layout.h."""
+    """Writes the label of a physical volume into sector 1. Source: LVM2's lib/format_text/layout.h."""
     rest = struct.pack("<I8s32sQ", 32, b"LVM2 001", b"a" * 32, IMAGE_NBYTES).ljust(SECTOR_NBYTES - 20, b"\0")
     crc = zlib.crc32(rest, 0xF597A6CF ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
     write_at(path, SECTOR_NBYTES, struct.pack("<8sQI", b"LABELONE", 1, crc) + rest)
 
 
 def write_md(path: Path) -> None:
-    """A superblock of version 1.2, 4 KiB in. Source: Linux's include/uapi/linux/raid/md_p.h."""
+    """Writes a superblock of version 1.2 at 4 KiB. Source: Linux's include/uapi/linux/raid/md_p.h."""
     block = bytearray(256)
     struct.pack_into("<II", block, 0, 0xA92B4EFC, 1)
     block[16:32] = bytes(range(1, 17))  # the array's UUID
@@ -80,12 +80,12 @@ def write_md(path: Path) -> None:
 
 
 def write_luks(path: Path) -> None:
-    """The start of a LUKS 1 header."""
+    """Writes the start of a LUKS 1 header."""
     write_at(path, 0, struct.pack(">6sH", b"LUKS\xba\xbe", 1).ljust(592, b"\0"))
 
 
 def format_with(tool: str, path: Path) -> None:
-    """Run mkfs.ext4 and its like; skips the test where there is none."""
+    """Runs mkfs.ext4 or a similar tool; skips the test if it is not installed."""
     program = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
     if program is None:
         pytest.skip(f"{tool} is not installed")

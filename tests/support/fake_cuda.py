@@ -1,6 +1,6 @@
-"""torch.cuda's streams and events on a CPU, with a clock of their own: work is done as it is given.
+"""A stand-in for torch.cuda's streams and events on a CPU, with a clock of its own. Work runs at once.
 
-What comes to pass is noted in `calls`; `synchronize` can be held up, or fail.
+`calls` records the waits of streams. `synchronize` can be blocked, or fail.
 """
 
 import threading
@@ -14,26 +14,26 @@ import torch
 
 from windlass.engine.device import cuda_streams as streams_cuda
 
-# A GPU's clock starts anywhere, and is no measure of the machine's.
+# A GPU's clock starts at any value and cannot be compared with the host's.
 _CLOCK_OFFSET_S = 1234.5
 
 
 class FakeCuda:
-    """In place of torch.cuda. `calls`: what was called, by the names of streams."""
+    """Replaces torch.cuda. `calls`: the waits between streams, by name."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.synchronized: list[str] = []  # threads that waited for an event
         self.may_synchronize = threading.Event()
         self.may_synchronize.set()
-        self.failure: Exception | None = None  # of a kernel: from then on every wait for an event raises it
+        self.failure: Exception | None = None  # of a kernel: if set, every wait for an event raises it
         self.now_s = lambda: time.monotonic() + _CLOCK_OFFSET_S
         self._current = threading.local()
         self._num_streams = 0
         self.default = self.make_stream()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For `streams_cuda` alone: others look at torch.cuda too."""
+        """Patches `streams_cuda` only, because other modules use the real torch.cuda."""
         cuda = SimpleNamespace(
             Stream=self.make_stream,
             Event=self.make_event,
@@ -52,7 +52,7 @@ class FakeCuda:
 
     def make_event(self, *, enable_timing: bool, blocking: bool) -> "FakeCudaEvent":
         assert enable_timing
-        assert blocking  # else a processor spins while it waits
+        assert blocking  # otherwise a CPU core spins while it waits
         return FakeCudaEvent(self)
 
     @contextmanager

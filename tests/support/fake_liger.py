@@ -1,4 +1,4 @@
-"""In place of the package liger_kernel: the form of its functions, and a norm that runs on a CPU."""
+"""A stand-in for the package liger_kernel: functions of the same form, and a norm that runs on a CPU."""
 
 import sys
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from transformers.models.qwen2 import modeling_qwen2
 
 
 class FakeLiger:
-    """Replaces the norms of a Qwen2, and as Liger does also the class in its module."""
+    """Replaces the norms of a Qwen2 and, as Liger does, also the class in its module."""
 
     def __init__(self) -> None:
         self.model_types = {"qwen2"}
         self.calls: list[dict[str, Any]] = []
-        self.num_norms = 0  # computed
+        self.num_norms = 0  # norms computed
         self.change_grad: Callable[[torch.Tensor], torch.Tensor] = lambda grad: grad
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Until the test is over."""
+        """Installs the fake package until the test is over."""
         patches = ModuleType("liger_kernel.transformers.monkey_patch")
         patches.MODEL_TYPE_TO_APPLY_LIGER_FN = self  # type: ignore[attr-defined]
         for name, module in (
@@ -44,7 +44,7 @@ class FakeLiger:
         rms_norm: bool = True,
         model: Any = None,
     ) -> None:
-        """As `apply_liger_kernel_to_qwen2`."""
+        """Has the parameters of `apply_liger_kernel_to_qwen2`."""
         self.calls.append(
             {
                 "rope": rope,

@@ -1,9 +1,10 @@
-"""A GPU's streams on a CPU: work is done as late as can be, in an order that is the worst for who forgot to wait.
+"""A GPU's streams on a CPU: work runs as late as possible, in the worst order for code that forgot a wait.
 
-One thread, the "GPU", does the work of all streams, one piece at a time, once nobody has given any for a moment. Of the
-streams that may go on, the first in `order` does, or one that a seed draws. So work that was to wait for another stream
-and did not finds buffers that are not filled yet, or filled already with what comes next; tests fill released buffers
-with NaN, and compare numbers with those of streams that do everything at once.
+One thread, the "GPU", does the work of all streams, one task at a time, after no thread has submitted work for a
+moment. It continues with the stream that is first in `order`, or draws one with a seed.
+
+So work that misses a wait for another stream finds buffers that are not filled yet, or hold later data. Tests fill
+released buffers with NaN, and compare results with those of streams that run everything at once.
 """
 
 import random
@@ -18,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engine.device.streams import Event, StartThreads, Stream
 
-# Nobody has given work for so long: whoever could run ahead has done so.
+# Seconds without new work until a task runs: by then every thread that could run ahead has done so.
 _QUIET_S = 0.0005
-# What a GPU's host would wait for: a number, or a tensor whose shape depends on numbers.
+# Operators for which a GPU's host waits: their result is a number, or a tensor whose shape depends on the data.
 _SYNCHRONIZING = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten._unique2")
 
 
@@ -44,12 +45,12 @@ class LateEvent:
                 raise InterruptedError("the streams were closed")
 
     def time_s(self) -> float:
-        assert self.came_s is not None, "nobody knows yet when it comes"
+        assert self.came_s is not None, "the event is not reached yet"
         return self.came_s
 
 
 class LateStream:
-    """One queue of work. What is given from inside its own work is done at once, being in its turn."""
+    """One queue of work. Work submitted from inside the stream's own work runs at once, because it is its turn."""
 
     def __init__(self, gpu: "LateStreams", name: str) -> None:
         self.name = name
@@ -95,14 +96,14 @@ class LateStream:
         pass
 
     def next_task(self) -> Callable[[], None] | None:
-        """What it may go on with."""
+        """The task that the stream can run next; None if it waits or is empty."""
         while self._tasks and isinstance(event := self._tasks[0], LateEvent) and event.came_s is not None:
             self._tasks.popleft()
         task = self._tasks[0] if self._tasks else None
         return None if isinstance(task, LateEvent) else task
 
     def done(self) -> None:
-        """Its next task is."""
+        """Removes the task that has just run."""
         self._tasks.popleft()
 
     def _give(self, task: Callable[[], None] | LateEvent) -> None:
@@ -138,16 +139,19 @@ class LateStreams:
         forgets: Callable[[str, str], bool] = lambda waits, on: False,
         quiet_s: float = _QUIET_S,
     ) -> None:
-        """`order`: names of streams ("compute", "h2d", "d2h"), the first to go on first; or a seed to draw by.
+        """Starts the streams and their thread.
 
-        `forgets` tells which waits of a stream on another are left out, to see that they matter. `quiet_s`: how long
-        nobody has given any work before some is done.
+        `order`: names of streams ("compute", "h2d", "d2h"), highest priority first; or a seed to draw with.
+
+        `forgets`: decides which waits of a stream on another are left out, to show that they matter.
+
+        `quiet_s`: seconds without new work until a task runs.
         """
         self.changed = threading.Condition()
         self.start_threads = start_threads
-        self.host_waits: Counter[str] = Counter()  # by the thread that waited
-        self.syncs: Counter[str] = Counter()  # operators of the compute stream that a GPU's host would wait for
-        self.is_held_up = False  # nothing is done, whoever waits
+        self.host_waits: Counter[str] = Counter()  # by the waiting thread
+        self.syncs: Counter[str] = Counter()  # operators of the compute stream for which a GPU's host would wait
+        self.is_held_up = False  # no task runs, even if a thread waits for it
         self.given_s = 0.0
         self.is_over = False
         self.forgets = forgets
@@ -173,7 +177,7 @@ class LateStreams:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is done on a CPU only."""
+        """Does not count synchronizing operators inside, because they run only on a CPU."""
         self.counts = False
         try:
             yield
@@ -183,11 +187,11 @@ class LateStreams:
     # --- what streams call ------------------------------------------------------------------------------------------
 
     def works_for(self, stream: LateStream) -> bool:
-        """Whether this is the GPU's thread, at this stream's work."""
+        """Returns whether the calling thread is the GPU's, at this stream's work."""
         return threading.current_thread() is self._thread and self._working[-1:] == [stream]
 
     def work(self, stream: LateStream, work: Callable[[], object]) -> None:
-        """Does a stream's work."""
+        """Runs a task of a stream."""
         self._working.append(stream)
         try:
             with _SyncCounter(self):
@@ -196,12 +200,12 @@ class LateStreams:
             self._working.pop()
 
     def work_until(self, event: LateEvent, stream: LateStream) -> None:
-        """In the middle of a stream's work, the others go on until an event comes."""
+        """Runs the other streams, in the middle of a stream's work, until an event is reached."""
         while event.came_s is None:
             self._do_next(busy=stream)
 
     def come(self, event: LateEvent) -> None:
-        """An event comes."""
+        """Marks an event as reached."""
         with self.changed:
             event.came_s = time.monotonic()
             self.changed.notify_all()
@@ -223,7 +227,7 @@ class LateStreams:
 
     def _do_next(self, busy: LateStream | None) -> None:
         with self.changed:
-            # A stream that is in the middle of its work does not begin with what follows.
+            # A stream in the middle of its work does not begin its next task.
             ready = [each for each in self._all if each not in self._working and each.next_task() is not None]
             quiet_s = time.monotonic() - self.given_s
             if self.is_over and busy is not None:

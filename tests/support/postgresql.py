@@ -1,4 +1,4 @@
-"""A PostgreSQL server of a test run's own, and databases in it."""
+"""A private PostgreSQL server for a test run, and databases in it."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ _TEMPLATE = "migrated"
 
 
 def find_programs() -> Path | None:
-    """Where `initdb` and `postgres` lie; None where PostgreSQL is not installed."""
+    """The folder of `initdb` and `postgres`; None if PostgreSQL is not installed."""
     if (found := shutil.which("initdb")) is not None:
         return Path(found).resolve().parent
     folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
@@ -31,7 +31,7 @@ def find_programs() -> Path | None:
 
 
 class PostgresServer:
-    """Answers on a socket in a folder of its own."""
+    """A server that answers on a Unix socket in its own folder."""
 
     def __init__(self, folder: Path, command: Sequence[str | Path]) -> None:
         self._folder = folder
@@ -40,32 +40,32 @@ class PostgresServer:
         self._numbers = itertools.count(1)
 
     def url(self, database: str) -> str:
-        """Of one of its databases."""
+        """The URL of one of its databases."""
         return f"postgresql://{_USER}@/{database}?host={self._folder}"
 
     def start(self) -> None:
-        """Returns once it answers."""
+        """Starts the server, and returns once it answers."""
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(self._command, cwd=self._folder, stdout=log, stderr=log)
         self._wait_until_ready()
 
     def stop(self) -> None:
-        """End it at once, whoever is connected; what was written stays."""
+        """Ends the server at once even if clients are connected. Written data stays."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(_DEADLINE_S)
 
     def pause(self) -> None:
-        """Nobody gets an answer until `go_on`, nor is anybody told."""
+        """Stops all answers until `go_on`. Clients are not disconnected."""
         self._signal_all(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """After `pause`."""
+        """Continues after `pause`."""
         self._signal_all(signal.SIGCONT)
 
     @contextmanager
     def new_database(self, *, migrated: bool) -> Iterator[str]:
-        """The URL of a database, which is dropped in the end: empty, or with all tables."""
+        """The URL of a database, empty or with all tables, which is dropped at the end."""
         name = f"test_{next(self._numbers)}"
         self._run(f"CREATE DATABASE {name}" + (f" TEMPLATE {_TEMPLATE}" if migrated else ""))
         try:
@@ -74,7 +74,7 @@ class PostgresServer:
             self._run(f"DROP DATABASE {name} WITH (FORCE)")
 
     def make_template(self) -> None:
-        """What migrated databases are copied from."""
+        """Makes the database that migrated databases are copied from."""
         self._run(f"CREATE DATABASE {_TEMPLATE}")
         migrate(self.url(_TEMPLATE))
 
@@ -106,15 +106,15 @@ class PostgresServer:
 
 @contextmanager
 def postgres_server(programs: Path, *, is_durable: bool = False) -> Iterator[PostgresServer]:
-    """A server that ends with the block, and with this process however that ends.
+    """A server that ends with the block, and with this process even if it is killed.
 
-    `is_durable`: it waits for the disk, as one that is used does.
+    `is_durable`: it waits for the disk, as in production.
     """
-    # Not in a test's folder: a socket's path is short.
+    # Not in a test's folder, because the path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="windlass-pg-") as name:
         folder = Path(name)
         is_root = os.getuid() == 0
-        if is_root:  # for whom PostgreSQL does not run
+        if is_root:  # PostgreSQL does not run as root
             shutil.chown(folder, _USER)
         user = _USER if is_root else None
         data = folder / "data"

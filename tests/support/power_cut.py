@@ -1,4 +1,4 @@
-"""Folders as a power loss would leave them."""
+"""Folders in the state that a power loss would leave."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 
 class PowerCut:
-    """Records what is synced below a folder, from now on; what is there now is safe.
+    """Records what is synced below a folder from now on; its present content counts as synced.
 
-    It is the worst case that POSIX allows: a file keeps the content, and a folder the list of names, that it had when
-    it was last synced. So a file that was written and renamed, and not synced, is empty, or not there at all.
+    It models the worst case that POSIX allows: a file keeps the content, and a folder the list of names, of its last
+    sync. So a file that was written and renamed, but not synced, is empty or missing.
     """
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ class PowerCut:
         monkeypatch.setattr(os, "fsync", self._fsync)
 
     def left(self) -> dict[str, bytes]:
-        """The files that a power loss now would leave below the folder, by their paths from there, with content."""
+        """The files that a power loss now would leave below the folder, by relative path, with content."""
         return self._below(self._root.stat().st_ino, "")
 
     def _fsync(self, fd: int) -> None:
@@ -47,5 +47,5 @@ class PowerCut:
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    """The files below a folder as they are, by their paths from there, with content."""
+    """The present files below a folder, by relative path, with content."""
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}

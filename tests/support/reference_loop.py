@@ -18,20 +18,20 @@ from windlass.storage.ids import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainRun:
-    """What plain PyTorch made of the same job."""
+    """The results of the same job in plain PyTorch."""
 
     losses: list[float]
     validation_losses: dict[int, float]  # by step
     params: dict[str, torch.Tensor]  # fp32 masters
     grad_norms: list[float]
-    loss_scales: list[float]  # of each step; 1.0 but in fp16
+    loss_scales: list[float]  # by step; 1.0 except in fp16
     skipped: list[int]  # steps whose gradients overflowed in fp16
 
 
 def train_plainly(spec: JobSpec, device: str = "cpu") -> PlainRun:
-    """The job in plain PyTorch: the whole model, torch's own optimizer on fp32 masters, one count of targets a step.
+    """Runs the job in plain PyTorch: the whole model, torch's own optimizer on fp32 masters, one target count a step.
 
-    fp16 with torch.amp.GradScaler.
+    fp16 uses torch.amp.GradScaler.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(spec.compute_threads)
@@ -63,7 +63,7 @@ def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
         if scaler.get_scale() < loss_scales[-1]:
             skipped.append(step)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step()`")  # where step 1 is skipped
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step()`")  # if step 1 is skipped
             schedule.step()
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -82,7 +82,7 @@ def _train_plainly(spec: JobSpec, device: torch.device) -> PlainRun:
 
 
 def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.optim.Adam:
-    """Weight decay on matrices only: all norms and biases of these models are vectors."""
+    """An optimizer with weight decay on matrices only: all norms and biases of these models are vectors."""
     hyper = spec.hyperparameters
     groups = [
         {"params": [param for param in masters.values() if param.ndim >= 2], "weight_decay": hyper.weight_decay},
@@ -95,7 +95,7 @@ def _optimizer(spec: JobSpec, masters: dict[str, torch.nn.Parameter]) -> torch.o
 def _accumulate(
     model: Any, masters: dict[str, torch.nn.Parameter], batch: Sequence[MicroBatch], scaler: torch.amp.GradScaler
 ) -> float:
-    """The loss of a step; its scaled gradients are summed over the micro-batches in fp32, in the masters."""
+    """The loss of a step. Scaled gradients are summed over the micro-batches in fp32, in the masters."""
     num_targets = sum(microbatch.num_targets for microbatch in batch)
     for master in masters.values():
         master.grad = torch.zeros_like(master)
@@ -111,7 +111,7 @@ def _accumulate(
 
 
 def evaluate(model: Any, batches: Sequence[MicroBatch]) -> float:
-    """The loss a target token; the model is in training mode afterwards."""
+    """The loss per target token. Leaves the model in training mode."""
     model.eval()
     with torch.no_grad():
         total = sum(float(_loss_sum(model, batch)) for batch in batches)

@@ -1,4 +1,4 @@
-"""A small job, and what it leaves."""
+"""A small job, and helpers that read its results."""
 
 import dataclasses
 import errno
@@ -26,7 +26,7 @@ from windlass.storage.ssd.volume_format import HEADER_UNITS, UNIT_NBYTES
 
 VOCABULARY = 128
 NUM_VALIDATION_EXAMPLES = 7
-# Five chunks a layer: the last is short and holds parameters with and without weight decay.
+# Gives five chunks a layer: the last is short and holds parameters with and without weight decay.
 CHUNK_NUMEL = 8192
 HYPERPARAMETERS = Hyperparameters(
     epochs=6,
@@ -43,7 +43,7 @@ HYPERPARAMETERS = Hyperparameters(
     clip_norm=None,
     precision=Precision.FP32,
     seed=5,
-    kernel=Kernel.FUSED,  # needs no compiler, which takes a while
+    kernel=Kernel.FUSED,  # needs no compiler, which is slow
 )
 
 
@@ -96,7 +96,7 @@ def _write_split(directory: Path, name: str, num_examples: int, generator: np.ra
 
 
 def _targets(example: npt.NDArray[np.int32], prompt: int) -> npt.NDArray[np.int32]:
-    """What follows each token, but for the first `prompt` positions and the last."""
+    """The next token of each position, without the first `prompt` positions and the last."""
     targets = np.append(example[1:], NO_TARGET).astype(np.int32)
     targets[:prompt] = NO_TARGET
     return targets
@@ -121,7 +121,7 @@ def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds:
     hyper_names = {field.name for field in dataclasses.fields(Hyperparameters)}
     hyper = {name: changes.pop(name) for name in tuple(changes) if name in hyper_names}
     spec = JobSpec(
-        # A name of its own: tests look for leftovers in /dev/shm, where others run at the same time.
+        # A unique name: tests look for leftovers in /dev/shm, where other tests run at the same time.
         job=JobId(f"ftjob-{secrets.token_hex(8)}"),
         model_dir=str(model_dir),
         layout_file=str(root / "layout.json"),
@@ -143,7 +143,7 @@ def make_spec(root: Path, *, tied: bool = False, dropout: float = 0.0, num_ssds:
 
 
 def keep_calibration(ssd_dir: Path) -> None:
-    """Makes an SSD directory whose speed is known: measuring takes longer than many a test."""
+    """Makes an SSD directory whose speed is known, because measuring takes longer than many tests."""
     ssd_dir.mkdir(parents=True, exist_ok=True)
     volume = Volume.open(ssd_dir, direct=has_direct_io(ssd_dir))
     volume.keep_calibration(CALIBRATION.to_json())
@@ -156,7 +156,7 @@ def make_partition(spec: JobSpec) -> Partition:
 
 
 def has_direct_io(directory: Path) -> bool:
-    """Whether the file system takes O_DIRECT; memory-backed ones may not."""
+    """Returns whether the file system supports O_DIRECT; memory-backed ones may not."""
     probe = directory / "direct-io-probe"
     try:
         os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
@@ -169,7 +169,7 @@ def has_direct_io(directory: Path) -> bool:
     return True
 
 
-# --- what a job left ------------------------------------------------------------------------------------------------
+# --- results of a job -----------------------------------------------------------------------------------------------
 
 
 def journal_of(spec: JobSpec) -> list[JournalRecord]:
@@ -181,7 +181,7 @@ def metrics_of(spec: JobSpec, name: str) -> dict[int, float]:
     """One metric by step; steps that lack it are left out."""
     records = [record for record in journal_of(spec) if record.kind == "metrics" and name in record.data]
     by_step = {record.data["step"]: record.data[name] for record in records}
-    assert len(by_step) == len(records), f"a step told its {name} twice"
+    assert len(by_step) == len(records), f"a step reported its {name} twice"
     return by_step
 
 
@@ -200,7 +200,7 @@ def exported_params(spec: JobSpec) -> dict[str, torch.Tensor]:
 
 
 def leftovers_of(spec: JobSpec) -> list[str]:
-    """Files that the job has left in shared memory or in its SSD directories."""
+    """Files and allocations that the job has left in shared memory or in its SSD directories."""
     found = [str(path) for path in Path(spec.arena_dir).iterdir() if spec.job in path.name]
     for name in spec.ssd_dirs:
         for path in Path(name).iterdir() if Path(name).exists() else ():

@@ -1,4 +1,4 @@
-"""Which faults there are: every message that actors take in the middle of an attempt, in every mode that has it."""
+"""The fault matrix: every message that an actor receives in the middle of an attempt, in every mode that sends it."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -63,14 +63,14 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.storage.ids import ActorName, Precision
 
-# The last of them is committed in every mode, and one before it.
+# The last of them is committed in every mode, and at least one earlier step too.
 NUM_STEPS = 4
 SKIPPED_STEP = 3
 
 # The model has five blocks, of which three are layers.
 _EVERY_BLOCK = (0, 1, 2, 3, 4)
 _SWAPPING = (*ActivationChoice.SWAP.of_layers(1), RECOMPUTE_ALL, *ActivationChoice.RECOMPUTE_SWAP_INPUT.of_layers(1))
-_SLOT_NBYTES = 8192  # for activations: as small as the model is
+_SLOT_NBYTES = 8192  # bytes, of an activation slot: as small as the model, so that the tiers are used
 MODES: dict[str, dict[str, Any]] = {
     "active": {},
     "kept": {"clip_norm": 0.5, "num_microbatches": 2},
@@ -84,7 +84,8 @@ MODES: dict[str, dict[str, Any]] = {
         )
     },
 }
-_FROM_SSDS = ("active", "kept", "spilled", "mixed", "skipping", "swapped")  # where an optimizer reads states
+# modes in which an optimizer reads states from SSDs
+_FROM_SSDS = ("active", "kept", "spilled", "mixed", "skipping", "swapped")
 _RESTING = ("host", "mixed")
 
 OPTIMIZER = optimizer_name(0)
@@ -98,8 +99,8 @@ class Row:
     message: type[Message]
     to: tuple[ActorName, ...]
     modes: tuple[str, ...] = tuple(MODES)
-    in_thread: bool = False  # a thread of the receiver works at it; else it is dealt with as it comes
-    is_awaited: bool = True  # that it is missing shows; else what waits may find another way, or nothing waits for it
+    in_thread: bool = False  # a thread of the receiver handles it; otherwise it is handled on arrival
+    is_awaited: bool = True  # losing it is noticed; otherwise the receiver can proceed without it
 
 
 ROWS = (
@@ -142,12 +143,12 @@ ROWS = (
     Row(message=SpansReported, to=(SCHEDULER,), is_awaited=False),
     Row(message=MemoryReported, to=(SCHEDULER,), is_awaited=False),
 )
-# Told before training begins; the report of a fault itself; a kind of request.
+# Sent before training begins; the report of a fault itself; a base class of requests.
 WITHOUT_CASES = {UserMessage, ModelKernelsChosen, ActorFailed, SsdRequest}
 
 
 def all_messages() -> set[type[Message]]:
-    """Every message that there is."""
+    """Every message type in the module."""
     kinds = {each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Message)}
     return kinds - {Message}
 
@@ -167,20 +168,23 @@ class Case:
         return f"{self.mode}: {self.to} {self.kind} {where}{self.row.message.__name__}"
 
     def nth(self, count: int) -> int:
-        """Which of so many messages."""
+        """The number, from 1, of the message to hit if `count` of them are sent."""
         return 1 + int(self.moment * (count - 1))
 
 
 def kinds_of(row: Row) -> list[FaultKind]:
-    """What can happen at a message."""
-    if row.to == (SCHEDULER,):  # that it dies or hangs itself is nobody's to see in one process
+    """The faults that can happen at a message."""
+    if row.to == (SCHEDULER,):  # in one process, nothing can see the scheduler itself die or hang
         return [FaultKind.LOST, FaultKind.LATE]
     in_thread = {FaultKind.BREAKS_THREAD, FaultKind.HANGS_THREAD}
     return [kind for kind in FaultKind if row.in_thread or kind not in in_thread]
 
 
 def full_product() -> list[Case]:
-    """Every mode, message and kind of fault in the middle of an attempt; in one mode of each at other moments too."""
+    """Every mode, message and kind of fault in the middle of an attempt.
+
+    The last mode of each row has other moments too.
+    """
     return [
         Case(mode=mode, row=row, to=to, kind=kind, moment=moment)
         for row in ROWS
@@ -192,7 +196,7 @@ def full_product() -> list[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """Each message that is awaited once; kinds of faults, modes and SSDs in turn."""
+    """One case for each awaited message; kinds of faults, modes and SSDs take turns."""
     kinds = cycle(FaultKind)
     modes, ssds = cycle(MODES), cycle(SSDS)
     return [
@@ -222,13 +226,16 @@ def spec_of(root: Path, mode: str, deadline_s: float) -> JobSpec:
 
 @contextmanager
 def conditions_of(mode: str) -> Iterator[None]:
-    """What a mode takes beside its job: gradients of a step that are infinite; slots that suit the model."""
+    """Applies the patches that a mode needs beside its job spec.
+
+    They make the gradients of one step infinite, or the activation slots as small as the model.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if mode == "skipping":
             patch.setattr(BlockRunner, "head", _overflowing(BlockRunner.head))
         if mode == "swapped":
             patch.setattr(plan, "ACTIVATION_SLOT_NBYTES", _SLOT_NBYTES)
-            patch.setattr(gpu_worker, "check_architecture", lambda *_: None)  # takes long
+            patch.setattr(gpu_worker, "check_architecture", lambda *_: None)  # not under test here, and slow
         yield
 
 

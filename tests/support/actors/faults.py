@@ -1,4 +1,4 @@
-"""A double between real actors, all in one process: one message is lost, breaks or hangs its receiver, or is late."""
+"""Fault injection between real actors in one process: a message is lost or late, or breaks or hangs its receiver."""
 
 import dataclasses
 import threading
@@ -25,19 +25,20 @@ BROKEN = "broken for the test"
 
 
 class FaultKind(StrEnum):
-    """What happens at the message."""
+    """The fault that a message triggers."""
 
-    LOST = "lost"  # it never arrives
-    DEAF = "deaf"  # nor does anything that comes later to the same actor: to others, a process that hangs
-    BREAKS = "breaks"  # its receiver raises when it takes it
-    BREAKS_THREAD = "breaks the thread"  # ... in the thread that works at it
-    HANGS_THREAD = "hangs the thread"  # the thread that works at it never comes back
-    LATE = "late"  # it arrives when the attempt is over
+    LOST = "lost"  # the message never arrives
+    # neither the message nor any later one to that actor arrives: to the other actors, a process that hangs
+    DEAF = "deaf"
+    BREAKS = "breaks"  # the receiver raises when the message arrives
+    BREAKS_THREAD = "breaks the thread"  # the receiver's thread that handles the message raises
+    HANGS_THREAD = "hangs the thread"  # the receiver's thread that handles the message blocks forever
+    LATE = "late"  # the message arrives after the attempt is over
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The `nth` message of a type to an actor, from 1."""
+    """A fault at the `nth` message, counted from 1, of one type to one actor."""
 
     to: ActorName
     message: type[Message]
@@ -46,15 +47,15 @@ class Fault:
 
 
 class FaultError(RuntimeError):
-    """What nobody has foreseen."""
+    """An unexpected error in an actor."""
 
 
 class Double:
-    """Stands between all actors of the attempts that are run while it is installed."""
+    """Sees every message between the actors of the attempts that run while it is installed."""
 
     def __init__(self, fault: Fault | None) -> None:
         self.delivered: list[tuple[ActorName, Message]] = []
-        self.hit: Message | None = None  # where the fault has come about
+        self.hit: Message | None = None  # the message at which the fault was injected
         self._fault = fault
         self._num_seen = 0
         self._lock = threading.Lock()
@@ -62,7 +63,7 @@ class Double:
         self._released = threading.Event()
 
     def deliver(self, to: ActorName, message: Message, post: Callable[[Message], None]) -> None:
-        """In the sender's thread, as is `post`."""
+        """Passes a message to `post`, or injects the fault. Runs in the sender's thread."""
 
         def arrive(message: Message) -> None:
             self.delivered.append((to, message))
@@ -92,16 +93,16 @@ class Double:
             return FaultKind.DEAF if self.hit is not None and fault.kind is FaultKind.DEAF else None
 
     def attempt_over(self) -> None:
-        """The scheduler has ended; the actors are still there. What was held back comes now."""
+        """Delivers a message that was held back. The scheduler has ended; the other actors still run."""
         late, self._late = self._late, lambda: None
         late()
 
     def release(self) -> None:
-        """Lets a thread that hangs go on."""
+        """Lets a blocked thread continue."""
         self._released.set()
 
     def _trapped(self, message: Message, to: ActorName, kind: FaultKind) -> Message:
-        """The same message, which the first thread of its receiver that looks at it runs into."""
+        """A copy of the message that breaks or blocks the first thread of its receiver that reads a field of it."""
         sprung = threading.Event()
 
         class Trapped(type(message)):  # type: ignore[misc]
@@ -123,10 +124,10 @@ class Double:
 
 @contextmanager
 def double_between_actors(fault: Fault | None = None) -> Iterator[Double]:
-    """Every actor made in here takes its messages from the double."""
+    """Routes the messages of every actor made in the context through the double."""
     double = Double(fault)
     with pytest.MonkeyPatch.context() as patch:
-        # Deadlines are short here: who looks after them does so more often.
+        # Timeouts are short here, so they are checked more often.
         for module in (scheduler, chunk_io, ssd_server):
             patch.setattr(module, "_TICK_S", 0.1)
         for actor in (GpuWorker, CpuOptimizer, SsdServer, Scheduler):

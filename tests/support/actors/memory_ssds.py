@@ -1,4 +1,4 @@
-"""Stands in for the other actors of a job: SSD servers with their states in memory, and a list of what was sent."""
+"""A stand-in for the other actors of a job: SSD servers that keep states in memory, and a log of sent messages."""
 
 import threading
 import time
@@ -26,7 +26,10 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class MemorySsds:
-    """All SSD servers of a job. The actor under test sends to `send`; it is answered at once unless `hold` is set."""
+    """All SSD servers of a job.
+
+    The actor under test sends to `send`. It is answered at once unless `hold` is set.
+    """
 
     def __init__(self, context: JobContext, arena: Arena) -> None:
         self.context = context
@@ -37,11 +40,11 @@ class MemorySsds:
         self.lend: Callable[[AcquireParamSlots], tuple[ParamSlotLease, ...]] = lambda message: ()
         self.hold = False
         self.held: list[ReadChunks | WriteChunks] = []
-        self.num_open_writes = 0  # chunks whose write was asked for and not answered
+        self.num_open_writes = 0  # chunks whose write was requested and not answered
         self._changed = threading.Condition()
 
     def send(self, to: ActorName, message: Message) -> None:
-        """Takes what the actor sends."""
+        """Receives a message of the actor under test."""
         with self._changed:
             self.sent.append((to, message))
             self._changed.notify_all()
@@ -57,7 +60,7 @@ class MemorySsds:
                 self.serve(message)
 
     def serve(self, request: ReadChunks | WriteChunks) -> None:
-        """Moves the bytes of a request and says so, chunk by chunk."""
+        """Moves the bytes of a request, and answers for each chunk."""
         for item in request.items:
             self._move(request, item)
             done = ChunkIoDone(job=request.job, step=request.step, correlation=request.correlation, key=item.key)
@@ -73,21 +76,21 @@ class MemorySsds:
                 buffer[:] = state.ljust(part.span.nbytes, b"\xff")[: part.span.nbytes]
 
     def put(self, step: int, key: ChunkKey, kind: StateKind, values: torch.Tensor) -> None:
-        """Stores a state."""
+        """Stores a state as of a step."""
         self.states[(Step(step), key, kind)] = values.contiguous().view(torch.uint8).numpy().tobytes()
 
     def state(self, step: int, key: ChunkKey, kind: StateKind, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A stored state, as many elements as the chunk holds."""
+        """Returns a stored state, cut to the elements that the chunk holds."""
         raw = bytearray(self.states[(Step(step), key, kind)])
         return torch.frombuffer(raw, dtype=dtype)[: self.context.chunk_numel(key)]
 
     def of(self, kind: type[AnyMessage]) -> list[AnyMessage]:
-        """What was sent of one kind, in order."""
+        """The messages of one type that were sent, in order."""
         with self._changed:
             return [message for _, message in self.sent if isinstance(message, kind)]
 
     def receive(self, kind: type[AnyMessage], count: int = 1) -> list[AnyMessage]:
-        """Waits until so many messages of a kind were sent."""
+        """Waits until at least `count` messages of a type were sent, and returns all of them."""
         until_s = time.monotonic() + WAIT_S
         with self._changed:
             while len(found := [message for _, message in self.sent if isinstance(message, kind)]) < count:

@@ -1,4 +1,4 @@
-"""Small models as people write them, and the plain PyTorch loop that offloaded training must agree with.
+"""Small models in the usual style of PyTorch code, and the plain loop that offloaded training must agree with.
 
 Shapes: B examples, T tokens, H hidden, C channels of an image of S by S pixels.
 """
@@ -21,12 +21,12 @@ from windlass.engine.optimizer.grad_norm import squared_norm
 from windlass.storage.ids import Kernel, StatePrecision
 
 VOCABULARY, HIDDEN, NUM_LAYERS = 64, 64, 4
-# Several chunks a layer, the last of which is short.
+# Gives several chunks a layer, the last of which is short.
 CHUNK_NUMEL = 8192
 
 
 class GptLayer(nn.Module):
-    """Attention and a perceptron, each behind a norm; returns a tuple, as many models' layers do."""
+    """Attention and an MLP, each after a norm. Returns a tuple, as the layers of many models do."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class GptLayer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied embeddings outside of the layers."""
+    """A GPT whose embedding and head share one weight, outside of the layers."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Dit(nn.Module):
 
 
 def gpt_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Of a batch that belongs to the step."""
+    """The loss of a batch that depends only on the step."""
     ids = torch.randint(0, VOCABULARY, (3, 17), generator=torch.Generator().manual_seed(step))
     returned = model(ids[:, :-1])
     logits = returned if isinstance(returned, torch.Tensor) else returned.logits
@@ -136,7 +136,8 @@ class PlainAdam:
     def step(self) -> None:
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         if self.clip_norm is not None:
-            # The fp64 norm: where a gradient is rounding noise alone, Adam makes a bit of its scale a large difference.
+            # An fp64 norm: where a gradient is only rounding noise, Adam turns a last-bit change of the scale into a
+            # large one.
             norm = torch.sqrt(sum(squared_norm(param.grad.reshape(-1)) for param in params))
             nn.utils.clip_grads_with_norm_(params, self.clip_norm, norm)
             self.grad_norm = float(norm)
@@ -177,7 +178,7 @@ class PlainAdam:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Weight decay on matrices only, and a faster rate for vectors: two groups in every layer."""
+    """AdamW with weight decay on matrices only and a higher learning rate for vectors: two groups in every layer."""
     params = list(model.parameters())
     return torch.optim.AdamW(
         [
@@ -189,7 +190,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The same weights at every call."""
+    """A model with the same weights at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make().to(dtype)
@@ -199,7 +200,7 @@ def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) ->
 def offloaded(
     model: nn.Module, directory: Path, *, num_ssds: int = 2, **options: Any
 ) -> Iterator[tuple[nn.Module, OffloadedOptimizer]]:
-    """A model in training, on SSD directories below `directory`, with poisoned buffers."""
+    """A model in training, on SSD directories below `directory`. Released buffers are filled with NaN."""
     ssd_dirs = [directory / f"ssd{i}" for i in range(num_ssds)]
     for ssd_dir in ssd_dirs:
         keep_calibration(ssd_dir)
@@ -222,7 +223,7 @@ def offloaded(
 
 
 def assert_same_weights(model: nn.Module, plain: nn.Module) -> None:
-    """Bit for bit, in every entry of the state dict."""
+    """Checks that every entry of the two state dicts is equal bit for bit."""
     found, expected = model.state_dict(), plain.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():

@@ -46,7 +46,7 @@ def make_spec(*, hyperparameters: dict[str, Any] | None = None, **changes: Any) 
 
 
 def make_layout(*numels: int, chunk_numel: int = 2048) -> ModelLayout:
-    """Blocks of one parameter each; none where the number is 0."""
+    """A layout whose blocks have one parameter of `numels` elements each; a block of 0 elements has none."""
     blocks = []
     for b, numel in enumerate(numels):
         params = (ParamSlice(name=f"layers.{b}.weight", shape=(numel,), offset=0, numel=numel, decay=True),)

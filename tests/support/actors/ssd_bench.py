@@ -1,4 +1,4 @@
-"""What the tests of an SSD server share: one that is asked for the chunks of a small job, and what it answers."""
+"""A test bench of the SSD server: a server of a small job, the requests to it and the messages that it sends."""
 
 import contextlib
 import errno
@@ -62,7 +62,7 @@ GEOMETRY = StoreGeometry(
 )
 KEYS = [ChunkKey(BlockIndex(block), ChunkIndex(chunk)) for block in range(2) for chunk in range(3)]
 WAIT_S = 30.0
-# What tells that the SSD hangs, and what ends it.
+# Makes the SSD hang; returns the event that says so and the event that ends it.
 Hang = Callable[..., tuple[threading.Event, threading.Event]]
 
 
@@ -81,7 +81,7 @@ def commit_of(step: int, attempt: int = 1, *, states_step: int | None = None, jo
 
 
 class Bench:
-    """A server, its arena, and what it sent, in order."""
+    """A server, its arena, and the messages that it sent, in order."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Bench:
         )
 
     def setup(self) -> None:
-        """Starts the server, as its job does."""
+        """Starts the server as a job does."""
         self.server.setup()
         self.server.resume_from(last_common_commit([self.server.commits()]))
 
@@ -119,7 +119,7 @@ class Bench:
         return commits[-1].step if commits else None
 
     def next(self) -> tuple[ActorName, Message]:
-        """But for spans and space, which come when they come."""
+        """The next message, without reports of spans and of space, which come at any time."""
         while isinstance(message := (sent := self.sent.get(timeout=WAIT_S))[1], SpansReported | MemoryReported):
             if isinstance(message, SpansReported):
                 self.spans += message.spans
@@ -128,7 +128,7 @@ class Bench:
         return sent
 
     def is_silent(self) -> bool:
-        """Nothing more has been told."""
+        """Checks that the server has sent nothing more than reports of spans and of space."""
         while not self.sent.empty():
             message = self.sent.get()[1]
             if isinstance(message, SpansReported):
@@ -138,7 +138,7 @@ class Bench:
         return True
 
     def items(self, keys: Sequence[ChunkKey], *, gradient: bool) -> tuple[ChunkIo, ...]:
-        """Every state of each chunk, or its gradient; a chunk's place in the arena is its place in KEYS."""
+        """The parts of each chunk: all states, or the gradient. A chunk has the same place in the arena as in KEYS."""
         return tuple(ChunkIo(key, self.parts(key, gradient=gradient)) for key in keys)
 
     def parts(self, key: ChunkKey, *, gradient: bool) -> tuple[ChunkPart, ...]:
@@ -210,7 +210,7 @@ class Bench:
         self.server.post(request)
 
     def wait_done(self, count: int = len(KEYS)) -> None:
-        """So many chunks, or activations, have moved, and nothing else has been told."""
+        """Waits until `count` chunks or activations have moved, and checks that no other message came between."""
         for _ in range(count):
             assert isinstance(self.next()[1], ChunkIoDone | ActivationIoDone)
 
@@ -232,19 +232,19 @@ class Bench:
 
 @contextlib.contextmanager
 def running(bench: Bench) -> Iterator[Bench]:
-    """Starts its server, and stops it in the end."""
+    """Starts the bench's server, and stops it at the end."""
     bench.setup()
     yield bench
     bench.server.stop()
 
 
 def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """A call that moves bytes, on an SSD that is broken."""
+    """Fails as a read or write on a broken SSD does."""
     raise OSError(errno.EIO, "Input/output error")
 
 
 def failure_of(sent: tuple[ActorName, Message]) -> ActorFailed:
-    """What the server told its scheduler."""
+    """The failure that the server reported to its scheduler."""
     to, message = sent
     assert to == "scheduler"
     assert isinstance(message, ActorFailed)

@@ -1,4 +1,4 @@
-"""What the tests of activations on SSDs share: a job's memory, its SSD servers, real or not, and a store over both."""
+"""A test bench for activations on SSDs: a job's memory, real or simulated SSD servers, and an activation store."""
 
 import threading
 import time
@@ -50,7 +50,7 @@ def make_swap_context(
     job: str = "ftjob-1",
     deadline_s: float = WAIT_S,
 ) -> JobContext:
-    """Slots of 4 KiB. The arena holds nothing else; the SSDs' states are small."""
+    """A job context with activation slots of 4 KiB. The arena holds nothing else; the states on the SSDs are small."""
     ssds = tuple(SsdFacts(io=IO, weight=weight) for weight in weights)
     dirs = [root / f"ssd{i}" for i in range(len(weights))]
     spec = make_spec(job=JobId(job), ssd_dirs=tuple(map(str, dirs)), deadline_s=deadline_s)
@@ -61,9 +61,9 @@ def make_swap_context(
 
 
 class PoisonedSlots(SlotPool):
-    """Fills what is released with 0xFF."""
+    """A slot pool that fills released slots with 0xFF."""
 
-    memory: torch.Tensor  # of the bench that made it
+    memory: torch.Tensor  # of the bench that made the pool
 
     def release(self, spans: Sequence[Span]) -> None:
         for span in spans:
@@ -72,7 +72,7 @@ class PoisonedSlots(SlotPool):
 
 
 class SwapBench:
-    """A store whose requests go to SSD servers of this process, on real files; nothing else of the job is there."""
+    """An activation store whose requests go to SSD servers in this process, on real files. No other actor runs."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, context: JobContext, *, device: Device | None = None, direct: bool = True
@@ -90,7 +90,7 @@ class SwapBench:
         self.device = device or Device(torch.device("cpu"))
         self.servers: dict[ActorName, SsdServer] = {}
         with monkeypatch.context() as patch:
-            patch.setattr(SsdDevice, "sync", lambda self: None)  # no power is lost here
+            patch.setattr(SsdDevice, "sync", lambda self: None)  # no power loss is tested here
             self.start_servers(direct)
             for module in (activation_tiers, ssd_activations):
                 patch.setattr(module, "SlotPool", self._make_pool)
@@ -149,15 +149,15 @@ class SwapBench:
         return sum(pool.statistics.in_use_nbytes for pool in self.pools)
 
     def wait_until_free(self) -> None:
-        """All slots of the memory are."""
+        """Waits until all slots of the memory are free."""
         until_s = time.monotonic() + WAIT_S
         while self.in_use_nbytes and time.monotonic() < until_s:
             time.sleep(0.001)
         assert self.in_use_nbytes == 0
-        assert bool((self.memory == 0xFF).all())  # poisoned as they were released
+        assert bool((self.memory == 0xFF).all())  # filled when they were released
 
     def close(self) -> None:
-        """As the worker, then the servers are stopped."""
+        """Closes the store as the worker does, then stops the servers."""
         self.store.stop()
         self.store.close()
         for server in self.servers.values():

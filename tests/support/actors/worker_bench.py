@@ -1,4 +1,4 @@
-"""What the tests of a GPU worker share: one rank, with SSD servers that keep params in memory."""
+"""A test bench of the GPU worker: one rank, with SSD servers that keep params in memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ STEP = Step(1)
 
 
 class Bench:
-    """A worker that has begun, its arena, and SSDs with the model's params as step 0 left them."""
+    """A started worker, its arena, and SSDs that hold the model's params of step 0."""
 
     def __init__(self, directory: Path, **changes: Any) -> None:
         self.spec: JobSpec = make_spec(directory, **{"num_microbatches": 2, "clip_norm": 1.0, **changes})
@@ -55,7 +55,7 @@ class Bench:
         self.num_operations = 0
 
     def store_params(self) -> None:
-        """What the model is at this moment."""
+        """Stores the model's current params as those of step 0."""
         params = dict(self.model.named_parameters())
         for block in self.layout.blocks:
             if block.params:
@@ -85,20 +85,20 @@ class Bench:
         self.worker.post(message)
 
     def run(self, phase: Phase, block: int, group: int = 0) -> None:
-        """One operation, to its end."""
+        """Runs one operation to its end."""
         self.num_operations += 1
         self.prefetch(block, self.num_operations, phase, group)
         self.compute(phase, block, self.num_operations, group)
         self.ssds.receive(BlockComputed, self.num_operations)
 
     def offload(self, block: int) -> torch.Tensor:
-        """A block's gradient, as it arrives in the arena; its slots are given back."""
+        """Offloads a block's gradient and returns it as it arrives in the arena. Releases its slots."""
         before = len(self.ssds.of(GradOffloaded))
         self.worker.post(OffloadGrad(job=self.spec.job, step=STEP, block=BlockIndex(block)))
         return self.received_grad(block, before + 1)
 
     def received_grad(self, block: int, count: int) -> torch.Tensor:
-        """The last of so many gradients that were offloaded."""
+        """Waits for `count` offloaded gradients, returns the last one, and releases its slots."""
         offloaded = self.ssds.receive(GradOffloaded, count)[-1]
         assert [chunk.key for chunk in offloaded.chunks] == self.layout.chunk_keys(BlockIndex(block))
         dtype = TORCH_DTYPE[grad_precision(self.spec)]
@@ -115,7 +115,7 @@ class Bench:
         return torch.cat(parts)
 
     def forward_and_head(self, group: int = 0) -> int:
-        """The first half of a step, or of one of its groups; the head's block."""
+        """Runs the forward half of a step, or of one of its groups. Returns the head's block."""
         last = len(self.layout.blocks) - 1
         for block in range(last):
             self.run(Phase.FORWARD, block, group)
@@ -123,7 +123,7 @@ class Bench:
         return last
 
     def train_step(self) -> dict[int, torch.Tensor]:
-        """One step's operations in their order, and the gradient of each block."""
+        """Runs one step's operations in order, and returns the gradient of each block."""
         last_group = self.context.plan.num_groups - 1
         for group in range(last_group):
             for block in reversed(range(self.forward_and_head(group))):
@@ -137,7 +137,7 @@ class Bench:
         return found
 
     def plain_step(self) -> tuple[float, int, dict[str, torch.Tensor]]:
-        """Sum of the losses, number of targets and scaled gradients of the first step, in plain autograd."""
+        """The sum of the losses, the number of targets and the scaled gradients of the first step, by plain autograd."""
         hyper = self.spec.hyperparameters
         dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         batch = dataset.batch(0, hyper.batch_size, hyper.num_microbatches, hyper.seed)
@@ -158,7 +158,7 @@ class Bench:
 
 @contextlib.contextmanager
 def running(bench: Bench) -> Iterator[Bench]:
-    """Sets its worker up, and stops it in the end."""
+    """Starts the bench's worker, and stops it at the end."""
     bench.worker.setup()
     yield bench
     bench.worker.stop()

@@ -1,4 +1,4 @@
-"""One step, block by block, with any choice of activations, and a store in memory that watches how it is used."""
+"""One step, block by block, with any choice of activations, and a store in memory that records how it is used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ SEED, STEP = 7, 3
 
 
 class MemoryStore:
-    """Copies at once, and fills with 0xFF, which is NaN, whatever it has let go of."""
+    """An activation store that copies at once, and fills each tensor that it drops with 0xFF, which is NaN."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []  # what was called, with the handle's index
+        self.events: list[tuple[str, int]] = []  # method and handle index of each call
         self.held: dict[SwapHandle, torch.Tensor] = {}
         self.out_nbytes = self.in_nbytes = self.peak_nbytes = 0
 
@@ -65,7 +65,7 @@ class MemoryStore:
 
 
 class Run:
-    """A runner that is lent params block by block; what was lent is filled with NaN when it is taken back."""
+    """A block runner that gets params block by block. Params are filled with NaN when they are taken back."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Run:
         precision: Precision = Precision.FP32,
         streams_on: Device | None = None,
     ) -> None:
-        """`streams_on`: a device on which the layers' params come in pieces."""
+        """`streams_on`: a device on which the layers' params arrive in pieces."""
         self.partition = Partition(build_meta_model(model.config, precision))
         self.params = dict(model.named_parameters())
         self.layout = self.partition.layout
@@ -115,7 +115,7 @@ class Run:
         self.take_back(block)
 
     def step(self, batch: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All gradients of one step."""
+        """Runs one step and returns all gradients."""
         blocks = [block.index for block in self.layout.blocks[:-1]]
         for block in blocks:
             self.forward(block, batch)

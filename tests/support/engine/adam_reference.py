@@ -1,4 +1,4 @@
-"""Adam in fp64, written from the papers, and states to try it on."""
+"""Adam in fp64, written from the papers, and states to test with."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ ADAM = AdamSettings(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, decou
 
 @dataclass
 class Adam64:
-    """A vector with its moments, all fp64."""
+    """A vector with its moments, all in fp64."""
 
     settings: AdamSettings
     weights: torch.Tensor
@@ -41,7 +41,7 @@ class Adam64:
 def random_states(
     numel: int, states: StatePrecision, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, seed: int
 ) -> ChunkStates:
-    """Some chunk in the midst of training; the same numbers for fp32 and split states."""
+    """The states of a chunk in the middle of training. The numbers are the same for fp32 and split states."""
     generator = torch.Generator().manual_seed(seed)
     grad = torch.randn(numel, generator=generator).to(grad_dtype)
     master = torch.randn(numel, generator=generator)

@@ -1,4 +1,4 @@
-"""Tiny configs of the architectures that must train exactly, and what plain autograd makes of them."""
+"""Tiny configs of the architectures that must train exactly, and their steps in plain autograd."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,10 +68,10 @@ _DROPOUTS = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make a tiny model of a class, and where its layers are."""
+    """A factory of tiny models of one class, and the name of the module that holds their layers."""
 
     make: Callable[[], Any]
-    layers: str  # the module that holds them
+    layers: str  # name of the module that holds them
 
     def config(self, *, tied: bool, dropout: float) -> Any:
         config = self.make()
@@ -132,7 +132,10 @@ ARCHITECTURES = {
 
 
 def make_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """A whole model in training mode, with the same weights each time; norms and biases are not left at 1 and 0."""
+    """A whole model in training mode, with the same weights each time.
+
+    Norms and biases are changed from 1 and 0, because those values would hide errors.
+    """
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     with torch.no_grad():
@@ -155,7 +158,7 @@ def make_batch(*shapes: tuple[int, int]) -> tuple[list[torch.Tensor], list[torch
 
 @contextmanager
 def keyed_randomness(model: Any, layers: str, seed: int, step: int, microbatch: int) -> Iterator[None]:
-    """Seeds before the embedding, before each layer and after the last one, as block by block computation does."""
+    """Seeds before the embedding, before each layer and after the last one, as block-by-block computation does."""
     modules = list(model.get_submodule(layers))
 
     def seed_block(block: int) -> None:
@@ -175,7 +178,7 @@ def keyed_randomness(model: Any, layers: str, seed: int, step: int, microbatch: 
 
 @dataclass(frozen=True)
 class PlainStep:
-    """What one step of plain autograd gives."""
+    """The results of one step of plain autograd."""
 
     grads: dict[str, torch.Tensor]
     loss_sum: float
@@ -186,7 +189,7 @@ class PlainStep:
 def plain_step(
     model: Any, layers: str, batch: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], *, seed: int, step: int
 ) -> PlainStep:
-    """Gradients of the mean loss over all targets of the step, accumulated one micro-batch after the other."""
+    """Gradients of the mean loss over all targets of the step, accumulated over the micro-batches in order."""
     num_targets = sum(int((t != -100).sum()) for t in targets)
     loss_sum, num_correct = 0.0, 0
     model.zero_grad()

@@ -1,12 +1,12 @@
-"""Chat templates of the structure of well-known models', written for these tests, and their special tokens.
+"""Chat templates with the structure of well-known models' templates, written for these tests, and their special tokens.
 
-Each keeps the rules that matter to which tokens are learned: what a turn is made of, what is dropped when more follows,
-what the generation prompt holds, what is refused.
+Each keeps the rules that decide which tokens are learned: the parts of a turn, what is dropped when more messages
+follow, the content of the generation prompt, and what the template refuses.
 """
 
 from dataclasses import dataclass
 
-# Qwen2.5: ChatML with a default system prompt; answers of tools are in user turns; earlier turns never change.
+# Qwen2.5: ChatML with a default system prompt. Tool results are in user turns; earlier turns never change.
 QWEN2_5 = (
     "{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}"
     "{%- else %}{% set system = 'Be helpful.' %}{% endif %}"
@@ -28,8 +28,8 @@ QWEN2_5 = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Qwen3: reasoning in <think>, from `reasoning_content` or the content; shown after the last question of the user only;
-# the last answer has an empty <think> block where there was none.
+# Qwen3: reasoning in <think>, from `reasoning_content` or the content, is shown only after the user's last question.
+# The last answer has an empty <think> block if it had no reasoning.
 _QWEN3 = (
     "{%- if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
     "{% endif %}"
@@ -67,7 +67,7 @@ _QWEN3 = (
 QWEN3 = _QWEN3.replace("PROMPT", "")
 QWEN3_THINKING = _QWEN3.replace("PROMPT", "<think>\n")  # its generation prompt opens the reasoning
 
-# Llama 3: headers, trimmed contents, one tool call a message instead of the content, answers of tools as JSON.
+# Llama 3: headers and trimmed contents. A message has one tool call instead of content; tool results are JSON.
 LLAMA3 = (
     "{{- bos_token }}{% for m in messages %}"
     "{%- if m.role == 'tool' %}"
@@ -85,10 +85,10 @@ LLAMA3 = (
     "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 
-# Llama 3.2: as Llama 3, with the day in the system prompt.
+# Llama 3.2: as Llama 3, with the current day in the system prompt.
 LLAMA3_WITH_DAY = "{{ '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + strftime_now('%d %b %Y') }}" + LLAMA3
 
-# Gemma 2: user and model take turns; no system prompt.
+# Gemma 2: user and model turns alternate; no system prompt.
 GEMMA2 = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}"
@@ -98,7 +98,7 @@ GEMMA2 = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 
-# Gemma 3: the system prompt begins the first turn of the user.
+# Gemma 3: the system prompt begins the user's first turn.
 GEMMA3 = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}"
     "{% set first = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
@@ -110,7 +110,8 @@ GEMMA3 = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 
-# Mistral: no generation prompt; system prompt and tools stand with the last question; ids of nine characters.
+# Mistral: no generation prompt. The system prompt and the tools are in the last question; call ids have nine
+# characters.
 MISTRAL = (
     "{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
     "{%- else %}{% set rest = messages %}{% endif %}"
@@ -134,14 +135,14 @@ MISTRAL = (
     "{%- else %}{{ raise_exception('Only user, assistant and tool roles') }}{% endif %}{% endfor %}"
 )
 
-# Phi-3: each turn has its own end; the whole conversation is closed with end-of-text unless it is to go on.
+# Phi-3: each turn has its own end token. End-of-text closes the conversation unless there is a generation prompt.
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 
-# gpt-oss: channels; the last answer ends with <|return|>, earlier ones with <|end|>; reasoning of the last answer only,
-# or of tool calls that no answer has followed yet; a day in the system prompt.
+# gpt-oss: channels. The last answer ends with <|return|>, earlier ones with <|end|>. Reasoning is kept for the last
+# answer, and for tool calls that no answer has followed yet. The system prompt has the current day.
 GPT_OSS = (
     "{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}"
     "{%- if messages[0].role in ['developer', 'system'] %}"
@@ -175,8 +176,8 @@ GPT_OSS = (
     "{%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 
-# DeepSeek R1: reasoning is cut from every answer's content; arguments are put together as text; None, not '', stands
-# for no content; the generation prompt opens the reasoning, but there is none after the answers of tools.
+# DeepSeek R1: reasoning is cut from the content of every answer. Arguments are concatenated as text, and missing
+# content is None, not ''. The generation prompt opens the reasoning, but there is none after tool results.
 DEEPSEEK_R1 = (
     "{%- set ns = namespace(after_tool=false, system='') %}"
     "{%- for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{% endfor %}"
@@ -196,7 +197,7 @@ DEEPSEEK_R1 = (
     "{%- if add_generation_prompt and not ns.after_tool %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
 )
 
-# DeepSeek V3.1: no reasoning; every answer to the user begins with </think>, which the generation prompt holds.
+# DeepSeek V3.1: no reasoning. Every answer to the user begins with </think>, which is in the generation prompt.
 DEEPSEEK_V3_1 = (
     "{%- set ns = namespace(asked=false, system='') %}"
     "{%- for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{% endfor %}"
@@ -212,7 +213,7 @@ DEEPSEEK_V3_1 = (
     "{%- if add_generation_prompt and ns.asked %}{{ '<｜Assistant｜></think>' }}{% endif %}"
 )
 
-# Qwen3's structure with marks: answers without earlier reasoning, all in one example.
+# Qwen3's structure with generation marks: answers without earlier reasoning, all in one example.
 MARKED_DROPPING_REASONING = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{%- if m.role == 'assistant' %}{% generation %}"
@@ -234,7 +235,7 @@ SPECIAL_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family's template, and what begins its text and ends it."""
+    """A model family's template, and the tokens that begin and end its text."""
 
     template: str
     bos: str = "<bos>"

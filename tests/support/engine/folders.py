@@ -1,4 +1,4 @@
-"""Small model folders made on the spot."""
+"""Small model folders made by the tests."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ MARKED_TEMPLATE = (
 
 
 def make_tokenizer(template: str | None = PLAIN_TEMPLATE, *, bos: bool = False, eos: bool = True) -> Any:
-    """A byte-level BPE tokenizer with a few merges; with `bos`, it begins texts with <|bos|>."""
+    """A byte-level BPE tokenizer with a few merges. With `bos`, it begins texts with <|bos|>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def make_tokenizer(template: str | None = PLAIN_TEMPLATE, *, bos: bool = False, 
 
 
 def make_tokenizer_folder(directory: Path, tokenizer: Any, vocabulary: int = VOCABULARY) -> Path:
-    """A folder with a tokenizer and as much of a config as tokenizing needs."""
+    """Makes a folder with a tokenizer and the parts of a config that tokenizing needs."""
     tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": vocabulary}))
     return directory

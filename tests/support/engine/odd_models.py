@@ -1,4 +1,4 @@
-"""Qwen2 with one oddity each: what cannot be trained block by block, or only with care."""
+"""Qwen2 models with one oddity each: block-by-block training must refuse them, or treat them with care."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ SIZES = {
 
 
 class PlainModel(Qwen2Model):
-    """The loop over layers, written out so that the others can change a part of it."""
+    """Qwen2 with its loop over layers written out, so that subclasses can change a part of it."""
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
         hidden = self.enter(self.embed_tokens(input_ids))
@@ -74,7 +74,7 @@ class SkippedLayerModel(PlainModel):
 
 
 class ConditioningModel(PlainModel):
-    """Hands every layer the embedded tokens as well."""
+    """Passes the embedded tokens to every layer as well."""
 
     def run_layers(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         embedded = hidden
@@ -91,7 +91,7 @@ class StringFirstModel(PlainModel):
 
 
 class SequentialModel(PlainModel):
-    """Its layers are in no ModuleList."""
+    """Keeps its layers in a Sequential instead of a ModuleList."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -118,14 +118,14 @@ class BorrowedWeightModel(PlainModel):
 
 
 class TokenMixingModel(PlainModel):
-    """After the last layer, a token's logits depend on the tokens before it."""
+    """Makes the logits of a token depend on earlier tokens after the last layer."""
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden.cumsum(1))
 
 
 class HeadDropoutModel(PlainModel):
-    """Randomness in every block: after the embedding and before the head too."""
+    """Applies dropout after the embedding and before the head too, so every block is random."""
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(hidden, 0.2, self.training)
@@ -135,7 +135,7 @@ class HeadDropoutModel(PlainModel):
 
 
 class _CountingLayer(Qwen2DecoderLayer):
-    """Computes something else each time it is called."""
+    """Computes a different result at each call."""
 
     num_calls = 0
 
@@ -151,7 +151,7 @@ class CountingModel(PlainModel):
 
 
 class _SwitchingLayer(Qwen2DecoderLayer):
-    """Computes the same by other operators each time it is called."""
+    """Computes the same result with other operators at each call."""
 
     num_calls = 0
 
@@ -169,7 +169,7 @@ class SwitchingModel(PlainModel):
 
 
 class _NotingLayer(Qwen2DecoderLayer):
-    """Adds what the layer before it wrote into a note that the trace does not see."""
+    """Adds a tensor that the previous layer left in a list, which a trace does not see."""
 
     def __init__(self, config: Any, layer_idx: int, note: list[torch.Tensor]) -> None:
         super().__init__(config, layer_idx)
@@ -196,7 +196,7 @@ class NotingModel(PlainModel):
 
 
 class _HoardedLinear(torch.autograd.Function):
-    """Keeps its weight by itself."""
+    """Stores its weight as an attribute, outside of autograd's saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class _HoardedLinear(torch.autograd.Function):
 
 
 class _SavedLinear(torch.autograd.Function):
-    """Lets autograd save its weight."""
+    """Saves its weight through autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ class _SavedLinear(torch.autograd.Function):
 
 
 class _KernelLinear(_SavedLinear):
-    """Asks for addresses, as who starts a kernel of their own does."""
+    """Reads addresses of tensors, as code that launches its own kernels does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ class _OwnLinear(nn.Linear):
 
 
 class HoardingModel(PlainModel):
-    """Its layers keep params by themselves between the forward and the backward pass."""
+    """Has layers that keep params outside of autograd from the forward to the backward pass."""
 
     function: Any = _HoardedLinear
 
@@ -255,13 +255,13 @@ class HoardingModel(PlainModel):
 
 
 class SavingModel(HoardingModel):
-    """The same, as it should be."""
+    """Has layers that save their params through autograd, as they should."""
 
     function = _SavedLinear
 
 
 class KernelModel(HoardingModel):
-    """Its layers have a kernel of their own."""
+    """Has layers that launch their own kernel."""
 
     function = _KernelLinear
 
@@ -275,14 +275,14 @@ class _BorrowingLayer(Qwen2DecoderLayer):
 
 
 class _Handing(nn.Linear):
-    """Hands its weight out."""
+    """Returns its weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight
 
 
 class _TakingLayer(Qwen2DecoderLayer):
-    """Computes with the weight that a module of it hands out."""
+    """Computes with the weight that its submodule returns."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -294,7 +294,7 @@ class _TakingLayer(Qwen2DecoderLayer):
 
 
 class _Nested(nn.Module):
-    """Computes with its weight before and after what is inside."""
+    """Computes with its weight before and after its inner module."""
 
     def __init__(self, config: Any, depth: int) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class _Nested(nn.Module):
 
 
 class _NestedLayer(Qwen2DecoderLayer):
-    """Needs the params of three modules at once."""
+    """Needs the params of three modules at the same time."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

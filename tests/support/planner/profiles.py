@@ -15,7 +15,10 @@ def operator(
 
 
 def make_profile(num_layers: int, *, scale: int = 1 << 20, is_tied: bool = False) -> ModelProfile:
-    """Layers of 8 x `scale` parameters whose operators put out some MiB; two products spare different FLOP per byte."""
+    """A model of layers with 8 x `scale` parameters, whose operators put out some MiB.
+
+    Its two matrix products save different numbers of FLOP per byte.
+    """
     layer = LayerProfile(
         numel=8 * scale,
         num_flops=100 * 10**9,
@@ -42,7 +45,7 @@ def make_profile(num_layers: int, *, scale: int = 1 << 20, is_tied: bool = False
 
 
 def make_job(num_layers: int = 6, *, num_microbatches: int = 1, keeps_grads: bool = False, **kwargs: int) -> PlannedJob:
-    """In bf16, with fp32 states."""
+    """A job in bf16 with fp32 states."""
     return PlannedJob(
         model=make_profile(num_layers, **kwargs),
         num_microbatches=num_microbatches,
@@ -55,7 +58,7 @@ def make_job(num_layers: int = 6, *, num_microbatches: int = 1, keeps_grads: boo
 
 
 def make_speeds(**changes: float) -> Speeds:
-    """A machine on which everything takes about as long."""
+    """A machine on which all parts of a step take about as long."""
     rates: dict[str, Any] = {
         "num_ssds": 1,
         "device_flops": 1e12,

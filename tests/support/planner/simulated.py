@@ -1,4 +1,4 @@
-"""Simulated jobs for tests: a machine that is as fast as nothing is, but for what a test makes slow."""
+"""Simulated jobs for tests, on a machine that is nearly infinitely fast except where a test makes it slow."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,14 +32,17 @@ def rates(**changes: Any) -> Rates:
 
 
 def simple_work(num_blocks: int, compute_s: float, swapped_nbytes: dict[int, Sequence[int]] | None = None) -> Work:
-    """Each operation takes as long as the others."""
+    """Work in which all operations take `compute_s`."""
     phases = (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
     seconds = {(phase, block): compute_s for phase in phases for block in range(num_blocks)}
     return Work(compute_s=seconds, swapped_nbytes=swapped_nbytes or {})
 
 
 def layers_of(*modules: Sequence[int], num_norms: int, num_blocks: int) -> ModelLayout:
-    """Layers with matrices of so many elements in each of their modules, and norms; embedding and head of a chunk."""
+    """Layers with matrices of the given numbers of elements in each module, and norms.
+
+    Embedding and head have one chunk each.
+    """
     params: list[ParamSlice] = []
     numels = [(f"{m}.{i}", numel, True) for m, module in enumerate(modules) for i, numel in enumerate(module)]
     for name, numel, decay in (*numels, ("norm.weight", num_norms, False)):
@@ -53,14 +56,14 @@ def layers_of(*modules: Sequence[int], num_norms: int, num_blocks: int) -> Model
 def context_of(
     layout: ModelLayout, *, num_steps: int, hyperparameters: dict[str, Any] | None = None, **changes: Any
 ) -> JobContext:
-    """A job on one optimizer, unless `changes` to its spec say otherwise."""
+    """The context of a job with one optimizer, unless `changes` to its spec say otherwise."""
     options = {"total_steps": num_steps, "num_cpu_optimizers": 1, **changes}
     return make_context(make_spec(hyperparameters=hyperparameters, **options), layout, "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A job, of which all operations take as long."""
+    """A job whose operations all take equally long."""
 
     context: JobContext
     machine: Rates
@@ -73,12 +76,12 @@ class Simulated:
         return steady_step_s(self.context, self.shape, self.machine, self.work)
 
     def spans(self) -> list[WorkSpan]:
-        """Of all steps."""
+        """The spans of all steps."""
         return SimulatedJob(self.context, self.shape, self.machine, self.work).run()
 
     @property
     def shape(self) -> SchedulerConfig:
-        """As the scheduler makes it."""
+        """The scheduler's config, made as the scheduler makes it."""
         return job_shape(self.context, lambda _: "{}")
 
 
@@ -94,7 +97,7 @@ def job(
     hyperparameters: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Simulated:
-    """`changes` of its spec."""
+    """A simulated job. `changes`: fields of its spec."""
     layout = layout or make_layout(*[CHUNK * num_chunks] * num_blocks, chunk_numel=CHUNK)
     context = context_of(layout, num_steps=num_steps, hyperparameters=hyperparameters, **changes)
     work = simple_work(len(layout.blocks), compute_s, swapped_nbytes)
@@ -107,5 +110,5 @@ def run(**options: Any) -> list[StepSpans]:
 
 
 def moved(spans: Iterable[WorkSpan], kind: SpanKind, step: int | None = None) -> int:
-    """Bytes, of one step or of all."""
+    """Bytes moved by spans of one kind, in one step or in all."""
     return sum(span.nbytes for span in spans if span.kind is kind and step in (None, span.step))

@@ -1,6 +1,7 @@
-"""What is true while a policy's instructions are carried out, and what may happen next.
+"""The state of the world while a policy's instructions are carried out, and the events that may come next.
 
-Kept by what has happened alone: such as what the SSDs hold, under which step it is read, and where gradients lie.
+It is derived only from events: such as the content of the SSDs, the step under which it is read, and the place of each
+gradient.
 """
 
 from dataclasses import dataclass
@@ -42,14 +43,14 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An event that could happen now: what the actor would report."""
+    """An event that can come now: the report of an actor."""
 
     event: Message
     answers: str  # key of the instruction that it answers; some instructions are answered by two events
 
 
 class Facts(Expected):
-    """What actors were told and have not done yet, and what they have done. `choices` may happen next."""
+    """The instructions in flight and their results so far. `choices` lists the events that can come next."""
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class Facts(Expected):
         super().__init__(shape, bad, scales_loss)
         first_step = (initial_step or 0) + 1
         self.expected = expected_operations(shape, first_step)
-        self.computing: list[ComputeBlock] = []  # in the order they came: so they are computed
-        self.backward_told = False  # of the first one in `computing`
+        self.computing: list[ComputeBlock] = []  # in order of arrival, which is the order of computation
+        self.backward_told = False  # for the first entry of `computing`
         self.offloading: dict[tuple[int, int], OffloadGrad] = {}
         self.updating: dict[tuple[int, int], dict[ActorName, UpdateBlock]] = {}
         self.flushing: dict[int, dict[ActorName, FlushBlock]] = {}
@@ -74,80 +75,83 @@ class Facts(Expected):
         self.exporting: ExportModel | None = None
         self.num_issued = 0  # operations
         self.computed: list[tuple[int, Phase, int, int]] = []
-        self.prefetched: set[tuple[int, Phase, int, int, int]] = set()  # (op, what it does, block, group, version)
+        self.prefetched: set[tuple[int, Phase, int, int, int]] = set()  # (op, phase, block, group, version)
         first = -1 if initial_step is None else initial_step
-        # Of each block: the step whose params an operation finds; the step under which its states are read; the step
-        # whose update made them what they are, in memory or on the SSDs, and on the SSDs.
+        # For each block: the step whose params an operation finds; the step under which its states are read; the step
+        # whose update made its states, in memory or on SSD; and the same on SSD only.
         self.written = [first] * shape.num_blocks
         self.labels = [first] * shape.num_blocks
         self.content = [self.last_good(first)] * shape.num_blocks
         self.on_ssd = [self.last_good(first)] * shape.num_blocks
         self.backward_done: set[tuple[int, int]] = set()
         self.offloaded: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
-        self.lent: set[tuple[int, int]] = set()  # whose gradients are neither an optimizer's nor dropped
-        # What waits for its offload or its update, in order of arrival.
+        self.lent: set[tuple[int, int]] = set()  # gradients that are neither an optimizer's nor discarded
+        # Blocks that wait for their offload or their update, in order of arrival.
         self.to_offload: list[tuple[int, int]] = []
         self.to_update: list[tuple[int, int]] = []
         self.asked_commits: list[int] = []
         self.committed = first
-        self.told = max(first, 0)  # last step that is settled
+        self.told = max(first, 0)  # last step that was reported as settled
         self.exports: list[tuple[int, str]] = []
         self.delivered: list[Message] = []
-        self.stopped_at: int | None = None  # the last step of which anything was granted when the job was stopped
-        self.final_step = shape.total_steps  # lower where the job is finished before
+        self.stopped_at: int | None = None  # last step of which anything was granted when the job was stopped
+        self.final_step = shape.total_steps  # lower if the job ends early
         self.begun = max(self.committed, 0)
         self.failed = False  # gradients were bad and could not be skipped
 
     def _last_decided(self) -> int:
-        """The last step that has been updated everywhere, or of which it is known that it is skipped."""
+        """The last step that is updated in every block, or known to be skipped."""
         return max([min(self.content), *(step for step in self.skipped if self._gradients_complete(step))])
 
     def _last_over(self) -> int:
-        """The last step that is updated, or of which, as it is skipped, nothing is on its way."""
+        """The last step that is updated, or skipped with no gradient in flight."""
         over = [step for step in self.skipped if self._gradients_complete(step) and self._gradients_at_rest(step)]
         return max([min(self.content), *over])
 
     # --- which steps are committed ----------------------------------------------------------------------------------
 
     def is_commit_step(self, step: int) -> bool:
-        """As the contract tells it; where nothing is kept, each step counts as committed once it is over."""
+        """Returns whether a step is committed by the rules.
+
+        Without SSDs, each step counts as committed once it is over.
+        """
         if not self.shape.ssd_servers:
             return True
         return step == self.stopped_at or self.is_due_for_commit(step)
 
     def is_due_for_commit(self, step: int) -> bool:
-        """Whether it is committed, wherever the job stops."""
+        """Returns whether a step is committed regardless of where the job stops."""
         every = [self.shape.commit_every, self.shape.checkpoint_every]
         if self.shape.evaluation_decides and self.shape.num_evaluation_groups:
             every.append(self.shape.evaluate_every)
         return step == self.shape.total_steps or 0 in {step % each for each in every if each}
 
     def is_end_of_evaluation(self, event: Message) -> bool:
-        """Whether all of a step's evaluation is known with this event, which has been accounted for."""
+        """Returns whether this event, already accounted for, completes the evaluation of a step."""
         if not isinstance(event, BlockComputed) or event.phase is not Phase.EVALUATE_HEAD:
             return False
         return self.computed[-1][3] == self.shape.num_evaluation_groups - 1
 
     def expect_export(self, step: int) -> None:
-        """One more, if the program has none after this step: before anything of the next one."""
+        """Adds an export of this step, if the program has none, ahead of any operation of the next step."""
         if (step, None, 0, 0) not in self.expected:
             place = sum(each[0] <= step for each in self.expected)
             self.expected = [*self.expected[:place], (step, None, 0, 0), *self.expected[place:]]
 
     def expect_end(self, step: int) -> None:
-        """The job has no more steps, and exports this one."""
+        """Ends the job at this step, with an export of it."""
         self.final_step = step
         self.expected = [each for each in self.expected if each[0] <= step]
         self.expect_export(step)
 
     def commit_before(self, step: int) -> int:
-        """The last step before this one that must be safe before it changes anything."""
+        """The last earlier step that must be committed before `step` changes any state on the SSDs."""
         return max(each for each in range(step) if self.is_commit_step(each))
 
     # --- what may happen next ---------------------------------------------------------------------------------------
 
     def choices(self) -> list[Pending]:
-        """Every event that could come next. Operations run in the order they came; all else in any order."""
+        """Every event that can come next. Operations run in the order they came; all else in any order."""
         found: list[Pending] = []
         if self.failed:
             return found
@@ -180,7 +184,10 @@ class Facts(Expected):
         return found
 
     def _completes_gradient(self, compute: ComputeBlock) -> bool:
-        """Before the last group a gradient is a part of a sum, and nobody else's."""
+        """Returns whether the block's gradient is complete.
+
+        Before the last group it is a partial sum in the GPU worker.
+        """
         return compute.phase in WITH_GRADIENT and compute.group == self.shape.num_groups - 1
 
     def _next_of_compute(self, compute: ComputeBlock) -> Pending:
@@ -205,7 +212,7 @@ class Facts(Expected):
     # --- what has happened -------------------------------------------------------------------------------------------
 
     def account(self, event: Message) -> None:
-        """What is true once the event has happened."""
+        """Updates the state of the world after an event."""
         match event:
             case ModelLoaded():
                 self.loading = False
@@ -261,15 +268,15 @@ class Facts(Expected):
 
     @property
     def resident(self) -> frozenset[int]:
-        """Blocks whose states the SSDs get when they are flushed."""
+        """Blocks whose states reach the SSDs when they are flushed."""
         return frozenset() if not self.shape.ssd_servers else self.shape.host_blocks | self.shape.device_blocks
 
     def _relabel(self, step: int) -> None:
-        """All blocks are read under this step from now on, whatever has made them what they are."""
+        """All blocks are read under this step from now on, regardless of the step that made their states."""
         self.written, self.labels = [step] * self.shape.num_blocks, [step] * self.shape.num_blocks
 
     def _note_gradient(self, step: int) -> None:
-        """What is where it is kept may be updated; of a step that is skipped nothing is, and so it is over."""
+        """Queues updates whose gradient is in place. A skipped step has no updates, so it is over."""
         if self.shape.keeps_grads and not self._gradients_complete(step):
             return
         if step not in self.skipped:
@@ -293,12 +300,12 @@ class Facts(Expected):
         return sum(s == step for s, _ in self.backward_done) == self.shape.num_blocks
 
     def arrivals(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """In which order what waits has come, where that decides anything."""
+        """The order of arrival of waiting gradients, if the policy depends on it."""
         if self.shape.ordering.queues is QueueOrder.PRIORITY:
             return ()
         lent = tuple(key for key in self.offloaded if key in self.lent)
         return (tuple(self.to_offload), lent)
 
     def _first_of(self, waiting: list[tuple[int, int]]) -> tuple[int, int]:
-        """Whose turn it is."""
+        """The step and block that come first by the policy's queue order."""
         return min(waiting) if self.shape.ordering.queues is QueueOrder.PRIORITY else waiting[0]

@@ -1,4 +1,4 @@
-"""Small jobs for the policy: their shapes, their gradients, and their operations as the design tells them."""
+"""Small jobs for the policy: their shapes, their gradients, and their operations in the order of the design."""
 
 import math
 from dataclasses import fields
@@ -24,7 +24,8 @@ def make_shape(
 ) -> SchedulerConfig:
     """A small job; `tied`: the head reads the embedding's params as well as its own.
 
-    Unless told otherwise, gradients are kept where that must be: with clipping. Options of the ordering count, too.
+    Gradients are kept if clipping needs it, unless `keeps_grads` says otherwise. Options may also be fields of the
+    ordering.
     """
     ordering = {field.name: options.pop(field.name) for field in fields(Ordering) if field.name in options}
     last = len(chunks_per_block) - 1
@@ -49,7 +50,7 @@ def make_shape(
         ),
         shared=tuple(shared),
         learning_rate=lambda step: 0.5 / step,
-        trainer_state=lambda step: "",  # the world's own takes its place
+        trainer_state=lambda step: "",  # the world replaces it
         gpu_worker=GPU,
         optimizers=tuple(ActorName(f"optimizer-{i}") for i in range(num_optimizers)),
         ssd_servers=tuple(ActorName(f"ssd-{i}") for i in range(num_ssds)),
@@ -59,14 +60,14 @@ def make_shape(
 
 
 def grad_chunks(shape: SchedulerConfig, block: int) -> tuple[GradChunk, ...]:
-    """Where the gradient of a block lies once it is offloaded."""
+    """The chunks of a block's gradient with their spans in the arena once it is offloaded."""
     if block in shape.spilled_blocks:
         return tuple(GradChunk(key, None) for key in shape.chunks[block])
     return tuple(GradChunk(key, Span(4096 * (10 * key.block + key.chunk), 4096)) for key in shape.chunks[block])
 
 
 def holders(shape: SchedulerConfig, block: int) -> dict[ActorName, tuple[ChunkKey, ...]]:
-    """Who updates a block, and which of its chunks; on the device nobody tells them apart."""
+    """The actors that update a block, and the chunks of each. The GPU worker updates blocks as a whole: no chunks."""
     if block in shape.device_blocks:
         return {GPU: ()}
     num = len(shape.optimizers)
@@ -75,17 +76,17 @@ def holders(shape: SchedulerConfig, block: int) -> dict[ActorName, tuple[ChunkKe
 
 
 def grad_sq_sum(step: int, block: int) -> float:
-    """The squared norm of a block's gradient before the loss is scaled: some steps need clipping, some do not."""
+    """The squared norm of a block's gradient before loss scaling: some steps need clipping, some do not."""
     return float((block + 1) * (100 if step % 2 else 0.01))
 
 
 def not_finite(step: int, block: int) -> float:
-    """What the world's GPU worker reports of a bad gradient."""
+    """The norm that the world's GPU worker reports for a bad gradient."""
     return math.inf if (step + block) % 2 else math.nan
 
 
 def expected_operations(shape: SchedulerConfig, first_step: int) -> list[tuple[int, Phase | None, int, int]]:
-    """(step, phase, block, group) of every operation, written down as the design tells it; phase None is an export."""
+    """(step, phase, block, group) of every operation, in the order of the design; phase None is an export."""
     layers = list(range(shape.num_blocks - 1))
     head = shape.num_blocks - 1
     found: list[tuple[int, Phase | None, int, int]] = []
@@ -96,7 +97,7 @@ def expected_operations(shape: SchedulerConfig, first_step: int) -> list[tuple[i
                 found += [(step, Phase.HEAD, head, group)]
                 found += [(step, Phase.BACKWARD, b, group) for b in reversed(layers)]
         elif step == 0:
-            continue  # what follows a step is due again for the one that a resumed job goes on from
+            continue  # a resumed job repeats what follows its step
         last = step == shape.total_steps
         if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):
             for group in range(shape.num_evaluation_groups):
@@ -108,7 +109,10 @@ def expected_operations(shape: SchedulerConfig, first_step: int) -> list[tuple[i
 
 
 class Expected:
-    """What follows from a job's shape and its gradients alone. `bad`: (step, block) whose gradient is not finite."""
+    """The results that follow only from a job's shape and its gradients.
+
+    `bad`: (step, block) whose gradient is not finite.
+    """
 
     def __init__(self, shape: SchedulerConfig, bad: frozenset[tuple[int, int]], scales_loss: bool) -> None:
         self.shape = shape
@@ -117,15 +121,15 @@ class Expected:
         self.scales_loss = scales_loss
 
     def last_good(self, step: int) -> int:
-        """The last step up to this one that was not skipped."""
+        """The last step, up to this one, that is not skipped."""
         return next((each for each in range(step, -1, -1) if each not in self.skipped), -1)
 
     def num_skipped_in_a_row(self, step: int) -> int:
-        """Skipped steps up to this one, since the last good one."""
+        """The number of skipped steps up to this one, since the last good one."""
         return step - self.last_good(step)
 
     def expected_trainer(self, step: int) -> dict[str, float]:
-        """The trainer's state after a step; far too early for the loss scale to grow."""
+        """The trainer's state after a step; the loss scale is too young to grow."""
         num_bad = sum(each <= step for each in self.skipped)
         last_bad = max((each for each in self.skipped if each <= step), default=0)
         return {
@@ -136,16 +140,16 @@ class Expected:
         }
 
     def expected_loss_scale(self, step: int) -> float:
-        """What the gradients of a step are multiplied by."""
+        """The factor of the gradients of a step."""
         return self.expected_trainer(step - 1)["loss_scale"] if self.scales_loss else 1.0
 
     def expected_grad_scale(self, step: int) -> float:
-        """Takes the loss scale back out, and clips. Source: torch.nn.utils.clip_grad_norm_."""
+        """The factor that removes the loss scale and clips. Source: torch.nn.utils.clip_grad_norm_."""
         unscaled = 1.0 / self.expected_loss_scale(step)
         if self.shape.clip_norm is None:
             return unscaled
         return unscaled * min(1.0, self.shape.clip_norm / (self.grad_norm(step) + 1e-6))
 
     def grad_norm(self, step: int) -> float:
-        """Of a step whose gradients are finite."""
+        """The gradient norm of a step whose gradients are finite."""
         return math.sqrt(sum(grad_sq_sum(step, block) for block in range(self.shape.num_blocks)))

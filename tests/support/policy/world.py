@@ -1,6 +1,6 @@
-"""A world that carries out a policy's instructions in any order, and checks each one as it is issued.
+"""A world that carries out a policy's instructions in any order, and checks each one when it is issued.
 
-It keeps its own account of what is true, and never asks the policy.
+It keeps its own record of the state, and never asks the policy.
 """
 
 import copy
@@ -42,7 +42,7 @@ from windlass.storage.ids import ActorName, Step
 
 
 class World(Facts):
-    """Holds a policy's outstanding instructions; `deliver` makes one of its `choices` happen."""
+    """Holds a policy's instructions in flight. `deliver` makes one of its `choices` happen."""
 
     def __init__(
         self,
@@ -54,29 +54,32 @@ class World(Facts):
         best: frozenset[int] = frozenset(),
         finish_at: int | None = None,
     ) -> None:
-        """`best`: steps whose evaluations ask for a checkpoint; `finish_at`: that of a first one that ends the job."""
+        """`best`: steps whose evaluation asks for a checkpoint; `finish_at`: the step whose evaluation ends the job."""
         super().__init__(shape, initial_step, bad=bad, scales_loss=scales_loss)
         self.best, self.finish_at, self.initial_step = best, finish_at, initial_step or 0
         trainer = TrainerState(scales_loss=scales_loss)
         trainer.restore(self.expected_trainer(initial_step or 0))
         self.pipeline = Pipeline(self._with_state(), trainer, None if initial_step is None else Step(initial_step))
-        # Steps whose trainer's state was asked for; at first nothing is decided.
+        # Steps whose trainer state was read; at first no step is decided.
         self.captured = [self.last_good(self.committed)]
         self.told_by_policy = self.told
 
     def fork(self) -> "World":
-        """An independent copy; needs a policy whose program can be copied."""
+        """An independent copy. The policy's program must be copyable."""
         shared = (self.shape, self.pipeline.shape, self.expected, self.bad, self.skipped)
         twin = copy.deepcopy(self, {id(each): each for each in shared})
         twin.pipeline.shape = twin._with_state()
         return twin
 
     def _with_state(self) -> SchedulerConfig:
-        """The shape, with commits that keep what the trainer is when the state is asked for."""
+        """The shape, with a `trainer_state` that checks when the policy reads it."""
         return replace(self.shape, trainer_state=self._capture)
 
     def _capture(self, step: int) -> str:
-        """Must be asked for once a step, when it is known what became of it, and before that changes for the next."""
+        """Checks that the policy reads the trainer state once a step.
+
+        It must be read after the step is decided, and before the next step changes it.
+        """
         assert step not in self.captured
         self.captured.append(step)
         assert step == self._last_decided()
@@ -86,7 +89,7 @@ class World(Facts):
     # --- what bad gradients lead to ---------------------------------------------------------------------------------
 
     def _expected_failure(self, event: Message) -> str | None:
-        """What the policy must say where it cannot go on after an event that has just happened."""
+        """The error that the policy must raise after this event; None if it can continue."""
         if not isinstance(event, BlockBackwardDone):
             return None
         if not self.shape.keeps_grads:
@@ -106,7 +109,7 @@ class World(Facts):
         self._take(self.pipeline.start(now_s))
 
     def deliver(self, pending: Pending, now_s: float = 0.0) -> list[Instruction]:
-        """Lets an event happen, and checks what the policy makes of it."""
+        """Delivers an event, and checks the instructions that the policy answers with."""
         event = pending.event
         self.account(event)
         self.delivered.append(event)
@@ -122,7 +125,7 @@ class World(Facts):
         return instructions
 
     def _decide(self, step: int) -> None:
-        """What the shell does before the policy hears that the evaluation is over."""
+        """Does what the shell does before the policy receives the end of an evaluation."""
         if step in self.best:
             self.checkpoint_after(step)
         if step == self.finish_at:
@@ -131,7 +134,7 @@ class World(Facts):
                 self.expect_end(step)
 
     def want_checkpoint(self) -> int:
-        """As where so much time has passed. Returns the step that it will be of."""
+        """Asks for a checkpoint, as the shell does after some time. Returns the checkpoint's step."""
         step = self.pipeline.next_open_commit
         is_kept = max(self.captured[-1], self.initial_step)
         open_steps = range(max(is_kept + 1, self.begun), self.shape.total_steps)
@@ -163,7 +166,7 @@ class World(Facts):
         on_device = sum(block in self.shape.device_blocks for _, block in self.updating)
         assert on_device <= limits.max_updating_on_device
         assert len(self.updating) - on_device <= limits.max_updating
-        # Every wait has a deadline: what is outstanding here and what the policy waits for are the same.
+        # Every wait has a timeout: the instructions in flight here and the policy's pending replies are the same.
         num_outstanding = sum(len(shares) for shares in self.updating.values()) + len(self.committing)
         num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
         num_outstanding += len(self.offloading) + self.loading + (self.exporting is not None)
@@ -215,7 +218,7 @@ class World(Facts):
             case ExportModel():
                 self._take_export(to, message)
             case _:
-                raise AssertionError(f"nobody expects {message}")
+                raise AssertionError(f"unexpected {message}")
 
     def _take_drop(self, to: ActorName, message: GradDiscarded) -> None:
         key = (int(message.step), int(message.block))
@@ -270,7 +273,7 @@ class World(Facts):
         self.asked_commits.append(step)
 
     def _check_prompt(self) -> None:
-        """Resident blocks are flushed as soon as a commit will need it, and trainer states are kept in time."""
+        """Checks that resident blocks are flushed once a commit needs them, and that trainer states are read in time."""
         due = {
             block
             for block in self.resident
@@ -281,7 +284,7 @@ class World(Facts):
         assert self.captured[-1] == self._last_decided()
 
     def _check_told(self) -> None:
-        """Steps are settled in order: with their commit or, where none is due, when they are over."""
+        """Checks that steps are settled in order: with their commit or, where none is due, when they are over."""
         while self.told < max(self.committed, 0) or (
             not self.is_commit_step(self.told + 1)
             and self.committed >= self.commit_before(self.told + 1)
@@ -292,13 +295,13 @@ class World(Facts):
         assert self.told_by_policy == self.told
 
     def _check_skipped(self) -> None:
-        """No slot of a skipped step stays where it is; nothing of it is updated."""
+        """Checks that a skipped step keeps no gradient slots and has no updates."""
         skipped = {step for step in self.skipped if self._gradients_complete(step)}
         assert not skipped & {step for step, _ in self.lent}, "slots of a skipped step are kept"
         assert not skipped & {step for step, _ in self.updating}
 
     def _check_ends(self) -> None:
-        """What a step turned out to be is told once all its gradients are known."""
+        """Checks that the end of a step is reported once all its gradients are known."""
         begun = {step for step, _ in self.backward_done}
         assert self.pipeline.ends.keys() == {step for step in begun if self._gradients_complete(step)}
         for step, end in self.pipeline.ends.items():
@@ -380,7 +383,7 @@ class World(Facts):
         self.exporting = message
 
     def _check_commit_is_whole(self) -> None:
-        """Commands of one answer go out together: every share of an update, every server of a commit."""
+        """Checks that the commands of one answer are sent together: every share of an update, every server of a commit."""
         for (step, block), shares in self.updating.items():
             if not any(isinstance(e, BlockUpdated) and (e.step, e.block) == (step, block) for e in self.delivered):
                 assert shares.keys() == holders(self.shape, block).keys()
@@ -395,7 +398,7 @@ class World(Facts):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def check_end(self) -> None:
-        """Everything was done, once, in program order, and is committed; unless bad gradients ended it before."""
+        """Checks that everything was done once, in program order, and is committed; unless bad gradients ended the job."""
         if self.failed:
             return
         assert self.pipeline.finished
@@ -419,13 +422,13 @@ class World(Facts):
 
 
 def deliver_all_but(world: World, *kept: str) -> None:
-    """Lets everything happen except what answers one of `kept`."""
+    """Delivers all events except those that answer one of `kept`."""
     while choices := [c for c in world.choices() if not c.answers.startswith(kept)]:
         world.deliver(choices[0])
 
 
 def sent(world: World, *kinds: type[Message]) -> list[Message]:
-    """What the policy sends from now on, of some kinds, until nothing is left."""
+    """Runs the world to its end, and returns the messages of some types that the policy sends."""
     found: list[Message] = []
     while choices := world.choices():
         found += [i.message for i in world.deliver(choices[0]) if isinstance(i.message, kinds)]

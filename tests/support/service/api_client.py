@@ -1,4 +1,4 @@
-"""A client that speaks to an app in this process, and a home to serve."""
+"""A client of an app in this process, and a home folder to serve."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_pos
 
 
 def make_model(folder: Path, *, config: Any = CONFIG, weights: str | None = "model.safetensors") -> None:
-    """A folder that looks like a model from outside."""
+    """Makes a folder that looks like a model from outside."""
     folder.mkdir(parents=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -25,13 +25,13 @@ def make_model(folder: Path, *, config: Any = CONFIG, weights: str | None = "mod
 
 
 def no_hub(model: str) -> list[str]:
-    """A hub that nobody reaches."""
+    """Fails as an unreachable hub does."""
     raise LookupError("the hub could not be reached (test)")
 
 
 @contextmanager
 def serve(settings: Settings, *, peer: str = "127.0.0.1", **kwargs: Any) -> Iterator[TestClient]:
-    """The app behind a client that names it properly and has this address."""
+    """A client of the app that uses its base URL and has the address `peer`."""
     app = create_app(settings, **({"hub_files": no_hub} | kwargs))
     address = (peer, 50000)
     with TestClient(app, base_url=settings.base_url, raise_server_exceptions=False, client=address) as client:
@@ -39,13 +39,13 @@ def serve(settings: Settings, *, peer: str = "127.0.0.1", **kwargs: Any) -> Iter
 
 
 def context_of(client: TestClient) -> Context:
-    """What the app works with."""
+    """The app's context."""
     context: Context = client.app.state.context
     return context
 
 
 def upload(client: TestClient, content: bytes = b'{"text": "a"}\n', name: str = "a.jsonl") -> str:
-    """A file's id."""
+    """Uploads a file and returns its id."""
     response = client.post("/v1/files", files={"file": (name, content)}, data={"purpose": "fine-tune"})
     assert response.status_code == 200, response.text
     file_id: str = response.json()["id"]

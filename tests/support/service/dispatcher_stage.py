@@ -1,4 +1,4 @@
-"""What dispatcher tests play on: a real database and home, runners that do nothing by themselves, a clock by hand."""
+"""A test bench of the dispatcher: a real database and home, stand-in runners, and a clock that the test moves."""
 
 import json
 import os
@@ -52,7 +52,7 @@ PREPARED: Mapping[str, dict[str, Any]] = {
 
 
 def planned(host_gib: float, *, buffers_gib: float = 0.0, ssd_gib: float = 0.0) -> Mapping[str, dict[str, Any]]:
-    """What the preparation of a job ends with that takes so much by its plan."""
+    """The results of a job's preparation whose plan needs this much memory and SSD space, in GiB."""
     peaks = {"gpu": 0.0, "host": host_gib, "ssd": ssd_gib}
     plan = {
         "plan": {"feasible": True, "reasons": [], "step_s": 1.0, "peak_gib": peaks},
@@ -69,7 +69,7 @@ def _leave_results(folder: Path, prepared: Mapping[str, dict[str, Any]]) -> None
 
 @dataclass
 class StandInRunners:
-    """Runners that are there from their start until a test takes them away."""
+    """Runners that live from their start until a test ends them."""
 
     alive: set[tuple[str, int]] = field(default_factory=set)
     started: list[JobSpec] = field(default_factory=list)
@@ -101,12 +101,12 @@ class StandInRunners:
 
 
 class StandInPreparation(Preparation):
-    """Takes as long as a test wants, and ends as it wants."""
+    """A preparation that takes as long, and ends, as the test decides."""
 
     def __init__(self, order: PreparationOrder, made_for: Database) -> None:
         super().__init__([], work_dir=order.work_dir)
         self.order = order
-        self.made_for = made_for  # the dispatcher with this way to the database
+        self.made_for = made_for  # the database handle of the dispatcher that made it
         self.ending: PreparationError | Mapping[str, dict[str, Any]] | None = None
         self.stopped = False
 
@@ -124,7 +124,7 @@ class StandInPreparation(Preparation):
 
 
 class StandInPlanner(Preparation):
-    """Asked about a job that runs; answers when a test has it."""
+    """A planner process for a running job; it answers when the test sets `answer`."""
 
     def __init__(self, work_dir: Path, question: dict[str, Any]) -> None:
         super().__init__([], work_dir=work_dir)
@@ -142,7 +142,7 @@ class StandInPlanner(Preparation):
 
 
 class AtOnce(Executor):
-    """Does in the caller's own thread, and before it returns, what it is given."""
+    """An executor that runs each call in the caller's thread, before `submit` returns."""
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **more: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -151,7 +151,7 @@ class AtOnce(Executor):
 
 
 class Stage:
-    """A dispatcher with all it needs, and the short words that tests use."""
+    """A dispatcher with all that it needs, and short helpers for tests."""
 
     def __init__(self, home: Path, database: Database, *, num_gpus: int = 0, **settings: Any) -> None:
         self.settings = Settings(home=home, **settings)
@@ -168,14 +168,17 @@ class Stage:
         self.dispatcher = self.new_dispatcher()
 
     def new_dispatcher(self) -> Dispatcher:
-        """Another process, as after a crash: it remembers nothing, and knows that the one before is gone."""
+        """Replaces the dispatcher by a new process, as after a crash.
+
+        It starts without memory, and knows that its predecessor is gone.
+        """
         self.dispatcher = self.make_dispatcher(is_alone=True)
         return self.dispatcher
 
     def make_dispatcher(
         self, *, is_alone: bool, database: Database | None = None, machine: str | None = None
     ) -> Dispatcher:
-        """One more."""
+        """Makes one more dispatcher."""
 
         database = database or self.database
 
@@ -209,7 +212,7 @@ class Stage:
             self.dispatcher.tick()
 
     def let_leases_expire(self) -> None:
-        """Those of all dispatchers but the last that was made, which goes on meanwhile."""
+        """Lets the leases of all dispatchers expire but that of the last one, which runs on."""
         with self.database.write() as session:
             session.execute(update(DispatcherRow).values(expires_at=DispatcherRow.expires_at - LEASE_S))
         for _ in range(int(LEASE_S / BEAT_S) + 3):
@@ -217,7 +220,7 @@ class Stage:
             self.now += BEAT_S
 
     def submit(self, *, priority: int = 0, owner: str | None = None, node: str | None = None, **windlass: Any) -> str:
-        """A new job's id."""
+        """Creates a job and returns its id."""
         new = NewJob(
             model="tiny",
             training_file="file-train",
@@ -239,7 +242,7 @@ class Stage:
     def queue(
         self, *, priority: int = 0, owner: str | None = None, prepared: Mapping[str, dict[str, Any]] = PREPARED
     ) -> str:
-        """A job that is prepared, and not started yet if the device is busy."""
+        """A prepared job, which waits in the queue if the device is busy."""
         job_id = self.submit(priority=priority, owner=owner)
         self.tick()
         self.preparations[-1].ending = prepared
@@ -247,13 +250,13 @@ class Stage:
         return job_id
 
     def queue_only(self, *, priority: int = 0, prepared: Mapping[str, dict[str, Any]] = PREPARED) -> str:
-        """A job that is prepared, and would be started by the next pass."""
+        """A prepared job, which the next pass would start."""
         job_id = self.submit(priority=priority)
         self.prepare_at_once(job_id, prepared)
         return job_id
 
     def prepare_at_once(self, job_id: str, prepared: Mapping[str, dict[str, Any]]) -> None:
-        """Put a new job into the queue."""
+        """Puts a new job into the queue."""
         with self.database.write() as session:
             jobs = JobRepository(session)
             resolved = resolve_job(jobs.get(job_id), dict(prepared))
@@ -270,14 +273,14 @@ class Stage:
         _leave_results(folder, prepared)
 
     def run(self) -> tuple[str, Journal]:
-        """A job that runs, and its runner's journal."""
+        """A running job, and its runner's journal."""
         job_id = self.queue()
         self.tick()
         assert self.job(job_id).status is JobStatus.RUNNING
         return job_id, self.journal(job_id, 1)
 
     def lose(self, job_id: str, *steps: int) -> None:
-        """The job's attempt tells of some steps and is gone; the dispatcher sees it."""
+        """Loses the job's attempt after it reported some steps, and lets the dispatcher notice."""
         attempt = self.job(job_id).attempt
         journal = self.journal(job_id, attempt)
         for step in steps:
@@ -289,7 +292,7 @@ class Stage:
             self.sit_out_the_pause()
 
     def sit_out_the_pause(self) -> None:
-        """The longest there is before a job that was lost goes on."""
+        """Waits for the longest pause before a lost job is started again."""
         self.now += 300
         self.tick()
 
@@ -310,14 +313,14 @@ class Stage:
                 process.kill()
 
     def put_states(self, job_id: str) -> None:
-        """What a job's SSD servers leave when they are killed."""
+        """Reserves space on the SSDs as a job whose SSD servers were killed leaves it."""
         for path in self.settings.ssd_dirs:
             volume = Volume.open(path, direct=False)
             volume.reserve(JobId(job_id), Demand(head_nbytes=UNIT_NBYTES, extent_nbytes=UNIT_NBYTES, num_extents=1))
             volume.close()
 
     def jobs_on_ssds(self) -> list[set[str]]:
-        """The jobs that hold space on each SSD."""
+        """The jobs that hold space, for each SSD."""
         found: list[set[str]] = []
         for path in self.settings.ssd_dirs:
             volume = Volume.open(path, direct=False)
@@ -329,7 +332,7 @@ class Stage:
         return Journal(self.settings.jobs_dir / job_id / "journal.jsonl", attempt)
 
     def export_model(self) -> None:
-        """What a runner does before it reports success."""
+        """Writes the model as a runner does before it reports success."""
         folder = Path(self.runners.started[-1].output_dir)
         folder.mkdir()
         (folder / "config.json").write_text("{}")
@@ -361,7 +364,7 @@ class Stage:
             return [event.message for event in EventRepository(session).since(0, limit=10_000, job_id=job_id)]
 
     def audit(self) -> list[tuple[str, str | None, str | None, str | None]]:
-        """Action, target, user and address of each event, oldest first."""
+        """The action, target, user and address of each event, oldest first."""
         with self.database.read() as session:
             rows = AuditRepository(session).page(limit=1000).rows
         return [(row.action, row.target, row.user, row.peer) for row in reversed(rows)]

@@ -1,4 +1,4 @@
-"""A service with keys: two users and an admin, each with a file, a job and a model, and keys that open nothing."""
+"""A service with keys: two users and an admin, each with a file, a job and a model, and keys that are not valid."""
 
 import json
 import time
@@ -35,13 +35,13 @@ ADMIN = "root"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Things:
-    """What one user has, by the names that paths have for it."""
+    """The objects of one user, by their names in paths."""
 
     file_id: str
     job_id: str  # queued
-    done_id: str  # of a job that succeeded
-    model: str  # of that one
-    endpoint_id: str  # that is told of webhooks
+    done_id: str  # id of a job that succeeded
+    model: str  # of the job that succeeded
+    endpoint_id: str  # that receives webhooks
     checkpoint_id: str  # of the queued job
 
     @property
@@ -67,15 +67,15 @@ NOTHING = Things(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The service and who may use it."""
+    """The service and its users."""
 
     client: TestClient
     secrets: dict[str, str]  # by user, and of the keys "expired" and "revoked"
     key_ids: dict[str, str]
-    things: dict[str | None, Things]  # by user; None: from before there were keys
+    things: dict[str | None, Things]  # by user; None: without an owner, from before there were keys
 
     def ask(self, who: str | None, method: str, path: str, **arguments: Any) -> Any:
-        """Make a request with somebody's key; it follows no redirects."""
+        """Makes a request with the key of the user `who`, or without one. Follows no redirects."""
         headers = {} if who is None else {"Authorization": f"Bearer {self.secrets[who]}"}
         headers |= arguments.pop("headers", {})
         return self.client.request(method, path, headers=headers, follow_redirects=False, **arguments)
@@ -83,7 +83,7 @@ class World:
 
 @contextmanager
 def keyed_world(settings: Settings) -> Iterator[World]:
-    """A service in which all of this is there."""
+    """A service with all of these users and objects."""
     make_model(settings.models_dir / "tiny")
     with serve(settings) as client:
         things: dict[str | None, Things] = {
@@ -94,12 +94,12 @@ def keyed_world(settings: Settings) -> Iterator[World]:
 
 
 def routes_of(client: TestClient) -> list[tuple[str, str]]:
-    """Method and path of everything that its app answers to; folders of files as one path."""
+    """Method and path of every endpoint of the client's app; mounted folders as one path."""
     return routes_in(client.app)
 
 
 def routes_in(app: Any) -> list[tuple[str, str]]:
-    """The same of an app that nobody asks."""
+    """Method and path of every endpoint of an app."""
     found = []
     for route in _walk(app.routes):
         if isinstance(route, Mount):
@@ -111,7 +111,7 @@ def routes_in(app: Any) -> list[tuple[str, str]]:
 
 
 def _turn(route: tuple[str, str]) -> tuple[object, ...]:
-    """What takes things away comes last, and of that what needs them first: parts, then the whole."""
+    """The sort key of a route: deletions come last, and among them parts before the whole."""
     method, path = route
     takes = method == "DELETE" or path.endswith("/cancel")
     return takes, method == "DELETE", path == "/logout", -path.count("/") if takes else 0, route
@@ -144,7 +144,7 @@ def new_job(file_id: str, owner: str | None, model: str = "tiny") -> NewJob:
 
 
 def make_keys(database: Database) -> tuple[dict[str, str], dict[str, str]]:
-    """Secrets, and ids, of everybody's keys."""
+    """The secrets, and the ids, of all keys."""
     secrets, key_ids = {"wrong": "wk-" + "x" * 43}, {}
     with database.write() as session:
         keys = KeyRepository(session)
@@ -161,7 +161,7 @@ def make_keys(database: Database) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def make_things(database: Database, settings: Settings, owner: str | None, *, number: int | None = None) -> Things:
-    """One of each that there is. `number`: of a user who has some already."""
+    """Makes one object of each kind. `number`: distinguishes further objects of the same user."""
     file_id = f"file-of-{owner}" if number is None else f"file-of-{owner}-{number}"
     (settings.files_dir / file_id).write_bytes(b'{"text": "a"}\n')
     with database.write() as session:
@@ -192,7 +192,7 @@ def make_things(database: Database, settings: Settings, owner: str | None, *, nu
 
 
 def leave_traces(database: Database, settings: Settings, job_id: str, *, message: str = "Step 1") -> None:
-    """All that a job leaves which was planned and has trained. `message`: of its event."""
+    """Writes all files and rows of a job that was planned and has trained. `message`: of its event."""
     folder = job_dir(settings, job_id)
     (folder / "prepare").mkdir(parents=True)
     span = WorkSpan("ssd-0", SpanKind.READ_STATES, 1, 2, 7, 10.5, 11.0, 4096)
@@ -211,8 +211,8 @@ def leave_traces(database: Database, settings: Settings, job_id: str, *, message
 
 
 def end_streams(patch: pytest.MonkeyPatch) -> None:
-    """Each stream of events looks for them once, and ends."""
-    seen: dict[int, Caller] = {}  # kept, as another caller could get the place in memory of one that is gone
+    """Makes each event stream read the events once, and end."""
+    seen: dict[int, Caller] = {}  # keeps the callers alive, as a new one could otherwise get the same id
 
     def is_still_in(caller: Caller, _session: object) -> bool:
         is_first = id(caller) not in seen

@@ -1,4 +1,4 @@
-"""A server that takes in webhooks, on this machine."""
+"""A local server that receives webhooks."""
 
 import ssl
 import threading
@@ -10,17 +10,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Receiver:
-    """What came, and how it is answered."""
+    """The requests that arrived, and the answers to the next ones."""
 
     url: str = ""
-    statuses: list[int] = field(default_factory=list)  # of the next answers; then 200
+    statuses: list[int] = field(default_factory=list)  # of the next answers; afterwards 200
     redirects_to: str | None = None
-    received: list[tuple[dict[str, str], str]] = field(default_factory=list)  # headers, in small letters, and body
+    received: list[tuple[dict[str, str], str]] = field(default_factory=list)  # headers, in lower case, and body
 
 
 @contextmanager
 def receiving(*, tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
-    """Serves on a port of its own."""
+    """Serves on a port of its own until the block ends."""
     receiver = Receiver()
 
     class Handler(BaseHTTPRequestHandler):
@@ -34,7 +34,7 @@ def receiving(*, tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nowhere."""
+            """Logs nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         if tls is not None:

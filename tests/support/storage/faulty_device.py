@@ -1,4 +1,4 @@
-"""A disk that loses power: it stops at a given operation, and what was not synced may be there, torn, or not at all."""
+"""A disk that loses power at a given operation. Unsynced writes may then be complete, torn or missing."""
 
 import os
 import random
@@ -10,25 +10,25 @@ from typing import Any
 from windlass.storage.ssd.device import SsdDevice
 from windlass.storage.ssd.volume import VOLUME_FILE, Volume
 
-# What a disk writes at once, whole or not.
+# Bytes that a disk writes atomically.
 SECTOR_NBYTES = 512
 _MOST_OPERATIONS = 20
 
 
 class PowerLoss(Exception):
-    """The machine is off: nothing that follows happens."""
+    """The machine is off: no later operation happens."""
 
 
 @dataclass(slots=True)
 class Power:
-    """Counts what disks do and goes off before operation `off_at`; several disks may share one."""
+    """Counts the operations of disks and turns off before operation `off_at`. Several disks may share one."""
 
     off_at: int | None = None
     num_operations: int = 0
     is_off: bool = False
 
     def spend(self) -> None:
-        """One more operation begins."""
+        """Counts one more operation; raises PowerLoss if the power is off."""
         if self.num_operations == self.off_at:
             self.is_off = True
         if self.is_off:
@@ -38,21 +38,21 @@ class Power:
 
 @dataclass(slots=True)
 class Disk:
-    """What survives: the bytes as of the last sync, and what has been written since, in order."""
+    """The durable state: the bytes as of the last sync, and all later writes, in order."""
 
     power: Power
     durable: bytearray = field(default_factory=bytearray)
     unsynced: list[tuple[int, bytes]] = field(default_factory=list)
 
     def image(self, writes: Iterable[tuple[int, bytes]]) -> bytes:
-        """The bytes of the disk if of the unsynced writes exactly these arrived, in this order."""
+        """The bytes of the disk if exactly these unsynced writes arrived, in this order."""
         content = bytearray(self.durable)
         for offset, raw in writes:
             _put(content, offset, raw)
         return bytes(content)
 
     def outcomes(self, seed: int, num_random: int) -> Iterator[bytes]:
-        """Images that a power loss now may leave: nothing, everything, only the last, torn and reordered subsets."""
+        """Images that a power loss now may leave: no write, all, only the last, torn and reordered subsets."""
         yield self.image([])
         if not self.unsynced:
             return
@@ -68,7 +68,7 @@ class Disk:
 
 
 class FaultyDevice(SsdDevice):
-    """The real file, and beside it what of it is safe. `disk` is shared by all who open the same path."""
+    """The real file, together with its durable part. All devices of one path share `disk`."""
 
     disk: Disk  # set by `factory`
 
@@ -84,7 +84,7 @@ class FaultyDevice(SsdDevice):
         self.disk.unsynced.append((offset, raw))
 
     def sync(self) -> None:
-        """What is safe is known without the real disk, for which nothing waits."""
+        """Marks all writes as durable. The real disk is not synced, because no test waits for it."""
         self.disk.power.spend()
         for offset, raw in self.disk.unsynced:
             _put(self.disk.durable, offset, raw)
@@ -93,12 +93,12 @@ class FaultyDevice(SsdDevice):
     def allocate(self, offset: int, nbytes: int) -> None:
         self.disk.power.spend()
         super().allocate(offset, nbytes)
-        # A file system's journal makes this safe at once; the bytes are zeros until written.
+        # A file system's journal makes this durable at once; the bytes are zeros until written.
         self.disk.durable.extend(bytes(max(0, offset + nbytes - len(self.disk.durable))))
 
 
 def factory(disk: Disk) -> Any:
-    """What `Volume.open` makes its device with."""
+    """The `make_device` argument of `Volume.open` for this disk."""
 
     def make(path: Path, *, is_raw: bool = False, direct: bool = True) -> FaultyDevice:
         device = FaultyDevice(path, is_raw=is_raw, direct=direct)
@@ -111,9 +111,9 @@ def factory(disk: Disk) -> Any:
 def power_losses(
     directory: Path, act: Callable[[Volume], object], *, image: bytes = b"", num_random: int = 12
 ) -> Iterator[bool]:
-    """Cut the power before each operation of opening an SSD directory's volume, which was `image`, and of `act`.
+    """Cuts the power before each operation of opening an SSD directory's volume, which was `image`, and of `act`.
 
-    Yields with each file that may be left then, in its place, whether `act` had come to its end.
+    For each file that may be left, puts it in place and yields whether `act` had finished.
     """
     file = directory / VOLUME_FILE
     for off_at in range(_MOST_OPERATIONS):
@@ -138,7 +138,7 @@ def power_losses(
 
 
 def write_image(path: Path, image: bytes) -> None:
-    """Puts a disk's surviving bytes into a file, which holds zeros where they do."""
+    """Puts a disk's surviving bytes into a sparse file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.ftruncate(fd, len(image))
@@ -158,7 +158,7 @@ def _put(content: bytearray, offset: int, raw: bytes) -> None:
 
 
 def _torn(chance: random.Random, offset: int, raw: bytes) -> list[tuple[int, bytes]]:
-    """A write as the sectors of it that arrived: all, a beginning, or any of them."""
+    """The sectors of a write that arrived: all, a prefix, or any subset."""
     sectors = [(offset + at, raw[at : at + SECTOR_NBYTES]) for at in range(0, len(raw), SECTOR_NBYTES)]
     match chance.randrange(3):
         case 0:

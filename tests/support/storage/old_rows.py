@@ -1,4 +1,4 @@
-"""Rows of every table as each revision of the schema has them, written by plain SQL as its programs would have."""
+"""Rows of every table for each revision of the schema, written by plain SQL as that version's programs would."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _JOB: Mapping[str, Any] = {
     "journal_seq": 7,
     "result_files": [],
 }
-# What each revision brought: new tables with their rows, and new columns of rows that there were.
+# The additions of each revision: new tables with rows, and new columns of existing rows.
 _TABLES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], ...]]] = {
     "0001": {
         "files": (
@@ -136,7 +136,7 @@ _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def insert_rows(connection: Connection, revision: str) -> dict[str, int]:
-    """Fill a database of this revision; how many rows each table has."""
+    """Fills a database of this revision, and returns the number of rows of each table."""
     reached = REVISIONS[: REVISIONS.index(revision) + 1]
     more: dict[str, dict[str, Any]] = {}
     for each in reached:
