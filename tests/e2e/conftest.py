@@ -1,4 +1,4 @@
-"""What e2e tests share."""
+"""Fixtures of the e2e tests: an installation, a live service and browser pages."""
 
 import re
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from tests.e2e.installation import Installation, free_port
 from tests.e2e.live_service import LiveService
 from tests.e2e.pages import PATIENCE_MS, OpenPage
 
-# What Chromium itself prints while the service is away; a page can't keep it from that.
+# Chromium prints this while the service is away; a page can't prevent it.
 _CONNECTION_LOST = re.compile(r"net::ERR_(CONNECTION|INCOMPLETE_CHUNKED|EMPTY_RESPONSE|NETWORK)")
 
 
 @pytest.fixture
 def installation(tmp_path: Path) -> Iterator[Installation]:
-    """An installation of its own, of which nothing is left running."""
+    """A fresh installation that leaves no process running."""
     installation = Installation(home=tmp_path / "home", port=free_port())
     yield installation
     installation.end()
@@ -36,7 +36,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def service_home(tmp_path: Path) -> Path:
-    """The home of `service`; a module of tests may have another."""
+    """The home of `service`; a module of tests may override it."""
     return tmp_path
 
 
@@ -50,7 +50,7 @@ def service(service_home: Path) -> Iterator[LiveService]:
 
 @pytest.fixture
 def open_page(browser: Browser, service: LiveService) -> Iterator[OpenPage]:
-    """Opens pages; whatever they complain about on their console, but for `expected`, fails the test."""
+    """Opens pages. Any console message that is not `expected` fails the test."""
     complaints: list[str] = []
     contexts = []
 

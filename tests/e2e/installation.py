@@ -1,4 +1,4 @@
-"""An installation of windlass as a person has it: a home, the command, and a tiny model to train."""
+"""An installation of windlass as a user has it: a home, the command, and a tiny model to train."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from windlass.service.machine.ray_cluster import RayCluster
 
 @dataclass(frozen=True)
 class Installation:
-    """A home and a free port, and the command line run on them."""
+    """A home and a free port, and the command line for them."""
 
     home: Path
     port: int
@@ -41,26 +41,26 @@ class Installation:
             **os.environ,
             "WINDLASS_HOME": str(self.home),
             "WINDLASS_PORT": str(self.port),
-            "WINDLASS_MEASURE": "0",  # half a minute for each home
+            "WINDLASS_MEASURE": "0",  # measuring takes half a minute for each home
             "HF_HUB_OFFLINE": "1",
             **({} if self.database_url is None else {"WINDLASS_DATABASE_URL": self.database_url}),
         }
 
     def run(self, *arguments: str, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
-        """The command's exit code and what it printed."""
+        """The exit code and the output of a command."""
         command = [str(Path(sys.executable).with_name("windlass")), *arguments]
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
     def ok(self, *arguments: str, timeout_s: float = 120.0) -> str:
-        """What a command printed that must succeed."""
+        """The output of a command that must succeed."""
         result = self.run(*arguments, timeout_s=timeout_s)
         assert result.returncode == 0, f"{arguments}: {result.stdout}{result.stderr}{self.logs()}"
         return result.stdout.strip()
 
     def refused(self, *arguments: str) -> str:
-        """The one line on stderr of a command that must fail."""
+        """The single line on stderr of a command that must fail."""
         result = self.run(*arguments)
         assert result.returncode != 0, result.stdout
         (line,) = result.stderr.splitlines()
@@ -69,9 +69,9 @@ class Installation:
     def await_job(
         self, job_id: str, reached: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 120.0
     ) -> dict[str, Any]:
-        """A job, once it has got there."""
+        """Waits until `reached` is true for the job, and returns the job."""
         deadline = time.monotonic() + timeout_s
-        # Over HTTP: starting the command again and again would take the cores from the job.
+        # Over HTTP: a new process for each request would take CPU time from the job.
         with httpx.Client(base_url=self.url, trust_env=False) as client:
             while not reached(job := client.get(f"/v1/fine_tuning/jobs/{job_id}").json()):
                 assert time.monotonic() < deadline, f"never {what}: {job}{self.logs()}"
@@ -79,22 +79,22 @@ class Installation:
         return job
 
     def logs(self) -> str:
-        """The tail of every log, for a failed test's report."""
+        """The end of every log, for a failed test's report."""
         paths = sorted((self.home / "logs").glob("*.log"))
         return "".join(f"\n== {path.name}\n{path.read_text()[-3000:]}" for path in paths)
 
     def service_processes(self) -> list[ProcessId]:
-        """Supervisor, API and dispatcher, and what they started that did not leave them."""
+        """The supervisor, the API, the dispatcher and all their descendants."""
         serving = find_serving(self.home)
         return [] if serving is None else with_descendants([serving.process])
 
     def ray_processes(self) -> list[ProcessId]:
-        """The Ray daemon and everything that runs in it."""
+        """The Ray daemon and all processes that run in it."""
         found = [process for pid in RayCluster(self.home).pids if (process := find_process(pid)) is not None]
         return with_descendants(found)
 
     def end(self) -> None:
-        """End everything, whatever state a failed test left it in."""
+        """Ends all processes, whatever state a failed test has left."""
         if (self.home / "ray.json").exists():
             self.run("down", "--force")
         for process in psutil.process_iter(["environ"]):
@@ -104,7 +104,7 @@ class Installation:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -134,6 +134,6 @@ def make_tiny_model(folder: Path) -> None:
 
 
 def write_examples(path: Path, num_examples: int) -> None:
-    """A training file of short texts."""
+    """Writes a training file of short texts."""
     lines = [json.dumps({"text": f"example {i}: {i} and {i + 1} make {2 * i + 1}"}) for i in range(num_examples)]
     path.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""A real API process over a home of its own, and jobs as the dispatcher would write them into its database."""
+"""A real API process on a fresh home, and jobs in its database, written as the dispatcher would."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from windlass.storage.sql.repositories.journal_import import import_journal
 
 
 class LiveService:
-    """The API as `windlass up` runs it; it can be killed and started again at the same address."""
+    """The API as `windlass up` runs it. It can be killed and started again at the same address."""
 
     def __init__(self, home: Path, **options: str) -> None:
         with socket.socket() as probe:
@@ -40,11 +40,11 @@ class LiveService:
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The URL of the dashboard."""
         return self.settings.base_url
 
     def start(self) -> None:
-        """Returns once the API answers."""
+        """Starts the API, and returns once it answers."""
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", self.port))
@@ -63,20 +63,20 @@ class LiveService:
                 time.sleep(0.05)
 
     def kill(self) -> None:
-        """End it as a crash would: its streams break off and its port is closed."""
+        """Ends the API as a crash would: its streams break off and its port is closed."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._process = None
 
     def close(self) -> None:
-        """End it, running or not."""
+        """Ends the API, running or not."""
         if self._process is not None:
             self.kill()
         self.database.close()
 
     def forget_everything(self) -> None:
-        """A database that is new: its events are numbered from one again."""
+        """Replaces the database with a new one, whose events are numbered from one again."""
         self.database.close()
         for path in self.settings.home.glob("windlass.db*"):
             path.unlink()
@@ -90,10 +90,10 @@ class LiveService:
             for file_id, name in (("file-train", "support-chats.jsonl"), ("file-valid", "support-chats-valid.jsonl")):
                 FileRepository(session).add(file_id=file_id, filename=name, purpose="fine-tune", nbytes=1)
 
-    # --- what the dispatcher would write ---
+    # --- writes of the dispatcher ---
 
     def submit(self, **fields: Any) -> str:
-        """A new job's id."""
+        """Creates a job and returns its id."""
         new: dict[str, Any] = {
             "model": "Qwen3-1.7B",
             "training_file": "file-train",
@@ -124,24 +124,24 @@ class LiveService:
         return job_id
 
     def run(self, total_steps: int = 10, **fields: Any) -> str:
-        """A job that trains."""
+        """A running job."""
         job_id = self.queue(total_steps, **fields)
         self.move(job_id, JobStatus.QUEUED, JobStatus.RUNNING, "Fine-tuning job started", attempt=1)
         return job_id
 
     def move(self, job_id: str, source: JobStatus, target: JobStatus, message: str, **fields: Any) -> None:
-        """Change a status."""
+        """Changes a job's status."""
         level = "error" if target is JobStatus.FAILED else "info"
         with self.database.write() as session:
             JobRepository(session).transition(job_id, source, target, message=message, level=level, **fields)
 
     def wait_because(self, job_id: str, reason: str) -> None:
-        """Say why a job does not run."""
+        """Sets the reason why a job waits."""
         with self.database.write() as session:
             JobRepository(session).set_waiting_reason(job_id, reason)
 
     def tell(self, job_id: str, kind: str, message: str, *, attempt: int = 1, level: str = "info", **data: Any) -> None:
-        """One record of the runner's journal."""
+        """Adds one record of the runner's journal."""
         seq = self._seqs[job_id, attempt] = self._seqs.get((job_id, attempt), 0) + 1
         record = JournalRecord(
             attempt=attempt, seq=seq, created_at=time.time(), kind=kind, level=level, message=message, data=data
@@ -152,7 +152,7 @@ class LiveService:
     def train(
         self, job_id: str, step: int, loss: float, *, total_steps: int = 10, attempt: int = 1, **data: Any
     ) -> None:
-        """One step."""
+        """Adds the metrics of one step."""
         metrics = {
             "step": step,
             "total_steps": total_steps,
@@ -172,7 +172,7 @@ class LiveService:
         self.tell(job_id, "metrics", message, attempt=attempt, **(metrics | data))
 
     def validate(self, job_id: str, step: int, loss: float, *, attempt: int = 1) -> None:
-        """One measurement on the validation file."""
+        """Adds one validation loss."""
         data = {"step": step, "valid_loss": loss, "full_valid_loss": loss}
         self.tell(job_id, "metrics", f"Step {step}: validation loss={loss:.4f}", attempt=attempt, **data)
 

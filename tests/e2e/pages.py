@@ -1,4 +1,4 @@
-"""What tests of the page in a browser share."""
+"""Helpers for tests of the page in a browser."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from playwright.sync_api import Page, expect
 PATIENCE_MS = 15_000
 OpenPage = Callable[..., Page]
 
-# The summary of a step's timeline, in seconds.
+# Seconds, in the summary of a step's timeline.
 TIMELINE: dict[str, Any] = {
     "period_s": 6.6,
     "busy_s": {"gpu-0/compute": 5.94, "gpu-0/h2d": 1.32, "gpu-0/d2h": 0.66, "optimizer-0": 6.27, "ssd-0": 3.3},

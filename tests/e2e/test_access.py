@@ -1,4 +1,4 @@
-"""A service that others reach, as they meet it: with keys, over TLS, and through a login in a real browser."""
+"""A service that is reachable from other machines: with keys, over TLS, and through a login in a real browser."""
 
 import contextlib
 import os
@@ -21,11 +21,11 @@ from tests.e2e.pages import PATIENCE_MS
 from windlass.service.installation.client import ServiceClient, ServiceUnreachableError
 from windlass.service.installation.local_key import KEY_VARIABLE, open_client
 
-NAME = "windlass.localhost"  # browsers take it for this machine
+NAME = "windlass.localhost"  # browsers resolve it to this machine
 
 
 def windlass(service: LiveService, *arguments: str) -> str:
-    """What a command prints, run as its own process."""
+    """The output of a command, run in its own process."""
     environment = {**os.environ, "WINDLASS_HOME": str(service.settings.home), "WINDLASS_PORT": str(service.port)}
     environment.pop(KEY_VARIABLE, None)
     command = [sys.executable, "-c", "from windlass.service.cli.commands import main; main()", *arguments]
@@ -89,8 +89,9 @@ def test_the_official_client_with_keys(service: LiveService) -> None:
         with pytest.raises(openai.BadRequestError, match="there is no file"):
             ben.fine_tuning.jobs.create(model="tiny", training_file=file.id)
         with pytest.raises(openai.AuthenticationError, match="wrong, expired or revoked"):
-            wrong.files.create(file=("a.jsonl", content * 5), purpose="fine-tune")  # longer than what is on its way
-        assert job.id in windlass(service, "jobs")  # the command line of this machine has a key of its own
+            # longer than the buffers of the connection
+            wrong.files.create(file=("a.jsonl", content * 5), purpose="fine-tune")
+        assert job.id in windlass(service, "jobs")  # the local command line has a key of its own
         windlass(service, "keys", "revoke", key_id(service, "ann"))
         with pytest.raises(openai.AuthenticationError):
             ann.fine_tuning.jobs.retrieve(job.id)
@@ -122,12 +123,12 @@ def test_a_person_logs_in_to_the_dashboard_and_out(service: LiveService, page: P
     expect(page.get_by_role("alert")).to_have_text("This key is wrong, expired or revoked.")
     page.goto(f"{service.url}/#/jobs/{job_id}")
     log_in(page, f" {secret} ")
-    expect(page.locator("#detail-id")).to_have_text(job_id)  # where the person wanted to go
+    expect(page.locator("#detail-id")).to_have_text(job_id)  # the page that the user had asked for
     expect(page.locator("#user")).to_have_text("ann")
     expect(page.locator("#jobs .job")).to_have_count(1)
     expect(page.locator("#connection")).to_have_text("connected")
     service.train(job_id, 1, 2.5)
-    expect(page.locator("#figures")).to_contain_text("2.5000")  # by the event stream
+    expect(page.locator("#figures")).to_contain_text("2.5000")  # received by the event stream
     (cookie,) = page.context.cookies()
     assert (cookie["httpOnly"], cookie["sameSite"], cookie["secure"]) == (True, "Strict", False)
     assert page.evaluate("document.cookie") == ""
@@ -138,7 +139,7 @@ def test_a_person_logs_in_to_the_dashboard_and_out(service: LiveService, page: P
     log_in(page, secret)
     expect(page.locator("#connection")).to_have_text("connected")
     windlass(service, "keys", "revoke", key_id(service, "ann"))
-    expect(page.get_by_label("API key")).to_be_visible()  # by itself, as its stream has ended
+    expect(page.get_by_label("API key")).to_be_visible()  # without a reload, because its stream has ended
 
 
 def test_a_page_of_another_site_can_do_nothing_with_a_login(service: LiveService, page: Page) -> None:
@@ -164,7 +165,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def tls(tmp_path: Path, authority: trustme.CA) -> dict[str, str]:
-    """Settings of a service with a certificate for another name than this machine's address."""
+    """Settings of a service whose certificate is for another name than this machine's address."""
     issued = authority.issue_cert(NAME)
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
@@ -190,7 +191,7 @@ def test_over_tls(tmp_path: Path, tls: dict[str, str], authority: trustme.CA, pa
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://127.0.0.1:{service.port}/healthz")
 
-        # The command line trusts the very certificate that its settings name, and no other of the same authority.
+        # The command line trusts only the certificate in its settings, and no other one of the same authority.
         assert windlass(service, "files").count("support-chats") == 2
         with open_client(service.settings) as client:
             assert client.is_healthy()

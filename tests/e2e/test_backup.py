@@ -10,13 +10,13 @@ import pytest
 
 from tests.e2e.installation import Installation, free_port, make_tiny_model, write_examples
 
-# It trains until it is ended.
+# Enough epochs that the job trains until the test ends it.
 ENDLESS = ("--epochs", "1000", "--batch-size", "1", "--sequence-length", "32", "--precision", "fp32")
 JOBS = "/v1/fine_tuning/jobs"
 
 
 def wait_for(installation: Installation, job_id: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The job, once it has got there."""
+    """Waits until `reached` is true for the job, and returns the job."""
     deadline = time.monotonic() + 400
     with httpx.Client(base_url=installation.url, trust_env=False) as client:
         while not reached(job := client.get(f"{JOBS}/{job_id}").json()):
@@ -34,7 +34,7 @@ def is_past(step: int) -> Callable[[dict[str, Any]], bool]:
 def test_a_job_that_was_not_finished_goes_on_where_its_states_are_and_else_says_what_it_lacks(
     installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", "none")  # kernels take longer to compile than all the rest
+    monkeypatch.setenv("CXX", "none")  # compiling kernels takes longer than the rest of the test
     monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{tmp_path}/ssd-a,{tmp_path}/ssd-b")
     make_tiny_model(installation.home / "models" / "tiny")
     installation.home.chmod(0o700)
@@ -43,7 +43,7 @@ def test_a_job_that_was_not_finished_goes_on_where_its_states_are_and_else_says_
     job_id = installation.ok("submit", "tiny", str(tmp_path / "train.jsonl"), *ENDLESS)
     wait_for(installation, job_id, is_past(3))
     installation.ok("backup", str(tmp_path / "backup"))
-    # It goes on after the backup was made, in another attempt: the SSDs know more than the backup.
+    # After the backup the job continues in another attempt, so the SSDs have a later state than the backup.
     installation.ok("pause", job_id)
     wait_for(installation, job_id, lambda job: job["status"] == "paused")
     installation.ok("resume", job_id)
@@ -54,7 +54,7 @@ def test_a_job_that_was_not_finished_goes_on_where_its_states_are_and_else_says_
     installation.ok("down")
 
     home = tmp_path / "restored"
-    # What the installation has, by the words of its own command.
+    # The content of the installation, as its own command prints it.
     restored = Installation(home=home, port=free_port())
     try:
         assert f"not finished: job {job_id}" in restored.ok("restore", str(tmp_path / "backup"))
@@ -77,7 +77,7 @@ def test_a_job_that_was_not_finished_goes_on_where_its_states_are_and_else_says_
         job = wait_for(bare, job_id, lambda job: job["status"] == "failed")
         assert "none of its SSDs" in job["error"]["message"]
         assert "submit the job again" in job["error"]["message"]
-        # What it was made of is there.
+        # The job's files are restored.
         (file_id,) = [each for each in bare.ok("files").split() if each.startswith("file-")]
         again = bare.ok("submit", "tiny", file_id, *ENDLESS)
         wait_for(bare, again, is_past(0))

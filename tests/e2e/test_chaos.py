@@ -1,4 +1,4 @@
-"""The short form of `python -m benchmarks.chaos`: three injuries to one job."""
+"""The short form of `python -m benchmarks.chaos`: three faults during one job."""
 
 from pathlib import Path
 

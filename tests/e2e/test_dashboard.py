@@ -1,4 +1,4 @@
-"""The page in a real browser, against a real API process; what the dispatcher would write, the tests write."""
+"""The dashboard in a real browser, on a real API process. The tests write the database as the dispatcher would."""
 
 import re
 from typing import Any
@@ -15,7 +15,7 @@ SCRIPT = "<script>window.wasInjected = 1</script><img src=x onerror='window.wasI
 
 
 def wait_for_curve(page: Page, train: list[int], valid: list[int] | None = None) -> dict[str, Any]:
-    """The drawn points, once their steps are these."""
+    """Waits until the curve has exactly these steps, and returns the drawn points."""
     drawn = "(document.getElementById('chart').data ?? []).map(({x, y}) => ({x: [...x], y: [...y]}))"
     steps = [train] if valid is None else [train, valid]
     page.wait_for_function(f"wanted => JSON.stringify({drawn}.map(t => t.x)) === JSON.stringify(wanted)", arg=steps)
@@ -81,7 +81,7 @@ def test_progress_and_the_curve_grow_while_the_page_is_open(service: LiveService
     assert page.evaluate("window.wasNeverReloaded") is True
 
 
-def test_what_a_job_wears_off_ssds_comes_with_its_first_step_and_settles(
+def test_dashboard_ssd_wear_appears_after_first_step_and_follows_step_time(
     service: LiveService, open_page: OpenPage
 ) -> None:
     service.kill()
@@ -91,7 +91,7 @@ def test_what_a_job_wears_off_ssds_comes_with_its_first_step_and_settles(
     page = open_page(f"#/jobs/{job_id}")
     expect(page.locator("#detail-reason")).to_have_text("Starting")
     expect(page.locator("#detail-wear")).to_be_hidden()
-    # The first step takes longer than those that follow.
+    # The first step takes longer than the later ones.
     service.train(job_id, 1, 2.0, total_steps=20, step_s=60.0)
     figures = (
         "SSD wear: 19.23 GiB a step, 384.64 GiB by the whole job (0.034 % of the rating); "
@@ -107,7 +107,7 @@ def test_what_a_job_wears_off_ssds_comes_with_its_first_step_and_settles(
     expect(page.locator("#figures")).to_contain_text("Written to SSD154 GiB")
 
 
-def test_what_the_last_steps_time_went_to(service: LiveService, open_page: OpenPage) -> None:
+def test_dashboard_step_with_timeline_shows_share_of_each_resource(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.run()
     page = open_page(f"#/jobs/{job_id}")
     service.train(job_id, 1, 2.0)
@@ -153,7 +153,7 @@ def test_a_page_that_was_cut_off_shows_every_point_once(service: LiveService, op
     service.kill()
     expect(page.locator("#connection")).to_have_text("reconnecting")
     expect(page.locator("#away")).to_be_visible()
-    # Meanwhile: a step more; then the runner is lost, and a second attempt goes on from the commit of step 3.
+    # Meanwhile one more step ends; then the runner is lost, and a second attempt resumes from the commit of step 3.
     service.train(job_id, 5, 9.0, total_steps=12)
     service.move(job_id, JobStatus.RUNNING, JobStatus.QUEUED, "The runner was lost", attempt=1)
     service.move(job_id, JobStatus.QUEUED, JobStatus.RUNNING, "Started again", attempt=2)
@@ -164,7 +164,7 @@ def test_a_page_that_was_cut_off_shows_every_point_once(service: LiveService, op
     expect(page.locator("#away")).to_be_hidden()
     page.wait_for_function("() => document.getElementById('chart').data[0].y[3] === 2")
     assert wait_for_curve(page, [1, 2, 3, 4])["y"] == [3.75, 3.5, 3.25, 2.0]
-    assert snapshots == []  # the stream alone told it
+    assert snapshots == []  # all came by the event stream
     expect(page.locator(f"[data-job={other}] .job-figures")).to_contain_text("7/10")
     messages = page.locator("#log li").filter(has_text=re.compile("The runner was lost|Started again"))
     expect(messages).to_have_count(2)
@@ -177,7 +177,7 @@ def test_a_page_that_was_cut_off_shows_every_point_once(service: LiveService, op
 
 
 def test_an_event_that_the_first_answer_contains_counts_once(open_page: OpenPage) -> None:
-    """The stream may be behind the metrics that were read, and then tells again what has been replaced since."""
+    """The stream may be behind the metrics that were read, and then repeats values that were replaced since."""
     page = open_page()
     points = page.evaluate(
         """async () => {
@@ -213,7 +213,7 @@ def test_a_page_that_outlives_its_service_being_replaced_starts_over(service: Li
     expect(page.locator("#detail-id")).to_have_text(new)
 
 
-def test_text_from_others_stays_text(service: LiveService, open_page: OpenPage) -> None:
+def test_dashboard_user_text_with_html_is_shown_as_text(service: LiveService, open_page: OpenPage) -> None:
     with service.database.write() as session:
         FileRepository(session).add(file_id="file-x", filename=f"{SCRIPT}.jsonl", purpose="fine-tune", nbytes=1)
     job_id = service.run(suffix=SCRIPT, model=f"model {SCRIPT}", training_file="file-x", metadata={SCRIPT: SCRIPT})
@@ -286,7 +286,7 @@ def test_a_job_is_paused_and_resumed(service: LiveService, open_page: OpenPage) 
     expect(page.locator("#pause")).to_be_hidden()
 
 
-def test_what_went_wrong_is_said(service: LiveService, open_page: OpenPage) -> None:
+def test_dashboard_failed_job_shows_its_error(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.submit()
     message = "train.jsonl, line 3: messages is missing"
     error = {"code": "invalid_file", "message": message, "param": "training_file"}

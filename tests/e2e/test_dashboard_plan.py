@@ -1,4 +1,4 @@
-"""What the page shows of a job's plan, and of what was measured beside it."""
+"""A job's plan on the dashboard, beside the measured steps."""
 
 import json
 import re
@@ -51,7 +51,7 @@ MEASURED = {"step_s": 6.6, "num_steps": 12, "peak_bytes": {"gpu": 11 << 30, "hos
 
 
 def keep_plan(service: LiveService, job_id: str, plan: dict[str, Any], *spans: WorkSpan) -> None:
-    """As a job's preparation leaves it, with spans of a simulated step."""
+    """Writes a plan as a job's preparation leaves it, with the spans of a simulated step."""
     folder = job_dir(service.settings, job_id) / "prepare"
     folder.mkdir(parents=True)
     found: dict[str, Any] = {"ok": True, "plan": plan}
@@ -78,7 +78,7 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
     expect(rows).to_have_text(
         ["A step6 s–", "Device memory10.0 GiB–23.3 GiB", "Host buffers20.0 GiB–30.0 GiB", "SSD space48.0 GiB–900 GiB"]
     )
-    # Six blocks, and four layers below those between the first and the last.
+    # Six blocks: four layers between the first block and the last.
     tiers = page.eval_on_selector_all("#plan-states .cell", "cells => cells.map(cell => cell.className)")
     assert tiers == ["cell rest-gpu", *["cell rest-host"] * 2, *["cell rest-ssd in-pieces"] * 3]
     expect(page.locator("#plan-states .cell").nth(3)).to_have_attribute(
@@ -88,7 +88,7 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
         "#plan-activations .cell", "cells => cells.map(cell => [...cell.children].map(part => part.className))"
     )
     assert fates == [[], *[["swapped", "recomputed"]] * 3, ["kept"], []]
-    # In one go: while the plan is drawn again, cells that were just found are in no page any more.
+    # In one call, because the page redraws the plan and cells that were found earlier may be detached.
     lefts = page.evaluate(
         """() => ["#plan-states .cell", "#plan-activations .cell"].map(cells =>
             [...document.querySelectorAll(cells)].map(cell => Math.round(cell.getBoundingClientRect().left)))"""
@@ -98,7 +98,7 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
     expect(page.locator("#plan-busy .busiest")).to_have_text("the CPU updates92 %")
     expect(page.locator("#plan-reasons li")).to_have_text(PLAN["reasons"])
     expect(page.locator("#plan-note")).to_have_text("The predicted step is an estimate until 3 steps are measured.")
-    # What was simulated is there before anything was measured.
+    # The simulated step is shown before any step is measured.
     expect(page.locator("#timeline-title")).to_have_text("Busy in a step, as planned")
     expect(page.locator("#timeline-bars .busiest")).to_have_text("optimizer-095 %")
     expect(page.locator("#timeline-trace")).to_be_hidden()
@@ -108,7 +108,7 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
     expect(rows.nth(2)).to_have_text("Host buffers20.0 GiB20.0 GiB0 %30.0 GiB")
     expect(rows.nth(0)).to_have_text("A step6 s–")
     service.train(job_id, 2, 1.9, measured=MEASURED, timeline=TIMELINE)
-    service.validate(job_id, 3, 2.0)  # tells nothing of it
+    service.validate(job_id, 3, 2.0)  # has no effect on the plan
     expect(rows.nth(0)).to_have_text("A step6 s6.6 s+10 %")
     expect(rows.nth(1)).to_have_text("Device memory10.0 GiB11.0 GiB+10 %23.3 GiB")
     expect(page.locator("#plan-note")).to_have_text("The measured step is the mean of 12 steps.")
@@ -142,7 +142,7 @@ def test_a_measured_step_is_drawn_beside_the_planned_one(service: LiveService, o
     expect(page.locator("#lanes .lane")).to_have_text(
         ["gpu-0 computesplannedforwardbackward", "measuredforward", "ssd-0plannedstates", "measuredstates"]
     )
-    # One scale: the longer step fills it; what lies before a step's period is cut off.
+    # One scale for both: the longer step fills it. Spans before the step's period are cut off.
     drawn = page.eval_on_selector_all("#lanes path", "paths => paths.map(path => path.getAttribute('d'))")
     per_s = 1000 / 6.6
     assert drawn == [

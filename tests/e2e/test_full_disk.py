@@ -1,4 +1,4 @@
-"""A service whose disk is full: its running job says what it waits for, and goes on by itself once there is room."""
+"""A service whose disk is full: its running job reports that it waits for space, and continues once there is space."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from tests.e2e.pages import OpenPage
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system in memory of its own."""
+    """A small file system in memory."""
     path = tmp_path / "disk"
     path.mkdir()
     options = ["-t", "tmpfs", "-o", "size=512m,mode=0700"]
@@ -34,7 +34,7 @@ def on_small_disk(small_disk: Path) -> Iterator[Installation]:
 
 
 def _fill(path: Path) -> Path:
-    """Write a file until not a byte is free."""
+    """Writes a file until no byte is free."""
     filler = path / "filler"
     with filler.open("wb", buffering=0) as file:
         for nbytes in (1 << 20, 1 << 12, 1):
@@ -74,7 +74,7 @@ def test_the_page_tells_that_a_running_job_waits_for_room_without_an_event(
 def test_a_running_job_on_a_full_disk_says_so_and_goes_on_with_room(
     on_small_disk: Installation, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", "none")  # without a compiler no kernel is compiled, which would take longest
+    monkeypatch.setenv("CXX", "none")  # compiling kernels takes longer than the rest of the test
     monkeypatch.setenv("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     installation = on_small_disk
     make_tiny_model(installation.home / "models" / "tiny")

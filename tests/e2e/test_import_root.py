@@ -1,4 +1,4 @@
-"""windlass works where the working directory holds folders named like its own, and its wheel holds all of it."""
+"""windlass works in a directory with folders named like its own packages, and its wheel contains all of the package."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ WINDLASS = str(Path(sys.executable).with_name("windlass"))
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
-    """A directory whose `storage` and `engine` raise when they are imported."""
+    """A directory whose `storage` and `engine` raise an error when imported."""
     (tmp_path / "storage").mkdir()
     for name in ("storage/__init__.py", "engine.py"):
         (tmp_path / name).write_text("raise ImportError('a bare name was imported from the working directory')\n")
@@ -29,7 +29,7 @@ def run(command: list[str], cwd: Path, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("name", ["storage", "engine"])
-def test_the_trap_shuts(trap: Path, name: str) -> None:
+def test_trap_folder_bare_import_raises(trap: Path, name: str) -> None:
     result = run([sys.executable, "-c", f"import {name}"], trap)
     assert "a bare name was imported from the working directory" in result.stderr
 
@@ -61,7 +61,7 @@ def test_a_wheel_holds_the_whole_package(tmp_path: Path, trap: Path) -> None:
         names = set(archive.namelist())
         archive.extractall(unpacked)
 
-    # Everything that git would clone of the package's folders, through the links in src/.
+    # All files that git would clone of the package's folders, through the links in src/.
     folders = [link for link in (ROOT / "src" / "windlass").iterdir() if link.is_symlink()]
     assert {"actors", "engine", "planner", "service", "storage", "web"} == {folder.name for folder in folders}
     for folder in folders:

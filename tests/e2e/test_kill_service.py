@@ -19,7 +19,7 @@ from windlass.actors.job.journal import read_journal
 from windlass.service.installation.process_ids import wait_until_gone
 
 _NUM_STEPS = 60
-# Only a hang takes as long; a kernel that must be compiled takes minutes on a machine that is busy with other things.
+# Seconds: only a hang takes that long. Compiling a kernel takes minutes on a busy machine.
 _DEADLINE_S, _COMPILE_DEADLINE_S = 150.0, 900.0
 
 
@@ -37,7 +37,7 @@ def _wait_for_step(installation: Installation, job_id: str, step: int, timeout_s
 
 
 def _events(installation: Installation, job_id: str) -> list[dict[str, object]]:
-    """All events over the API, newest first."""
+    """All events from the API, newest first."""
     events: list[dict[str, object]] = []
     while True:
         query = {"limit": "50"} | ({"after": str(events[-1]["id"])} if events else {})
@@ -61,9 +61,9 @@ def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
     compiles: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`compiles`: in a home that has no compiled kernel yet, which takes longer than all the rest.
+    """`compiles`: uses a home without a compiled kernel; compiling takes longer than the rest of the test.
 
-    The other job trains where Ray has a GPU, a pretended one.
+    The other job trains where Ray has a GPU, which is simulated.
     """
     if not compiles:
         for name, value in pretend_gpus(1).items():

@@ -1,4 +1,4 @@
-"""Commands that only talk to the service start at once: they import neither a database nor a server, Ray or torch."""
+"""Commands that only talk to the service start fast: they import no database, server, Ray or torch."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.e2e.live_service import LiveService
 from windlass.service.installation.home import HomeLock
 
-# Each line of its input is a command; what all of them together have imported comes last.
+# Runs each input line as a command, and then prints all imported modules.
 _PROGRAM = """
 import sys
 from windlass.service.cli.commands import main
@@ -24,7 +24,7 @@ print("imported:", *(name for name in heavy if name in sys.modules))
 """
 
 
-def test_what_only_talks_to_the_service_imports_nothing_heavy(service: LiveService, tmp_path: Path) -> None:
+def test_client_commands_import_nothing_heavy(service: LiveService, tmp_path: Path) -> None:
     model = service.settings.models_dir / "tiny"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')

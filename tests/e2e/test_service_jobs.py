@@ -1,4 +1,4 @@
-"""What people see of jobs that fail, wait, are cancelled, or are in the way of `windlass down`."""
+"""Jobs that fail, wait, are cancelled or block `windlass down`, as the user sees them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 
 from tests.e2e.installation import Installation, make_tiny_model, write_examples
 
-# They train until they are ended.
+# Enough epochs that the jobs train until the test ends them.
 _ENDLESS = ("--epochs", "1000", "--batch-size", "1", "--sequence-length", "32", "--precision", "fp32")
 
 
 def _wait_for(installation: Installation, job_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> str:
-    """Until the job has got there; what `windlass show` says of it then."""
+    """Waits until `reached` is true for the job, and returns the output of `windlass show`."""
     installation.await_job(job_id, reached, what)
     return " ".join(installation.ok("show", job_id).split())
 
@@ -34,8 +34,7 @@ def _wait_for_step(installation: Installation, job_id: str) -> None:
 def test_failures_waiting_cancelling_and_down_with_jobs(
     installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without a compiler no kernel is compiled, which takes longer than all the rest; the job in test_kill_service.py
-    # has one.
+    # Compiling kernels takes longer than the rest of the test; test_kill_service.py compiles one.
     monkeypatch.setenv("CXX", "none")
     make_tiny_model(installation.home / "models" / "tiny")
     installation.home.chmod(0o700)
@@ -46,7 +45,7 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
     useless_file.write_text('{"prompt": "%s", "completion": "b"}\n' % ("a b " * 5000))
     installation.ok("up", "--detach")
 
-    # Refused at once, in one line.
+    # Refused at once, with one line of error text.
     assert "nosuch" in installation.refused("submit", "nosuch", str(training_file))
     assert "there is no file" in installation.refused("submit", "tiny", "nosuch.jsonl")
     assert "sequence_length" in installation.refused("submit", "tiny", str(training_file), "--sequence-length", "-1")
@@ -57,13 +56,13 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
 
     assert "bad.jsonl, line 2, field text: expected a string" in installation.refused("submit", "tiny", str(bad_file))
 
-    # Accepted, then failed: told before the command ends, or while it is followed.
+    # Accepted, then failed: reported before the command ends, or while it follows the job.
     assert "none of its 1 examples has a token to learn" in installation.refused("submit", "tiny", str(useless_file))
     followed = installation.run("submit", "tiny", str(useless_file), *_ENDLESS, "--follow")
     assert followed.returncode == 1
     assert "none of its 1 examples has a token to learn" in followed.stdout
 
-    # One runs, one waits and says for what.
+    # One job runs; the other waits and gives the reason.
     running = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
     _wait_for_status(installation, running, "running")
     waiting = installation.ok("submit", "tiny", str(training_file), *_ENDLESS)
@@ -78,7 +77,7 @@ def test_failures_waiting_cancelling_and_down_with_jobs(
     assert "after its step" in installation.ok("cancel", running)
     _wait_for_status(installation, running, "cancelled")
 
-    # The one that waited is ended by force while it runs: failed, and the next service knows.
+    # The waiting job now runs and is ended by force: failed, and the next service knows it.
     forced = waiting
     _wait_for_step(installation, forced)
     assert f"job {forced} has failed" in installation.ok("down", "--force")

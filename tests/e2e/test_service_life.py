@@ -1,4 +1,4 @@
-"""The service as a person starts, watches, kills and ends it."""
+"""The service as a user starts, watches, kills and ends it."""
 
 import os
 import signal
@@ -68,7 +68,7 @@ def test_up_twice_restarts_kill_adopt_and_down(installation: Installation) -> No
         _wait_for(lambda role=role, first=first: _child_pid(installation, role) not in (None, first), f"new {role}")  # type: ignore[misc]
     _wait_for(lambda: _answers(installation.url), "the API answers again")
 
-    # Killed: its children die with it, Ray does not, and the next `up` adopts it.
+    # Killed: its children die with it, Ray does not, and the next `up` adopts Ray.
     service, ray = installation.service_processes(), installation.ray_processes()
     os.kill(serving.process.pid, signal.SIGKILL)
     assert wait_until_gone(service, timeout_s=60.0)
@@ -76,7 +76,7 @@ def test_up_twice_restarts_kill_adopt_and_down(installation: Installation) -> No
     installation.ok("up", "--detach")
     assert {process.pid for process in installation.ray_processes()} >= {process.pid for process in ray[:1]}
 
-    # Down: all of it is gone.
+    # Down: all processes are gone.
     everything = [*installation.service_processes(), *installation.ray_processes()]
     printed = installation.ok("down")
     assert "ended the service" in printed

@@ -1,5 +1,6 @@
-"""Two services, each with a home of its own, that share one PostgreSQL database: both tell of all jobs, and each runs
-those whose files it has.
+"""Two services with separate homes that share one PostgreSQL database.
+
+Both list all jobs, and each runs those whose files it has.
 """
 
 import json
@@ -31,9 +32,9 @@ from windlass.storage.sql.repositories.leases import LeaseRepository
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 _OPTIONS = ("--batch-size", "1", "--sequence-length", "32", "--precision", "fp32")
-# They train until they are ended.
+# Enough epochs that the jobs train until the test ends them.
 _ENDLESS = 1000
-# Only a hang takes as long.
+# Seconds; only a hang takes that long.
 _DEADLINE_S = 300.0
 _MOST_EVENTS = 100_000
 
@@ -42,7 +43,7 @@ Pair = tuple[Installation, Installation]
 
 @pytest.fixture
 def database_url(postgresql: PostgresServer) -> Iterator[str]:
-    """Without tables: both services make them, at the same time."""
+    """An empty database: both services create the tables, at the same time."""
     with postgresql.new_database(migrated=False) as url:
         yield url
 
@@ -55,8 +56,8 @@ def database(database_url: str) -> Iterator[Database]:
 
 @pytest.fixture
 def services(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Both up."""
-    # Without a compiler no kernel is compiled, which takes longer than all the rest.
+    """Two running services."""
+    # Compiling kernels takes longer than the rest of the test.
     monkeypatch.setenv("CXX", "none")
     first, second = (Installation(tmp_path / name, free_port(), database_url) for name in ("first", "second"))
     try:
@@ -72,7 +73,7 @@ def services(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def _submit(service: Installation, training_file: Path, *epochs: int) -> list[str]:
-    """Ids of jobs, one for each number of epochs."""
+    """Submits one job for each number of epochs, and returns their ids."""
     return [
         service.ok("submit", "tiny", str(training_file), "--epochs", str(each), *_OPTIONS, "--no-wait")
         for each in epochs
@@ -94,7 +95,7 @@ def _await_status(service: Installation, job_id: str, status: JobStatus) -> None
 
 
 def _listen(service: Installation, num_jobs: int) -> list[dict[str, Any]]:
-    """All events of all jobs, as the service's stream tells them, until so many jobs have ended."""
+    """All events of all jobs from the service's stream, until `num_jobs` jobs have ended."""
     events: list[dict[str, Any]] = []
     num_ended, deadline = 0, time.monotonic() + 3 * _DEADLINE_S
     with httpx.stream("GET", f"{service.url}/v1/events/stream", timeout=60.0, trust_env=False) as answer:
@@ -109,7 +110,7 @@ def _listen(service: Installation, num_jobs: int) -> list[dict[str, Any]]:
 
 
 def _record(database: Database, job_id: str) -> tuple[Job, Sequence[JobEvent]]:
-    """A job and its events, as the database has them."""
+    """A job and its events, from the database."""
     with database.read() as session:
         job = JobRepository(session).get(job_id)
         return job, EventRepository(session).since(0, limit=_MOST_EVENTS, job_id=job_id)
@@ -130,13 +131,13 @@ def _folders(service: Installation, name: str) -> set[str]:
     return {path.name for path in (service.home / name).iterdir()}
 
 
-def test_each_runs_its_own_jobs_and_tells_of_both(services: Pair, database: Database, tmp_path: Path) -> None:
+def test_two_services_each_runs_own_jobs_and_lists_all(services: Pair, database: Database, tmp_path: Path) -> None:
     training_file = tmp_path / "train.jsonl"
     write_examples(training_file, 20)
     with ThreadPoolExecutor() as pool:
         streams = [pool.submit(_listen, each, num_jobs=4) for each in services]
         jobs = _submit_to_both(services, training_file, _ENDLESS, 1)
-        others = list(zip(jobs, reversed(services), strict=True))  # whose jobs these are not
+        others = list(zip(jobs, reversed(services), strict=True))  # jobs of the other service
         for (endless, _), other in others:
             _await_step(other, endless, 1)
         for each in services:
@@ -158,7 +159,7 @@ def test_each_runs_its_own_jobs_and_tells_of_both(services: Pair, database: Data
         ordinals = [event.ordinal for event in EventRepository(session).since(0, limit=_MOST_EVENTS)]
     assert streamed == [ordinals, ordinals]
 
-    # A job goes to the service that has its files.
+    # A job is run by the service that has its files.
     first, second = services
     request = {"model": "tiny", "training_file": _record(database, jobs[0][0])[0].training_file}
     refused = httpx.post(f"{second.url}/v1/fine_tuning/jobs", json=request, trust_env=False)
@@ -189,7 +190,7 @@ def test_one_that_dies_or_is_ended_does_not_touch_the_other(services: Pair, data
     _assert_ran_once(database, orphan, dying, JobStatus.SUCCEEDED)
     _assert_ran_once(database, beside, other, JobStatus.SUCCEEDED)
 
-    # The jobs of the other are no reason to stay, and go on.
+    # Jobs of the other service do not keep this one up, and continue.
     (endless,) = _submit(other, training_file, _ENDLESS)
     step = _await_step(other, endless, 1)
     ended, stays = [*dying.service_processes(), *dying.ray_processes()], find_serving(other.home)
@@ -204,7 +205,7 @@ def test_one_that_dies_or_is_ended_does_not_touch_the_other(services: Pair, data
 
 
 def _await_the_only_dispatcher(database: Database, service: Installation) -> None:
-    """Until no dispatcher but this service's is taken to live."""
+    """Waits until only the dispatcher of this service counts as alive."""
     deadline = time.monotonic() + _DEADLINE_S
     while True:
         with database.read() as session:

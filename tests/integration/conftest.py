@@ -1,4 +1,4 @@
-"""Loop devices: files that stand as real block devices."""
+"""Fixtures of the integration tests: homes, job stages on real Ray, and loop devices, which act as block devices."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def require(what: str, *command: str | Path) -> str:
-    """Run what the machine may not allow; skips the test with its complaint."""
+    """Runs a command; skips the test with its error output if the machine does not allow it."""
     try:
         done = run(*command)
     except FileNotFoundError:
@@ -30,26 +30,26 @@ def require(what: str, *command: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def direct_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for a home, where SSD servers can work."""
+    """A home folder on a file system that supports O_DIRECT, which SSD servers need."""
     return _make_direct_home(tmp_path_factory)
 
 
 @pytest.fixture(scope="package")
 def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumeStage]:
-    """One for all: to start Ray takes longer than a job."""
+    """One stage for all modules, because starting Ray takes longer than a job."""
     with resume_stage(_make_direct_home(tmp_path_factory)) as stage:
         yield stage
 
 
 @pytest.fixture(scope="module")
 def stage(shared_stage: ResumeStage) -> ResumeStage:
-    """Where the tests of a module run their jobs."""
+    """The stage on which the tests of a module run their jobs."""
     return shared_stage
 
 
 @pytest.fixture(scope="package")
 def undisturbed(shared_stage: ResumeStage) -> Undisturbed:
-    """What every job of `NUM_STEPS` steps must come to, on whichever stage."""
+    """The losses and the model that every job of `NUM_STEPS` steps must produce, on any stage."""
     return shared_stage.train_undisturbed()
 
 
@@ -62,7 +62,7 @@ def _make_direct_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_loop(tmp_path: Path) -> Iterator[MakeLoop]:
-    """Makes loop devices, each on a sparse file `disk-N`; they are detached in the end."""
+    """Makes loop devices, each on a sparse file `disk-N`, and detaches them at the end."""
     made: list[Path] = []
 
     def make(*options: str, nbytes: int = IMAGE_NBYTES) -> Path:

@@ -1,4 +1,4 @@
-"""A connection that is cut once the server has done its work, before the client learns of it."""
+"""A proxy that cuts a connection after the server has done its work, before the client receives the answer."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ _DEADLINE_S = 20.0
 
 @contextmanager
 def cutting_proxy(port: int) -> Iterator[int]:
-    """The port of a proxy to one of this machine: its first connection is cut at the answer, all others pass it on."""
+    """The port of a proxy to a local server. It cuts the first connection at the answer and passes on all others."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=_serve, args=(listener, port))
         thread.start()
@@ -23,7 +23,7 @@ def cutting_proxy(port: int) -> Iterator[int]:
 
 def _serve(listener: socket.socket, port: int) -> None:
     is_first, threads = True, []
-    with suppress(OSError):  # the listener was shut down
+    with suppress(OSError):  # the listener was closed
         while True:
             client, _ = listener.accept()
             server = socket.create_connection(("127.0.0.1", port), timeout=_DEADLINE_S)
@@ -49,7 +49,7 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
 
 
 def _cut(server: socket.socket, client: socket.socket) -> None:
-    server.recv(65536)  # the answer's begin: what was asked for is done
+    server.recv(65536)  # the answer begins: the server has done its work
     for each in (server, client):
         with suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)

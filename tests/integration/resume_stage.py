@@ -1,4 +1,4 @@
-"""A dispatcher on real Ray with tiny jobs to train, and the means to kill what it runs."""
+"""A dispatcher on real Ray with tiny jobs to train, and helpers that kill its processes."""
 
 import os
 import signal
@@ -29,23 +29,23 @@ from windlass.storage.sql.repositories.events import EventRepository
 from windlass.storage.sql.repositories.jobs import JobRepository, NewJob
 from windlass.storage.ssd.volume import Volume
 
-# Only a hang takes as long.
+# Seconds, for every wait; only a hang takes that long.
 DEADLINE_S = 150.0
-# So many that a job is not over before it is asked to pause or to take another plan.
+# Enough that a job still runs when a test asks it to pause or to take another plan.
 NUM_STEPS = 60
 RAY = ("raylet", "gcs_server")
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a job tells and makes that nobody interferes with."""
+    """The results of a job that is not disturbed: the loss of each step, and the model file."""
 
     losses: dict[int, float]
     model: bytes
 
 
 class ResumeStage:
-    """A home with a model, its database, and a dispatcher that is started again whenever it ends."""
+    """A home with a model, its database, and a dispatcher that is restarted whenever it ends."""
 
     def __init__(self, home: Path, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -54,7 +54,7 @@ class ResumeStage:
         home.chmod(0o700)
         migrate(self.settings.database_url)
         self.database = Database(self.settings.database_url)
-        # With dropout: what is drawn at random must come out the same, too.
+        # With dropout: random numbers must repeat exactly, too.
         make_tiny_model(self.settings.models_dir / "tiny", dropout=0.1)
         for ssd_dir in self.settings.ssd_dirs:
             keep_calibration(ssd_dir)
@@ -66,7 +66,7 @@ class ResumeStage:
         self._dispatcher: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
-        """End the dispatcher and Ray."""
+        """Ends the dispatcher and Ray."""
         if self._dispatcher is not None:
             self._dispatcher.kill()
             self._dispatcher.wait()
@@ -74,7 +74,7 @@ class ResumeStage:
         self.database.close()
 
     def tend(self) -> None:
-        """What the supervisor does."""
+        """Starts the dispatcher if it does not run, as the supervisor does."""
         if self._dispatcher is None or self._dispatcher.poll() is not None:
             command = [sys.executable, "-m", "windlass.service", "dispatcher", f"--parent-pid={os.getpid()}"]
             environment = {
@@ -82,7 +82,7 @@ class ResumeStage:
                 **self.cluster.environment,
                 **self._environment,
                 "WINDLASS_HOME": str(self.settings.home),
-                # The module's warnings are those of its libraries.
+                # Warnings of this process come from libraries.
                 "PYTHONWARNINGS": "ignore",
             }
             with (self.settings.home / "dispatcher.log").open("ab") as log:
@@ -91,7 +91,7 @@ class ResumeStage:
                 )
 
     def submit(self, num_steps: int = NUM_STEPS, *, priority: int = 0) -> str:
-        """A job that is prepared: it has the files that the preparation leaves. Returns its id."""
+        """Creates a prepared job with the files that the preparation leaves. Returns its id."""
         hyper = replace(HYPERPARAMETERS, clip_norm=0.5)
         new = NewJob(
             model="tiny",
@@ -121,7 +121,7 @@ class ResumeStage:
         return job_id
 
     def train_undisturbed(self, num_steps: int = NUM_STEPS) -> Undisturbed:
-        """Submit a job, and leave it alone."""
+        """Runs a job to its end without disturbing it."""
         job_id = self.submit(num_steps)
         self.finish(job_id)
         assert self.job(job_id).attempt == 1
@@ -138,45 +138,45 @@ class ResumeStage:
         model = build_meta_model(load_config(self.settings.models_dir / "tiny"), HYPERPARAMETERS.precision)
         (folder / "layout.json").write_text(Partition(model, CHUNK_NUMEL).layout.to_json())
 
-    # --- what is there ----------------------------------------------------------------------------------------------
+    # --- reading the state ------------------------------------------------------------------------------------------
 
     def folder(self, job_id: str) -> Path:
         """The job's folder."""
         return self.settings.jobs_dir / job_id
 
     def job(self, job_id: str) -> Job:
-        """The job as it is now."""
+        """The job's present row."""
         with self.database.read() as session:
             return JobRepository(session).get(job_id)
 
     def is_over(self, job_id: str) -> bool:
-        """Whether the job has ended."""
+        """Returns whether the job has ended."""
         return self.job(job_id).status in TERMINAL_STATUSES
 
     def messages(self, job_id: str) -> list[str]:
-        """Of the job's events, oldest first."""
+        """The messages of the job's events, oldest first."""
         with self.database.read() as session:
             return [event.message for event in EventRepository(session).since(0, limit=10_000, job_id=job_id)]
 
     def journal(self, job_id: str) -> list[JournalRecord]:
-        """What the job's runners have told."""
+        """The journal of the job's runners."""
         return list(read_journal(self.folder(job_id) / "journal.jsonl"))
 
     def losses(self, job_id: str) -> dict[int, float]:
-        """The training loss of every step, which is told once."""
+        """The training loss of every step. Checks that no step is reported twice."""
         told = [record for record in self.journal(job_id) if "train_loss" in record.data]
         losses = {record.data["step"]: record.data["train_loss"] for record in told}
-        assert len(losses) == len(told), "a step told its loss twice"
+        assert len(losses) == len(told), "a step reported its loss twice"
         return losses
 
     def model(self, job_id: str) -> bytes:
-        """The weights that the job made."""
+        """The weights of the fine-tuned model."""
         name = self.job(job_id).fine_tuned_model
         assert name is not None
         return (self.settings.fine_tuned_dir / name / "model.safetensors").read_bytes()
 
     def leftovers(self, job_id: str) -> list[str]:
-        """What lies about of a job that is over, its model and its record aside."""
+        """Files and allocations that an ended job has left, except its model and its record."""
         found = [str(path) for path in ARENA_DIR.iterdir() if job_id in path.name]
         found += [str(path) for path in self.settings.fine_tuned_dir.glob(".*")]
         found += [str(path) for path in self.folder(job_id).glob("attempt-*")]
@@ -186,10 +186,10 @@ class ResumeStage:
             volume.close()
         return found
 
-    # --- what is done -----------------------------------------------------------------------------------------------
+    # --- acting -----------------------------------------------------------------------------------------------------
 
     def wait_for(self, done: Callable[[], bool], what: str, job_id: str) -> None:
-        """Wait, and keep the dispatcher running meanwhile."""
+        """Waits until `done` returns true, and keeps the dispatcher running meanwhile."""
         until_s = time.monotonic() + DEADLINE_S
         while not done():
             assert time.monotonic() < until_s, f"no {what} within {DEADLINE_S:g} s: {self.messages(job_id)[-5:]}"
@@ -197,7 +197,7 @@ class ResumeStage:
             time.sleep(0.02)
 
     def wait_for_step(self, job_id: str, attempt: int, step: int) -> None:
-        """Wait until an attempt has begun and a step is committed, by whichever attempt; or until the job is over."""
+        """Waits until the attempt has begun and any attempt has committed the step, or until the job is over."""
 
         def has_come() -> bool:
             return self.is_over(job_id) or (
@@ -207,18 +207,18 @@ class ResumeStage:
         self.wait_for(has_come, f"step {step} in attempt {attempt}", job_id)
 
     def wait_for_attempt(self, job_id: str, attempt: int) -> None:
-        """Wait until an attempt has been launched, or until the job is over."""
+        """Waits until an attempt has been launched, or until the job is over."""
         self.wait_for(lambda: self.is_over(job_id) or self.job(job_id).attempt >= attempt, f"attempt {attempt}", job_id)
 
     def finish(self, job_id: str) -> None:
-        """Wait for the job's success, and for the end of its processes."""
+        """Waits for the job's success, and for the end of its processes."""
         self.wait_for(lambda: self.is_over(job_id), "end", job_id)
         job = self.job(job_id)
         assert job.status is JobStatus.SUCCEEDED, f"{job.error}: {self.messages(job_id)[-5:]}"
         self.wait_for(lambda: self.leftovers(job_id) == [], f"end of {self.leftovers(job_id)}", job_id)
 
     def kill(self, job_id: str, what: str) -> list[str]:
-        """Kill processes of the job's attempt, or a part of Ray; returns the names of those that were hit."""
+        """Kills processes of the job's attempt, or a part of Ray. Returns the names of the killed processes."""
         if what in RAY:
             victims = {what: next(each for each in map(psutil.Process, self.cluster.pids) if each.name() == what)}
         else:
@@ -232,7 +232,7 @@ class ResumeStage:
 
 @contextmanager
 def resume_stage(home: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[ResumeStage]:
-    """A stage, of which nothing is left running. `environment`: what its processes find besides the test's own."""
+    """A stage that leaves no process running. `environment`: extra variables for its processes."""
     stage = ResumeStage(home, environment)
     try:
         yield stage
@@ -241,7 +241,7 @@ def resume_stage(home: Path, environment: Mapping[str, str] = MappingProxyType({
 
 
 def processes_of(folder: Path, attempt: int, ssd_dirs: tuple[Path, ...]) -> Iterator[tuple[str, psutil.Process]]:
-    """The processes of an attempt, told apart by the files that they have open or mapped."""
+    """The names and processes of an attempt, recognized by the files that they have open or mapped."""
     for process in psutil.process_iter():
         try:
             held = {Path(each.path) for each in process.open_files()}

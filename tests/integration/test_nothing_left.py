@@ -1,4 +1,4 @@
-"""Many jobs share the SSDs and the shared memory, and end in every way there is; in the end nothing of them is left."""
+"""Many jobs share the SSDs and the shared memory and end in every possible way; none leaves anything behind."""
 
 import dataclasses
 import pickle
@@ -25,7 +25,7 @@ from windlass.storage.ssd.volume import Volume
 from windlass.storage.ssd.volume_format import HEADER_UNITS, UNIT_NBYTES
 from windlass.storage.store.tensor_store import TensorStore
 
-# Trains a pickled job until it is killed by its own hand, from within the sending of a message.
+# Trains a pickled job until it kills its own process while it sends a message.
 _KILLED = """
 import os, pickle, random, signal, sys
 from tests.support.training import make_partition
@@ -119,7 +119,7 @@ QUICK: tuple[Callable[[JobSpec, random.Random], None], ...] = (
 
 
 @pytest.mark.parametrize("num_jobs", [9, pytest.param(50, marks=pytest.mark.long)])
-def test_nothing_is_left(tmp_path: Path, num_jobs: int) -> None:
+def test_jobs_ended_in_every_way_leave_nothing(tmp_path: Path, num_jobs: int) -> None:
     if not has_direct_io(tmp_path):
         pytest.skip(f"the file system of {tmp_path} refuses O_DIRECT")
     chance = random.Random(num_jobs)
@@ -135,7 +135,7 @@ def test_nothing_is_left(tmp_path: Path, num_jobs: int) -> None:
         )
         Path(job.job_dir).mkdir()
         end(job, chance)
-        # What the dispatcher does once a job is over and its processes are gone.
+        # The clean-up that the dispatcher does once a job is over and its processes are gone.
         for ssd_dir in spec.ssd_dirs:
             volume = Volume.open(ssd_dir)
             TensorStore.delete(volume, job.job)

@@ -1,4 +1,4 @@
-"""Real block devices: files behind loop devices, formatted and used as people do."""
+"""Checks of real block devices: files behind loop devices, formatted and used with the usual tools."""
 
 import os
 import random
@@ -38,7 +38,7 @@ class TestFree:
         require_usable(loop)
 
     def test_one_that_is_open_but_not_claimed_passes(self, loop: Path) -> None:
-        fd = os.open(loop, os.O_RDWR)  # as the caller's own
+        fd = os.open(loop, os.O_RDWR)  # opened as the service itself opens it
         try:
             require_usable(loop)
         finally:
@@ -85,7 +85,7 @@ class TestSignatures:
         ],
     )
     def test_what_other_programs_make_is_refused(self, make_loop: MakeLoop, tool: str, found: str) -> None:
-        device = make_loop(nbytes=400 << 20)  # XFS wants 300 MiB
+        device = make_loop(nbytes=400 << 20)  # XFS needs at least 300 MiB
         format_with(tool, device)
         self._check(device, found)
 
@@ -105,7 +105,7 @@ class TestSignatures:
     def _check(self, device: Path, found: str) -> None:
         with pytest.raises(DeviceRefused, match=f"{device} cannot .*: it holds .*{found}.*choose another device"):
             require_usable(device)
-        require_not_in_use(device)  # what lies there is no use
+        require_not_in_use(device)  # foreign content alone does not count as use
 
 
 class TestInUse:
@@ -198,7 +198,7 @@ class TestInUse:
     def test_without_the_right_to_write(self, loop: Path) -> None:
         mode = loop.stat().st_mode
         loop.chmod(0o600)
-        os.seteuid(65534)  # root may open anything
+        os.seteuid(65534)  # root may open any device
         try:
             with pytest.raises(DeviceRefused, match=r"reading and writing \(Permission denied\); give the user"):
                 require_not_in_use(loop)

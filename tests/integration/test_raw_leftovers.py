@@ -1,4 +1,4 @@
-"""The service looks at SSDs that are raw block devices: real ones, of files behind loop devices."""
+"""Orphaned states on SSDs that are raw block devices: files behind loop devices."""
 
 import logging
 from pathlib import Path

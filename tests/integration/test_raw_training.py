@@ -1,4 +1,4 @@
-"""A job whose states lie on raw block devices, and is cut off and resumed there: files behind loop devices."""
+"""Training with states on raw block devices (files behind loop devices), cut off and resumed there."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The Ray daemon: started, adopted, used by drivers that come and go, and ended; nobody else's processes are."""
+"""The life of the Ray daemon: started, adopted, shared by drivers and ended, without harm to other processes."""
 
 import json
 import os
@@ -66,16 +66,16 @@ def test_start_adopt_lose_and_stop(cluster: RayCluster, tmp_path: Path) -> None:
     for pid in pids:
         assert {ip.removeprefix("::ffff:") for ip in _listening_addresses(pid)} <= {"127.0.0.1"}
 
-    # An actor outlives its driver and answers the next one, in another process.
+    # An actor outlives its driver and answers the next driver, in another process.
     assert _drive(tmp_path, "make") == "1 1.0 1.0"
     assert _drive(tmp_path, "find") == "2 1.0 1.0"
 
-    # Another object, as after a restart of the service, adopts the same daemon.
+    # Another RayCluster object, as after a restart of the service, adopts the same daemon.
     adopted = RayCluster(tmp_path)
     assert not adopted.ensure_running(num_cpus=1, num_gpus=0)
     assert adopted.pids == pids
 
-    # A daemon that lost a part is replaced whole.
+    # A daemon that has lost one process is replaced as a whole.
     raylet = next(pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet")
     lost = [process for pid in pids if (process := find_process(pid)) is not None]
     lost_folder = Path(json.loads((tmp_path / "ray.json").read_text())["temp_dir"])

@@ -1,4 +1,4 @@
-"""Processes that hang or die at a known moment of a step, on real Ray: a named error in time, and the job goes on."""
+"""Processes that hang or die at a known moment of a step, on real Ray: a named error in time, and the job resumes."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import pytest
 
 from tests.integration.resume_stage import NUM_STEPS, ResumeStage, Undisturbed, resume_stage
 
-# Of the job's waits, and of the runner's silence: so long that the machine may be busy with other things.
+# Seconds: timeouts of the job's waits and of the runner's silence; long enough for a busy machine.
 DEADLINE_S = 10
 STEP = 6
 SABOTAGE = Path(__file__).parent / "sabotage"
 VICTIMS = ("runner", "gpu-0", "optimizer-0", "ssd-0", "ssd-1")
-# When the runner gets the first such message about a step, and its phase.
+# The first message of this type and phase about a step that reaches the runner.
 MOMENTS = {
     "forward": ("BlockComputed", "forward"),
     "backward": ("BlockBackwardDone", None),
@@ -57,7 +57,7 @@ def test_a_job_goes_on_after(
     (lost,) = [message for message in stage.messages(job_id) if message.startswith("Attempt 1 was lost: ")]
     assert_named(lost, victim, sent)
     (resumed,) = [message for message in stage.messages(job_id) if message.startswith("Resuming after step ")]
-    # A step's first block is computed while the last ones of the step before are still updated.
+    # The first block of a step is computed while the last blocks of the previous step are still updated.
     first = STEP - 2 if moment == "forward" else STEP - 1
     assert first <= int(resumed.rpartition(" ")[2]) <= STEP
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes that others run, as KubeRay makes it: a job is on the dispatcher's node, whole."""
+"""A Ray cluster of two nodes that is managed from outside, as by KubeRay: all of a job is on the dispatcher's node."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from windlass.service.installation.process_ids import end_processes, find_proces
 
 pytestmark = pytest.mark.long
 
-# Of this machine, and not the one that Ray takes it to have: the head's.
+# The address of this machine as its own node, which Ray would otherwise take for the head's.
 _BOX_IP = "127.0.0.2"
 _DEADLINE_S = 150.0
 
-# Runners tell where they are, and where Ray gave them a device. Both nodes have one.
+# Runners report their node, and the node on which Ray gave them a device. Both nodes have one device.
 _DRIVER = """
 import functools, json, sys, time
 from pathlib import Path
@@ -62,7 +62,7 @@ print("lost", flush=True)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two nodes on this machine: a head, and a box of which `_BOX_IP` is the address."""
+    """Two nodes on this machine: a head, and a worker node with the address `_BOX_IP`."""
 
     address: str
     environment: Mapping[str, str]
@@ -86,7 +86,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    temp_dir = Path(tempfile.mkdtemp(prefix="windlass-ray-", dir="/tmp"))  # short enough for sockets
+    temp_dir = Path(tempfile.mkdtemp(prefix="windlass-ray-", dir="/tmp"))  # short enough for the paths of sockets
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -103,7 +103,7 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(temp_dir)
 
 
-def test_a_job_is_on_the_node_of_who_started_it_and_its_end_is_seen(cluster: Cluster, tmp_path: Path) -> None:
+def test_ray_job_runs_on_dispatcher_node_and_node_loss_is_reported(cluster: Cluster, tmp_path: Path) -> None:
     told = tmp_path / "told"
     command = [sys.executable, "-c", _DRIVER, cluster.address, _BOX_IP, str(told)]
     with subprocess.Popen(
@@ -120,7 +120,7 @@ def _check(driver: "subprocess.Popen[str]", cluster: Cluster, told: Path) -> Non
     assert driver.stdout is not None
     num_nodes, here, num_cores, is_running = json.loads(driver.stdout.readline())
     assert (num_nodes, num_cores, is_running) == (2, 1, True)
-    # The second one waits for this node's device, though the head's is free.
+    # The second runner waits for the device of this node although the head's is free.
     assert [json.loads(line) for line in told.read_text().splitlines()] == [[here, here], [here, None]]
 
     raylets = [p for p in cluster.processes() if p.info["name"] == "raylet"]
@@ -128,5 +128,5 @@ def _check(driver: "subprocess.Popen[str]", cluster: Cluster, told: Path) -> Non
     box.kill()
     driver.stdin.write("\n")
     driver.stdin.flush()
-    # Ray prints there, too, what it makes of the raylet's end.
+    # Ray prints its own messages about the end of the raylet there, too.
     assert "lost" in driver.communicate(timeout=_DEADLINE_S)[0].splitlines()

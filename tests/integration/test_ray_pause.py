@@ -1,4 +1,4 @@
-"""Jobs that are paused and go on, on real Ray and through the real dispatcher, and lose nothing by it."""
+"""Jobs that are paused and resumed, on real Ray and through the real dispatcher, without loss."""
 
 import pytest
 
@@ -31,7 +31,8 @@ def test_a_paused_job_holds_nothing_but_its_states_and_goes_on_after_its_step(
     told_before = max(stage.losses(job_id))
     wait_until_paused(stage, job_id)
     last_step = max(stage.losses(job_id))
-    # Steps go on until the runner is told, which takes a pass of the dispatcher, and one is then brought to its end.
+    # Steps continue until the runner receives the request, one pass of the dispatcher later. The step at that time is
+    # finished.
     assert told_before <= last_step < NUM_STEPS
     assert stage.messages(job_id)[-1] == f"Paused after step {last_step}"
     stage.wait_for(lambda: list(stage.folder(job_id).glob("attempt-*")) == [], "end of its processes", job_id)

@@ -1,4 +1,4 @@
-"""Jobs that go on with another plan, on real Ray and through the real dispatcher, and lose nothing by it."""
+"""Jobs that continue with another plan, on real Ray and through the real dispatcher, without loss."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ OTHER = Placement(
 
 
 def change_plan(stage: ResumeStage, job_id: str) -> None:
-    """As if the planner had found a better one: from now on it holds."""
+    """Changes the job's plan as if the planner had found a better one."""
     job = stage.job(job_id)
     facts: dict[str, Any] = {"plan": {"feasible": True, "reasons": [], "step_s": 0.1}, "arena_nbytes": None}
     facts |= {"corrected": True, "told": "Measured: [...]", "from_attempt": job.attempt + 1}
@@ -52,7 +52,7 @@ def test_a_job_goes_on_with_another_plan_and_trains_no_step_twice(stage: ResumeS
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["as it is asked to end", "as the next one starts"])
-def test_whatever_is_killed_meanwhile_nothing_is_lost(
+def test_plan_change_with_killed_process_loses_no_step(
     stage: ResumeStage, undisturbed: Undisturbed, moment: str
 ) -> None:
     job_id = stage.submit()

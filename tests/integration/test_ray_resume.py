@@ -1,4 +1,4 @@
-"""Jobs whose processes are killed, on real Ray and through the real dispatcher: they end as if nothing had happened."""
+"""Jobs whose processes are killed, on real Ray and through the real dispatcher, get the results of undisturbed jobs."""
 
 import random
 import time
@@ -15,7 +15,7 @@ LEAST_KILLS = 30
 VICTIMS = ("ssd-0", "ssd-1", "gpu-0", "optimizer-0", "runner", "all", *RAY)
 
 
-# Without its runner the others end as well: "all" differs in who ends them.
+# Without its runner the other processes end as well. With "all", the test kills them itself.
 @pytest.mark.parametrize(
     "victim", ["runner", *(pytest.param(each, marks=pytest.mark.long) for each in ("ssd-0", "all"))]
 )
@@ -64,10 +64,11 @@ def test_jobs_go_on_after_kills_at_random_moments(stage: ResumeStage, undisturbe
 
 
 def _disturb(stage: ResumeStage, job_id: str, victims: list[str], generator: random.Random) -> Counter[str]:
-    """Kills in a job's successive attempts, at most one of them while its attempt starts; takes from `victims`."""
+    """Kills one of `victims` in each of a job's successive attempts, at most one of them while its attempt starts."""
     hit: Counter[str] = Counter()
     steps = sorted(generator.sample(range(1, NUM_STEPS - 3), KILLS_PER_JOB))
-    early = generator.randrange(2 * KILLS_PER_JOB)  # which of them, if any
+    # index of the attempt that is hit while it starts, if there is such an attempt
+    early = generator.randrange(2 * KILLS_PER_JOB)
     for i, step in enumerate(steps):
         job = stage.job(job_id)
         attempt = job.attempt + (job.status is not JobStatus.RUNNING)
@@ -75,9 +76,9 @@ def _disturb(stage: ResumeStage, job_id: str, victims: list[str], generator: ran
         time.sleep(generator.uniform(0.0, 5.0 if i == early else 0.3))
         victim = victims.pop()
         if i == early and victim not in RAY:
-            victim = "all"  # while they start, they can't be told apart
+            victim = "all"  # while they start, processes can't be told apart
         if stage.is_over(job_id) or not stage.kill(job_id, victim):
-            continue  # it was faster
+            continue  # the attempt ended first
         hit[f"{victim}, early" if i == early else victim] += 1
         stage.wait_for_attempt(job_id, attempt + 1)
     return hit

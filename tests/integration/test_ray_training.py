@@ -1,4 +1,4 @@
-"""Jobs on real Ray actors, in processes of their own: they agree with plain PyTorch, and end cleanly."""
+"""Jobs on real Ray actors, in separate processes: they agree with plain PyTorch and end cleanly."""
 
 import json
 import pickle
@@ -27,13 +27,13 @@ from windlass.service.machine.ray_cluster import RayCluster
 from windlass.storage.ids import BlockIndex, Precision
 from windlass.storage.ssd.volume import VOLUME_FILE
 
-# Only a hang takes as long.
+# Seconds, for every wait; only a hang takes that long.
 DEADLINE_S = 150.0
 LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
 
 NUM_GPUS = 2
 
-# Answers one line for each line it reads. A process of its own, as Ray reads its environment when it is imported.
+# Answers each input line with one line. It is a separate process because Ray reads its environment when imported.
 DRIVER = """
 import json, os, pickle, sys
 from pathlib import Path
@@ -62,14 +62,14 @@ for line in sys.stdin:
 
 
 class Driver:
-    """A process that is connected to a home's Ray daemon and does what it is asked."""
+    """A process that is connected to a home's Ray daemon and executes requests."""
 
     def __init__(self, home: Path, cwd: Path) -> None:
         command = [sys.executable, "-c", DRIVER, str(home)]
         self.process = subprocess.Popen(command, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, verb: str, *arguments: str | int) -> Any:
-        """The answer to one request."""
+        """Sends one request and returns the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps([verb, *arguments]), file=self.process.stdin, flush=True)
@@ -78,17 +78,17 @@ class Driver:
         return json.loads(answer)
 
     def start(self, spec: JobSpec) -> None:
-        """Launch a job."""
+        """Launches a job."""
         path = Path(spec.job_dir, "spec")
         path.write_bytes(pickle.dumps(spec))
         self.ask("start", str(path))
 
     def cancel(self, spec: JobSpec) -> None:
-        """Cancel a job; its runner knows when this returns."""
+        """Cancels a job. The runner has the request when this returns."""
         self.ask("cancel", spec.job, spec.attempt)
 
     def await_end(self, spec: JobSpec) -> dict[str, Any]:
-        """The outcome, which comes last, once the runner is gone."""
+        """The outcome of a job, after its runner has ended."""
         wait_for(lambda: not self.ask("find", spec.job, spec.attempt), "the job", spec)
         records = journal_of(spec)
         assert [record.seq for record in records] == list(range(1, len(records) + 1))
@@ -97,14 +97,14 @@ class Driver:
         return records[-1].data
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Ends the process as a crash would."""
         with self.process as process:
             process.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def home(direct_home: Path) -> Iterator[Path]:
-    """A home whose Ray daemon runs, with two pretended GPUs. The other modules' daemons have none."""
+    """A home with a Ray daemon and two simulated GPUs. The daemons of other modules have none."""
     cluster = RayCluster(direct_home)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in pretend_gpus(NUM_GPUS).items():
@@ -116,7 +116,7 @@ def home(direct_home: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory that holds our packages' bare names; Ray puts it first on its workers' import path."""
+    """A working directory that holds the bare names of our packages. Ray puts it first on its workers' import path."""
     cwd = tmp_path_factory.mktemp("cwd")
     (cwd / "storage").mkdir()
     for name in ("storage/__init__.py", "engine.py"):
@@ -126,7 +126,7 @@ def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def driver(home: Path, cwd: Path) -> Iterator[Driver]:
-    """One driver for most tests; it works in `cwd`."""
+    """One driver for most tests. It works in `cwd`."""
     driver = Driver(home, cwd)
     yield driver
     driver.kill()
@@ -145,7 +145,7 @@ def num_steps(spec: JobSpec) -> int:
 
 
 def processes_of(spec: JobSpec) -> dict[str, psutil.Process]:
-    """A running job's processes, told apart by the files that only they have open or mapped."""
+    """The processes of a running job, recognized by the files that only they have open or mapped."""
     found: dict[str, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
@@ -168,7 +168,7 @@ def processes_of(spec: JobSpec) -> dict[str, psutil.Process]:
 
 
 def test_the_working_directory_comes_first_on_the_workers_import_path(driver: Driver, cwd: Path) -> None:
-    """Else the other tests would show nothing about names that are shadowed there."""
+    """Without this, the other tests would prove nothing about shadowed names."""
     path = driver.ask("import path")
     assert path.index(str(cwd)) < min(i for i, each in enumerate(path) if each.endswith("site-packages"))
 
@@ -184,7 +184,7 @@ ACTIVATIONS = (
 @pytest.mark.parametrize(
     ("precision", "num_microbatches", "placement"),
     [
-        # Each precision once. All placements agree in one process (tests/unit/actors/parity/test_parity_matrix.py).
+        # Each precision once. The parity matrix checks all placements (tests/unit/actors/parity/test_parity_matrix.py).
         pytest.param(Precision.FP32, 1, Placement(), id="fp32", marks=pytest.mark.long),
         pytest.param(Precision.FP32, 4, Placement(host_blocks=(1,), device_blocks=(3,), commit_every=4), id="mixed"),
         pytest.param(
@@ -234,7 +234,7 @@ def test_thirty_steps_agree_with_plain_pytorch(
     assert all((Path(each["path"]) / "model.safetensors").is_file() for each in checkpoints)
 
 
-def test_processes_of_their_own_that_a_cancel_ends_within_a_step(driver: Driver, tmp_path: Path) -> None:
+def test_ray_job_cancelled_ends_its_processes_within_a_step(driver: Driver, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, total_steps=2000, checkpoint_every=1000)
     driver.start(spec)
     wait_for(lambda: num_steps(spec) >= 2, "the first steps", spec)
@@ -251,7 +251,7 @@ def test_processes_of_their_own_that_a_cancel_ends_within_a_step(driver: Driver,
     outcome = driver.await_end(spec)
     assert outcome["status"] == "cancelled"
     assert outcome["error"] is None
-    # The step whose update is being written, and the one whose forward pass has begun meanwhile.
+    # The step whose update is being written, and the next one, whose forward pass has begun.
     assert committed <= len(losses_of(spec)) <= committed + 2
     assert not Path(spec.output_dir).exists()
     assert leftovers_of(spec) == []
@@ -285,12 +285,12 @@ def test_cancelled_before_it_trains(driver: Driver, tmp_path: Path) -> None:
     assert leftovers_of(spec) == []
 
 
-# What follows the death of ssd-0 is also in test_ray_resume.py.
+# The consequences of a killed ssd-0 are tested in test_ray_resume.py, too.
 @pytest.mark.parametrize(
     "victim", ["gpu-0", *(pytest.param(each, marks=pytest.mark.long) for each in ("optimizer-0", "ssd-0"))]
 )
 def test_a_killed_process_interrupts_the_attempt_by_its_name(driver: Driver, tmp_path: Path, victim: str) -> None:
-    # The deadline is longer than this test may take: what waits for the dead process must not wait for it.
+    # The timeout is longer than this test may take: waits on the dead process must end without it.
     spec = make_spec(tmp_path, total_steps=2000, deadline_s=600.0)
     driver.start(spec)
     wait_for(lambda: num_steps(spec) >= 2, "the first steps", spec)
@@ -299,7 +299,7 @@ def test_a_killed_process_interrupts_the_attempt_by_its_name(driver: Driver, tmp
     assert outcome["status"] == "interrupted"
     assert outcome["error"]["code"] == "process_lost"
     assert f"the process of {victim} died" in outcome["error"]["message"]
-    # The states wait for the next attempt; nothing else is left.
+    # The states stay for the next attempt; nothing else is left.
     left = leftovers_of(spec)
     for ssd_dir in spec.ssd_dirs:
         assert f"{spec.job} in {ssd_dir}/{VOLUME_FILE}" in left
@@ -322,7 +322,7 @@ def test_a_disk_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
     driver.start(spec)
     message = driver.await_end(spec)["error"]["message"]
     assert message.startswith("not enough room in ")
-    # Two generations of master, exp_avg and exp_avg_sq, and records that are less than a hundredth of that.
+    # Two generations of master, exp_avg and exp_avg_sq, and less than a hundredth of that for records.
     told = re.search(r" ([\d.]+) GiB needed", message)
     assert told is not None
     needed = float(told[1]) * GIB
@@ -332,7 +332,7 @@ def test_a_disk_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
 
 
 def huge_layout() -> ModelLayout:
-    """Of a model with some 2 * 10^11 parameters, in full chunks; its buffers are small."""
+    """The layout of a model with some 2 * 10^11 parameters, in full chunks; its buffers are small."""
     chunk_numel, num_blocks = 2**20, 5000
     numel = 40 * chunk_numel
     params = [ParamSlice(name=f"w{i}", shape=(numel,), offset=0, numel=numel, decay=True) for i in range(num_blocks)]
@@ -341,9 +341,9 @@ def huge_layout() -> ModelLayout:
     return ModelLayout(blocks=blocks, tied={}, chunk_numel=chunk_numel, shared=shared)
 
 
-# In test_kill_service.py it is the dispatcher that dies.
+# test_kill_service.py kills the dispatcher instead.
 @pytest.mark.long
-def test_the_death_of_who_started_it_does_not_end_a_job(home: Path, cwd: Path, driver: Driver, tmp_path: Path) -> None:
+def test_ray_job_whose_starter_is_killed_succeeds(home: Path, cwd: Path, driver: Driver, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, total_steps=20)
     starter = Driver(home, cwd)
     starter.start(spec)

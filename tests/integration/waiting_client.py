@@ -1,4 +1,4 @@
-"""The asynchronous client as if it were the other one, so that the same tests are for both."""
+"""The asynchronous `openai` client with the interface of the synchronous one, so that both run the same tests."""
 
 import asyncio
 import inspect
@@ -10,7 +10,7 @@ from openai._resource import AsyncAPIResource
 
 
 class Waiting:
-    """Each call is waited for, and each list read to its end, by the client's own paging."""
+    """Awaits each call, and reads each list to its end by the client's own paging."""
 
     def __init__(self, target: Any, runner: asyncio.Runner) -> None:
         self._target = target

@@ -1,7 +1,7 @@
-"""Signals to a process of a job at a moment of a step, and short deadlines, in the processes of the real product.
+"""Fault injection into the real product: a signal to a job's process at a moment of a step, and short timeouts.
 
-Python imports a module of this name when it starts: a test puts this folder on its processes' import path. What is
-changed is changed as the product's modules are imported.
+Python imports a module of this name when it starts: a test puts this folder on its processes' import path. It patches
+modules of the product when they are imported.
 """
 
 import json
@@ -16,7 +16,7 @@ FAULT_FILE = "fault.json"  # in the job's folder; `test_ray_hangs.py` writes it
 
 
 def _change_actors(deploy: ModuleType) -> None:
-    """Each process of a job leaves its pid; the runner signals to one of them when it gets the message it is to."""
+    """Makes each process of a job write its pid to a file. The runner sends the signal at the message of the fault."""
     begin, build, post = deploy.begin_attempt, deploy.build_actor, deploy.Runner._post
 
     def runner_begins(job_dir: Path, attempt: int) -> int:
@@ -32,12 +32,12 @@ def _change_actors(deploy: ModuleType) -> None:
         if file.exists() and any(_is_meant(json.loads(file.read_text()), message) for message in messages):
             fault = json.loads(file.read_text())
             pid = int(Path(self.spec.job_dir, f"{fault['victim']}.pid").read_text())
-            file.unlink()  # the test looks for it: from here on the signal is sure to be sent
+            file.unlink()  # the test waits for this: from here on the signal is certain to be sent
             os.kill(pid, fault["signal"])
         post(self, messages)
 
     deploy.begin_attempt = runner_begins
-    # A function of the module: the methods of the class that Ray was given are copies by now.
+    # A module function is patched, because Ray has already copied the methods of the actor's class.
     deploy.build_actor = worker_builds
     deploy.Runner._post = runner_gets
 

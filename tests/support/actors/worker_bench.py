@@ -137,7 +137,7 @@ class Bench:
         return found
 
     def plain_step(self) -> tuple[float, int, dict[str, torch.Tensor]]:
-        """The sum of the losses, the number of targets and the scaled gradients of the first step, by plain autograd."""
+        """The sum of losses, the number of targets and the scaled gradients of the first step, by plain autograd."""
         hyper = self.spec.hyperparameters
         dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         batch = dataset.batch(0, hyper.batch_size, hyper.num_microbatches, hyper.seed)

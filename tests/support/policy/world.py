@@ -273,7 +273,7 @@ class World(Facts):
         self.asked_commits.append(step)
 
     def _check_prompt(self) -> None:
-        """Checks that resident blocks are flushed once a commit needs them, and that trainer states are read in time."""
+        """Checks that resident blocks are flushed once a commit needs them, and trainer states are read in time."""
         due = {
             block
             for block in self.resident
@@ -383,7 +383,7 @@ class World(Facts):
         self.exporting = message
 
     def _check_commit_is_whole(self) -> None:
-        """Checks that the commands of one answer are sent together: every share of an update, every server of a commit."""
+        """Checks that commands of one answer are sent together: all shares of an update, all servers of a commit."""
         for (step, block), shares in self.updating.items():
             if not any(isinstance(e, BlockUpdated) and (e.step, e.block) == (step, block) for e in self.delivered):
                 assert shares.keys() == holders(self.shape, block).keys()
@@ -398,7 +398,10 @@ class World(Facts):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def check_end(self) -> None:
-        """Checks that everything was done once, in program order, and is committed; unless bad gradients ended the job."""
+        """Checks that everything was done once, in program order, and is committed.
+
+        Bad gradients may have ended the job early; then nothing is checked.
+        """
         if self.failed:
             return
         assert self.pipeline.finished
