@@ -11,20 +11,23 @@ from windlass.engine.memory_plan import plan
 
 @pytest.fixture
 def small_activation_slots(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes of a slot: as small as the models of tests are."""
+    """Makes activation slots as small as the models of tests. Returns the bytes of a slot."""
     monkeypatch.setattr(plan, "ACTIVATION_SLOT_NBYTES", 4096)
     return 4096
 
 
 @pytest.fixture
 def unchecked_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tiny model is checked before a job with choices of its own: for tests that break it, or run many jobs."""
+    """Skips the check of tiny models before a job with activation choices.
+
+    For tests that break the model, or run many jobs.
+    """
     monkeypatch.setattr(gpu_worker, "check_architecture", lambda *_: None)
 
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Hang:
-    """Make the SSD hang in so many calls of a function of `os`."""
+    """Makes the SSD hang in the first `num_calls` calls of a function of `os`."""
 
     def replace_call(name: str, num_calls: int = 1000) -> tuple[threading.Event, threading.Event]:
         entered, released = threading.Event(), threading.Event()

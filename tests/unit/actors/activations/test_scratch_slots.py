@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from windlass.actors.activations.scratch_slots import ScratchSlots
 
 
-def test_ssds_are_used_by_their_weights_and_what_is_full_no_more() -> None:
+def test_ssds_are_used_by_weight_and_full_ones_not_at_all() -> None:
     slots = ScratchSlots([6, 2], [3, 1])
     taken = [slots.take(1) for _ in range(8)]
     assert [ssd for ssd, _ in taken] == [0, 1, 0, 0, 0, 1, 0, 0]
@@ -14,7 +14,7 @@ def test_ssds_are_used_by_their_weights_and_what_is_full_no_more() -> None:
     assert [slots.take(4) for _ in range(4)] == [(0, (0, 1)), (1, (0, 1, 2, 3)), (1, (4, 5, 6, 7)), (1, (8,))]
 
 
-def test_what_came_back_is_handed_out_before_what_was_never_used_the_lowest_first() -> None:
+def test_released_slots_are_reused_before_new_ones_lowest_first() -> None:
     slots = ScratchSlots([10], [1])
     assert slots.take(5) == (0, (0, 1, 2, 3, 4))
     slots.give_back(0, (3, 1))

@@ -1,4 +1,4 @@
-"""Whose turn it is with the staging buffers, step by step: SSDs that answer when the test says so."""
+"""The use of staging buffers by swapped activations, step by step: the SSDs answer when the test says so."""
 
 import threading
 import weakref
@@ -23,7 +23,7 @@ Request = WriteActivations | ReadActivations
 
 
 class GatedDevice(Device):
-    """Copies wait for a gate."""
+    """A device whose copies wait for a gate."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -79,18 +79,18 @@ class Stage:
             self.changed.notify_all()
 
     def next(self) -> Request:
-        """What is asked of the SSDs, in order; it stays unanswered."""
+        """The oldest unanswered request to the SSDs."""
         with self.changed:
             assert self.changed.wait_for(lambda: bool(self.asked), WAIT_S), "nothing was asked"
             return self.asked[0][1]
 
     def is_quiet(self) -> bool:
-        """Nothing is asked that the test has not answered."""
+        """Returns whether no request is unanswered."""
         with self.changed:
             return not self.changed.wait_for(lambda: bool(self.asked), 0.05)
 
     def answer(self) -> Request:
-        """The next one is done."""
+        """Executes and answers the oldest request, and returns it."""
         request = self.next()
         to, _ = self.asked.pop(0)
         span = self.memory[request.span.offset : request.span.offset + request.span.nbytes]
@@ -104,12 +104,12 @@ class Stage:
         return request
 
     def put(self, seed: int, nbytes: int = SLOT_NBYTES) -> SsdSwap:
-        """Named by its block."""
+        """Puts an activation whose block index is its seed."""
         self.store.begin(Moment(Step(3), 10 + seed, BlockIndex(seed)))
         return self.store.put(some_bytes(nbytes, seed))
 
     def rest(self, seed: int, nbytes: int = SLOT_NBYTES) -> SsdSwap:
-        """Put, and written."""
+        """Puts an activation and waits until it is written."""
         swap = self.put(seed, nbytes)
         for _ in swap.parts:
             assert isinstance(self.answer(), WriteActivations)
@@ -124,7 +124,7 @@ class Stage:
         return Result(act)
 
     def check_free(self) -> None:
-        """Nothing is held, and all slots of the SSDs can be had."""
+        """Checks that nothing is held, and that all slots of the SSDs can be used."""
         self.store.drop(self.rest(0, self.context.plan.num_ssd_activations * SLOT_NBYTES))
         assert self.pool.statistics.in_use_nbytes == 0
         assert self.store.counts.held_nbytes == 0
@@ -132,7 +132,7 @@ class Stage:
 
 
 class Result:
-    """Of something that waits."""
+    """The result of a blocking call in a thread of its own."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._error: BaseException | None = None
@@ -172,7 +172,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
 
 
 class TestRequests:
-    def test_say_whose_they_are_and_how_urgent(self, make: Callable[..., Stage]) -> None:
+    def test_requests_carry_block_and_priority(self, make: Callable[..., Stage]) -> None:
         stage = make(num_staged=4, num_ssd=9)  # in parts of one slot
         stage.store.begin(Moment(Step(5), 70, BlockIndex(2)))
         swap = stage.store.put(some_bytes(2 * SLOT_NBYTES + 1))
@@ -180,10 +180,10 @@ class TestRequests:
         for write in writes:
             assert isinstance(write, WriteActivations)
             assert (write.job, write.step, write.block, write.reply_to) == ("ftjob-1", 5, 2, WORKER)
-            # Until the next operation; params of step 5 are asked for with priorities (4, operation).
+            # It is needed again at the next operation; params of step 5 have priorities (4, operation).
             assert write.priority == (4, 71)
             assert write.deadline_s == WAIT_S
-            assert write.span.offset >= 3 * SLOT_NBYTES  # beyond what stays in host memory
+            assert write.span.offset >= 3 * SLOT_NBYTES  # beyond the slots that stay in host memory
         assert [write.slots for write in writes] == [(0,), (1,), (2,)]
         assert [write.span.nbytes for write in writes] == [SLOT_NBYTES] * 3
         stage.store.begin(Moment(Step(5), 78, BlockIndex(3)))
@@ -217,7 +217,7 @@ class TestRequests:
 
 
 class TestTurns:
-    """With one buffer."""
+    """The order of transfers with a single staging buffer."""
 
     def test_one_part_after_the_other(self, make: Callable[..., Stage]) -> None:
         stage = make()
@@ -234,11 +234,11 @@ class TestTurns:
         assert torch.equal(target, some_bytes(3 * SLOT_NBYTES, 1))
         stage.check_free()
 
-    def test_what_is_waited_for_goes_first(self, make: Callable[..., Stage]) -> None:
+    def test_read_that_is_waited_for_goes_first(self, make: Callable[..., Stage]) -> None:
         stage = make()
         swaps = [stage.rest(seed) for seed in range(4)]
         targets = [stage.prefetch(swap) for swap in swaps]
-        assert stage.next().block == 0  # on its way
+        assert stage.next().block == 0  # already in flight
         result = stage.in_thread(lambda: stage.store.wait_for(swaps[2]))
         assert result.is_waiting()
         assert [stage.answer().block for _ in range(4)] == [0, 2, 1, 3]
@@ -248,7 +248,7 @@ class TestTurns:
         assert all(torch.equal(target, some_bytes(SLOT_NBYTES, i)) for i, target in enumerate(targets))
         stage.check_free()
 
-    def test_what_is_to_leave_goes_before_what_is_read_ahead(self, make: Callable[..., Stage]) -> None:
+    def test_write_goes_before_prefetch(self, make: Callable[..., Stage]) -> None:
         stage = make()
         resting = stage.rest(1)
         stage.put(2)
@@ -259,7 +259,7 @@ class TestTurns:
         assert kinds == [(WriteActivations, 2), (WriteActivations, 3), (ReadActivations, 1)]
         stage.store.wait_for(resting)
 
-    def test_what_is_waited_for_goes_before_what_is_to_leave(self, make: Callable[..., Stage]) -> None:
+    def test_read_that_is_waited_for_goes_before_write(self, make: Callable[..., Stage]) -> None:
         stage = make()
         resting = stage.rest(1)
         stage.put(2)
@@ -272,8 +272,8 @@ class TestTurns:
         assert kinds == [(WriteActivations, 2), (ReadActivations, 1), (WriteActivations, 3)]
         result.end()
 
-    def test_what_has_not_left_yet_is_read_after_it_was_written(self, make: Callable[..., Stage]) -> None:
-        """And waits without a buffer, which others need."""
+    def test_read_of_unwritten_activation_waits_for_its_write(self, make: Callable[..., Stage]) -> None:
+        """The read waits without a buffer, because other transfers need it."""
         stage = make()
         swaps = [stage.put(seed) for seed in range(3)]
         targets = [stage.prefetch(swap) for swap in reversed(swaps)]
@@ -290,19 +290,19 @@ class TestTurns:
 
 
 class TestDrop:
-    def test_of_what_waits_to_leave(self, make: Callable[..., Stage]) -> None:
+    def test_drop_of_activation_that_waits_for_its_write(self, make: Callable[..., Stage]) -> None:
         stage = make()
         stage.put(1)
         waiting = stage.put(2, 7 * SLOT_NBYTES)
         stage.store.drop(waiting)
         assert waiting.source is None
-        stage.put(3, 7 * SLOT_NBYTES)  # there is room for it at once
+        stage.put(3, 7 * SLOT_NBYTES)  # there is space for it at once
         assert stage.answer().block == 1
         assert stage.next().block == 3
 
     @pytest.mark.parametrize("state", ["copying out", "writing", "resting", "reading", "copying in"])
-    def test_of_what_is_elsewhere(self, make: Callable[..., Stage], state: str) -> None:
-        """A buffer that may still be written to is not given away."""
+    def test_drop_of_activation_in_transfer_or_on_ssd(self, make: Callable[..., Stage], state: str) -> None:
+        """A buffer that may still be written to is not released."""
         stage = make()
         if state == "copying out":
             stage.device.gate.clear()
@@ -330,7 +330,7 @@ class TestDrop:
 
 
 class TestBounds:
-    def test_what_is_on_its_way_out_is_bounded(self, make: Callable[..., Stage]) -> None:
+    def test_bytes_in_flight_to_ssds_are_bounded(self, make: Callable[..., Stage]) -> None:
         stage = make(max_leaving_nbytes=2 * SLOT_NBYTES, num_staged=2)
         stage.device.gate.clear()
         stage.put(1)
@@ -338,13 +338,13 @@ class TestBounds:
         third = stage.in_thread(lambda: stage.put(3))
         assert third.is_waiting()
         stage.device.gate.set()
-        third.end()  # two lie in buffers, one waits on the device
+        third.end()  # two are in buffers, one waits on the device
         fourth = stage.in_thread(lambda: stage.put(4, 3 * SLOT_NBYTES))
         assert fourth.is_waiting()
         stage.answer()
-        fourth.end()  # alone it may be larger
+        fourth.end()  # a single activation may be larger than the limit
 
-    def test_the_tensor_is_let_go_when_it_has_left(self, make: Callable[..., Stage]) -> None:
+    def test_tensor_is_freed_once_it_is_written(self, make: Callable[..., Stage]) -> None:
         stage = make(num_staged=2)
         tensor = some_bytes(2 * SLOT_NBYTES)
         reference = weakref.ref(tensor)
@@ -387,7 +387,7 @@ class TestFailures:
             stage.answer()
         stage.check_free()
 
-    def test_what_does_not_come_back_is_named(self, make: Callable[..., Stage]) -> None:
+    def test_read_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, weights=(1, 1), num_staged=2)
         swap = stage.rest(4, 3 * SLOT_NBYTES)
         stage.prefetch(swap)
@@ -420,13 +420,13 @@ class TestFailures:
             stage.answer()
         assert stage.store.describe_overdue() == ""
 
-    def test_what_does_not_leave_is_named(self, make: Callable[..., Stage]) -> None:
+    def test_write_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05, max_leaving_nbytes=0)
         stage.put(1, 2 * SLOT_NBYTES)
         with pytest.raises(ActivationTimeoutError, match=r"4.00 KiB of activations did not leave the device"):
             stage.put(2)
 
-    def test_what_is_not_let_go_is_named(self, make: Callable[..., Stage]) -> None:
+    def test_write_of_dropped_activation_that_times_out_is_named(self, make: Callable[..., Stage]) -> None:
         stage = make(deadline_s=0.05)
         swap = stage.put(1, 8 * SLOT_NBYTES)
         stage.next()
@@ -437,7 +437,7 @@ class TestFailures:
 
 
 class TestStop:
-    def test_who_waits_is_told(self, make: Callable[..., Stage]) -> None:
+    def test_stop_wakes_waiting_threads(self, make: Callable[..., Stage]) -> None:
         stage = make(max_leaving_nbytes=0)
         swap = stage.put(1, 2 * SLOT_NBYTES)
         stage.prefetch(swap)
@@ -450,9 +450,7 @@ class TestStop:
                 result.end()
 
     @pytest.mark.parametrize("state", ["copying out", "writing", "reading", "copying in"])
-    def test_in_the_middle_asks_for_nothing_more_and_takes_late_answers(
-        self, make: Callable[..., Stage], state: str
-    ) -> None:
+    def test_stop_sends_no_more_requests_and_accepts_late_answers(self, make: Callable[..., Stage], state: str) -> None:
         stage = make()
         if state == "copying out":
             stage.device.gate.clear()

@@ -1,4 +1,4 @@
-"""Copies of activations as spans: those of a block that follow each other are one."""
+"""Copies of activations as spans: successive copies of a block are one span."""
 
 from windlass.actors.activations.tracing import ActivationSpans
 from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
@@ -36,7 +36,7 @@ def test_copies_of_a_block_that_follow_each_other_are_one_span() -> None:
     owner = notes.spans.owner()
     notes.spans.moved(owner, 1.0, 2.0, 10, is_out=True)
     notes.spans.moved(owner, 2.00005, 3.0, 20, is_out=True)
-    notes.spans.moved(owner, 2.5, 2.6, 7, is_out=False)  # the other way
+    notes.spans.moved(owner, 2.5, 2.6, 7, is_out=False)  # the other direction
     notes.spans.moved(owner, 3.1, 4.0, 30, is_out=True)  # after a pause
     notes.spans.begin(Step(1), BlockIndex(4))
     notes.spans.moved(notes.spans.owner(), 4.0, 5.0, 40, is_out=True)
@@ -53,7 +53,7 @@ def test_bytes_belong_to_the_operation_that_put_them() -> None:
     assert notes.tell() == [out(3, 1.0, 2.0, 10)]
 
 
-def test_what_is_told_once_is_not_told_again() -> None:
+def test_copies_that_were_reported_are_not_reported_again() -> None:
     notes = Notes()
     notes.spans.moved(notes.spans.owner(), 1.0, 2.0, 10, is_out=True)
     notes.tell()
@@ -61,7 +61,7 @@ def test_what_is_told_once_is_not_told_again() -> None:
     assert notes.tell() == [out(0, 1.0, 2.0, 10, step=0), out(0, 2.0, 3.0, 10, step=0)]
 
 
-def test_a_wait_is_the_operations_that_was_computed() -> None:
+def test_wait_belongs_to_operation_of_its_owner() -> None:
     notes = Notes()
     notes.spans.begin(Step(2), BlockIndex(5))
     owner = notes.spans.owner()

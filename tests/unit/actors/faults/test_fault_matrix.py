@@ -1,7 +1,7 @@
-"""Faults at every message between actors: a named error in time, nothing left, and an attempt that goes on from there.
+"""Faults at every message between actors: a named error in time, nothing left, and a next attempt that resumes.
 
-In one process, with the real actors and a double between them. It goes on as if nothing had happened: same losses, same
-bytes of the model.
+The real actors run in one process, with a double between them. The next attempt gives the results of an undisturbed
+job: same losses, same bytes of the model.
 """
 
 import dataclasses
@@ -45,17 +45,17 @@ from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler.scheduler import INTERRUPTED
 from windlass.storage.ids import ActorName, Attempt
 
-# Longer where the machine was so slow that the attempt stalled before its fault.
+# Seconds; a longer one is used if a slow machine made the attempt stall before its fault.
 DEADLINES_S = (1.0, 5.0, 25.0)
 NO_DEADLINE_S = 120.0
 NUMBERS = ("train_loss", "valid_loss", "grad_norm", "trained_tokens")
-# Only a hang takes as long.
+# Seconds; only a hang takes that long.
 pytestmark = pytest.mark.timeout(120)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Undisturbed:
-    """What a job does in a mode that nobody interferes with."""
+    """The results of an undisturbed job in one mode."""
 
     numbers: set[tuple[int, str, float]]
     model: bytes
@@ -63,7 +63,7 @@ class Undisturbed:
 
 
 def numbers_of(spec: JobSpec) -> set[tuple[int, str, float]]:
-    """What the journal tells of the steps; what is told again must be the same."""
+    """The numbers of all steps in the journal. A step that is trained again must repeat its numbers."""
     told = [record.data for record in journal_of(spec) if record.kind == "metrics"]
     return {(data["step"], name, data[name]) for data in told for name in NUMBERS if name in data}
 
@@ -103,7 +103,7 @@ def test_every_actor_takes_what_the_matrix_says(mode: str, undisturbed: Callable
     assert set(undisturbed(mode).counts) == expected
 
 
-# A third of them is quick enough: one of every three, each time another one, as kinds of faults come in turn.
+# A third of the cases is fast enough: one of every three, with a changing offset, because kinds of faults take turns.
 QUICK = [
     pytest.param(case, id=str(case), marks=[pytest.mark.long] * (i % 3 != i // 3 % 3))
     for i, case in enumerate(quick_cases())
@@ -139,7 +139,10 @@ def test_a_fault_ends_in_a_named_error_and_the_next_attempt_goes_on(
 
 
 def disturbed_attempt(spec: JobSpec, fault: Fault) -> tuple[str, str, Double]:
-    """Its status, its error, and the double; no thread of it is left, and no arena."""
+    """Runs an attempt with the fault; returns its status, its error and the double.
+
+    Checks that no thread and no arena is left.
+    """
     before = set(threading.enumerate())
     with double_between_actors(fault) as double:
         hung = ""
@@ -160,7 +163,7 @@ def disturbed_attempt(spec: JobSpec, fault: Fault) -> tuple[str, str, Double]:
 
 
 def await_end_of(threads: set[threading.Thread]) -> None:
-    """Of those that hung, and were released."""
+    """Waits for the end of threads that hung and were released."""
     until_s = time.monotonic() + NO_DEADLINE_S
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
@@ -168,7 +171,7 @@ def await_end_of(threads: set[threading.Thread]) -> None:
 
 
 def assert_named(error: str, case: Case, hit: Message) -> None:
-    """The actor, the step, and the block where there is one; what raised tells what it was at."""
+    """Checks that the error names the actor, the step and, if there is one, the block and the message."""
     assert culprit(case.to, hit) in error
     assert re.search(r"step \d", error) or case.row.message in (LoadModel, ModelLoaded)
     if case.kind is FaultKind.BREAKS:
@@ -180,7 +183,10 @@ def assert_named(error: str, case: Case, hit: Message) -> None:
 
 
 def culprit(to: ActorName, hit: Message) -> ActorName:
-    """Who is to be named: the one that did not take a message or, where the scheduler lacks an answer, who owes it."""
+    """The actor to blame: the receiver of the message with the fault.
+
+    If the scheduler is the receiver, the actor that should have sent it.
+    """
     if to != SCHEDULER:
         return to
     by_default = optimizer_name(0) if isinstance(hit, ModelLoaded | ModelExported) else GPU_WORKER
@@ -188,7 +194,10 @@ def culprit(to: ActorName, hit: Message) -> ActorName:
 
 
 def assert_went_on_from_the_last_commit(spec: JobSpec, double: Double) -> None:
-    """Of a commit that was under way all SSDs may or may not have the record."""
+    """Checks the step from which the next attempt resumed.
+
+    For a commit in flight, the SSDs may or may not have the record.
+    """
     told, asked = Counter[int](), Counter[int]()
     for _, message in double.delivered:
         told[message.step] += isinstance(message, StoreCommitted)

@@ -1,4 +1,4 @@
-"""All actors in one process: what keeps a job from running ends it with its reason, and nothing is left."""
+"""All actors in one process: a job that cannot run ends with the reason, and leaves nothing behind."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,10 +23,10 @@ def test_a_budget_too_small_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_disk_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two directories lie on one disk, which would hold the share of either."""
+    """The two directories are on one disk, which would hold the share of either one alone."""
     spec = make_spec(tmp_path)
     numel = make_partition(spec).layout.numel
-    free = 2 * 12 * numel  # both generations of master, exp_avg and exp_avg_sq; a store takes more
+    free = 2 * 12 * numel  # both generations of master, exp_avg and exp_avg_sq; the records need some more
     monkeypatch.setattr(volume, "directory_free_nbytes", lambda directory: free)
     with pytest.raises(InsufficientSpaceError) as refused:
         run_local(spec, partition=make_partition(spec))

@@ -1,7 +1,7 @@
-"""A stream that fails or hangs in the middle of a step: a named error in time, and the job goes on from there.
+"""A stream that fails or hangs in the middle of a step: a named error in time, and the next attempt resumes.
 
-As on a GPU, where threads of their own wait for the device and tell what is done, and as on a CPU, whose swapped
-activations have streams with threads.
+Tested as on a GPU, where threads wait for the device and report results. Also as on a CPU, where swapped activations
+have streams with threads.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def job(root: Path, **options: Any) -> JobSpec:
 
 @contextmanager
 def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes have other values meanwhile."""
+    """Sets attributes to other values inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, value in changes:
             patch.setattr(owner, name, value)
@@ -54,12 +54,12 @@ def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def run(spec: JobSpec) -> dict[str, Any]:
-    with changed((scheduler, "_TICK_S", 0.1)):  # deadlines are short
+    with changed((scheduler, "_TICK_S", 0.1)):  # timeouts are short here
         return run_local(spec, partition=make_partition(spec), direct=has_direct_io(Path(spec.model_dir)))
 
 
 def in_the_middle(phase: Phase, act: Callable[[], object]) -> tuple[Any, str, Any]:
-    """A change: acts when a phase of the second layer begins."""
+    """A change that calls `act` when a phase of the second layer begins."""
     compute = Computation.compute
 
     def acts(self: Computation, operation: LaunchedOperation, *arguments: Any) -> None:
@@ -72,7 +72,7 @@ def in_the_middle(phase: Phase, act: Callable[[], object]) -> tuple[Any, str, An
 
 
 def error_of(spec: JobSpec) -> str:
-    """How its attempt ended."""
+    """The error message with which the attempt ended."""
     outcome = journal_of(spec)[-1]
     assert (outcome.kind, outcome.data["status"]) == ("outcome", INTERRUPTED)
     return str(outcome.data["error"]["message"])
@@ -80,7 +80,7 @@ def error_of(spec: JobSpec) -> str:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Of a job that nobody interferes with."""
+    """The losses of an undisturbed job."""
     spec = dataclasses.replace(job(tmp_path_factory.mktemp("undisturbed") / "job"), deadline_s=60.0)
     assert run(spec)["status"] == "succeeded"
     return losses_of(spec)
@@ -88,7 +88,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def others() -> Iterator[None]:
-    """Threads that tests of hanging have left before."""
+    """The threads that earlier tests of hanging have left."""
     _others.update(threading.enumerate())
     yield
     _others.clear()
@@ -98,7 +98,7 @@ _others: set[threading.Thread] = set()
 
 
 def goes_on(spec: JobSpec, losses: list[float]) -> None:
-    """In another attempt, once what hung has ended."""
+    """Checks that another attempt resumes with the same losses, after the hanging threads have ended."""
     for thread in threading.enumerate():
         if thread.name.startswith("gpu-0 ") and thread not in _others:
             thread.join(WAIT_S)
@@ -111,7 +111,7 @@ def goes_on(spec: JobSpec, losses: list[float]) -> None:
 
 @pytest.fixture
 def gpu() -> Iterator[FakeCuda]:
-    """Its streams are those that `as_on` opens."""
+    """A fake GPU whose streams are opened by `as_on`."""
     cuda = FakeCuda()
     yield cuda
     cuda.may_synchronize.set()
@@ -124,7 +124,7 @@ def as_on(gpu: FakeCuda, *changes: tuple[Any, str, Any]) -> Iterator[None]:
         yield
 
 
-def test_a_gpu_that_never_comes_to_an_event_is_told_of_and_closing_it_ends(
+def test_gpu_that_never_reaches_an_event_is_reported_and_can_be_closed(
     tmp_path: Path, gpu: FakeCuda, losses: list[float]
 ) -> None:
     spec = job(tmp_path / "job")
@@ -135,16 +135,14 @@ def test_a_gpu_that_never_comes_to_an_event_is_told_of_and_closing_it_ends(
     ):
         run(spec)
     gpu.may_synchronize.set()
-    # Who waits for it first is told first: the scheduler, or what needs a slot that only such an event gives back.
+    # The first waiter is reported first: the scheduler, or a thread that needs a slot which only this event frees.
     late = rf"gpu-0 did not finish the \w+ of block \d in step {STEP} within {DEADLINE_S:g} s"
     late += r"|gpu-0: SlotTimeout: pool param slots: .*\(at prefetch params, backward, of step \d, block \d\)"
     assert re.search(late, error_of(spec))
     goes_on(spec, losses)
 
 
-def test_what_a_kernel_breaks_is_told_with_the_operation_that_was_computed(
-    tmp_path: Path, gpu: FakeCuda, losses: list[float]
-) -> None:
+def test_kernel_error_is_reported_with_its_operation(tmp_path: Path, gpu: FakeCuda, losses: list[float]) -> None:
     spec = job(tmp_path / "job")
 
     def fail() -> None:
@@ -166,7 +164,7 @@ def test_what_a_kernel_breaks_is_told_with_the_operation_that_was_computed(
     ],
     ids=["compute", "h2d", "d2h"],
 )
-def test_a_callback_that_raises_is_told_with_what_it_was_about(
+def test_callback_that_raises_is_reported_with_its_operation(
     tmp_path: Path, gpu: FakeCuda, owner: type, name: str, told: str, losses: list[float]
 ) -> None:
     is_due, called = threading.Event(), getattr(owner, name)
@@ -184,7 +182,7 @@ def test_a_callback_that_raises_is_told_with_what_it_was_about(
 
 
 class HangingStream(ThreadStream):
-    """While it is held up, a copy does not end."""
+    """A stream whose copies do not end while it is blocked."""
 
     going: threading.Event
 
@@ -199,7 +197,7 @@ class HangingStream(ThreadStream):
 @pytest.mark.parametrize(
     ("way", "phase"), [pytest.param("out", Phase.FORWARD, marks=pytest.mark.long), ("in", Phase.BACKWARD)]
 )
-def test_a_copy_of_activations_that_hangs_is_told_of_and_closing_ends(
+def test_activation_copy_that_hangs_is_reported_and_can_be_closed(
     tmp_path: Path, way: str, phase: Phase, losses: list[float]
 ) -> None:
     open_stream, opened, going = CpuStreams.open, [], threading.Event()
@@ -218,7 +216,7 @@ def test_a_copy_of_activations_that_hangs_is_told_of_and_closing_ends(
         with pytest.raises(TimeoutError, match=r"gpu-0 ThreadStream\._run.* end this process before the job goes on"):
             run(spec)
         going.set()
-    # The stream that waits for the copy has the same deadline as who waits for the bytes.
+    # The stream that waits for the copy has the same timeout as the thread that waits for the bytes.
     late = rf"gpu-0: \w*TimeoutError: .* within {DEADLINE_S:g} s.* \(at compute block, \w+, of step {STEP}, block \d"
     assert re.search(late, error_of(spec))
     goes_on(spec, losses)

@@ -1,4 +1,4 @@
-"""The device's buffers by a bare shape's arithmetic are those that a job makes."""
+"""The device buffers computed from a bare shape are those that a job allocates."""
 
 import shutil
 from pathlib import Path

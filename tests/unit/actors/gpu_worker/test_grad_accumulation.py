@@ -1,4 +1,4 @@
-"""What one group leaves to the next: it comes back as it was, in time, and one operation's at a time."""
+"""Partial gradient sums between accumulation groups: they return unchanged, in time, one operation's at a time."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
-# Three blocks of 1, 3 and 2 chunks; the head uses the first one's params, too.
+# Three blocks of 1, 3 and 2 chunks; the head also uses the params of the first block.
 NUMELS, HEAD = (2000, 5000, 3000), 2
 GPU = ActorName("gpu-0")
 
 
 class Bench:
-    """The sums of a job with groups of one micro-batch."""
+    """The partial sums of a job with groups of one micro-batch."""
 
     def __init__(self, *, deadline_s: float = 10.0, device_blocks: tuple[int, ...] = ()) -> None:
         placement = Placement(group_size=1, device_blocks=device_blocks)
@@ -56,7 +56,7 @@ class Bench:
         )
 
     def leave(self, block: int, group: int, dtype: torch.dtype = torch.float32) -> dict[int, torch.Tensor]:
-        """All sums of an operation, with values of their own; what they were, by block."""
+        """Stores random sums for every use of an operation, and returns copies of them by block."""
         operation, found = self.operation(block, group), {}
         for use in self.partials.uses(operation):
             flat = torch.randn(NUMELS[use[1]], dtype=dtype)
@@ -79,7 +79,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 
 def test_sums_come_back_in_their_type_and_with_what_was_reached(bench: Bench) -> None:
-    """Each use apart, all at once in slots of their own."""
+    """Each use has its own slots, and all are stored at the same time."""
     left: dict[int, Any] = {
         block: bench.leave(block, 0, dtype)
         for block, dtype in ((2, torch.float32), (1, torch.bfloat16), (0, torch.float32))
@@ -96,7 +96,7 @@ def test_sums_come_back_in_their_type_and_with_what_was_reached(bench: Bench) ->
 
 
 def test_one_operations_sums_are_back_at_a_time(bench: Bench) -> None:
-    """More would take more of the device than is planned."""
+    """Two at a time would use more device memory than planned."""
     for block in (2, 1):
         bench.leave(block, 0)
         bench.partials.expect(bench.operation(block, 1))
@@ -110,8 +110,8 @@ def test_one_operations_sums_are_back_at_a_time(bench: Bench) -> None:
     assert bench.take(1, 1)[1].touched == {"1 in 1"}
 
 
-def test_what_is_expected_before_it_is_left_comes_back_once_it_is(bench: Bench) -> None:
-    """Two groups ahead, with a sum of each."""
+def test_sum_expected_before_it_is_stored_returns_once_it_is_stored(bench: Bench) -> None:
+    """Two groups ahead, each with a sum."""
     for group in (1, 2):
         bench.partials.expect(bench.operation(1, group))
     for group in (1, 2):
@@ -138,7 +138,7 @@ def test_copies_are_noted(bench: Bench) -> None:
 @pytest.mark.parametrize("bench", [{"device_blocks": (0, 1)}], indirect=True)
 def test_sums_on_the_device_are_not_here(bench: Bench) -> None:
     assert [bench.partials.uses(bench.operation(block, 1)) for block in (0, 1, 2)] == [[], [], [(2, 2)]]
-    bench.partials.expect(bench.operation(1, 1))  # nothing to wait for
+    bench.partials.expect(bench.operation(1, 1))  # there is nothing to wait for
     left = bench.leave(2, 0)
     bench.partials.expect(bench.operation(2, 1))
     assert torch.equal(bench.take(2, 1)[2].flat, left[2])

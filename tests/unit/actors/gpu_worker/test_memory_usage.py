@@ -1,4 +1,4 @@
-"""The peak of device memory, by the kernel's count where the device is the CPU."""
+"""The peak of device memory on a CPU, by the kernel's count."""
 
 import mmap
 from pathlib import Path
@@ -12,12 +12,12 @@ from windlass.actors.messages import MemoryKind
 
 MIB = 1 << 20
 _NUMEL = 64 * MIB // 4
-# What else comes and goes in a process meanwhile, and how exact the kernel's counters are.
+# Bytes: other allocations of the process, and the error of the kernel's counters.
 _SLACK_NBYTES = 6 * MIB
 
 
 def take() -> torch.Tensor:
-    """64 MiB that are written."""
+    """Allocates and writes 64 MiB."""
     return torch.ones(_NUMEL)
 
 
@@ -25,22 +25,22 @@ def peak_of(memory: DeviceMemory) -> int:
     return memory.peaks()[MemoryKind.DEVICE]
 
 
-def test_what_was_freed_before_anybody_looked_counts() -> None:
+def test_memory_freed_before_the_measurement_counts() -> None:
     memory = DeviceMemory(torch.device("cpu"))
     held = take()
     more = [take(), take()]
     more.clear()
     assert peak_of(memory) == pytest.approx(3 * held.nbytes, abs=_SLACK_NBYTES)
-    assert peak_of(memory) == pytest.approx(3 * held.nbytes, abs=_SLACK_NBYTES)  # it stays
+    assert peak_of(memory) == pytest.approx(3 * held.nbytes, abs=_SLACK_NBYTES)  # it stays allocated
     more.append(take())
     assert peak_of(memory) == pytest.approx(3 * held.nbytes, abs=_SLACK_NBYTES)
 
 
-def test_what_comes_in_a_pause_is_left_out() -> None:
+def test_memory_allocated_in_a_pause_is_not_counted() -> None:
     memory = DeviceMemory(torch.device("cpu"))
     held = [take()]  # the model's
     memory.pause()
-    held += [take(), take()]  # not the model's
+    held += [take(), take()]  # not part of the model
     memory.begin()
     passing = take()
     del passing
@@ -58,7 +58,7 @@ def test_shared_memory_is_not_counted() -> None:
         assert peak_of(memory) <= _SLACK_NBYTES
 
 
-def test_a_kernel_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernel_without_the_counter_gives_no_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "nothing" / "clear_refs")
     memory = DeviceMemory(torch.device("cpu"))
     memory.pause()

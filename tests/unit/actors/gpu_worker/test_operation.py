@@ -1,4 +1,4 @@
-"""What the scheduler and the timeline are told of an operation, once the device is through with it."""
+"""The reports of an operation to the scheduler and to the timeline, once the device has finished it."""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ JOB, STEP, BLOCK = JobId("job"), Step(3), BlockIndex(2)
 
 @dataclass
 class At:
-    """An event that has come."""
+    """An event that has been reached."""
 
     at_s: float
 
@@ -132,12 +132,12 @@ def test_waits_follow_each_other_and_the_operation_follows_them(monkeypatch: pyt
     ]
 
 
-def test_what_the_host_asked_for_early_was_waited_for_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host runs ahead: it asks for the second params while the device waits for the first."""
+def test_wait_for_early_request_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead: it requests the second params while the device waits for the first."""
     stage = Stage(Phase.HEAD, monkeypatch)
     stage.waits(SpanKind.WAIT_PARAMS, 2, 1.0, 3.0)
     stage.waits(SpanKind.WAIT_PARAMS, 0, 1.1, 5.0)
-    stage.waits(SpanKind.WAIT_GRAD_BUFFER, 2, 1.2, 4.9)  # was there when the params had come
+    stage.waits(SpanKind.WAIT_GRAD_BUFFER, 2, 1.2, 4.9)  # was free when the params arrived
     stage.ends(5.0, 6.0, 6.0, loss_sum=1.0, num_correct=1, grad_sq_sum=1.0)
     assert stage.spans() == [
         (SpanKind.WAIT_PARAMS, 2, 1.0, 3.0),

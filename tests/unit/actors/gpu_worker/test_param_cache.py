@@ -1,4 +1,4 @@
-"""What stays in host memory from one use to the next."""
+"""The cache of params in host memory from one use to the next."""
 
 import pytest
 
@@ -12,7 +12,7 @@ NUM_FETCHED = 2
 
 
 class Bench:
-    """A cache, and what a worker does with it: one chunk a block."""
+    """A cache, and the calls of a worker: one chunk a block."""
 
     def __init__(self, capacity: int, *, reads_params: bool = False) -> None:
         self.pool = SlotPool(0, 4096, NUM_FETCHED + capacity)
@@ -24,7 +24,7 @@ class Bench:
         return self.pool.statistics.in_use_nbytes // 4096
 
     def use(self, block: int, step: int, phase: Phase, *, is_last_group: bool = True) -> bool:
-        """A use of a block's params as `step` left them; whether they were there."""
+        """Uses a block's params of `step`, and returns whether they were in the cache."""
         span = self.cache.take(key(block), Step(step))
         found = span is not None
         if span is None:
@@ -34,7 +34,7 @@ class Bench:
         return found
 
     def forward(self, step: int) -> list[int]:
-        """The blocks whose params were there."""
+        """The blocks whose params were in the cache."""
         return [block for block in range(HEAD) if self.use(block, step - 1, Phase.FORWARD)]
 
     def backward(self, step: int) -> list[int]:
@@ -71,9 +71,9 @@ def test_with_room_for_all_params_are_read_once() -> None:
     assert bench.num_read == HEAD + 1
 
 
-def test_what_stays_is_what_is_needed_soonest() -> None:
+def test_cache_keeps_blocks_that_are_needed_soonest() -> None:
     bench = Bench(2)
-    # The last layers' come back first; then the first ones' are needed again.
+    # The backward pass uses the last layers first; then the next step needs the first ones.
     bench.forward(1)
     assert bench.backward(1) == [4, 3]
     assert bench.num_in_use == 2
@@ -90,11 +90,11 @@ def test_a_slot_is_lent_empty_where_something_else_is_needed_later() -> None:
     loan = bench.update(1, 1)
     assert loan is not None
     assert not loan.is_filled
-    assert bench.cache.take(key(3), Step(0)) is None  # it made room
+    assert bench.cache.take(key(3), Step(0)) is None  # it was evicted
     assert bench.cache.take(key(1), Step(1)) == loan.span
 
 
-def test_what_is_needed_sooner_makes_no_room() -> None:
+def test_block_that_is_needed_sooner_is_not_evicted() -> None:
     bench = Bench(1)
     bench.use(1, 0, Phase.BACKWARD)
     assert bench.update(3, 1) is None
@@ -111,7 +111,7 @@ def test_params_that_an_update_is_about_to_read_wait_for_it() -> None:
 
 
 def test_no_update_follows_on_a_group_that_is_not_the_last() -> None:
-    """What it used last is needed last by the next one."""
+    """The group that follows needs last what this one used last."""
     for is_last_group in (True, False):
         bench = Bench(1, reads_params=True)
         bench.use(4, 0, Phase.BACKWARD, is_last_group=is_last_group)
@@ -120,13 +120,13 @@ def test_no_update_follows_on_a_group_that_is_not_the_last() -> None:
         assert bench.use(0, 0, Phase.FORWARD) == (not is_last_group)
 
 
-def test_what_is_lent_is_nobody_elses() -> None:
+def test_lent_slot_is_not_given_to_another_use() -> None:
     bench = Bench(1)
     loan = bench.cache.lend(key(2), Step(0))
     assert loan is not None
     assert bench.cache.take(key(2), Step(0)) is None
     assert bench.cache.lend(key(2), Step(0)) is None
-    assert bench.cache.lend(key(0), Step(0)) is None  # no room, and nothing may make room
+    assert bench.cache.lend(key(0), Step(0)) is None  # no space, and nothing may be evicted
     bench.use(2, 0, Phase.FORWARD)
     assert bench.num_in_use == 1
     bench.cache.take_back(key(2), Step(1), loan.span)
@@ -138,7 +138,7 @@ def test_params_of_another_step_are_not_those_that_are_wanted() -> None:
     bench.use(0, 3, Phase.FORWARD)
     assert bench.cache.lend(key(0), Step(4)) is None
     assert bench.cache.take(key(0), Step(4)) is None
-    assert bench.num_in_use == 0  # nobody will want it
+    assert bench.num_in_use == 0  # nothing will use it
 
 
 def test_fetches_keep_their_slots() -> None:
@@ -150,7 +150,7 @@ def test_fetches_keep_their_slots() -> None:
     assert bench.num_in_use == 2
 
 
-def test_evaluation_does_not_drive_out_what_training_needs() -> None:
+def test_evaluation_evicts_no_block_that_training_needs() -> None:
     bench = Bench(2)
     for block in range(HEAD):
         bench.use(block, 1, Phase.EVALUATE)

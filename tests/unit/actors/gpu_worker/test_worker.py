@@ -1,4 +1,4 @@
-"""One rank, with SSD servers that keep params in memory: it computes what plain autograd does."""
+"""One rank, with SSD servers that keep params in memory, computes the same as plain autograd."""
 
 import math
 import time
@@ -59,13 +59,13 @@ def test_a_step_computes_the_gradients_of_plain_autograd(bench: Bench) -> None:
     for laid_out in bench.layout.blocks:
         for param in laid_out.params:
             if not fp32 and param.name.endswith("k_proj.bias"):
-                continue  # has no gradient but rounding errors: attention does not feel a constant added to all keys
+                continue  # its gradient is only rounding errors: attention ignores a constant added to all keys
             grad = found[laid_out.index][param.offset : param.offset + param.numel]
             expected = grads[param.name].flatten()
             scale = float(expected.abs().max())
             torch.testing.assert_close(grad, expected, rtol=0.0, atol=(1e-5 if fp32 else 0.05) * scale + 1e-7)
     squares = {done.block: done.grad_sq_sum for done in bench.ssds.of(BlockBackwardDone)}
-    # Of the sum before it was rounded on its way out.
+    # Relative to the sum before it was rounded for its transfer.
     rel = 1e-4 if grad_precision(bench.spec) is Precision.FP32 else 1e-2
     assert squares == pytest.approx({block: float((grad**2).sum()) for block, grad in found.items()}, rel=rel)
     assert all(computed.is_finite for computed in bench.ssds.of(BlockComputed))
@@ -102,8 +102,8 @@ def test_a_loss_scaled_too_far_makes_gradients_that_are_not_finite(bench: Bench)
     ],
     indirect=True,
 )
-def test_what_overflows_on_its_way_out_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of shared tensors are fp32, and may be too large for the fp16 in which gradients travel."""
+def test_gradient_that_overflows_in_transfer_is_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of shared tensors are fp32, and may be too large for fp16, in which gradients are transferred."""
     add = GradBuffer.add
 
     def add_much(self: GradBuffer, name: str, offset: int, grad: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ def test_no_validation_data_no_groups(bench: Bench) -> None:
 
 
 def test_params_are_read_before_all_updates_behind_them(bench: Bench) -> None:
-    """Whatever the operation's number: those of step 0 before all updates of that step that are still to come."""
+    """Regardless of the operation's number: reads of params of step 0 come before all later updates of that step."""
     bench.prefetch(0, op=7)
     num_chunks = bench.layout.num_chunks(BlockIndex(0))
     reads = bench.ssds.receive(ReadChunks, 1)
@@ -183,23 +183,23 @@ def test_params_that_nobody_asked_for_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("waits_for", ["params", "prefetch", "slots"])
-def test_stopping_does_not_wait_for_what_never_comes(tmp_path: Path, waits_for: str) -> None:
-    """The deadline, which is longer than the test may take, is for jobs that go on."""
+def test_stop_does_not_wait_for_missing_params(tmp_path: Path, waits_for: str) -> None:
+    """The timeout is longer than the test may take, so the stop itself must end the waits."""
     bench = Bench(tmp_path, deadline_s=3600.0)
     bench.worker.setup()
     bench.ssds.hold = True
     if waits_for != "prefetch":
         bench.prefetch(1, op=1)
         bench.ssds.receive(ReadChunks, 2)
-        bench.prefetch(2, op=2)  # all slots are taken
+        bench.prefetch(2, op=2)  # all slots are in use
     if waits_for != "slots":
         bench.compute(Phase.FORWARD, 1, op=1)
-    time.sleep(0.2)  # for its threads to begin to wait
+    time.sleep(0.2)  # lets its threads begin to wait
     bench.worker.stop()
     assert bench.ssds.of(ActorFailed) == []
 
 
-def test_what_it_has_no_use_for(bench: Bench) -> None:
+def test_worker_with_foreign_message_raises(bench: Bench) -> None:
     stray = BlockUpdated(job=JobId("ftjob-1"), step=STEP, block=BlockIndex(0), actor=GpuWorker.name)
     with pytest.raises(ValueError, match="gpu-0 does not take BlockUpdated"):
         bench.worker.post(stray)

@@ -1,4 +1,4 @@
-"""One rank on a device whose streams run behind, as a GPU's do."""
+"""One rank on a device whose streams run late, as a GPU's do."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ WAIT_S = 20.0
 
 
 class LateBench(Bench):
-    """Waits until the device was given work, which is done once `streams.is_held_up` is not set."""
+    """Waits until the device has been given work, which runs once `streams.is_held_up` is not set."""
 
     streams: LateStreams
 
     def wait_until_given(
         self, stream: Stream, num_things: int, monkeypatch: pytest.MonkeyPatch, post: Callable[[], None]
     ) -> None:
-        """Returns when a stream was given so many things of which somebody wants to know when they are done."""
+        """Returns once a stream was given `num_things` tasks whose end is awaited."""
         given, then = threading.Semaphore(0), stream.then
 
         def counting(callback: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class LateBench(Bench):
 
 @pytest.fixture
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateBench]:
-    """`request.param`: the order of its streams. All params stay in host memory."""
+    """`request.param`: the order of the device's streams. All params stay in host memory."""
     opened: list[LateStreams] = []
 
     def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> LateStreams:
@@ -63,7 +63,7 @@ def test_an_operation_is_given_while_the_one_before_is_computed(
     bench: LateBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.streams.is_held_up = True
-    bench.streams.host_waits.clear()  # of the set-up
+    bench.streams.host_waits.clear()  # those of the set-up
 
     def post() -> None:
         for op in (1, 2):

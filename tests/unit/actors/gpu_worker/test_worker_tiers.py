@@ -1,4 +1,4 @@
-"""One rank whose params and gradients rest elsewhere than on the SSDs, and gradients that do rest there."""
+"""One rank whose params and gradients are resident in memory or on the device, or whose gradients spill to the SSDs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +43,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
         yield bench
 
 
-# --- params that stay in host memory ----------------------------------------------------------------------------------
+# --- params that stay in host memory ------------------------------------------------------------------------------
 
 
 def keys_read(bench: Bench) -> list[ChunkKey]:
@@ -58,7 +58,7 @@ def test_params_that_stay_are_read_once(bench: Bench) -> None:
 
 
 def borrow(bench: Bench, block: int) -> list[ParamSlotLease]:
-    """What the worker lends for the update of a block."""
+    """The slots that the worker lends for the update of a block."""
     keys = tuple(bench.layout.chunk_keys(BlockIndex(block)))
     before = len(bench.ssds.of(ParamSlotsGranted))
     message = AcquireParamSlots(
@@ -82,7 +82,7 @@ def test_the_next_forward_pass_takes_params_from_where_they_were_updated(bench: 
         stored = bench.ssds.states[(Step(0), loan.key, kind)]
         buffer = bench.arena.buffer(loan.span)
         assert bytes(buffer[: len(stored)]) == stored
-        buffer[:] = b"\0" * len(buffer)  # the update
+        buffer[:] = b"\0" * len(buffer)  # stands for the update
         bench.worker.post(ParamSlotReleased(job=bench.spec.job, step=STEP, key=loan.key, span=loan.span))
     for step, op, block in ((STEP, 90, BlockIndex(1)), (Step(0), 91, BlockIndex(2))):
         bench.worker.post(
@@ -109,7 +109,7 @@ def test_a_worker_without_room_lends_nothing(bench: Bench) -> None:
     assert borrow(bench, 1) == []
 
 
-# --- gradients on the SSDs --------------------------------------------------------------------------------------------
+# --- gradients on the SSDs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bench", [of_bench(placement=Placement(num_host_grad_blocks=2))], indirect=True)
@@ -142,7 +142,7 @@ def test_a_dropped_gradient_gives_its_slots_back(bench: Bench) -> None:
     assert bench.worker._grads._slots.statistics.in_use_nbytes == 0
 
 
-# --- states that rest in memory ---------------------------------------------------------------------------------------
+# --- resident states ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bench", [of_bench(placement=Placement(host_blocks=(1, 2)))], indirect=True)
@@ -162,7 +162,7 @@ def test_params_that_rest_in_host_memory_are_taken_from_there(bench: Bench) -> N
 
 
 def store_moments(bench: Bench) -> None:
-    """Optimizer states beside the params of step 0, in fp32."""
+    """Stores fp32 moments beside the params of step 0."""
     for block in bench.layout.blocks:
         for key in bench.layout.chunk_keys(block.index):
             for i, kind in enumerate((StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)):
@@ -209,7 +209,7 @@ def test_states_on_the_device_are_updated_there(bench: Bench) -> None:
 
 
 def expected_update(bench: Bench, block: BlockIndex, grad: torch.Tensor) -> dict[StateKind, torch.Tensor]:
-    """What the kernel makes of the stored states."""
+    """The states after the kernel's update of the stored states."""
     keys, kinds = bench.layout.chunk_keys(block), tuple(bench.context.formats.itemsizes)
     states = {kind: torch.cat([bench.ssds.state(0, key, kind) for key in keys]) for kind in kinds}
     hyper = bench.spec.hyperparameters

@@ -42,7 +42,7 @@ def disk_nbytes(context: JobContext) -> int:
     return sum(context.geometry(i).demand.nbytes for i in range(2))
 
 
-def test_what_fits_to_the_byte_is_taken(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_fits_to_the_byte_is_accepted(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = context.plan.arena_nbytes
     set_free(monkeypatch, disk=disk_nbytes(context), shm=arena, memory=arena)
     require_room(context)
@@ -135,7 +135,7 @@ class TestSurvey:
 
     @pytest.fixture
     def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """Sizes of the scratch regions that were measured."""
+        """The sizes of the scratch regions that were measured."""
         sizes: list[int] = []
 
         def calibrate(device: object, offset: int, nbytes: int) -> Calibration:
@@ -148,7 +148,7 @@ class TestSurvey:
     def test_a_disk_is_measured_once_and_for_all(self, context: JobContext, measured: list[int]) -> None:
         facts = survey_ssds(context.spec, direct=False)
         assert [(each.io, each.weight) for each in facts] == [(DEFAULT_IO, 1)] * 2
-        assert len(measured) == 1  # both directories lie on it
+        assert len(measured) == 1  # both directories are on it
         assert survey_ssds(context.spec, direct=False) == facts
         assert len(measured) == 1
         for name in context.spec.ssd_dirs:
@@ -171,7 +171,7 @@ class TestSurvey:
         first, second = survey_ssds(context.spec, direct=False)
         assert first.weight > 2 * second.weight
 
-    def test_what_another_version_kept_is_measured_again(self, context: JobContext, measured: list[int]) -> None:
+    def test_calibration_of_another_version_is_measured_again(self, context: JobContext, measured: list[int]) -> None:
         opened = volume.Volume.open(context.spec.ssd_dirs[0], direct=False)
         opened.keep_calibration({"speed": "high"})
         assert calibration_of(opened) == self.CALIBRATION
@@ -179,7 +179,7 @@ class TestSurvey:
         assert Calibration.from_json(opened.calibration() or {}) == self.CALIBRATION
         opened.close()
 
-    def test_who_finds_another_measuring_takes_its_result(self, context: JobContext, measured: list[int]) -> None:
+    def test_second_measuring_process_waits_for_first_result(self, context: JobContext, measured: list[int]) -> None:
         name = context.spec.ssd_dirs[0]
         other, mine = volume.Volume.open(name, direct=False), volume.Volume.open(name, direct=False)
         assert other.device.claim()
@@ -194,9 +194,7 @@ class TestSurvey:
         other.close()
         mine.close()
 
-    def test_what_a_killed_process_left_of_its_measuring_is_freed(
-        self, context: JobContext, measured: list[int]
-    ) -> None:
+    def test_scratch_of_killed_measuring_process_is_freed(self, context: JobContext, measured: list[int]) -> None:
         opened = volume.Volume.open(context.spec.ssd_dirs[0], direct=False)
         opened.reserve(JobId("calibration"), Demand(head_nbytes=1 << 20, extent_nbytes=1 << 20, num_extents=3))
         calibration_of(opened)

@@ -1,4 +1,4 @@
-"""Budgets that cannot hold a job without a plan, found before it starts."""
+"""Budgets that are too small for a job without a plan are found before it starts."""
 
 import json
 import re

@@ -66,7 +66,7 @@ def test_evaluation_groups_hold_every_example_in_parts_no_larger_than_in_trainin
     size, num_groups = evaluation_batch_size(spec), num_evaluation_groups(spec)
     assert (size - 1) * num_microbatches < batch_size <= size * num_microbatches
     assert spec.has_validation == (num_examples > 0) == (num_groups > 0)
-    # As the worker cuts them: micro-batches, then groups of as many as in training.
+    # Cut as the worker cuts them: micro-batches, then groups as large as in training.
     microbatches = [range(i, min(i + size, num_examples)) for i in range(0, num_examples, size)]
     assert num_groups == len(range(0, len(microbatches), num_microbatches))
 
@@ -82,7 +82,7 @@ def test_all_states_of_a_chunk_fit_one_slot_side_by_side(formats: Formats) -> No
         assert end % 4096 == 0
         end += itemsize * LAYOUT.chunk_numel
     assert context.state_offsets().keys() - formats.itemsizes.keys() == {StateKind.GRAD}
-    assert context.state_offsets()[StateKind.GRAD] == end  # there where gradients may be on an SSD
+    assert context.state_offsets()[StateKind.GRAD] == end  # if gradients may be on an SSD
     assert all(pool.slot_nbytes == end for pool in context.plan.states)
     assert context.plan.params.slot_nbytes == LAYOUT.chunk_numel * formats.itemsizes[formats.param_kind]
     assert formats.param_kind in context.state_offsets()
@@ -163,7 +163,7 @@ def test_states_that_rest_in_host_memory_have_a_slot_for_each_chunk() -> None:
 
 
 def test_each_use_of_a_chunk_has_a_slot_for_its_sums() -> None:
-    """The head uses the first block, too; those of a block on the device stay there."""
+    """The head uses the first block, too. The sums of a block on the device stay there."""
     layout = replace(LAYOUT, shared=tuple(tuple(map(BlockIndex, uses)) for uses in ((0,), (1,), (2,), (3, 0))))
     spec = make_spec(placement=Placement(group_size=1, device_blocks=(1,)), hyperparameters={"num_microbatches": 2})
     context = make_context(spec, layout, "/arena")

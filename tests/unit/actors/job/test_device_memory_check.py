@@ -1,4 +1,4 @@
-"""What a whole job has on its device is what was said before it began, and no more than it may have."""
+"""The device memory of a whole job equals the computed need, and stays within the budget."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,12 +53,12 @@ JOBS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Of a group's loss and of its right tokens, each 8 bytes: not worth a place in the sum.
+# Bytes: a group's loss and its number of correct tokens, 8 each; too small to be part of the computed need.
 LOSS_SUMS_NBYTES = 16
 
 
 class Found:
-    """What a job really makes on its device."""
+    """Records the device memory that a job really allocates."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.buffers = {"params": 0, "gradients": 0}
@@ -108,12 +108,12 @@ class Found:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (i % 2)) for i, name in enumerate(JOBS)]
 )
-def test_a_job_needs_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_job_allocates_the_computed_device_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     spec = make_spec(
         tmp_path, total_steps=1, evaluate_every=None, num_validation_examples=0, sequence_length=48, **JOBS[name]
     )
     hyper = spec.hyperparameters
-    # As large as its one step is.
+    # As large as the micro-batch of its one step.
     batch = PreparedDataset.open(spec.dataset_dir, "train").batch(
         0, hyper.batch_size, hyper.num_microbatches, hyper.seed
     )
@@ -148,7 +148,7 @@ def test_a_job_may_take_what_it_needs_and_not_a_byte_less(tmp_path: Path) -> Non
     assert outcome["status"] == "succeeded", outcome
 
 
-def test_what_the_plan_says_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_the_plan_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_room, "device_need_of_job", None)
     spec = budgeted(tmp_path, device_memory_nbytes=1 << 20, planned_device_nbytes=1 << 20)
     partition = make_partition(spec)
@@ -159,7 +159,7 @@ def test_what_the_plan_says_is_not_counted_again(tmp_path: Path, monkeypatch: py
         require_device_room(more, partition)
 
 
-def test_what_cannot_be_counted_is_told_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_cannot_be_counted_is_reported_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise DeviceNeedUnknownError("experts")
 

@@ -62,7 +62,7 @@ def test_numbers_go_on_after_reopening_and_restart_with_an_attempt(path: Path) -
     assert [(r.attempt, r.seq) for r in read_journal(path)] == [(1, 1), (1, 2), (1, 3), (2, 1)]
 
 
-def test_after_leaves_out_what_was_read(path: Path) -> None:
+def test_read_after_a_number_skips_earlier_records(path: Path) -> None:
     _write(path, 1, "a", "b", "c")
     _write(path, 2, "d")
     assert [r.message for r in read_journal(path, after=(1, 2))] == ["c", "d"]
@@ -117,7 +117,7 @@ def test_reader_goes_on_where_it_stopped(path: Path, journal: Journal) -> None:
     assert [r.message for r in reader.read_new()] == ["b"]
 
 
-def test_a_lost_runner_that_writes_on_is_not_heard(path: Path) -> None:
+def test_records_of_a_lost_runner_are_ignored(path: Path) -> None:
     _write(path, 1, "a")
     _write(path, 2, "b")
     _write(path, 1, "stale")

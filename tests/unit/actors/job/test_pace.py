@@ -1,4 +1,4 @@
-"""Time left comes from measured steps as soon as there are enough, and never from a promise that they contradict."""
+"""The remaining time comes from measured steps once there are enough, and never from an estimate they contradict."""
 
 import pytest
 

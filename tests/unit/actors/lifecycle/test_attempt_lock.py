@@ -1,4 +1,4 @@
-"""The lock that tells whether an attempt's processes live, held and lost by real processes."""
+"""The lock that shows whether an attempt's processes are alive, held and lost by real processes."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ sys.stdin.read()
 
 @contextmanager
 def holder(verb: str, job_dir: Path, attempt: Attempt) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock until its standard input closes."""
+    """A process that holds the lock until its standard input is closed."""
     command = [sys.executable, "-c", HOLDER, verb, str(job_dir), str(attempt)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -58,7 +58,7 @@ def test_an_attempt_lives_as_long_as_one_of_its_processes(tmp_path: Path) -> Non
             runner.kill()
             runner.wait()
             assert not close_attempt(tmp_path, FIRST)
-            assert close_attempt(tmp_path, SECOND)  # which never began
+            assert close_attempt(tmp_path, SECOND)  # it has never begun
             worker.kill()
             worker.wait()
             assert close_attempt(tmp_path, FIRST)
@@ -66,16 +66,14 @@ def test_an_attempt_lives_as_long_as_one_of_its_processes(tmp_path: Path) -> Non
     assert close_attempt(tmp_path, FIRST)
 
 
-def test_nobody_joins_a_closed_attempt(tmp_path: Path) -> None:
+def test_closed_attempt_cannot_be_joined(tmp_path: Path) -> None:
     os.close(begin_attempt(tmp_path, FIRST))
     assert close_attempt(tmp_path, FIRST)
     with pytest.raises(AttemptClosed, match=r"attempt-1\.lock was removed"):
         join_attempt(tmp_path, FIRST)
 
 
-def test_who_opened_the_file_before_it_was_closed_does_not_join_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_that_opened_the_file_before_close_cannot_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(begin_attempt(tmp_path, FIRST))
     real = os.open
 
@@ -91,12 +89,12 @@ def test_who_opened_the_file_before_it_was_closed_does_not_join_either(
 
 
 def test_a_process_whose_first_thread_has_ended_still_counts(tmp_path: Path) -> None:
-    """It shows as a zombie, as a killed one does while another of its threads is inside a write."""
+    """Its main thread shows as a zombie, as in a killed process with another thread inside a write."""
     code = HOLDER.replace(
         "sys.stdin.read()",
         "import ctypes, threading\n"
         "threading.Thread(target=sys.stdin.read).start()\n"
-        "ctypes.CDLL(None).syscall(60, 0)",  # exit(2), of this thread alone
+        "ctypes.CDLL(None).syscall(60, 0)",  # exit(2), of this thread only
     )
     command = [sys.executable, "-c", code, "begin_attempt", str(tmp_path), "1"]
     if os.uname().machine != "x86_64":
@@ -114,7 +112,7 @@ def test_a_process_whose_first_thread_has_ended_still_counts(tmp_path: Path) -> 
         assert close_attempt(tmp_path, FIRST)
 
 
-def test_the_holders_and_nobody_else_are_killed(tmp_path: Path) -> None:
+def test_kill_attempt_kills_only_lock_holders(tmp_path: Path) -> None:
     with (
         holder("begin_attempt", tmp_path, FIRST) as runner,
         holder("join_attempt", tmp_path, FIRST) as worker,
@@ -147,15 +145,13 @@ def test_an_attempt_that_was_given_up_before_it_began_cannot_begin(tmp_path: Pat
             begin_attempt(tmp_path, attempt)
         assert not has_begun(tmp_path, attempt)
     os.close(begin_attempt(tmp_path, Attempt(3)))
-    assert close_attempt(tmp_path, FIRST)  # told late; what is closed stays closed
+    assert close_attempt(tmp_path, FIRST)  # a late request; a closed attempt stays closed
     with pytest.raises(AttemptClosed):
         begin_attempt(tmp_path, SECOND)
 
 
-def test_of_one_that_begins_and_one_that_closes_at_once_one_knows_of_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Closed while it looks whether it is: it lives for who closes, and ends as it learns of that."""
+def test_attempt_begin_and_close_at_once_one_sees_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt is closed while it checks whether it is closed: the closer sees it as alive, and it ends itself."""
     real, seen = attempt_lock._last_closed, []
 
     def close_first(job_dir: Path) -> int:
@@ -171,7 +167,7 @@ def test_of_one_that_begins_and_one_that_closes_at_once_one_knows_of_the_other(
 
 
 def test_close_attempt_power_loss_afterwards_leaves_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty file would be none, and no attempt of the job could begin or be closed any more."""
+    """An empty file would hold no number, and no attempt of the job could begin or be closed."""
     cut = PowerCut(tmp_path, monkeypatch)
     assert close_attempt(tmp_path, SECOND)
     assert cut.left() == {"last-closed-attempt": b"2\n"}

@@ -32,7 +32,7 @@ def test_nodes_have_only_cores_that_may_be_used(tmp_path: Path, monkeypatch: pyt
     assert numa_nodes(tmp_path) == [{1}, {8, 9}]
 
 
-def test_without_a_word_of_the_system_there_is_one_node(tmp_path: Path) -> None:
+def test_system_without_numa_information_has_one_node(tmp_path: Path) -> None:
     assert numa_nodes(tmp_path) == [os.sched_getaffinity(0)]
 
 

@@ -1,4 +1,4 @@
-"""The threads of an actor: who is told what when one of them fails, or hangs."""
+"""The threads of an actor: the report when one of them fails or hangs."""
 
 import os
 import queue
@@ -52,7 +52,7 @@ def raising(error: Exception, at: Message | None = None) -> Callable[[], None]:
     return run
 
 
-def test_an_error_tells_who_failed_and_what_it_was_at() -> None:
+def test_error_report_names_actor_and_its_task() -> None:
     failed = Bench().failure_of(raising(RuntimeError("no more memory"), OFFLOAD))
     assert (failed.job, failed.step, failed.actor) == (JOB, 3, GPU_WORKER)
     assert failed.error == "RuntimeError: no more memory (at offload grad of step 3, block 2)"
@@ -87,18 +87,18 @@ def test_threads_may_yield_to_others_of_their_process() -> None:
     assert found == [min(own + 3, 19)]
 
 
-def test_before_its_first_work_a_thread_is_at_nothing() -> None:
+def test_thread_before_first_task_has_no_task() -> None:
     assert Bench().failure_of(raising(RuntimeError("no device"))).error == "RuntimeError: no device"
 
 
-def test_what_a_thread_was_told_nothing_of_is_what_its_actor_works_at() -> None:
+def test_thread_without_task_reports_task_of_its_actor() -> None:
     failed = Bench(under_way=OFFLOAD).failure_of(raising(RuntimeError("CUDA error")))
     assert (failed.error, failed.step) == ("RuntimeError: CUDA error (at offload grad of step 3, block 2)", 3)
     assert "(at load model of step 0)" in Bench(under_way=OFFLOAD).failure_of(raising(RuntimeError(), LOAD)).error
 
 
 @pytest.mark.parametrize("before", [None, LOAD])
-def test_a_callback_is_at_its_message_and_its_thread_is_not_afterwards(before: Message | None) -> None:
+def test_callback_has_its_message_as_task_only_while_it_runs(before: Message | None) -> None:
     def calls(*errors: Exception) -> Callable[[], None]:
         def run() -> None:
             if before is not None:
@@ -113,7 +113,7 @@ def test_a_callback_is_at_its_message_and_its_thread_is_not_afterwards(before: M
     assert later == "RuntimeError: later" + ("" if before is None else " (at load model of step 0)")
 
 
-def test_what_came_too_late_is_told_with_who_owes_it() -> None:
+def test_timeout_report_names_the_overdue_actor() -> None:
     failed = Bench().failure_of(raising(SlotTimeout("no slots"), LoadModel(job=JOB, step=Step(0))))
     assert failed.error == "SlotTimeout: no slots; ssd-1 owes a read (at load model of step 0)"
 
@@ -133,11 +133,11 @@ def test_what_came_too_late_is_told_with_who_owes_it() -> None:
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_what_would_only_fail_again_is_told_apart(error: Exception, kind: FailureKind) -> None:
+def test_permanent_errors_are_reported_as_permanent(error: Exception, kind: FailureKind) -> None:
     assert Bench().failure_of(raising(error, OFFLOAD)).kind is kind
 
 
-def test_an_error_while_the_actor_is_stopped_is_not_told() -> None:
+def test_error_during_stop_is_not_reported() -> None:
     bench = Bench()
     bench.stopping = True
     bench.threads.start([raising(RuntimeError("closed"))])

@@ -1,4 +1,4 @@
-"""The example of the documentation runs as it stands, and the page shows what it does."""
+"""The example in the documentation runs unchanged, and the page shows what it does."""
 
 import os
 import re

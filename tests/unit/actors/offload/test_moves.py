@@ -1,4 +1,7 @@
-"""Where bytes go: states really leave, buffers stay few, nothing is left behind, and state dicts hold true weights."""
+"""Movement of bytes: states really leave memory, buffers stay few, and nothing is left behind.
+
+State dicts hold the true weights.
+"""
 
 import gc
 import multiprocessing
@@ -50,7 +53,7 @@ def test_states_move_every_step(tmp_path: Path) -> None:
         model.state_dict()  # waits for the updates
         after = optimizer.statistics
         assert after.ssd_written_nbytes - before.ssd_written_nbytes >= 3 * 12 * numel
-        # Read for updates, and for forward and backward; a layer that is still there is not fetched again.
+        # Read for updates, forward and backward passes; a layer that is still in a buffer is not fetched again.
         assert after.ssd_read_nbytes - before.ssd_read_nbytes >= 3 * (12 + 4) * numel
         num_fetched = after.num_layers_fetched - before.num_layers_fetched
         assert 3 * NUM_LAYERS < num_fetched <= 3 * 2 * NUM_LAYERS + 3
@@ -64,7 +67,7 @@ def test_states_in_memory_do_not_move(tmp_path: Path) -> None:
         assert optimizer.statistics.ssd_written_nbytes == optimizer.statistics.ssd_read_nbytes == 0
 
 
-def test_original_weights_are_let_go(tmp_path: Path) -> None:
+def test_original_weights_are_freed(tmp_path: Path) -> None:
     model = seeded(Gpt)
     originals = list(model.layers.parameters())  # type: ignore[union-attr, operator]
     storages = [param.untyped_storage() for param in originals]
@@ -78,7 +81,7 @@ def test_original_weights_are_let_go(tmp_path: Path) -> None:
 
 
 def test_layers_are_fetched_ahead(tmp_path: Path) -> None:
-    """From the second step on, the order is known: when a layer is called, the next ones are on their way."""
+    """From the second step on the order is known: when a layer is called, the next ones are in flight."""
     with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
         one_step(model, optimizer)
         feed = optimizer._engine._feed
@@ -90,7 +93,7 @@ def test_layers_are_fetched_ahead(tmp_path: Path) -> None:
         assert all({i} <= ahead[i] for i in range(1, NUM_LAYERS))
 
 
-def test_weights_held_beyond_a_call_are_poison(tmp_path: Path) -> None:
+def test_weights_held_beyond_a_call_are_nan(tmp_path: Path) -> None:
     held: list[torch.Tensor] = []
     with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
         for layer in model.layers:  # type: ignore[union-attr]
@@ -130,7 +133,7 @@ def test_save_pretrained(tmp_path: Path) -> None:
 
 
 class LateEvent:
-    """A point of a GPU's stream that comes once the host waits for it, and no sooner."""
+    """A point of a GPU's stream that is reached only when the host waits for it."""
 
     is_over = False
 
@@ -141,7 +144,7 @@ class LateEvent:
 def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gradient is complete before it is copied out, and a buffer is read no more when params are copied in."""
+    """A gradient is complete before it is copied out, and a buffer is no longer read when params are copied in."""
     with offloaded(seeded(Gpt), tmp_path, num_ssds=1, clip_norm=1.0) as (model, optimizer):
         engine = optimizer._engine
         device, feed, updates = engine._device, engine._feed, engine._updates
@@ -149,7 +152,7 @@ def test_offload_on_a_gpu_waits_before_copies_of_what_the_compute_uses(
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=LateEvent))
         monkeypatch.setattr(torch.cuda, "Event", LateEvent)
         buffers = {buffer.flat.data_ptr(): buffer for buffer in feed._free}
-        computed: dict[int, LateEvent] = {}  # of each gradient on its way
+        computed: dict[int, LateEvent] = {}  # for each gradient in flight
         outward: list[bool] = []
         inward: list[bool] = []
         put, copy_out, copy_in = updates._to_offload.put, updates._copy_out, device.copy_in
@@ -194,10 +197,10 @@ def left_behind(directory: Path) -> list[str]:
 def test_close_leaves_nothing(tmp_path: Path) -> None:
     with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
         gpt_loss(model, 0).backward()
-        optimizer.step()  # updates are under way
+        optimizer.step()  # updates are in progress
         assert left_behind(tmp_path)
     assert left_behind(tmp_path) == []
-    optimizer.close()  # again
+    optimizer.close()  # a second time
 
 
 def _die_offloaded(directory: Path) -> None:
@@ -207,7 +210,7 @@ def _die_offloaded(directory: Path) -> None:
 
 
 def test_offload_where_leftovers_cannot_be_deleted_raises_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a lock that another process holds is a reason to leave states where they are."""
+    """States are left in place only if another process holds their lock."""
     (tmp_path / "ssd0").mkdir()
     volume = open_volume(tmp_path / "ssd0")
     new_store(volume, make_geometry(JobId("offload-1-0")))
@@ -222,7 +225,7 @@ def test_offload_where_leftovers_cannot_be_deleted_raises_why(tmp_path: Path, mo
         pass
 
 
-def test_what_a_killed_process_left_goes_with_the_next_use(tmp_path: Path) -> None:
+def test_states_of_killed_process_are_deleted_by_next_use(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_die_offloaded, args=(tmp_path,))
     process.start()
     process.join(120)
@@ -232,7 +235,7 @@ def test_what_a_killed_process_left_goes_with_the_next_use(tmp_path: Path) -> No
         offloaded(seeded(Gpt), tmp_path) as (_, optimizer),
         offloaded(seeded(Gpt), tmp_path) as (other, other_optimizer),
     ):
-        # The second one took nothing from the first, who lives.
+        # The second user deleted nothing of the first one, which is alive.
         one_step(other, other_optimizer)
         assert optimizer.statistics.num_host_layers == 0
     assert left_behind(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Gradients that are not finite leave the parameters that the plain loop leaves, NaN for NaN."""
+"""Gradients that are not finite leave the same parameters as in the plain loop, NaN for NaN."""
 
 import math
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from tests.support.actors.offload_models import PlainAdam, adamw, offloaded, see
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HIDDEN, CHUNK_NUMEL = 48, 2048
-# Above the norm of all finite gradients: the scale of their steps is 1, and so without a difference in the last bits.
+# Above the norm of all finite gradients: the scale of those steps is 1, so the last bits do not differ.
 CLIP_NORM = 1e6
 
 
 class GivenGrad(torch.autograd.Function):
-    """Passes its input on; the parameter's gradient is the one given."""
+    """Passes its input on, and sets the parameter's gradient to the given one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class GivenGrad(torch.autograd.Function):
 
 
 class Given(nn.Module):
-    """A perceptron, and a parameter that has no part in the output and any gradient."""
+    """An MLP, and a parameter that does not affect the output and gets any given gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Model(nn.Module):
         return x
 
 
-# Of each step: what the gradient of one element is, by (module, element); module 3 is the one outside of the layers.
+# For each step: the gradients of single elements, by (module, element); module 3 is the one outside of the layers.
 STEPS: list[dict[tuple[int, int], float]] = [
     {},
     {(1, 5): math.inf},
@@ -74,7 +74,7 @@ INF_AND_NAN = [{}, {(0, 1): math.nan, (2, 3): math.inf}]
 def weights_of_steps(
     model: nn.Module, optimizer: Any, steps: list[dict[tuple[int, int], float]], num_backwards: int
 ) -> list[tuple[float | None, dict[str, torch.Tensor]]]:
-    """The norm of each step's gradients, and the weights after it."""
+    """The norm of each step's gradients, and the weights after each step."""
     dtype, found = model.outside.param.dtype, []  # type: ignore[union-attr]
     for step, bad in enumerate(steps):
         for i in range(num_backwards):
@@ -113,7 +113,7 @@ def test_step_with_gradients_not_finite_leaves_what_plain_loop_does(
     expected = weights_of_steps(plain, PlainAdam(adamw(plain), options["clip_norm"]), steps, num_backwards)
     with offloaded(seeded(Model, dtype), tmp_path, num_ssds=1, **options) as (model, optimizer):
         found = weights_of_steps(model, optimizer, steps, num_backwards)
-    tolerance = 0.05 if options.get("state_precision") == "bf16" else 0.0  # masters in bf16, rounded at random
+    tolerance = 0.05 if options.get("state_precision") == "bf16" else 0.0  # masters in bf16, rounded stochastically
     for (norm, weights), (plain_norm, plain_weights) in zip(found, expected, strict=True):
         assert norm == (None if plain_norm is None else pytest.approx(plain_norm, rel=2e-2, nan_ok=True))
         for name, weight in plain_weights.items():
@@ -121,7 +121,7 @@ def test_step_with_gradients_not_finite_leaves_what_plain_loop_does(
     num_nan = [sum(int(each.isnan().sum()) for each in weights.values()) for _, weights in found]
     if steps is STEPS:
         assert num_nan[:-1] == [0, 1, 1, 2, 5, 5]
-    if options["clip_norm"] is not None:  # a norm that is not a number leaves nothing
+    if options["clip_norm"] is not None:  # a norm of NaN gives no update to compare
         assert num_nan[-1] == sum(each.numel() for each in plain.state_dict().values())
 
 

@@ -1,4 +1,4 @@
-"""Offloaded training is plain PyTorch's: losses and weights, bit for bit where the update's kernel is the same."""
+"""Offloaded training gives the losses and weights of plain PyTorch, bit for bit where the update kernel is the same."""
 
 import os
 import random
@@ -49,7 +49,7 @@ def gpt2(_: Path) -> nn.Module:
 def train(
     model: nn.Module, optimizer: Any, loss_of: Loss, *, num_backwards: int = 1, num_steps: int = NUM_STEPS
 ) -> list[float]:
-    """The user's loop: the same for a plain model and an offloaded one."""
+    """The user's training loop, for a plain or an offloaded model."""
     losses = []
     torch.manual_seed(7)
     for step in range(num_steps):
@@ -134,7 +134,7 @@ def test_squared_norm_of_gradients_that_came_in_any_order_has_the_same_bits(tmp_
             updates._squares = {key: squares[key] for key in order}
             found.add(updates.squared_norm())
             plain_sums.add(sum(updates._squares.values()))
-        assert len(plain_sums) > 1  # the order matters to a sum
+        assert len(plain_sums) > 1  # the order changes the sum
         assert found == {expected}
 
 
@@ -169,14 +169,14 @@ def test_autocast(tmp_path: Path) -> None:
 
     plain = seeded(Gpt)
     expected = train(plain, plainly(plain), loss_of)
-    assert expected[0] != float(gpt_loss(seeded(Gpt), 0).detach())  # it makes a difference
+    assert expected[0] != float(gpt_loss(seeded(Gpt), 0).detach())  # autocast changes the loss
     with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
         assert train(model, optimizer, loss_of) == expected
         assert_same_weights(model, plain)
 
 
 def test_evaluation_in_between(tmp_path: Path) -> None:
-    """Eval and inference leave no trace, see the newest weights, and may take another path through the layers."""
+    """Evaluation and inference leave no trace and see the newest weights. They may run the layers in another order."""
 
     def evaluate(model: nn.Module) -> list[float]:
         model.eval()
@@ -204,7 +204,7 @@ def test_evaluation_in_between(tmp_path: Path) -> None:
 
 
 def test_parts_without_gradients_stay_as_they_are(tmp_path: Path) -> None:
-    """Frozen params, layers that a step skips, and what the optimizer does not hold."""
+    """Frozen params, layers that a step skips, and params that are not in the optimizer."""
 
     class Skipping(Gpt):
         num_calls = 0
@@ -239,7 +239,7 @@ def test_layers_called_twice_and_forwards_without_backward(tmp_path: Path) -> No
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
         forgotten = gpt_loss(model, step + 50)
         del forgotten
-        kept.append(gpt_loss(model, step + 60))  # its graph lives on
+        kept.append(gpt_loss(model, step + 60))  # its graph stays alive
         return gpt_loss(model, step) + 0.5 * gpt_loss(model, step + 1)
 
     kept: list[torch.Tensor] = []
@@ -262,7 +262,7 @@ def test_gradients_dropped_before_the_step(tmp_path: Path) -> None:
         assert_same_weights(model, plain)
 
 
-@pytest.mark.long  # compiles
+@pytest.mark.long  # compiles a kernel
 def test_the_compiled_kernel(tmp_path: Path) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:

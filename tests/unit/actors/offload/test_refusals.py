@@ -1,4 +1,4 @@
-"""What cannot be trained exactly is refused by name, and nothing is changed by a refusal."""
+"""Models and optimizers that cannot be trained exactly are refused by name, and a refusal changes nothing."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Chain(nn.Module):
-    """Layers in a list, each of which is called on what the one before returned."""
+    """Layers in a list, each called on the output of the previous one."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -138,11 +138,11 @@ def test_the_user_names_the_layers(tmp_path: Path) -> None:
 def test_a_budget_that_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="set host_memory_gib"), offloaded(seeded(Gpt), tmp_path, host_memory_gib=1e-4):
         pass
-    with offloaded(seeded(Gpt), tmp_path):  # nothing was taken
+    with offloaded(seeded(Gpt), tmp_path):  # nothing was allocated
         pass
 
 
-# --- layers that another computation would not repeat ----------------------------------------------------------------
+# --- layers that give another result when computed again ------------------------------------------------------------
 
 
 class InPlace(nn.Linear):
@@ -197,7 +197,7 @@ def test_a_key_value_cache(tmp_path: Path) -> None:
             model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=3, do_sample=False)  # type: ignore[operator]
 
 
-def test_parameters_cannot_be_read_while_they_are_away(tmp_path: Path) -> None:
+def test_read_of_offloaded_parameter_raises(tmp_path: Path) -> None:
     with offloaded(seeded(Gpt), tmp_path) as (model, _):
         weight = model.layers[1].out.weight  # type: ignore[index, union-attr]
         assert weight.shape == (64, 64)
@@ -209,7 +209,7 @@ def test_parameters_cannot_be_read_while_they_are_away(tmp_path: Path) -> None:
             model.to(torch.bfloat16)
 
 
-# --- calls in another order ------------------------------------------------------------------------------------------
+# --- calls in another order ----------------------------------------------------------------------------------------
 
 
 def test_a_second_backward_that_was_not_announced(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_change_of_mode_before_the_backward(tmp_path: Path) -> None:
 
 
 def test_use_after_close(tmp_path: Path) -> None:
-    before = set(threading.enumerate())  # some are left by tests of what hangs
+    before = set(threading.enumerate())  # some are left by tests of hanging
     with offloaded(seeded(Gpt), tmp_path) as (model, optimizer):
         pass
     for use in (lambda: gpt_loss(model, 0), optimizer.step, optimizer.zero_grad, model.state_dict):

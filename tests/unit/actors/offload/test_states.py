@@ -1,4 +1,4 @@
-"""States in bf16 are rounded at random by each element's place in the model, whatever the cut into chunks."""
+"""States in bf16 are rounded stochastically by each element's place in the model, for any cut into chunks."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weights_after_steps(directory: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Three steps of a model in bf16 with states in bf16."""
+    """The weights after three steps of a model in bf16 with states in bf16."""
     directory.mkdir()
     model = seeded(Gpt, torch.bfloat16)
     with offloaded(model, directory, num_ssds=1, state_precision="bf16", **options) as (model, optimizer):
@@ -30,7 +30,7 @@ def test_offload_of_bf16_states_in_chunks_of_any_size_gives_the_same_bits(tmp_pa
 
 
 class Equal(nn.Module):
-    """Layers, and parts outside of them: all weights are equal, and so are all gradients."""
+    """Layers, and modules outside of them: all weights are equal, and so are all gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Equal(nn.Module):
 
 
 def test_offload_rounds_every_element_of_model_with_bits_of_its_own(tmp_path: Path) -> None:
-    # The first step of Adam is the learning rate: half way to the next number of bf16.
+    # The first step of Adam equals the learning rate: half the distance to the next bf16 number.
     make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=2**-8, weight_decay=0.0)  # noqa: E731
     options: dict[str, Any] = {"state_precision": "bf16", "make_optimizer": make_optimizer, "num_ssds": 1}
     with offloaded(seeded(Equal, torch.bfloat16), tmp_path, **options) as (model, optimizer):
