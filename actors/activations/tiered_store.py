@@ -157,11 +157,6 @@ class ActivationTiers:
         )
 
     @property
-    def host_counts(self) -> SwapCounts:
-        """To and from host memory alone."""
-        return self._host.counts
-
-    @property
     def ssd_counts(self) -> SwapCounts:
         """To and from the SSDs alone."""
         return NOTHING_SWAPPED if self._ssds is None else self._ssds.counts

@@ -159,8 +159,8 @@ def train(run: ActivationRun, folder: Path) -> ActivationResult:
 
 def job_spec(run: ActivationRun, folder: Path) -> "JobSpec":
     """A job on random tokens with random weights, in bf16, its states on one SSD."""
+    from benchmarks.activations.memory_need import activation_need_of_model
     from windlass.actors.job import Hyperparameters, Initialization, JobSpec, Schedule
-    from windlass.engine.memory_estimate.activation_memory import activation_need_of_model
     from windlass.storage.ids import JobId, Precision
 
     _write_model(run, folder / "model")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.activations.memory_need import room_for_activations
+from benchmarks.peers.schedules import System, behaving_as
 from benchmarks.peers.workload import ModelShape, model_config
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB
 from tests.support.training import make_spec
 from windlass.actors.job import Initialization, JobSpec
-from windlass.actors.job.spec import System, behaving_as
 from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
 from windlass.engine.memory_plan import ActivationChoice, Placement
 from windlass.storage.ids import Formats, Kernel, Precision, StatePrecision

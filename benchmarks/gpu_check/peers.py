@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.gpu_check.cases import SHAPES, SpeedCase, States
 from benchmarks.gpu_check.speed import SpeedRun
 from benchmarks.peers.contenders import Contender, ContenderFailedError, ContenderRun, run_contender, without_paths
+from benchmarks.peers.schedules import System
 from benchmarks.peers.workload import Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB, ratio, spread, table
-from windlass.actors.job.spec import System
 
 # With logits of all tokens at once, in fp32, no larger micro-batch fits beside the rest.
 WORKLOAD = Workload(

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.peer import emit
+from benchmarks.peers.schedules import System, behaving_as
 from benchmarks.peers.workload import DATASET_DIR, MODEL_DIR, Workload, read_workload
 from benchmarks.reporting.control_share import overhead, role_of
 from benchmarks.reporting.pss import process_tree, thread_seconds
 from benchmarks.scheduler.throttle import Throttle
 from windlass.actors.job import JOURNAL_FILE, OUTCOME, Hyperparameters, JobSpec, JournalReader, JournalRecord, Schedule
 from windlass.actors.job.journal import METRICS
-from windlass.actors.job.spec import System, behaving_as
 from windlass.actors.policy import Ordering, QueueOrder
 from windlass.actors.timeline import FOLDER as SPANS_FOLDER
 from windlass.engine.memory_plan import ActivationChoice, Placement, UpdateOrder

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from windlass.engine.activations import LentParams, SwapCounts, SwapHandle, Unit
-from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, BlockActivations
-from windlass.engine.model import BlockRunner, partition_folder
-from windlass.storage.ids import BlockIndex, Precision
+from windlass.engine.memory_plan import BlockActivations
+from windlass.engine.model import BlockRunner
+from windlass.storage.ids import BlockIndex
 
 
 class ActivationNeedUnknownError(RuntimeError):
@@ -53,22 +52,6 @@ def activation_need(
                 peak = peak.or_more(held.plus(units[shape].peak))
                 held = held.plus(units[shape].held)
     return peak
-
-
-def activation_need_of_model(
-    model_dir: str | Path,
-    precision: Precision,
-    choices: Sequence[BlockActivations],
-    shapes: Sequence[tuple[int, int]],
-    *,
-    device: str = "cpu",
-) -> ActivationNeed:
-    """As `activation_need`, for the model of a folder and a plan's slots; needs no weights.
-
-    `device`: where it will be computed, as operators choose their kernels by that.
-    """
-    runner = BlockRunner(partition_folder(model_dir, precision), torch.device(device), seed=0)
-    return activation_need(runner, choices, shapes, ACTIVATION_SLOT_NBYTES)
 
 
 class _Scales:

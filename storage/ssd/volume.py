@@ -122,19 +122,6 @@ class Volume:
             self._write_table(table.with_allocation(allocation))
             return allocation
 
-    def extend(self, job: JobId, demand: Demand) -> Allocation:
-        """Give a job more extents; what it has stays where it is.
-
-        Raises:
-            StoreMissing, InsufficientSpaceError: nothing has been taken.
-        """
-        with self._locked_table(f"reserve more space for job {job}") as table:
-            allocation = self._of(table, job)
-            more = self._take(table, _states_of(job), demand)
-            allocation = replace(allocation, ranges=(*allocation.ranges, *more))
-            self._write_table(table.with_allocation(allocation))
-            return allocation
-
     def reserve_scratch(self, job: JobId, demand: Demand, *, nonce: str) -> Allocation:
         """Give the job's area of that nonce so much scratch, in the place of what it has; that stays if it is as large.
 

@@ -39,9 +39,8 @@ NUM_COMMIT_RECORDS = 64
 _JOURNAL_NBYTES = NUM_COMMIT_RECORDS * RECORD_NBYTES
 JOURNAL_OFFSETS = (FENCE_OFFSETS[1] + RECORD_NBYTES, FENCE_OFFSETS[1] + RECORD_NBYTES + _JOURNAL_NBYTES)
 MANIFESTS_OFFSET = 1 << 20
-MAX_PINS = 4
-# The last commit's, the one before it, the next one's, and one for each checkpoint.
-NUM_MANIFESTS = 3 + MAX_PINS
+# The format has room for seven. Three are used: the last commit's, the one before it, and the next one's.
+NUM_MANIFESTS = 7
 TRAINER_STATE_MAX_NBYTES = 3072
 
 # The fence of a store that is being deleted: no attempt is as new.
@@ -51,7 +50,6 @@ CLOSED = Attempt((1 << 64) - 1)
 _SUPERBLOCK_HEAD = struct.Struct("<8s8sI")  # magic, nonce, nbytes of the JSON that follows
 _FENCE_HEAD = struct.Struct("<8s8sQ")  # magic, nonce, attempt
 _COMMIT_HEAD = struct.Struct("<8s8sQQQIIQII")
-_PIN = struct.Struct("<QQIIQ")  # step, attempt, manifest, zero, manifest's digest
 _SUPERBLOCK_MAGIC = b"WNDLSTOR"
 _FENCE_MAGIC = b"WNDLFNCE"
 _COMMIT_MAGIC = b"WNDLCMMT"
@@ -176,16 +174,6 @@ class StoreGeometry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """A checkpoint: a commit whose extents and manifest stay."""
-
-    step: Step
-    attempt: Attempt
-    manifest: int
-    manifest_digest: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
     """One entry of the journal: the states of `step` are safe on this SSD."""
 
@@ -195,7 +183,6 @@ class CommitRecord:
     rank: Rank
     manifest: int  # which of NUM_MANIFESTS tells where the states lie
     manifest_digest: int
-    pins: tuple[Pin, ...]
     trainer_state: str  # JSON
 
     @property
@@ -283,24 +270,20 @@ def pack_commit(record: CommitRecord, nonce: str) -> bytes:
         record.rank,
         record.manifest,
         record.manifest_digest,
-        len(record.pins),
+        0,  # reserved
         len(state),
     )
-    pins = b"".join(_PIN.pack(pin.step, pin.attempt, pin.manifest, 0, pin.manifest_digest) for pin in record.pins)
-    return seal(head + pins + state)
+    return seal(head + state)
 
 
 def unpack_commit(raw: bytes, nonce: str) -> CommitRecord | None:
     """A journal entry; None where it was torn, damaged, never written or is another job's."""
     if not is_intact(raw, _COMMIT_MAGIC + bytes.fromhex(nonce)):
         return None
-    _, _, sequence, step, attempt, rank, manifest, digest, num_pins, state_nbytes = _COMMIT_HEAD.unpack_from(raw)
+    _, _, sequence, step, attempt, rank, manifest, digest, reserved, state_nbytes = _COMMIT_HEAD.unpack_from(raw)
+    if reserved:
+        return None  # an entry of another format
     at = _COMMIT_HEAD.size
-    pins = []
-    for _ in range(num_pins):
-        pin_step, pin_attempt, pin_manifest, _, pin_digest = _PIN.unpack_from(raw, at)
-        pins.append(Pin(step=pin_step, attempt=pin_attempt, manifest=pin_manifest, manifest_digest=pin_digest))
-        at += _PIN.size
     return CommitRecord(
         sequence=sequence,
         step=step,
@@ -308,7 +291,6 @@ def unpack_commit(raw: bytes, nonce: str) -> CommitRecord | None:
         rank=rank,
         manifest=manifest,
         manifest_digest=digest,
-        pins=tuple(pins),
         trainer_state=raw[at : at + state_nbytes].decode(),
     )
 

@@ -8,6 +8,7 @@ import heapq
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import xxhash
 
@@ -24,7 +25,7 @@ from windlass.storage.integrity import (
 from windlass.storage.memory import ALIGNMENT_NBYTES
 from windlass.storage.ssd import Allocation, Volume
 from windlass.storage.store import format as layout
-from windlass.storage.store.format import CommitRecord, Pin, StoreGeometry
+from windlass.storage.store.format import CommitRecord, StoreGeometry
 from windlass.storage.store.manifest import Manifest
 from windlass.storage.store.regions import StateRegion
 from windlass.storage.store.scratch import Scratch, scratch_demand
@@ -71,7 +72,6 @@ class TensorStore:
         self._committed: tuple[CommitRecord, Manifest] | None = None
         self._begun = False
         self._working = UncommittedMap(geometry)  # what has been written since
-        self._pins: dict[Step, tuple[Pin, Manifest]] = {}
         self._free: list[int] = []  # heap of extents
         self._failed_sync: str | None = None
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class TensorStore:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, volume: Volume, geometry: StoreGeometry) -> "TensorStore":
+    def create(cls, volume: Volume, geometry: StoreGeometry) -> Self:
         """Reserve a job's space and open it for the attempt of `geometry`. `resume_from` must follow.
 
         Raises:
@@ -107,7 +107,7 @@ class TensorStore:
         return cls(volume, allocation, geometry, geometry.attempt)
 
     @classmethod
-    def open(cls, volume: Volume, job: JobId, attempt: Attempt) -> "TensorStore":
+    def open(cls, volume: Volume, job: JobId, attempt: Attempt) -> Self:
         """Open a job's store for `attempt`, and note it there: from then on older attempts are refused.
 
         `resume_from` must follow before anything is read or written. A write of an older attempt that is in the kernel
@@ -177,9 +177,8 @@ class TensorStore:
         with self._lock:
             self._check_attempt()
             assert not self._begun, "an attempt begins once"
-            mine, committed, pins = None, None, dict[Step, tuple[Pin, Manifest]]()
+            mine, committed = None, None
             if commit is not None:
-                # The newest of that identity: it knows what was made a checkpoint since.
                 mine = next((each for each in reversed(self._records) if each.identity == commit.identity), None)
                 if mine is None:
                     raise StoreCorrupt(
@@ -187,14 +186,11 @@ class TensorStore:
                         "SSDs of the job have"
                     )
                 step_map = self._read_manifest(mine.manifest, mine.manifest_digest, f"step {mine.step}")
-                for pin in mine.pins:
-                    what = f"the checkpoint of step {pin.step}"
-                    pins[pin.step] = (pin, self._read_manifest(pin.manifest, pin.manifest_digest, what))
                 if mine.attempt != self.attempt:
                     mine = replace(mine, sequence=self._next_sequence(), attempt=self.attempt)
                     self._append(mine)
                 committed = (mine, step_map)
-            self._committed, self._pins = committed, pins
+            self._committed = committed
             self._collect_free()
             self._begun = True
 
@@ -224,7 +220,6 @@ class TensorStore:
                 rank=self.geometry.rank,
                 manifest=self._free_manifest(),
                 manifest_digest=0,
-                pins=tuple(pin for pin, _ in self._pins.values()),
                 trainer_state=trainer_state,
             )
             raw, digest = step_map.pack(record, self._allocation.nonce)
@@ -235,48 +230,6 @@ class TensorStore:
             self._committed = (record, step_map)
             self._working = UncommittedMap(self.geometry)
             self._collect_free()
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
-
-    def pin(self, step: Step) -> None:
-        """Keep the last commit, which must be that of `step`, as a checkpoint: no bytes are copied.
-
-        Raises:
-            InsufficientSpaceError: the SSD cannot hold another step's extents; nothing has changed.
-            StepNotAllowed: it is not the last commit, or there are too many checkpoints already.
-        """
-        with self._lock:
-            self._check_attempt()
-            last = self.last_commit()
-            if step in self._pins:
-                return
-            if last is None or last.step != step or len(self._pins) >= layout.MAX_PINS:
-                raise StepNotAllowed(
-                    f"{self.name}: step {step} cannot be kept as a checkpoint: the last commit is "
-                    f"{'none' if last is None else f'step {last.step}'}, and {len(self._pins)} of at most "
-                    f"{layout.MAX_PINS} checkpoints are kept"
-                )
-            num_chunks = self.geometry.num_local_chunks
-            missing = (layout.NUM_GENERATIONS + len(self._pins) + 1) * num_chunks - len(self._offsets)
-            if missing > 0:
-                demand = replace(self.geometry.demand, head_nbytes=0, num_extents=missing)
-                self._allocation = self.volume.extend(self.geometry.job, demand)
-                self._offsets = self._allocation.extent_offsets(self.geometry.demand)
-            pin = Pin(step=step, attempt=last.attempt, manifest=last.manifest, manifest_digest=last.manifest_digest)
-            assert self._committed is not None, "it is the last commit"
-            self._append_pins({**self._pins, step: (pin, self._committed[1])})
-
-    def unpin(self, step: Step) -> None:
-        """Give a checkpoint up; nothing happens if there is none of that step."""
-        with self._lock:
-            self._check_attempt()
-            if step in self._pins:
-                self._append_pins({each: pin for each, pin in self._pins.items() if each != step})
-
-    @property
-    def pinned(self) -> tuple[Step, ...]:
-        """Steps kept as checkpoints."""
-        return tuple(sorted(self._pins))
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -326,42 +279,13 @@ class TensorStore:
             self._check_follows_writes(key, chunk, step, is_gradient)
             extent = self._working.extent(chunk)
             if extent is None:
-                extent = heapq.heappop(self._free)  # a working map and every one that is kept has one for each chunk
+                extent = heapq.heappop(self._free)  # the last commit and the next each have one for every chunk
                 self._working.place(chunk, extent)
             regions = [self._region(key, kind, step, nbytes, chunk, extent, self._working) for kind, nbytes in sizes]
             self._working.begin(chunk, step, sizes)
         return regions
 
-    def read(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
-        """Fill `buffer` with the first bytes of a state as `step` left it, verified; in one thread."""
-        (region,) = self.regions_to_read(key, step, [(kind, buffer.nbytes)])
-        for start in range(0, buffer.nbytes, GRANULE_NBYTES):
-            part = buffer[start : start + GRANULE_NBYTES]
-            self._transfer("read", region, start, part)
-            region.verify(start, part)
-
-    def write(self, key: ChunkKey, kind: StateKind, step: Step, buffer: memoryview) -> None:
-        """Write the first bytes of a state as `step` leaves it; in one thread. Safe once the step is committed."""
-        (region,) = self.regions_to_write(key, step, [(kind, buffer.nbytes)])
-        for start in range(0, buffer.nbytes, GRANULE_NBYTES):
-            part = buffer[start : start + GRANULE_NBYTES]
-            self._transfer("write", region, start, part)
-            region.note_written(start, part)
-
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _transfer(self, verb: str, region: StateRegion, start: int, buffer: memoryview) -> None:
-        move = self.volume.device.read if verb == "read" else self.volume.device.write
-        done = 0
-        while done < buffer.nbytes:
-            offset = region.offset + start + done
-            try:
-                moved = move(offset, buffer[done:])
-            except OSError as error:
-                raise region.io_error(verb, error) from error
-            if moved == 0:
-                raise region.io_error(verb, EOFError(f"the SSD ends at byte {offset}"))
-            done += moved
 
     def _map_to_read(self, chunk: int, step: Step) -> Manifest | None:
         # A commit may meanwhile take a step out of the one, and leave it in the other.
@@ -369,8 +293,7 @@ class TensorStore:
             return working
         if (committed := self._committed) is not None and committed[0].step == step:
             return committed[1]
-        pinned = self._pins.get(step)
-        return None if pinned is None else pinned[1]
+        return None
 
     def _map_to_commit(self, step: Step, states_step: Step) -> Manifest:
         """Where all states of `states_step` lie; raises StepNotAllowed if they don't, or if a later step has begun."""
@@ -418,8 +341,8 @@ class TensorStore:
             )
 
     def _collect_free(self) -> None:
-        """All extents that neither the last commit, nor what is written for the next, nor a checkpoint uses."""
-        used = [self._working.extents(), *(step_map.extents() for _, step_map in self._pins.values())]
+        """Collects the extents that neither the last commit nor the writes for the next one use."""
+        used = [self._working.extents()]
         if self._committed is not None:
             used.append(self._committed[1].extents())
         self._free = sorted(set(range(len(self._offsets))).difference(*used))  # sorted is a heap
@@ -474,18 +397,10 @@ class TensorStore:
 
     def _free_manifest(self) -> int:
         # That of the record before stays, too: another SSD may lack the last one.
-        used = {record.manifest for record in self._records[-2:]} | {pin.manifest for pin, _ in self._pins.values()}
+        used = {record.manifest for record in self._records[-2:]}
         if self._committed is not None:
             used.add(self._committed[0].manifest)
         return next(manifest for manifest in range(layout.NUM_MANIFESTS) if manifest not in used)
-
-    def _append_pins(self, pins: dict[Step, tuple[Pin, Manifest]]) -> None:
-        assert self._committed is not None, "only what is committed is pinned"
-        last, step_map = self._committed
-        record = replace(last, sequence=self._next_sequence(), pins=tuple(pin for pin, _ in pins.values()))
-        self._append(record)
-        self._committed, self._pins = (record, step_map), pins
-        self._collect_free()
 
     def _append(self, record: CommitRecord) -> None:
         raw = layout.pack_commit(record, self._allocation.nonce)

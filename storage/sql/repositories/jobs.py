@@ -203,11 +203,6 @@ class JobRepository:
         # As a sum, so that SQLite looks through the jobs of this status and not through all, from the oldest on.
         return self._session.scalar(select(func.min(Job.created_at + 0)).where(Job.status == JobStatus.QUEUED))
 
-    def cancel_requests(self) -> Sequence[Job]:
-        """Jobs that hold a runner and whose owner wants them cancelled."""
-        query = select(Job).where(Job.cancel_requested, Job.status.in_(ACTIVE_STATUSES)).order_by(Job.created_at)
-        return self._session.scalars(query).all()
-
     def active_using_file(self, file_id: str) -> Sequence[Job]:
         """Unfinished jobs that train or validate on a file."""
         uses = or_(Job.training_file == file_id, Job.validation_file == file_id)

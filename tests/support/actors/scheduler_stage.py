@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.peers.schedules import System, behaving_as
 from tests.support.actors.specs import make_layout, make_spec
 from tests.support.training import journal_of
 from windlass.actors.job.context import make_context, optimizer_name
-from windlass.actors.job.spec import JobSpec, System, behaving_as
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.stop_request import StopRequest
 from windlass.actors.messages import (
     ActorFailed,
@@ -101,7 +102,6 @@ class Stage:
             rank=Rank(0),
             manifest=0,
             manifest_digest=0,
-            pins=(),
             trainer_state=state,
         )
 

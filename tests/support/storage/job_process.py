@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.storage.direct_store import DirectStore
 from tests.support.storage.stores import (
     FILE_INDEX_NBYTES,
     JOB,
@@ -21,11 +22,10 @@ from tests.support.storage.stores import (
     used_nbytes,
     volume_file,
 )
-from windlass.storage.ids import Attempt, JobId, Step
+from windlass.storage.ids import Attempt, JobId
 from windlass.storage.integrity.errors import StoreMissing
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.ssd.volume_format import HEADER_UNITS, UNIT_NBYTES, AllocationTable
-from windlass.storage.store.tensor_store import TensorStore
 
 
 def check_disjoint(volume: Volume) -> None:
@@ -44,7 +44,7 @@ def inherit(volume: Volume, prefix: str, attempt: int) -> None:
     """What a killed process of the same name left is whole or nothing; it goes."""
     for job in [each for each in volume.allocations() if each.startswith(prefix)]:
         try:
-            store = TensorStore.open(volume, job, Attempt(attempt))
+            store = DirectStore.open(volume, job, Attempt(attempt))
         except StoreMissing:
             store = new_store(volume, make_geometry(job, attempt=Attempt(attempt)))
         else:
@@ -52,13 +52,13 @@ def inherit(volume: Volume, prefix: str, attempt: int) -> None:
             store.resume_from(commits[-1] if commits else None)
             if commits:
                 check(store, commits[-1].step)
-        TensorStore.delete(volume, job)
+        DirectStore.delete(volume, job)
 
 
 def churn(directory: Path, prefix: str, attempt: int, num_rounds: int) -> None:
     """Make, train, check and delete jobs at random, and leave none behind."""
     chance = random.Random(f"{prefix} {attempt}")
-    volume, stores = open_volume(directory), dict[JobId, TensorStore]()
+    volume, stores = open_volume(directory), dict[JobId, DirectStore]()
     inherit(volume, prefix, attempt)
     for i in range(num_rounds):
         job = JobId(f"{prefix}-{attempt}-{i}")
@@ -73,17 +73,15 @@ def churn(directory: Path, prefix: str, attempt: int, num_rounds: int) -> None:
             check(stores[job], last.step)
             stores[job].reserve_scratch(1 << 20, chance.randrange(4))
             if chance.random() < 0.5:
-                stores[job].pin(last.step)
                 commit(stores[job], last.step + 1)
-                stores[job].unpin(last.step)
             else:
-                TensorStore.delete(volume, stores.pop(job).geometry.job)
+                DirectStore.delete(volume, stores.pop(job).geometry.job)
         check_disjoint(volume)
     for job, store in stores.items():
         last = store.last_commit()
         assert last is not None
         check(store, last.step)
-        TensorStore.delete(volume, job)
+        DirectStore.delete(volume, job)
 
 
 class MortalDevice(QuickDevice):
@@ -153,7 +151,7 @@ def live_and_die(directory: Path) -> None:
 
 
 def live(directory: Path, num_operations: int) -> None:
-    """A whole job: made, trained, with scratch, a checkpoint kept, opened anew with more scratch, deleted."""
+    """A whole job: made, trained, with scratch, opened anew with more scratch, deleted."""
 
     def make_device(*arguments: Any, **named: Any) -> MortalDevice:
         device = MortalDevice(*arguments, **named)
@@ -164,10 +162,9 @@ def live(directory: Path, num_operations: int) -> None:
     store = new_store(volume, make_geometry(chunk_numel=32768, chunks_per_block=(1, 1)))
     commit(store, 0)
     store.reserve_scratch(1 << 20, 3)
-    store.pin(Step(0))
     store = resume(volume, attempt=2)
     store.reserve_scratch(1 << 20, 5)
-    TensorStore.delete(volume, JOB)
+    DirectStore.delete(volume, JOB)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.storage.direct_store import DirectStore
 from windlass.storage.ids import (
     Attempt,
     BlockIndex,
@@ -24,7 +25,6 @@ from windlass.storage.ids import Step as StepId
 from windlass.storage.ssd.device import SsdDevice
 from windlass.storage.ssd.volume import VOLUME_FILE, Volume
 from windlass.storage.store.format import CommitRecord, StoreGeometry
-from windlass.storage.store.tensor_store import TensorStore
 
 FP32 = Formats(Precision.FP32, StatePrecision.FP32)
 BF16 = Formats(Precision.BF16, StatePrecision.FP32)
@@ -64,16 +64,16 @@ def open_volume(path: Path, *, direct: bool = False, make_device: Callable[..., 
     return Volume.open(path, direct=direct, make_device=make_device)
 
 
-def new_store(volume: Volume, geometry: StoreGeometry | None = None) -> TensorStore:
+def new_store(volume: Volume, geometry: StoreGeometry | None = None) -> DirectStore:
     """A job's store, ready for its first step."""
-    store = TensorStore.create(volume, make_geometry() if geometry is None else geometry)
+    store = DirectStore.create(volume, make_geometry() if geometry is None else geometry)
     store.resume_from(None)
     return store
 
 
-def resume(volume: Volume, attempt: int, job: JobId = JOB) -> TensorStore:
+def resume(volume: Volume, attempt: int, job: JobId = JOB) -> DirectStore:
     """The store as a new attempt finds it, on a job of one SSD."""
-    store = TensorStore.open(volume, job, Attempt(attempt))
+    store = DirectStore.open(volume, job, Attempt(attempt))
     store.resume_from(store.commits()[-1] if store.commits() else None)
     return store
 
@@ -100,14 +100,14 @@ def page_aligned(raw: bytes) -> memoryview:
     return buffer
 
 
-def fill(store: TensorStore, step: int) -> None:
+def fill(store: DirectStore, step: int) -> None:
     """Write all states of a step."""
     for key, kind in states(store.geometry):
         raw = content(store.geometry, key, kind, step, store.attempt)
         store.write(key, kind, StepId(step), page_aligned(raw))
 
 
-def commit(store: TensorStore, step: int, states_step: int | None = None) -> CommitRecord:
+def commit(store: DirectStore, step: int, states_step: int | None = None) -> CommitRecord:
     """Write a step and commit it; or only commit it, with the states that `states_step` wrote."""
     if states_step is None:
         fill(store, step)
@@ -123,7 +123,7 @@ def gradient(geometry: StoreGeometry, key: ChunkKey, step: int, nbytes: int | No
     return random.Random(f"{geometry.job} {key} gradient {step}").randbytes(nbytes or 4 * geometry.chunk_numel)
 
 
-def check_gradient(store: TensorStore, key: ChunkKey, step: int, nbytes: int | None = None) -> None:
+def check_gradient(store: DirectStore, key: ChunkKey, step: int, nbytes: int | None = None) -> None:
     """A chunk's gradient is the one that `gradient` made."""
     expected = gradient(store.geometry, key, step, nbytes)
     found = page_aligned(bytes(len(expected)))
@@ -136,7 +136,7 @@ def keys(geometry: StoreGeometry) -> list[ChunkKey]:
     return list(dict.fromkeys(key for key, _ in states(geometry)))
 
 
-def check(store: TensorStore, step: int, attempt: int = 1, written_as: int | None = None) -> None:
+def check(store: DirectStore, step: int, attempt: int = 1, written_as: int | None = None) -> None:
     """All states of `step` are those that `attempt` wrote, as that step or another."""
     for key, kind in states(store.geometry):
         expected = content(store.geometry, key, kind, step if written_as is None else written_as, attempt)

@@ -48,7 +48,7 @@ class TestBytes:
     def test_fill_host_memory_first_then_the_ssds(self, bench: SwapBench) -> None:
         tensors = [some_bytes(nbytes, nbytes) for nbytes in (SLOT_NBYTES, 5 * SLOT_NBYTES - 9, 100)]
         handles = [bench.store.put(tensor) for tensor in tensors]
-        assert bench.store.host_counts.held_nbytes == 2 * SLOT_NBYTES  # the second tensor lies in both
+        assert bench.store._host.counts.held_nbytes == 2 * SLOT_NBYTES  # the second tensor lies in both
         assert bench.store.ssd_counts.held_nbytes == 4 * SLOT_NBYTES - 9 + 100
         for handle, tensor in zip(reversed(handles), reversed(tensors), strict=True):
             back = bench.store.get(handle)
@@ -58,7 +58,7 @@ class TestBytes:
         assert bench.store.counts == SwapCounts(
             out_nbytes=total, in_nbytes=total, held_nbytes=0, peak_held_nbytes=total
         )
-        for counts in (bench.store.host_counts, bench.store.ssd_counts):
+        for counts in (bench.store._host.counts, bench.store.ssd_counts):
             assert counts.out_nbytes == counts.in_nbytes == counts.peak_held_nbytes > 0
             assert counts.held_nbytes == 0
         assert sum(server.bytes_written for server in bench.servers.values()) == 5 * SLOT_NBYTES  # whole pages
@@ -242,6 +242,6 @@ def test_a_step_through_the_ssds_gives_the_same_gradients(
             buffer.touched.clear()
     bench.wait_until_free()
     assert min(server.bytes_read for server in bench.servers.values()) > 0
-    assert bench.store.host_counts.in_nbytes > 0
+    assert bench.store._host.counts.in_nbytes > 0
     assert replace(bench.store.counts, peak_held_nbytes=0).held_nbytes == 0
     bench.close()

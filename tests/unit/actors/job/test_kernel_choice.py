@@ -25,7 +25,6 @@ def commit_of(*kernels: Kernel, **more: list[str]) -> CommitRecord:
         rank=Rank(0),
         manifest=0,
         manifest_digest=0,
-        pins=(),
         trainer_state=json.dumps({"kernels": sorted(kernels), "trained_tokens": 7, **more}),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers.schedules import System, behaving_as
 from tests.support.cut_off import CutOff
 from tests.support.training import (
     exported_params,
@@ -24,7 +25,7 @@ from windlass.actors.activations import ssd_store as ssd_activations
 from windlass.actors.activations import tiered_store as activation_tiers
 from windlass.actors.activations.tiered_store import ActivationTiers
 from windlass.actors.gpu_worker import worker as gpu_worker
-from windlass.actors.job.spec import JobSpec, System, behaving_as
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import ComputeBlock, Message, Phase, WriteActivations
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.activations.host_store import ActivationMemoryError

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from benchmarks.peers.schedules import System, behaving_as
 from tests.support.cut_off import CutOff
 from tests.support.training import (
     exported_params,
@@ -23,7 +24,7 @@ from tests.support.training import (
     metrics_of,
 )
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
-from windlass.actors.job.spec import JobSpec, System, behaving_as
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import ComputeBlock, Message, Phase, SpanKind, SpansReported, UpdateBlock
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.activations.host_store import ActivationMemoryError

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers.schedules import System, behaving_as
 from tests.support.training import has_direct_io, leftovers_of, losses_of, make_partition, make_spec
 from windlass.actors.job.context import optimizer_name
-from windlass.actors.job.spec import JobSpec, System, behaving_as
+from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
     BlockUpdated,
     ComputeBlock,

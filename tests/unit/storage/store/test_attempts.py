@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.storage.direct_store import DirectStore
 from tests.support.storage.faulty_device import power_losses
 from tests.support.storage.stores import (
     JOB,
@@ -30,7 +31,7 @@ from windlass.storage.ssd import volume as volume_module
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store import format as layout
 from windlass.storage.store.format import CommitRecord, last_common_commit
-from windlass.storage.store.tensor_store import TensorStore, last_attempt
+from windlass.storage.store.tensor_store import last_attempt
 
 
 @pytest.fixture(params=["file", "raw"])
@@ -48,15 +49,13 @@ def volume(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.M
     volume.close()
 
 
-def _everything_is_refused(lost: TensorStore, step: int, text: str) -> None:
+def _everything_is_refused(lost: DirectStore, step: int, text: str) -> None:
     """All by which an attempt could change something."""
     key, kind = next(states(lost.geometry))
     raw = page_aligned(content(lost.geometry, key, kind, step))
     tries: list[Callable[[], object]] = [
         lambda: lost.write(key, kind, Step(step), raw),
         lambda: lost.commit(Step(step), lost.attempt, "{}"),
-        lambda: lost.pin(Step(step - 1)),
-        lambda: lost.unpin(Step(step - 1)),
         lambda: lost.resume_from(None),
     ]
     for each in tries:
@@ -70,11 +69,11 @@ class TestRefused:
         lost = new_store(volume)
         commit(lost, 0)
         fill(lost, 1)
-        newer = TensorStore.open(volume, JOB, Attempt(3))
+        newer = DirectStore.open(volume, JOB, Attempt(3))
         assert last_attempt(volume, JOB) == 3
         _everything_is_refused(lost, 1, "attempt 3 has taken over; attempt 1 may not change it")
         with pytest.raises(StaleAttempt, match="attempt 3 has taken over; attempt 2"):
-            TensorStore.open(volume, JOB, Attempt(2))
+            DirectStore.open(volume, JOB, Attempt(2))
         newer.resume_from(newer.commits()[-1])
         commit(newer, 1)
         check(newer, 1, attempt=3)
@@ -83,7 +82,7 @@ class TestRefused:
     def test_after_deletion(self, volume: Volume) -> None:
         lost = new_store(volume)
         commit(lost, 0)
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
         _everything_is_refused(lost, 1, "the job was deleted")
 
     @pytest.mark.parametrize("job", [JOB, OTHER])
@@ -91,7 +90,7 @@ class TestRefused:
         """Also when that is the same job, made again."""
         lost = new_store(volume)
         commit(lost, 0)
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
         owner = new_store(volume, make_geometry(job))
         assert volume.allocation(owner.geometry.job).head_offset == lost._allocation.head_offset
         commit(owner, 0)
@@ -103,7 +102,7 @@ class TestRefused:
     def test_reading_what_is_another_jobs_now_is_an_error(self, volume: Volume) -> None:
         lost = new_store(volume)
         commit(lost, 0)
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
         commit(new_store(volume, make_geometry(OTHER)), 0)
         with pytest.raises(StoreCorrupt, match=f"SSD {volume.path}, job ftjob-1, extent 0"):
             check(lost, 0)
@@ -114,11 +113,11 @@ class TestRefused:
         """Two processes delete at once; before the slower one goes on, the space is another job's."""
         new_store(volume)
         known = volume.allocations()
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
         owner = new_store(volume, make_geometry(OTHER))
         with monkeypatch.context() as patch:
             patch.setattr(volume, "allocations", lambda: known)
-            TensorStore.delete(volume, JOB)
+            DirectStore.delete(volume, JOB)
         commit(owner, 0)
 
     @pytest.mark.parametrize("other", [1, 3])
@@ -133,14 +132,14 @@ class TestRefused:
         """The older attempt commits after the newer one has looked at the journal first, before it writes the fence."""
         older = new_store(volume)
         commit(older, 0)
-        fence = TensorStore._write_fences
+        fence = DirectStore._write_fences
 
-        def commit_first(store: TensorStore, attempt: Attempt) -> None:
+        def commit_first(store: DirectStore, attempt: Attempt) -> None:
             commit(older, 1)
             fence(store, attempt)
 
-        monkeypatch.setattr(TensorStore, "_write_fences", commit_first)
-        newer = TensorStore.open(volume, JOB, Attempt(2))
+        monkeypatch.setattr(DirectStore, "_write_fences", commit_first)
+        newer = DirectStore.open(volume, JOB, Attempt(2))
         assert [each.step for each in newer.commits()] == [0, 1]
 
     def test_two_attempts_that_open_at_once_wait_for_each_other(
@@ -148,9 +147,9 @@ class TestRefused:
     ) -> None:
         """Else the older one could look before, and write its fence after the newer one has written its own."""
         commit(new_store(volume), 0)
-        write_fences, is_free = TensorStore._write_fences, []
+        write_fences, is_free = DirectStore._write_fences, []
 
-        def look_who_waits(store: TensorStore, attempt: Attempt) -> None:
+        def look_who_waits(store: DirectStore, attempt: Attempt) -> None:
             with volume.device.path.open("rb") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,8 +158,8 @@ class TestRefused:
                     is_free.append(False)
             write_fences(store, attempt)
 
-        monkeypatch.setattr(TensorStore, "_write_fences", look_who_waits)
-        TensorStore.open(volume, JOB, Attempt(2))
+        monkeypatch.setattr(DirectStore, "_write_fences", look_who_waits)
+        DirectStore.open(volume, JOB, Attempt(2))
         assert is_free == [False]
 
 
@@ -181,7 +180,7 @@ class TestFence:
     def test_one_copy_suffices_and_the_next_attempt_mends_it(self, volume: Volume, copy: int, at: int) -> None:
         lost = new_store(volume)
         commit(lost, 0)
-        TensorStore.open(volume, JOB, Attempt(3))
+        DirectStore.open(volume, JOB, Attempt(3))
         head = volume.allocation(JOB).head_offset
         file = volume.device.path
         flip(file, head + layout.FENCE_OFFSETS[copy] + at)
@@ -189,8 +188,8 @@ class TestFence:
         resume(volume, attempt=4)
         flip(file, head + layout.FENCE_OFFSETS[1 - copy] + at)
         with pytest.raises(StaleAttempt, match="attempt 4 has taken over; attempt 3"):
-            TensorStore.open(volume, JOB, Attempt(3))
-        TensorStore.open(volume, JOB, Attempt(4))
+            DirectStore.open(volume, JOB, Attempt(3))
+        DirectStore.open(volume, JOB, Attempt(4))
         flip(file, head + layout.FENCE_OFFSETS[copy] + at)
         check(resume(volume, attempt=4), 0)
 
@@ -213,7 +212,7 @@ class TestFence:
             forgotten = layout.pack_fence(Attempt(1), allocation.nonce)
             volume.device.write_records(allocation.head_offset + offset, forgotten)
         with pytest.raises(StaleAttempt, match="attempt 3 has taken over; attempt 2"):
-            TensorStore.open(volume, JOB, Attempt(2))
+            DirectStore.open(volume, JOB, Attempt(2))
 
     @pytest.mark.parametrize("copy", [0, 1])
     def test_power_loss_while_the_only_good_copy_is_replaced(self, tmp_path: Path, copy: int) -> None:
@@ -224,13 +223,13 @@ class TestFence:
         damaged = volume_file(tmp_path).read_bytes()
 
         def take_over(volume: Volume) -> None:
-            TensorStore.open(volume, JOB, Attempt(2))
+            DirectStore.open(volume, JOB, Attempt(2))
 
         for is_done in power_losses(tmp_path, take_over, image=damaged):
             volume = open_volume(tmp_path)
             if is_done:
                 with pytest.raises(StaleAttempt, match="attempt 2 has taken over"):
-                    TensorStore.open(volume, JOB, Attempt(1))
+                    DirectStore.open(volume, JOB, Attempt(1))
             check(resume(volume, attempt=3), 0)
             volume.close()
 
@@ -246,7 +245,7 @@ class TestResume:
             each.close()
 
     @pytest.fixture
-    def stores(self, volumes: list[Volume]) -> list[TensorStore]:
+    def stores(self, volumes: list[Volume]) -> list[DirectStore]:
         """Two SSDs of a job that has committed steps 0 to 2 on both."""
         geometry = make_geometry(ssd_weights=(1, 1))
         stores = [new_store(each, replace(geometry, ssd=SsdIndex(i))) for i, each in enumerate(volumes)]
@@ -256,13 +255,13 @@ class TestResume:
         return stores
 
     @staticmethod
-    def _open(volumes: list[Volume], attempt: int) -> tuple[list[TensorStore], CommitRecord]:
-        stores = [TensorStore.open(each, JOB, Attempt(attempt)) for each in volumes]
+    def _open(volumes: list[Volume], attempt: int) -> tuple[list[DirectStore], CommitRecord]:
+        stores = [DirectStore.open(each, JOB, Attempt(attempt)) for each in volumes]
         found = last_common_commit([store.commits() for store in stores])
         assert found is not None
         return stores, found
 
-    def test_older_commit_that_the_job_chose(self, volumes: list[Volume], stores: list[TensorStore]) -> None:
+    def test_older_commit_that_the_job_chose(self, volumes: list[Volume], stores: list[DirectStore]) -> None:
         """Once all SSDs have adopted it, higher steps of older attempts do not count."""
         again, newest = self._open(volumes, attempt=2)
         assert newest.step == 2
@@ -284,7 +283,7 @@ class TestResume:
             store.resume_from(found)
             check(store, 2, attempt=5)
 
-    def test_commit_that_one_ssd_lacks(self, volumes: list[Volume], stores: list[TensorStore]) -> None:
+    def test_commit_that_one_ssd_lacks(self, volumes: list[Volume], stores: list[DirectStore]) -> None:
         """The crash came between the two commits of step 3: the job goes back, and step 3 is made again."""
         for store in stores:
             fill(store, 3)
@@ -300,7 +299,7 @@ class TestResume:
             commit(store, 3)
         assert self._open(volumes, attempt=3)[1].identity == (2, 3, '{"step": 3}')
 
-    def test_commit_that_this_ssd_does_not_have(self, stores: list[TensorStore], volumes: list[Volume]) -> None:
+    def test_commit_that_this_ssd_does_not_have(self, stores: list[DirectStore], volumes: list[Volume]) -> None:
         commit(stores[0], 3)
         unknown = stores[0].last_commit()
         again = self._open(volumes, attempt=2)[0][1]
@@ -309,12 +308,12 @@ class TestResume:
         ):
             again.resume_from(unknown)
 
-    def test_failed_try_leaves_nothing_behind(self, volumes: list[Volume], stores: list[TensorStore]) -> None:
+    def test_failed_try_leaves_nothing_behind(self, volumes: list[Volume], stores: list[DirectStore]) -> None:
         """The newest manifest is damaged; the job may go on from the commit before."""
         newest, before = stores[0].commits()[-1], stores[0].commits()[-2]
         offset = volumes[0].allocation(JOB).head_offset + stores[0].geometry.manifest_offset(newest.manifest)
         flip(volumes[0].device.path, offset + 5000)
-        store = TensorStore.open(volumes[0], JOB, Attempt(2))
+        store = DirectStore.open(volumes[0], JOB, Attempt(2))
         with pytest.raises(
             StoreCorrupt, match=f"SSD {volumes[0].path}, job ftjob-1: the manifest of step 2 is damaged"
         ):
@@ -332,7 +331,7 @@ class TestResume:
         stores = [new_store(each, replace(geometry, ssd=SsdIndex(i))) for i, each in enumerate(volumes)]
         commit(stores[0], 0)
         for attempt in (2, 3):
-            stores = [TensorStore.open(each, JOB, Attempt(attempt)) for each in volumes]
+            stores = [DirectStore.open(each, JOB, Attempt(attempt)) for each in volumes]
             assert last_common_commit([store.commits() for store in stores]) is None
             for store in stores:
                 store.resume_from(None)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.storage.direct_store import DirectStore
 from tests.support.storage.faulty_device import Disk, Power, PowerLoss, factory, write_image
 from tests.support.storage.stores import keys, make_geometry, open_volume, page_aligned, states
 from windlass.storage.ids import Attempt, ChunkKey, JobId, SsdIndex, StateKind, Step
 from windlass.storage.integrity.errors import StoreMissing
 from windlass.storage.ssd.volume import VOLUME_FILE, Volume
 from windlass.storage.store.format import CommitRecord, StoreGeometry, last_common_commit
-from windlass.storage.store.tensor_store import TensorStore
 
 JOB = JobId("ftjob-1")
 # What jobs do, one after another: write all states, or gradients, of a step; commit a step, with the states that were
@@ -50,20 +50,20 @@ def _content(key: ChunkKey, kind: StateKind, step: int, attempt: int, nbytes: in
     return page_aligned(random.Random(f"{key} {kind} {step} {attempt}").randbytes(nbytes))
 
 
-def _write(stores: list[TensorStore], step: int, attempt: int) -> None:
+def _write(stores: list[DirectStore], step: int, attempt: int) -> None:
     for store in stores:
         for key, kind, nbytes in _states(store.geometry):
             store.write(key, kind, Step(step), _content(key, kind, step, attempt, nbytes))
 
 
-def _write_gradients(stores: list[TensorStore], step: int, attempt: int) -> None:
+def _write_gradients(stores: list[DirectStore], step: int, attempt: int) -> None:
     for store in stores:
         for key in keys(store.geometry):
             nbytes = store.geometry.region_nbytes(StateKind.MASTER)
             store.write(key, StateKind.GRAD, Step(step), _content(key, StateKind.GRAD, step, attempt, nbytes))
 
 
-def _commit(stores: list[TensorStore], step: int, attempt: int, states_step: int) -> None:
+def _commit(stores: list[DirectStore], step: int, attempt: int, states_step: int) -> None:
     for store in stores:
         store.commit(Step(step), Attempt(attempt), f'{{"step": {step}}}', states_step=Step(states_step))
 
@@ -75,7 +75,7 @@ def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: l
         for directory, disk in zip(directories, disks, strict=True)
     ]
     try:
-        stores = [TensorStore.create(volume, geometry) for volume, geometry in zip(volumes, GEOMETRIES, strict=True)]
+        stores = [DirectStore.create(volume, geometry) for volume, geometry in zip(volumes, GEOMETRIES, strict=True)]
         for store in stores:
             store.resume_from(None)
         for act, step, states_step in _acts(job):
@@ -91,22 +91,22 @@ def _train(directories: list[Path], disks: list[Disk], job: str, acknowledged: l
             volume.close()
 
 
-def _reopen(directories: list[Path], attempt: int) -> tuple[list[TensorStore], CommitRecord | None]:
+def _reopen(directories: list[Path], attempt: int) -> tuple[list[DirectStore], CommitRecord | None]:
     """A new attempt, resumed from what it finds; stores that were never whole are made anew."""
     stores = []
     for directory, geometry in zip(directories, GEOMETRIES, strict=True):
         volume = open_volume(directory)
         try:
-            stores.append(TensorStore.open(volume, JOB, Attempt(attempt)))
+            stores.append(DirectStore.open(volume, JOB, Attempt(attempt)))
         except StoreMissing:
-            stores.append(TensorStore.create(volume, replace(geometry, attempt=Attempt(attempt))))
+            stores.append(DirectStore.create(volume, replace(geometry, attempt=Attempt(attempt))))
     commit = last_common_commit([store.commits() for store in stores])
     for store in stores:
         store.resume_from(commit)
     return stores, commit
 
 
-def _check(stores: list[TensorStore], step: int, attempt: int, written_as: int) -> None:
+def _check(stores: list[DirectStore], step: int, attempt: int, written_as: int) -> None:
     """All states of `step` are those that `attempt` wrote as `written_as`."""
     for store in stores:
         for key, kind, nbytes in _states(store.geometry):
@@ -115,18 +115,18 @@ def _check(stores: list[TensorStore], step: int, attempt: int, written_as: int) 
             assert found == _content(key, kind, written_as, attempt, nbytes), (key, kind, step)
 
 
-def _check_commit(stores: list[TensorStore], step: int, job: str) -> None:
+def _check_commit(stores: list[DirectStore], step: int, job: str) -> None:
     """What the first attempt left as `step`."""
     (states_step,) = (states_step for act, each, states_step in _acts(job) if (act, each) == ("commit", step))
     _check(stores, step, 1, states_step)
 
 
-def _close(stores: list[TensorStore]) -> None:
+def _close(stores: list[DirectStore]) -> None:
     for store in stores:
         store.volume.close()
 
 
-def _go_on(stores: list[TensorStore], commit: CommitRecord | None, attempt: int) -> None:
+def _go_on(stores: list[DirectStore], commit: CommitRecord | None, attempt: int) -> None:
     """One more step by the attempt after a crash, or the first one, and one that it skips."""
     step = 0 if commit is None else commit.step + 1
     _write(stores, step, attempt)
@@ -236,7 +236,7 @@ def _second_attempt(directories: list[Path], disks: list[Disk]) -> None:
         for directory, disk in zip(directories, disks, strict=True)
     ]
     try:
-        stores = [TensorStore.open(volume, JOB, Attempt(2)) for volume in volumes]
+        stores = [DirectStore.open(volume, JOB, Attempt(2)) for volume in volumes]
         commit = last_common_commit([store.commits() for store in stores])
         for store in stores:
             store.resume_from(commit)

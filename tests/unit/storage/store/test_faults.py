@@ -7,13 +7,14 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.storage.direct_store import DirectStore
 from tests.support.storage.stores import (
     FP32,
     JOB,
@@ -38,12 +39,10 @@ from windlass.storage.ssd import volume_format
 from windlass.storage.ssd.volume import VOLUME_FILE, Volume
 from windlass.storage.store import format as layout
 from windlass.storage.store.format import CommitRecord, pack_commit
-from windlass.storage.store.tensor_store import TensorStore
 
 KEY = ChunkKey(BlockIndex(0), ChunkIndex(1))
 SMALL = make_geometry(formats=FP32, chunks_per_block=(1,))
 LAST = 4
-PINNED = 2
 
 
 class FaultyDisk(QuickDevice):
@@ -88,7 +87,7 @@ def disk(tmp_path: Path) -> Iterator[Volume]:
     volume.close()
 
 
-def _regions(volume: Volume, store: TensorStore) -> dict[str, tuple[int, int]]:
+def _regions(volume: Volume, store: DirectStore) -> dict[str, tuple[int, int]]:
     """Everything that matters on the SSD of one job: its offset and length."""
     regions = {f"volume superblock {i}": (at, RECORD_NBYTES) for i, at in enumerate(volume_format.SUPERBLOCK_OFFSETS)}
     regions |= {f"table {i}": (at, volume_format.TABLE_NBYTES) for i, at in enumerate(volume_format.TABLE_OFFSETS)}
@@ -100,12 +99,10 @@ def _regions(volume: Volume, store: TensorStore) -> dict[str, tuple[int, int]]:
         regions[f"journal {i}"] = (head + journal, layout.NUM_COMMIT_RECORDS * RECORD_NBYTES)
         place = last.sequence % layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
         regions[f"last commit {i}"] = (head + journal + place, RECORD_NBYTES)
-    for name, number in (("manifest", last.manifest), ("pinned manifest", last.pins[0].manifest)):
-        regions[name] = (head + geometry.manifest_offset(number), geometry.manifest_nbytes)
-    for step, name in ((LAST, "state"), (PINNED, "pinned state")):
-        for key, kind in states(geometry):
-            (region,) = store.regions_to_read(key, Step(step), [(kind, geometry.region_nbytes(kind))])
-            regions[f"{name}: {kind} of {key.block}, {key.chunk}"] = (region.offset, region.nbytes)
+    regions["manifest"] = (head + geometry.manifest_offset(last.manifest), geometry.manifest_nbytes)
+    for key, kind in states(geometry):
+        (region,) = store.regions_to_read(key, Step(LAST), [(kind, geometry.region_nbytes(kind))])
+        regions[f"state: {kind} of {key.block}, {key.chunk}"] = (region.offset, region.nbytes)
     return regions
 
 
@@ -113,15 +110,13 @@ class TestFlippedBits:
     @pytest.fixture(scope="class", name="trained")
     @staticmethod
     def _trained() -> Iterator[tuple[Path, dict[str, tuple[int, int]]]]:
-        """A volume with two jobs of some steps, one step a checkpoint."""
+        """A volume with two jobs of some steps."""
         with tempfile.TemporaryDirectory() as name:
             volume = open_volume(Path(name))
             stores = [new_store(volume, make_geometry(job)) for job in (OTHER, JOB)]
             for store in stores:
                 for step in range(LAST + 1):
                     commit(store, step)
-                    if step == PINNED:
-                        store.pin(Step(step))
             yield Path(name), _regions(volume, stores[1])
             volume.close()
 
@@ -142,7 +137,7 @@ class TestFlippedBits:
             other = resume(volume, attempt=2, job=OTHER)
             check(other, LAST)
             commit(other, LAST + 1)
-            is_once_only = name.split(":")[0] in ("superblock", "manifest", "pinned manifest", "state", "pinned state")
+            is_once_only = name.split(":")[0] in ("superblock", "manifest", "state")
             if not is_once_only:
                 self._use(volume)
             else:
@@ -152,8 +147,7 @@ class TestFlippedBits:
                 assert text.startswith(f"SSD {copy}, job {JOB}")
                 if ":" in name:
                     kind, block, chunk = re.findall(r"(\w+) of (\d), (\d)", name)[0]
-                    step = PINNED if "pinned" in name else LAST
-                    place = rf"extent \d+ \({kind} of block {block}, chunk {chunk}, step {step}\)"
+                    place = rf"extent \d+ \({kind} of block {block}, chunk {chunk}, step {LAST}\)"
                     assert re.search(place, text)
                     assert f"offset {offset} of the SSD" in text
             check(resume(volume, attempt=3, job=OTHER), LAST + 1, attempt=2)
@@ -164,9 +158,8 @@ class TestFlippedBits:
         store = resume(volume, attempt=2)
         record = store.last_commit()
         assert record is not None
-        assert (record.step, store.pinned) == (LAST, (PINNED,))
+        assert record.step == LAST
         check(store, LAST)
-        check(store, PINNED)
         commit(store, LAST + 1)
 
     @pytest.mark.parametrize("what", ["volume superblock", "table", "fence", "last commit"])
@@ -180,10 +173,10 @@ class TestFlippedBits:
             flip(volume_file(tmp_path), regions[f"{what} {copy}"][0] + 40)
         if what == "last commit":
             # It can't be told from a commit that the crash cut off; what it stands on is still whole.
-            assert TensorStore.open(volume, JOB, Attempt(2)).commits()[-1].step == LAST - 1
+            assert DirectStore.open(volume, JOB, Attempt(2)).commits()[-1].step == LAST - 1
         else:
             with pytest.raises(StoreError, match=re.escape(str(tmp_path))) as caught:
-                TensorStore.open(open_volume(tmp_path), JOB, Attempt(2))
+                DirectStore.open(open_volume(tmp_path), JOB, Attempt(2))
             assert what != "fence" or f"SSD {tmp_path}, job {JOB}: both fence records are damaged" in str(caught.value)
         commit(other, LAST + 1)
         check(other, LAST + 1, attempt=2)
@@ -269,15 +262,8 @@ class TestCommits:
         ):
             store.commit(Step(1), Attempt(1), "{}")
         disk.device.errors.clear()
-        tries: list[Callable[[], None]] = [
-            lambda: store.commit(Step(1), Attempt(1), "{}"),
-            lambda: store.pin(Step(0)),
-        ]
-        for each in tries:
-            with pytest.raises(
-                StoreIoError, match=r"an earlier sync failed \(\[Errno 5\] Input/output error\); nothing"
-            ):
-                each()
+        with pytest.raises(StoreIoError, match=r"an earlier sync failed \(\[Errno 5\] Input/output error\); nothing"):
+            store.commit(Step(1), Attempt(1), "{}")
         check(store, 0)
         check(resume(disk, attempt=2), 0)
 
@@ -342,7 +328,6 @@ class _Model:
         self.store = new_store(self.volume, SMALL)
         self.attempt, self.step = 1, -1
         self.writers: dict[int, int] = {}  # of every step, the attempt
-        self.pins: set[int] = set()
         self.head = self.volume.allocation(JOB).head_offset
         self.commit()
 
@@ -350,16 +335,6 @@ class _Model:
         self.step += 1
         commit(self.store, self.step)
         self.writers[self.step] = self.attempt
-
-    def pin(self) -> None:
-        if len(self.pins) < layout.MAX_PINS:
-            self.store.pin(Step(self.step))
-            self.pins.add(self.step)
-
-    def unpin(self) -> None:
-        for step in sorted(self.pins)[:1]:
-            self.store.unpin(Step(step))
-            self.pins.discard(step)
 
     def tear(self) -> None:
         """A power loss within the next commit: both copies of its record may be half there."""
@@ -382,9 +357,8 @@ class _Model:
         self.store = resume(self.volume, self.attempt)
         record = self.store.last_commit()
         assert record is not None
-        assert (record.step, set(self.store.pinned)) == (self.step, self.pins)
-        for step in {self.step, *self.pins}:
-            check(self.store, step, self.writers[step])
+        assert record.step == self.step
+        check(self.store, self.step, self.writers[self.step])
 
     def _write_torn(self, raw: bytes, sequence: int) -> None:
         place = sequence % layout.NUM_COMMIT_RECORDS * RECORD_NBYTES
@@ -411,17 +385,16 @@ def _following(record: CommitRecord) -> CommitRecord:
         rank=record.rank,
         manifest=record.manifest,
         manifest_digest=1,
-        pins=(),
         trainer_state=os.urandom(1000).hex(),
     )
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    actions=st.lists(st.sampled_from(["commit", "commit", "pin", "unpin", "tear", "damage", "reopen"]), max_size=25),
+    actions=st.lists(st.sampled_from(["commit", "commit", "tear", "damage", "reopen"]), max_size=25),
     seed=st.integers(0, 1 << 32),
 )
-def test_last_acknowledged_commit_and_checkpoints_are_always_found(actions: list[str], seed: int) -> None:
+def test_last_acknowledged_commit_is_always_found(actions: list[str], seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         model = _Model(Path(name), seed)
         for action in actions:

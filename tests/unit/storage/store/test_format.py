@@ -26,11 +26,9 @@ from windlass.storage.integrity.errors import StoreCorrupt
 from windlass.storage.integrity.records import RECORD_NBYTES
 from windlass.storage.store import format as layout
 from windlass.storage.store.format import (
-    MAX_PINS,
     NUM_COMMIT_RECORDS,
     TRAINER_STATE_MAX_NBYTES,
     CommitRecord,
-    Pin,
     last_common_commit,
     pack_commit,
     pack_fence,
@@ -45,7 +43,7 @@ NONCE, OTHER_NONCE = "0123456789abcdef", "f123456789abcdef"
 weights = st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple)
 
 
-def _record(sequence: int, step: int, attempt: int = 1, state: str = "{}", pins: Sequence[Pin] = ()) -> CommitRecord:
+def _record(sequence: int, step: int, attempt: int = 1, state: str = "{}") -> CommitRecord:
     return CommitRecord(
         sequence=sequence,
         step=Step(step),
@@ -53,13 +51,8 @@ def _record(sequence: int, step: int, attempt: int = 1, state: str = "{}", pins:
         rank=Rank(1),
         manifest=sequence % 7,
         manifest_digest=(1 << 64) - 1 - sequence,
-        pins=tuple(pins),
         trainer_state=state,
     )
-
-
-def _pin(step: int) -> Pin:
-    return Pin(step=Step(step), attempt=Attempt(step + 1), manifest=step % 7, manifest_digest=step << 50)
 
 
 class TestGeometry:
@@ -214,20 +207,18 @@ class TestCommitRecord:
         step=st.integers(0, 1 << 40),
         attempt=st.integers(1, 1 << 40),
         state=st.text(max_size=400),
-        pinned=st.lists(st.integers(0, 1 << 13), max_size=MAX_PINS),
     )
-    def test_comes_back(self, sequence: int, step: int, attempt: int, state: str, pinned: list[int]) -> None:
-        record = replace(_record(0, step, attempt, state, [_pin(each) for each in pinned]), sequence=sequence)
+    def test_comes_back(self, sequence: int, step: int, attempt: int, state: str) -> None:
+        record = replace(_record(0, step, attempt, state), sequence=sequence)
         raw = pack_commit(record, NONCE)
         assert len(raw) == RECORD_NBYTES
         assert unpack_commit(raw, NONCE) == record
         assert unpack_commit(raw, OTHER_NONCE) is None
         assert pickle.loads(pickle.dumps(record)) == record
 
-    def test_longest_state_fits_beside_all_pins(self) -> None:
-        pins = [_pin(each) for each in range(MAX_PINS)]
+    def test_longest_state_fits(self) -> None:
         longest = "é" * (TRAINER_STATE_MAX_NBYTES // 2)
-        record = _record(1, 2, state=longest, pins=pins)
+        record = _record(1, 2, state=longest)
         assert unpack_commit(pack_commit(record, NONCE), NONCE) == record
         with pytest.raises(ValueError, match="the trainer's state takes 3073 bytes; a commit holds 3072"):
             pack_commit(replace(record, trainer_state=longest + "x"), NONCE)

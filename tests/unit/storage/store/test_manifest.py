@@ -20,7 +20,6 @@ RECORD = CommitRecord(
     rank=Rank(0),
     manifest=1,
     manifest_digest=0,
-    pins=(),
     trainer_state="{}",
 )
 # Two and a half granules of a param, five of each other state.

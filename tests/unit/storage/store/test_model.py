@@ -1,4 +1,4 @@
-"""A store beside a plain model of what it must hold, through any writes, commits, checkpoints and restarts."""
+"""A store beside a plain model of what it must hold, through any writes, commits and restarts."""
 
 import random
 import tempfile
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.support.storage.stores import FP32, JOB, keys, make_geometry, new_store, open_volume, page_aligned, resume
 from windlass.storage.ids import ChunkKey, StateKind, Step
 from windlass.storage.integrity.errors import StepNotAllowed
-from windlass.storage.store.format import MAX_PINS
 
 GEOMETRY = make_geometry(JOB, formats=FP32, chunks_per_block=(1, 1))
 KEYS, KINDS = keys(GEOMETRY), GEOMETRY.kinds
@@ -32,7 +31,6 @@ class _Model:
         self.num_written = 0
         self.step: int | None = None  # that is committed
         self.committed: Held = {}
-        self.pins: dict[int, Held] = {}
         self.working: Held = {}
         self.labels: dict[ChunkKey, int] = {}
 
@@ -66,17 +64,6 @@ class _Model:
         if self._try(is_allowed, lambda: self._commit(step, states_step)):
             self.step, self.committed, self.working, self.labels = step, states, {}, {}
 
-    def pin(self) -> None:
-        is_allowed = self.step in self.pins or (self.step is not None and len(self.pins) < MAX_PINS)
-        step = 0 if self.step is None else self.step
-        if self._try(is_allowed, lambda: self.store.pin(Step(step))):
-            self.pins[step] = self.committed
-
-    def unpin(self) -> None:
-        for step in sorted(self.pins)[:1]:
-            self.store.unpin(Step(step))
-            del self.pins[step]
-
     def reopen(self) -> None:
         self.attempt += 1
         self.store = resume(self.volume, self.attempt)
@@ -85,13 +72,12 @@ class _Model:
     def check(self) -> None:
         """All that is held can be read, and nothing else."""
         first = 0 if self.step is None else self.step
-        for step in {*self.pins, *range(max(0, first - 2), first + 5)}:
+        for step in range(max(0, first - 2), first + 5):
             for place in [(key, kind) for key in KEYS for kind in (*KINDS, StateKind.GRAD)]:
                 if self.labels.get(place[0]) == step:
                     seed = self.working.get(place)
                 else:
-                    held = self.committed if step == self.step else self.pins.get(step, {})
-                    seed = held.get(place)
+                    seed = self.committed.get(place) if step == self.step else None
                 found = page_aligned(bytes(NBYTES))
                 if self._try(seed is not None, lambda: self.store.read(*place, Step(step), found)):  # noqa: B023
                     assert seed is not None
@@ -121,7 +107,7 @@ def _act(model: _Model, data: st.DataObject) -> None:
     """One thing, allowed or not, at a step near the last commit."""
     first = 0 if model.step is None else model.step
     step, key = first + data.draw(st.integers(0, 3)), data.draw(st.sampled_from(KEYS))
-    match data.draw(st.sampled_from(["fill", "fill", "write", "gradient", *["commit"] * 3, "pin", "unpin", "reopen"])):
+    match data.draw(st.sampled_from(["fill", "fill", "write", "gradient", *["commit"] * 3, "reopen"])):
         case "fill":
             model.fill(step)
         case "write":
@@ -130,10 +116,6 @@ def _act(model: _Model, data: st.DataObject) -> None:
             model.write(key, [StateKind.GRAD], step)
         case "commit":
             model.commit(step, data.draw(st.sampled_from([first, *model.labels.values()])))
-        case "pin":
-            model.pin()
-        case "unpin":
-            model.unpin()
         case "reopen":
             model.reopen()
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.storage.direct_store import DirectStore
 from tests.support.storage.faulty_device import Disk, Power, PowerLoss, factory, write_image
 from tests.support.storage.job_process import check_disjoint
 from tests.support.storage.stores import (
     JOB,
-    LARGE,
     OTHER,
     check,
     commit,
@@ -25,7 +25,7 @@ from tests.support.storage.stores import (
     used_nbytes,
     volume_file,
 )
-from windlass.storage.ids import Attempt, Step
+from windlass.storage.ids import Attempt
 from windlass.storage.integrity.checksum import GRANULE_NBYTES
 from windlass.storage.integrity.errors import StaleAttempt, StepNotAllowed, StoreCorrupt, StoreMissing
 from windlass.storage.memory.capacity import InsufficientSpaceError
@@ -33,7 +33,6 @@ from windlass.storage.ssd import volume as volume_module
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.ssd.volume_format import UNIT_NBYTES
 from windlass.storage.store.scratch import Scratch
-from windlass.storage.store.tensor_store import TensorStore
 
 PAGE = 4096
 SLOT_NBYTES = UNIT_NBYTES // 2
@@ -173,7 +172,7 @@ class TestAttempts:
         with pytest.raises(StaleAttempt, match="attempt 2 has taken over"):
             older.reserve_scratch(SLOT_NBYTES, 5)
         fill(volume, newer.reserve_scratch(SLOT_NBYTES, 2), 2, seed=2)
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
         new_store(volume)
         with pytest.raises(StoreMissing, match="was given to it anew meanwhile"):
             volume.reserve_scratch(JOB, make_geometry().demand, nonce="00" * 8)
@@ -183,26 +182,10 @@ class TestAttempts:
         scratch = new_store(volume).reserve_scratch(SLOT_NBYTES, 20)
         assert volume_file(tmp_path).stat().st_size >= before + 20 * SLOT_NBYTES
         assert used_nbytes(volume_file(tmp_path)) >= before + 20 * SLOT_NBYTES  # backed by the disk
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
         assert volume_file(tmp_path).stat().st_size == before
         with pytest.raises(StaleAttempt):
             scratch.regions_to_write([0], PAGE)
-
-    def test_checkpoints_grow_beside_it(self, volume: Volume) -> None:
-        store = new_store(volume, LARGE)
-        commit(store, 0)
-        fill(volume, store.reserve_scratch(SLOT_NBYTES, 5), 5, seed=1)
-        before = volume.allocation(JOB)
-        store.pin(Step(0))
-        after = volume.allocation(JOB)
-        assert after.scratch == before.scratch
-        assert len(after.ranges) == len(before.ranges) + 1
-        check_disjoint(volume)
-        commit(store, 1)
-        store = resume(volume, attempt=2)
-        fill(volume, store.reserve_scratch(SLOT_NBYTES, 1), 1, seed=2)
-        check(store, 0)
-        check(store, 1)
 
     def test_what_does_not_fit_is_refused_and_leaves_none(
         self, volume: Volume, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +223,7 @@ class _Life:
             store = resume(volume, attempt)
             fill(volume, store.reserve_scratch(SLOT_NBYTES, num_slots), num_slots, seed=attempt)
         self.is_being_deleted = True
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
 
     def check(self, volume: Volume) -> None:
         """As the next attempt finds it: states and scratch are whole or nothing, and it goes on."""
@@ -256,7 +239,7 @@ class _Life:
                 check(store, 0)
         fill(volume, store.reserve_scratch(SLOT_NBYTES, 3), 3, seed=9)
         check_disjoint(volume)
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])

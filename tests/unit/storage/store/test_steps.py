@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.storage.direct_store import DirectStore
 from tests.support.storage.stores import (
     FP32,
     JOB,
@@ -28,7 +29,6 @@ from windlass.storage.integrity.checksum import GRANULE_NBYTES
 from windlass.storage.integrity.errors import StepNotAllowed, StoreCorrupt
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store import format as layout
-from windlass.storage.store.tensor_store import TensorStore
 
 KEY = ChunkKey(BlockIndex(0), ChunkIndex(1))
 PAGE = 4096
@@ -46,18 +46,18 @@ def page() -> memoryview:
     return page_aligned(bytes(PAGE))
 
 
-def extents(store: TensorStore, step: int, kind: StateKind = StateKind.MASTER) -> list[int]:
+def extents(store: DirectStore, step: int, kind: StateKind = StateKind.MASTER) -> list[int]:
     """Where the chunks of a step lie. A gradient is as long as a master."""
     nbytes = store.geometry.region_nbytes(StateKind.MASTER)
     regions = [store.regions_to_read(key, Step(step), [(kind, nbytes)]) for key in keys(store.geometry)]
     return [region.extent for (region,) in regions]
 
 
-def write(store: TensorStore, key: ChunkKey, kind: StateKind, step: int) -> None:
+def write(store: DirectStore, key: ChunkKey, kind: StateKind, step: int) -> None:
     store.write(key, kind, Step(step), page_aligned(content(store.geometry, key, kind, step, store.attempt)))
 
 
-def write_gradient(store: TensorStore, key: ChunkKey, step: int, nbytes: int | None = None) -> None:
+def write_gradient(store: DirectStore, key: ChunkKey, step: int, nbytes: int | None = None) -> None:
     store.write(key, StateKind.GRAD, Step(step), page_aligned(gradient(store.geometry, key, step, nbytes)))
 
 
@@ -87,7 +87,7 @@ class TestSteps:
 
     def test_nothing_before_it_is_said_where_to_resume(self, volume: Volume) -> None:
         commit(new_store(volume), 0)
-        store = TensorStore.open(volume, JOB, Attempt(2))
+        store = DirectStore.open(volume, JOB, Attempt(2))
         assert store.last_commit() is None
         for kind in (StateKind.PARAM, StateKind.GRAD):
             with pytest.raises(StepNotAllowed, match="cannot write step 1 before it is said where to resume"):
@@ -161,35 +161,14 @@ class TestInPlace:
             assert not set(extents(store, step)) & set(before)
         check(resume(volume, attempt=2), last)
 
-    def test_neither_the_commit_nor_a_checkpoint_is_written_over(self, volume: Volume) -> None:
+    def test_the_commit_is_not_written_over(self, volume: Volume) -> None:
         store = new_store(volume, LARGE)
         for step in range(16):
             fill(store, step)
             if step % 3 == 0:
                 commit(store, step, states_step=step)
-                if step < 3 * layout.MAX_PINS:
-                    store.pin(Step(step))
-            for kept in store.pinned:
-                check(store, kept)
+            check(store, step - step % 3)
             check(store, step)
-
-    @pytest.mark.parametrize("keep", [True, False])
-    def test_checkpoint_kept_or_given_up_in_the_midst_of_a_step(self, volume: Volume, keep: bool) -> None:
-        store = new_store(volume)
-        commit(store, 0)
-        if not keep:
-            store.pin(Step(0))
-        first, *others = keys(store.geometry)
-        for kind in store.geometry.kinds:
-            write(store, first, kind, 1)
-        (store.pin if keep else store.unpin)(Step(0))
-        for key in others:
-            for kind in store.geometry.kinds:
-                write(store, key, kind, 1)
-        check(store, 0)
-        check(store, 1)
-        commit(store, 1, states_step=1)
-        check(resume(volume, attempt=2), 1)
 
     def test_step_that_was_written_over_is_gone_in_whole(self, volume: Volume) -> None:
         """One state of one chunk is enough; the other chunks still have it."""
@@ -261,7 +240,7 @@ class TestInPlace:
             check(store, step, attempt=2)
 
 
-def _refusal(store: TensorStore, key: ChunkKey, kind: StateKind, step: int, nbytes: int) -> str | None:
+def _refusal(store: DirectStore, key: ChunkKey, kind: StateKind, step: int, nbytes: int) -> str | None:
     try:
         store.read(key, kind, Step(step), page_aligned(bytes(nbytes)))
     except StepNotAllowed as error:
@@ -331,23 +310,6 @@ class TestSkippedSteps:
         check(store, 3, written_as=0)
         commit(store, 4)
         check(store, 4, attempt=3)
-
-    def test_checkpoints_before_after_and_of_it_keep_their_bytes(self, volume: Volume) -> None:
-        store = new_store(volume, LARGE)
-        commit(store, 0)
-        store.pin(Step(0))
-        commit(store, 1, states_step=0)
-        store.pin(Step(1))
-        for step in (2, 3):
-            commit(store, step)
-        check(store, 0)
-        check(store, 1, written_as=0)
-        store.unpin(Step(0))  # the other still uses the same extents
-        for step in (4, 5):
-            commit(store, step)
-        store = resume(volume, attempt=2)
-        check(store, 1, written_as=0)
-        check(store, 5)
 
     def test_ssd_without_a_chunk(self, volume: Volume) -> None:
         store = new_store(volume, NO_CHUNK)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.storage.direct_store import DirectStore
 from tests.support.storage.stores import (
     FP32,
     JOB,
-    LARGE,
     OTHER,
     QuickDevice,
     check,
@@ -44,8 +44,7 @@ from windlass.storage.memory.capacity import InsufficientSpaceError
 from windlass.storage.ssd import volume as volume_module
 from windlass.storage.ssd.volume import Volume
 from windlass.storage.store import format as layout
-from windlass.storage.store.format import MAX_PINS
-from windlass.storage.store.tensor_store import TensorStore, stored_geometry
+from windlass.storage.store.tensor_store import stored_geometry
 
 KEY = ChunkKey(BlockIndex(0), ChunkIndex(1))
 PAGE = 4096
@@ -139,8 +138,9 @@ class TestRoundTrip:
         store = new_store(volume, geometry)
         for step in range(3):
             commit(store, step)
-        store.pin(Step(2))
-        assert resume(volume, attempt=2).pinned == (2,)
+        record = resume(volume, attempt=2).last_commit()
+        assert record is not None
+        assert record.step == 2
 
 
 class TestCreateAndDelete:
@@ -150,40 +150,39 @@ class TestCreateAndDelete:
         assert used_nbytes(volume_file(tmp_path)) >= empty + store.geometry.demand.nbytes
         assert stored_geometry(volume, JOB) == store.geometry
         with pytest.raises(StoreExists):
-            TensorStore.create(volume, make_geometry())
-        TensorStore.delete(volume, JOB)
-        TensorStore.delete(volume, JOB)
+            DirectStore.create(volume, make_geometry())
+        DirectStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
         assert used_nbytes(volume_file(tmp_path)) <= empty + PAGE
         assert stored_geometry(volume, JOB) is None
         with pytest.raises(StoreMissing, match=f"SSD {tmp_path} holds no states of job ftjob-1, or they were never"):
-            TensorStore.open(volume, JOB, Attempt(2))
+            DirectStore.open(volume, JOB, Attempt(2))
 
     def test_half_made_store_is_missing_and_made_anew(self, volume: Volume, tmp_path: Path) -> None:
         volume.reserve(JOB, make_geometry().demand)  # and then its process was killed
         assert stored_geometry(volume, JOB) is None
         with pytest.raises(StoreMissing):
-            TensorStore.open(volume, JOB, Attempt(2))
+            DirectStore.open(volume, JOB, Attempt(2))
         before = volume_file(tmp_path).stat().st_size
         commit(new_store(volume), 0)
         assert volume_file(tmp_path).stat().st_size == before
 
     def test_failure_while_it_is_made_takes_nothing(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="are more than a store can note"):
-            TensorStore.create(volume, make_geometry(chunks_per_block=(1,) * 40_000, chunk_numel=2048))
+            DirectStore.create(volume, make_geometry(chunks_per_block=(1,) * 40_000, chunk_numel=2048))
         assert volume.allocations() == {}
         monkeypatch.setattr(volume_module, "directory_free_nbytes", lambda path: 0)
         with pytest.raises(InsufficientSpaceError):
-            TensorStore.create(volume, make_geometry())
+            DirectStore.create(volume, make_geometry())
         assert volume.allocations() == {}
 
     def test_jobs_of_one_ssd_do_not_touch_each_other(self, volume: Volume) -> None:
         stores = [new_store(volume, make_geometry(job)) for job in (JOB, OTHER)]
         for step, store in itertools.product(range(3), stores):
             commit(store, step)
-        stores[0].pin(Step(2))
         for store in stores:
             check(store, 2)
-        TensorStore.delete(volume, JOB)
+        DirectStore.delete(volume, JOB)
         check(stores[1], 2)
         commit(stores[1], 3)
         check(resume(volume, attempt=2, job=OTHER), 3)
@@ -235,13 +234,13 @@ class TestCommit:
         fill(store, 0)
         moments: list[str] = []
 
-        def set_and_read(changed: TensorStore, name: str, value: object) -> None:
+        def set_and_read(changed: DirectStore, name: str, value: object) -> None:
             object.__setattr__(changed, name, value)
             moments.append(name)
             check(changed, 0)
 
         with monkeypatch.context() as patch:
-            patch.setattr(TensorStore, "__setattr__", set_and_read)
+            patch.setattr(DirectStore, "__setattr__", set_and_read)
             store.commit(Step(0), store.attempt, "{}")
         assert {"_committed", "_working"} <= set(moments)
 
@@ -254,93 +253,3 @@ class TestCommit:
         check(store, 0)
         store.commit(Step(1), Attempt(1), "x" * 3072)
         check(resume(volume, attempt=2), 1)
-
-
-class TestPins:
-    def test_bytes_stay_over_many_steps_and_attempts(self, volume: Volume) -> None:
-        store = new_store(volume, LARGE)
-        for step in range(3):
-            commit(store, step)
-        reserved = volume.allocation(JOB)
-        store.pin(Step(2))
-        store.pin(Step(2))
-        assert len(volume.allocation(JOB).ranges) == len(reserved.ranges) + 1  # beyond the first reservation
-        for step in range(3, 8):
-            commit(store, step)
-        store.pin(Step(7))
-        store = resume(volume, attempt=2)
-        for step in range(8, 13):
-            commit(store, step)
-        assert store.pinned == (2, 7)
-        for step, attempt in ((2, 1), (7, 1), (12, 2)):
-            check(store, step, attempt)
-        check(resume(volume, attempt=3), 7)
-
-    def test_survives_reopening_at_once(self, volume: Volume) -> None:
-        """The journal has two records of that commit; the later one knows of the checkpoint."""
-        store = new_store(volume)
-        commit(store, 0)
-        store.pin(Step(0))
-        first = store.commits()[0]
-        assert first.pins == ()
-        store = TensorStore.open(volume, JOB, Attempt(2))
-        store.resume_from(first)
-        assert store.pinned == (0,)
-        for step in range(1, 5):
-            commit(store, step)
-        check(store, 0)
-        store.pin(Step(4))
-        assert [(pin.step, pin.attempt) for pin in store.commits()[-1].pins] == [(0, 1), (4, 2)]
-
-    def test_given_up_its_space_serves_the_next(self, volume: Volume, tmp_path: Path) -> None:
-        store = new_store(volume, LARGE)
-        sizes = set()
-        for step in range(6):
-            commit(store, step)
-            store.pin(Step(step))
-            for old in store.pinned[:-1]:
-                store.unpin(old)
-            store.unpin(Step(99))
-            sizes.add(volume_file(tmp_path).stat().st_size)
-            assert store.pinned == (step,)
-        assert len(sizes) == 2  # for the first checkpoint, and the second one that came before it was given up
-        store = resume(volume, attempt=2)
-        assert store.pinned == (5,)
-        store.unpin(Step(5))
-        assert resume(volume, attempt=3).pinned == ()
-        with pytest.raises(StepNotAllowed):
-            store.read(KEY, StateKind.PARAM, Step(4), page_aligned(bytes(PAGE)))
-
-    def test_only_the_last_commit_and_no_more_than_there_is_space_for(self, volume: Volume) -> None:
-        store = new_store(volume, LARGE)
-        with pytest.raises(StepNotAllowed, match="the last commit is none, and 0 of at most 4 checkpoints are kept"):
-            store.pin(Step(0))
-        for step in range(MAX_PINS):
-            commit(store, step)
-            with pytest.raises(StepNotAllowed, match=f"the last commit is step {step}"):
-                store.pin(Step(step + 1))
-            store.pin(Step(step))
-        commit(store, MAX_PINS)
-        with pytest.raises(
-            StepNotAllowed, match=f"step 4 cannot be kept .* 4 of at most {MAX_PINS} checkpoints are kept"
-        ):
-            store.pin(Step(MAX_PINS))
-        for step in range(MAX_PINS + 1, MAX_PINS + 8):
-            commit(store, step)
-        for step in range(MAX_PINS):
-            check(store, step)
-
-    def test_full_disk_changes_nothing(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = new_store(volume, LARGE)
-        commit(store, 0)
-        before = volume.allocation(JOB)
-        with monkeypatch.context() as patch:
-            patch.setattr(volume_module, "directory_free_nbytes", lambda path: 0)
-            with pytest.raises(InsufficientSpaceError, match="model states of job ftjob-1"):
-                store.pin(Step(0))
-        assert volume.allocation(JOB) == before
-        assert store.pinned == ()
-        assert len(store.commits()) == 1
-        commit(store, 1)
-        store.pin(Step(1))
-        check(store, 1)
