@@ -1,4 +1,4 @@
-"""Before anything of a job is written: how its SSDs are used, and whether there is room."""
+"""Checks before a job writes anything: the speed of its SSDs, and the free space on them and in memory."""
 
 import contextlib
 import time
@@ -24,16 +24,17 @@ from windlass.storage.ssd import (
 )
 from windlass.storage.store import scratch_demand, stored_geometry
 
-_SCRATCH_NBYTES = 128 << 20
+_SCRATCH_NBYTES = 128 << 20  # size of the region that a measurement overwrites, if there is space
 _MIN_SCRATCH_NBYTES = 16 << 20
-_SCRATCH = JobId("calibration")
-_MEASURE_DEADLINE_S = 60.0
+_SCRATCH = JobId("calibration")  # owns that region
+_MEASURE_DEADLINE_S = 60.0  # seconds to wait for another process that measures the same SSD
 
 
 def survey_ssds(spec: JobSpec, *, direct: bool = True) -> tuple[SsdFacts, ...]:
-    """How each SSD of a job is to be used: as it was measured, now if never before. Makes missing SSD directories.
+    """Returns the settings of each SSD of a job, from its stored measurement or a new one.
 
-    A job keeps the weights that it began with, as they tell where its chunks lie.
+    Creates missing SSD directories. A resumed job keeps its first weights, because they determine the places of its
+    chunks.
     """
     calibrations: list[Calibration] = []
     weights: tuple[int, ...] | None = None
@@ -44,18 +45,20 @@ def survey_ssds(spec: JobSpec, *, direct: bool = True) -> tuple[SsdFacts, ...]:
         calibrations.append(calibration)
         if geometry is not None and geometry.num_ssds == len(spec.ssd_dirs):
             weights = geometry.ssd_weights
-    weights = weights or stripe_weights([each.mixed_bytes_per_s for each in calibrations])
-    return tuple(SsdFacts(io=each.io, weight=weight) for each, weight in zip(calibrations, weights, strict=True))
+    weights = weights or stripe_weights([calibration.mixed_bytes_per_s for calibration in calibrations])
+    return tuple(
+        SsdFacts(io=calibration.io, weight=weight) for calibration, weight in zip(calibrations, weights, strict=True)
+    )
 
 
 @contextlib.contextmanager
 def calibrated(
     path: Path, measured: dict[int, Calibration], *, direct: bool = True
 ) -> Iterator[tuple[Volume, Calibration]]:
-    """An SSD's volume, open meanwhile, and how fast it is: as it was measured, now if never before. Makes a missing
-    directory.
+    """Opens an SSD's volume and yields it with its calibration: the stored one or a new one.
 
-    `measured`: by the disk below, which two directories may share; this one is added.
+    Creates a missing directory. `measured` has the calibrations so far by disk, because two directories may share a
+    disk; this one is added.
     """
     if not is_device_path(path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +72,10 @@ def calibrated(
 
 
 def calibration_of(volume: Volume, of_same_disk: Calibration | None = None) -> Calibration:
-    """What a volume knows of its SSD; if nothing, what is known of the same disk, or is measured now. Kept there."""
+    """Returns a volume's stored calibration or, if it has none, `of_same_disk` or a new measurement.
+
+    The volume then stores it.
+    """
     calibration = _known_calibration(volume)
     if calibration is None:
         calibration = of_same_disk or _measure(volume)
@@ -78,14 +84,18 @@ def calibration_of(volume: Volume, of_same_disk: Calibration | None = None) -> C
 
 
 def arena_free_nbytes(spec: JobSpec) -> int:
-    """Host memory that a job without a budget may take for its arena: a quarter stays for its processes, and others."""
+    """Returns the bytes of host memory for the arena of a job without a budget.
+
+    A quarter of the free memory is left for the job's processes and other programs.
+    """
     return arena_room_nbytes(Path(spec.arena_dir)) // 4 * 3
 
 
 def require_room(context: JobContext, *, direct: bool = True) -> None:
-    """Checks the SSDs, together where several directories share a disk, and the memory for the arena.
+    """Checks the free space on the SSDs and the free memory for the arena.
 
-    What a resumed job holds already counts. Raises InsufficientSpaceError with the bytes needed and free.
+    Directories on one disk are checked together. Space that a resumed job already holds counts as available.
+    Raises InsufficientSpaceError with the bytes needed and free.
     """
     needed: dict[int, int] = defaultdict(int)
     volumes: dict[int, Volume] = {}
@@ -106,7 +116,7 @@ def require_room(context: JobContext, *, direct: bool = True) -> None:
 
 
 def _missing_nbytes(context: JobContext, ssd: int, volume: Volume) -> int:
-    """What the job has yet to reserve there."""
+    """Returns the bytes that the job still has to reserve on an SSD."""
     scratch = scratch_demand(context.plan.activations.slot_nbytes, context.num_scratch_slots(ssd)).nbytes
     held = volume.allocations().get(context.spec.job)
     if held is None:
@@ -115,11 +125,14 @@ def _missing_nbytes(context: JobContext, ssd: int, volume: Volume) -> int:
 
 
 def _known_calibration(volume: Volume) -> Calibration | None:
-    """None also where what is kept is of another version, or needs io_uring, which is not here any more."""
-    if (known := volume.calibration()) is None:
+    """Returns a volume's stored calibration if it is usable.
+
+    It is not if it has another version, or needs io_uring and the machine no longer offers it.
+    """
+    if (stored := volume.calibration()) is None:
         return None
     try:
-        calibration = Calibration.from_json(known)
+        calibration = Calibration.from_json(stored)
     except ValueError:
         return None
     is_usable = calibration.io.backend is not Backend.URING or uring_refusal() is None
@@ -127,7 +140,7 @@ def _known_calibration(volume: Volume) -> Calibration | None:
 
 
 def disk_of(path: Path) -> int:
-    """A number that is the same for all SSD directories on one disk."""
+    """Returns a number that is the same for all SSD directories on one disk."""
     facts = path.stat()
     return facts.st_rdev if is_block_device(path) else facts.st_dev
 
@@ -135,17 +148,17 @@ def disk_of(path: Path) -> int:
 def _measure(volume: Volume) -> Calibration:
     with measuring(volume):
         if (known := _known_calibration(volume)) is not None:
-            return known  # by whom we waited for
+            return known  # by the process that this one waited for
         with scratch(volume) as (offset, nbytes):
             return calibrate(volume.device, offset, nbytes)
 
 
 @contextlib.contextmanager
 def measuring(volume: Volume) -> Iterator[None]:
-    """One process at a time measures an SSD: two would find half of what it can.
+    """Claims an SSD for a measurement. Two processes at a time would each measure half of its speed.
 
     Raises:
-        StoreError: somebody else has been at it for too long.
+        StoreError: another process has held the claim for too long.
     """
     until_s = time.monotonic() + _MEASURE_DEADLINE_S
     while not volume.device.claim():
@@ -162,8 +175,11 @@ def measuring(volume: Volume) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch(volume: Volume) -> Iterator[tuple[int, int]]:
-    """Offset and bytes of a region that may be overwritten meanwhile, by whoever is `measuring` the volume."""
-    volume.free(_SCRATCH)  # of a process that was killed in here
+    """Reserves a region that a measurement may overwrite; yields its offset and size in bytes.
+
+    The caller must hold the claim of `measuring`.
+    """
+    volume.free(_SCRATCH)  # left by a process that was killed during a measurement
     fits = min(_SCRATCH_NBYTES, volume.free_nbytes() // 2 // UNIT_NBYTES * UNIT_NBYTES)
     nbytes = max(_MIN_SCRATCH_NBYTES, fits)
     allocation = volume.reserve(_SCRATCH, Demand(head_nbytes=nbytes, extent_nbytes=UNIT_NBYTES, num_extents=0))

@@ -1,6 +1,6 @@
-"""Checks whether a job's budgets can hold it, before it starts: `python -m windlass.actors.job.check_budgets`.
+"""Checks whether a job fits its budgets, before it starts: `python -m windlass.actors.job.check_budgets`.
 
-For a job without a plan, whose machine was not measured; a plan keeps to the budgets by itself.
+It is for jobs without a plan, on machines that were not measured. A plan respects the budgets by itself.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from windlass.engine.model import partition_folder
 
 
 def check_budgets(spec: JobSpec) -> list[str]:
-    """Go through the job by shapes alone, and return warnings. Its dataset must be there.
+    """Runs the job on shapes only and returns warnings. The job's dataset must be prepared.
 
     Raises:
-        PlanError: a budget is too small; the text says for what, and what to set.
+        PlanError: a budget is too small; the text says for what, and which value to set.
     """
     partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
     context = make_context(spec, partition.layout, "")

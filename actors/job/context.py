@@ -1,4 +1,4 @@
-"""What every actor of a job derives from its spec in the same way: names, sizes, the plan."""
+"""Facts that every actor of a job derives from its spec in the same way: names, sizes, the plan."""
 
 import itertools
 from dataclasses import dataclass
@@ -25,59 +25,59 @@ GPU_WORKER = ActorName("gpu-0")
 
 
 def optimizer_name(index: int) -> ActorName:
-    """Name of an optimizer of the pool."""
+    """Returns the name of an optimizer of the pool."""
     return ActorName(f"optimizer-{index}")
 
 
 def optimizer_index(name: ActorName) -> int | None:
-    """Which optimizer of the pool it is; None for other actors."""
+    """Returns an optimizer's index in the pool; None for other actors."""
     kind, _, number = name.partition("-")
     return int(number) if kind == "optimizer" else None
 
 
 def ssd_name(index: int) -> ActorName:
-    """Name of the server of one SSD."""
+    """Returns the name of an SSD's server."""
     return ActorName(f"ssd-{index}")
 
 
 def grad_precision(spec: JobSpec) -> Precision:
-    """The type of gradients on their way to the optimizer; see `GradientSettings.precision_in_transit`."""
+    """Returns the type of gradients on their way to the optimizer; see `GradientSettings.precision_in_transit`."""
     return spec.hyperparameters.gradients.precision_in_transit(spec.hyperparameters.num_microbatches)
 
 
 def grad_itemsize(spec: JobSpec) -> int:
-    """Bytes an element of a gradient takes on its way to the optimizer."""
+    """Returns the bytes per element of a gradient on its way to the optimizer."""
     return 4 if grad_precision(spec) is Precision.FP32 else 2
 
 
 def evaluation_batch_size(spec: JobSpec) -> int:
-    """Examples of a micro-batch in evaluation: as many as in training."""
+    """Returns the examples of a micro-batch in evaluation: as many as in training."""
     return -(-spec.hyperparameters.batch_size // spec.hyperparameters.num_microbatches)
 
 
 def num_evaluation_groups(spec: JobSpec) -> int:
-    """Groups of micro-batches that an evaluation takes; 0 without validation data."""
+    """Returns the number of micro-batch groups of an evaluation; 0 without validation data."""
     num_microbatches = -(-spec.num_validation_examples // evaluation_batch_size(spec))
     return -(-num_microbatches // spec.hyperparameters.num_microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdFacts:
-    """How one SSD is used by a job."""
+    """A job's settings for one SSD."""
 
     io: IoSettings
-    weight: int  # its share of the chunks, beside the other SSDs' weights
+    weight: int  # its share of the chunks, relative to the weights of the other SSDs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """One attempt at a job, as its actors see it."""
+    """The facts about one attempt that all its actors share."""
 
     spec: JobSpec
     layout: ModelLayout
     plan: Plan
     arena_path: str
-    ssds: tuple[SsdFacts, ...]  # of each of the job's SSDs
+    ssds: tuple[SsdFacts, ...]  # one for each of the job's SSDs
 
     @property
     def formats(self) -> Formats:
@@ -85,31 +85,31 @@ class JobContext:
         return self.spec.hyperparameters.formats
 
     def geometry(self, ssd: int) -> StoreGeometry:
-        """The share of one SSD."""
+        """Returns the geometry of the store on one SSD."""
         return StoreGeometry(
             job=self.spec.job,
             rank=Rank(0),
             attempt=self.spec.attempt,
             ssd=SsdIndex(ssd),
-            ssd_weights=tuple(each.weight for each in self.ssds),
+            ssd_weights=tuple(facts.weight for facts in self.ssds),
             formats=self.formats,
             chunk_numel=self.layout.chunk_numel,
             chunks_per_block=tuple(self.layout.num_chunks(block.index) for block in self.layout.blocks),
         )
 
     def num_scratch_slots(self, ssd: int) -> int:
-        """One SSD's share of the slots for activations, by its weight; all SSDs together have as many as the plan."""
-        weights, num_slots = [each.weight for each in self.ssds], self.plan.num_ssd_activations
+        """Returns one SSD's share of the plan's activation slots, in proportion to its weight."""
+        weights, num_slots = [facts.weight for facts in self.ssds], self.plan.num_ssd_activations
         stop, start = sum(weights[: ssd + 1]), sum(weights[:ssd])
         return num_slots * stop // sum(weights) - num_slots * start // sum(weights)
 
     def chunk_numel(self, key: ChunkKey) -> int:
-        """Elements that a chunk really holds; the last of a block may be short."""
+        """Returns the number of elements in a chunk; the last chunk of a block may be shorter."""
         start, stop = self.layout.chunk_range(key)
         return stop - start
 
     def state_offsets(self) -> dict[StateKind, int]:
-        """Where each state begins inside a slot for states, in bytes; a gradient that was on an SSD comes last."""
+        """Returns the offset in bytes of each state in a state slot; a gradient that was on an SSD comes last."""
         offsets, offset = {}, 0
         for kind, itemsize in self.formats.itemsizes.items():
             offsets[kind] = offset
@@ -118,13 +118,16 @@ class JobContext:
         return offsets
 
     def host_slots(self) -> dict[ChunkKey, Span]:
-        """Where the states of each chunk lie that rest in host memory."""
+        """Returns the arena span of each chunk whose states are resident in host memory."""
         pool = self.plan.host_states
         keys = (key for block in self.plan.host_blocks for key in self.layout.chunk_keys(BlockIndex(block)))
         return {key: Span(pool.offset + i * pool.slot_nbytes, pool.slot_nbytes) for i, key in enumerate(keys)}
 
     def partial_slots(self) -> dict[tuple[BlockIndex, ChunkKey], Span]:
-        """Where one group's sums wait for the next group, by the block whose operation makes them."""
+        """Returns the arena spans for gradient sums between two groups of micro-batches.
+
+        The key is the block whose operation computes the sum, with the chunk.
+        """
         pool, resident = self.plan.partial_grads, self.plan.device_blocks
         if not pool.num_slots:
             return {}
@@ -139,15 +142,18 @@ class JobContext:
 
 
 def aligned(nbytes: int, alignment: int = 4096) -> int:
-    """`nbytes` rounded up to what O_DIRECT moves; never nothing, as the chunk of a block without params moves too."""
+    """Rounds `nbytes` up to the alignment of O_DIRECT, to one unit at least.
+
+    The minimum is needed because chunks of blocks without params are transferred too.
+    """
     return max(1, -(-nbytes // alignment)) * alignment
 
 
 def piece_bounds(context: JobContext) -> dict[BlockIndex, tuple[int, ...]]:
-    """Where the plan's streamed blocks are cut (`planner.param_pieces`).
+    """Returns the bounds of the pieces into which the plan's streamed blocks are cut; see `cut_layers`.
 
     Raises:
-        PlanError: a module holds more pieces itself than there are buffers for.
+        PlanError: the params of one module lie in more pieces than there are piece buffers.
     """
     streamed = [BlockIndex(block) for block in context.plan.streamed_blocks]
     layers = [context.layout.blocks[block].decay_numels_by_module for block in streamed]
@@ -173,10 +179,13 @@ def make_context(
     *,
     free_nbytes: int | None = None,
 ) -> JobContext:
-    """Plans the job; `ssds` None: all alike; `free_nbytes`: of host memory, for a job without a budget.
+    """Plans the job.
+
+    Without `ssds`, all SSDs have the default settings and equal weights. `free_nbytes` is the free host memory; it is
+    the limit of a job without a budget.
 
     Raises:
-        PlanError: the budget, or what is free, is too small, or the job has no SSDs and needs some.
+        PlanError: the budget or the free memory is too small, or the job has no SSDs but needs some.
     """
     ssds = ssds or tuple(SsdFacts(io=DEFAULT_IO, weight=1) for _ in spec.ssd_dirs)
     formats = spec.hyperparameters.formats

@@ -1,4 +1,4 @@
-"""A job's budget on its device beside its plan: known without going through the model."""
+"""Compares a job's device memory budget with its plan, without running the model."""
 
 from windlass.actors.job.context import evaluation_batch_size
 from windlass.actors.job.spec import JobSpec
@@ -7,10 +7,10 @@ from windlass.engine.memory_plan import PlanError
 
 
 def require_planned_device_room(spec: JobSpec) -> None:
-    """Compares the job's budget on its device with what its plan needs there; without either nothing happens.
+    """Checks that the job's device memory budget covers its plan. Does nothing if the job lacks a budget or a plan.
 
     Raises:
-        PlanError: the budget is too small, as it is another one than the plan was made for.
+        PlanError: the budget is too small, because the plan was made for another budget.
     """
     limit_nbytes, needed_nbytes = spec.device_memory_nbytes, spec.planned_device_nbytes
     if limit_nbytes is not None and needed_nbytes is not None and needed_nbytes > limit_nbytes:
@@ -18,7 +18,7 @@ def require_planned_device_room(spec: JobSpec) -> None:
 
 
 def too_little_device_memory(spec: JobSpec, limit_nbytes: int, needed_nbytes: int, what: str) -> PlanError:
-    """The error of a job whose budget on its device is too small. `what`: takes so much, in words."""
+    """Builds the error of a job whose device memory budget is too small. `what` describes what needs the memory."""
     hyper = spec.hyperparameters
     size, least = evaluation_batch_size(spec), least_gib(needed_nbytes)
     others = [f"sequence_length (now {hyper.sequence_length}) to less"]

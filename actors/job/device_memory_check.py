@@ -1,4 +1,4 @@
-"""How much device memory a job takes, as its GPU worker allocates it, and whether it may."""
+"""Counts the device memory that a job's GPU worker will allocate, and compares it with the job's budget."""
 
 from windlass.actors.job.context import JobContext, evaluation_batch_size, grad_precision
 from windlass.actors.job.device_budget import require_planned_device_room, too_little_device_memory
@@ -11,11 +11,12 @@ from windlass.engine.model import Partition
 
 
 def device_need_of_job(context: JobContext, partition: Partition, *, device: str = "cpu") -> DeviceNeed:
-    """At the worst moment of a step or an evaluation; its dataset must be there. No runner of the partition may be in
-    use.
+    """Counts the job's peak device memory in a step or an evaluation.
+
+    The job's dataset must be prepared, and no block runner of the partition may be in use.
 
     Raises:
-        DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
+        DeviceNeedUnknownError: a block cannot be run on shapes only.
     """
     spec, hyper = context.spec, context.spec.hyperparameters
     dataset = PreparedDataset.open(spec.dataset_dir, "train")
@@ -35,26 +36,30 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
 
 
 def require_device_room(context: JobContext, partition: Partition, *, device: str = "cpu") -> None:
-    """Compares the job's budget on its device, where it has one, with what it needs there: by its plan, or, where it
-    has none, as it is counted now. As for `device_need_of_job`.
+    """Checks that the job's device memory budget, if it has one, covers its need.
+
+    The need is that of the plan. Without a plan it is counted by `device_need_of_job`, whose conditions apply.
 
     Raises:
         PlanError: the budget is too small.
-        DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
+        DeviceNeedUnknownError: a block cannot be run on shapes only.
     """
     require_planned_device_room(context.spec)
     limit_nbytes = context.spec.device_memory_nbytes
     if limit_nbytes is None or context.spec.planned_device_nbytes is not None:
         return
     need = device_need_of_job(context, partition, device=device)
-    # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
+    # On a CPU the computing cores also make the copies: they end before the next layer, so no buffer waits for one.
     needed_nbytes = need.settled_nbytes if device == "cpu" else need.nbytes
     if needed_nbytes > limit_nbytes:
         raise too_little_device_memory(context.spec, limit_nbytes, needed_nbytes, need.in_words())
 
 
 def evaluation_shapes(spec: JobSpec) -> list[tuple[int, int]]:
-    """(examples, tokens) of the micro-batches of an evaluation's first group, if all were as long as the longest."""
+    """Returns the shapes (examples, tokens) of the micro-batches in an evaluation's first group.
+
+    All examples are taken to be as long as the longest.
+    """
     dataset, size = PreparedDataset.open(spec.dataset_dir, "validation"), evaluation_batch_size(spec)
     return shapes_of_evaluation(
         dataset.num_examples, dataset.longest_width, size, spec.hyperparameters.num_microbatches

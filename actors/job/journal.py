@@ -1,7 +1,7 @@
-"""A job's journal: what its runner has to tell, one JSON line a record, for the dispatcher to import exactly once.
+"""A job's journal: the runner's reports, one JSON line a record, which the dispatcher imports exactly once.
 
-The runner never opens the database; it appends here and goes on, whether or not anybody reads. Records are numbered per
-attempt, so a reader that remembers the last `(attempt, seq)` it took in misses none and takes none twice.
+The runner never opens the database. It appends to the journal and never waits for a reader. Records are numbered per
+attempt. A reader that stores the last `(attempt, seq)` it imported therefore misses none and imports none twice.
 The last record of an attempt has kind "outcome"; `append_outcome` writes it.
 """
 
@@ -18,8 +18,8 @@ JOURNAL_FILE = "journal.jsonl"  # in the job's folder
 OUTCOME = "outcome"
 METRICS = "metrics"
 
-# A line that a crash or a full disk cut short is never rewritten: this makes it no JSON, even where only its newline
-# was missing (its number is used again), and readers skip it.
+# Appended to a line that a crash or a full disk cut short. It makes the line invalid JSON even if only its newline was
+# missing, so that readers skip it. The record's number is used again.
 _CLOSE_TORN = "#\n"
 
 
@@ -37,7 +37,7 @@ class JournalRecord:
 
 
 class Journal:
-    """Appends an attempt's records, each with one write, numbered on from what the file holds of that attempt."""
+    """Appends an attempt's records, each with one write, and continues the numbers of those already in the file."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
@@ -48,7 +48,7 @@ class Journal:
         self._torn = _ends_torn(self._fd)
 
     def append(self, kind: str, message: str, level: str = "info", **data: Any) -> JournalRecord:
-        """Add a record; when this returns, it survives the death of this process."""
+        """Appends a record, which from then on survives the death of this process."""
         record = JournalRecord(
             attempt=self._attempt,
             seq=self._seq + 1,
@@ -71,27 +71,27 @@ class Journal:
         return record
 
     def append_outcome(self, status: str, message: str, error: dict[str, Any] | None = None, **data: Any) -> None:
-        """Add the attempt's last record. `status`: "failed" comes with an error {code, message, param}."""
+        """Appends the attempt's last record. With `status` "failed", `error` is {code, message, param}."""
         level = "error" if status == "failed" else "info"
         self.append(OUTCOME, message, level, status=status, error=error, **data)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Closes the file; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class JournalReader:
-    """Reads what was added to a journal since the last call, in order, without reading the file from the start."""
+    """Reads the records that were added to a journal since the last call, without reading the file from the start."""
 
     def __init__(self, path: Path, after: tuple[int, int] = (0, 0)) -> None:
         self._path = path
-        self._after = after  # the last (attempt, seq) that was handed out
-        self._offset = 0  # of the first byte not yet looked at
+        self._after = after  # the last (attempt, seq) returned
+        self._offset = 0  # of the first byte not yet read
 
     def read_new(self) -> list[JournalRecord]:
-        """Records after the last one handed out. Those of an attempt older than one seen already are not: it lost."""
+        """Returns the records after the last one returned, without those of an attempt that a later one replaced."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -109,12 +109,12 @@ class JournalReader:
 
 
 def read_journal(path: Path, after: tuple[int, int] = (0, 0)) -> Iterator[JournalRecord]:
-    """The records after `(attempt, seq)`, in order; a last line that is not complete yet is left for the next time."""
+    """Yields the records after `(attempt, seq)`, in order, without an incomplete last line."""
     yield from JournalReader(path, after).read_new()
 
 
 def _records(path: Path) -> Iterator[JournalRecord]:
-    """All whole records, stale ones too."""
+    """Yields all complete records, also those of replaced attempts."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -134,7 +134,7 @@ def _encode(record: JournalRecord) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null, as a diverged loss must not end the run that reports it."""
+    """Replaces NaN and infinity by None, because JSON has neither and a diverged loss must not fail the journal."""
     if isinstance(value, float):
         return value if value - value == 0.0 else None
     if isinstance(value, dict):
@@ -145,7 +145,7 @@ def _finite(value: Any) -> Any:
 
 
 def _decode(line: bytes) -> JournalRecord | None:
-    """The record on a line; None for what is left of a write that was cut short."""
+    """Returns the record of a line; None if the line was cut short."""
     try:
         return JournalRecord(**json.loads(line))
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""A job that goes on keeps to the kernels that it began with: they differ in the last bits."""
+"""Keeps a resumed job on the kernels that it began with, because kernels differ in the last bits."""
 
 import json
 from dataclasses import replace
@@ -9,13 +9,14 @@ from windlass.storage.store import CommitRecord
 
 
 def keeping_kernel(context: JobContext, commit: CommitRecord | None) -> JobContext:
-    """The context of an attempt that goes on from `commit`; None: it begins.
+    """Returns the context of an attempt that resumes from `commit`; without a commit, the unchanged context.
 
-    Of updates: the fused kernel can be had everywhere, so a job that knows no other keeps it, also where a compiler
-    came since. One that began with the compiled kernel gets that wherever it can be had; where not, it goes on with the
-    fused one, and the scheduler, which knows both, warns of it in the journal.
+    Update kernel: the fused kernel is available everywhere, so a job that has used only that one keeps it, even if a
+    compiler was installed meanwhile. A job that began with the compiled kernel uses it wherever it is available.
+    Elsewhere it uses the fused one, and the scheduler writes a warning into the journal.
 
-    Of the model: the same ones, or an error where they cannot be had. Kernels that the job's settings name stay.
+    Model kernels: those of the commit; the attempt fails if they are not available. Kernels that the job's settings
+    name stay.
     """
     if commit is None:
         return context
@@ -23,6 +24,6 @@ def keeping_kernel(context: JobContext, commit: CommitRecord | None) -> JobConte
     if hyper.kernel is None and state["kernels"] == [Kernel.FUSED]:
         hyper = replace(hyper, kernel=Kernel.FUSED)
     if hyper.model_kernels is None:
-        # Commits of older versions do not say: there were torch's alone.
+        # Commits of older versions have no such key, because only torch's own kernels existed.
         hyper = replace(hyper, model_kernels=tuple(map(ModelKernel, state.get("model_kernels", ()))))
     return replace(context, spec=replace(context.spec, hyperparameters=hyper))

@@ -1,8 +1,8 @@
-"""How far the model's states are: changed, on the SSDs, committed. Says what to flush, and when to commit.
+"""Tracks which states are changed, flushed and committed; decides what to flush and when to commit.
 
-Two steps are kept of each block. Its *version* is the step whose params an operation finds in it. Its *label* is the
-step under which its states are read and written: the last that changed them or, where a skipped step has been committed
-since, that one. They differ between a skipped step and the next commit.
+Each block has two step numbers. Its *version* is the step whose params an operation finds in it. Its *label* is the
+step under which its states are stored: the last step that changed them, or a later skipped step that was committed.
+They differ between a skipped step and the next commit.
 """
 
 from windlass.actors.messages import CommitStore, FlushBlock
@@ -12,37 +12,40 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
 class Commits:
-    """What is safe, and the way there. Between commits nothing of the last commit is overwritten.
+    """The commits of one attempt. Between commits, no state of the last commit is overwritten.
 
-    Without SSDs nothing is kept, and a step counts as committed as soon as it is over.
+    Without SSDs there are no commits, and a step counts as committed as soon as it is over.
     """
 
     def __init__(self, shape: SchedulerConfig, initial_step: Step | None) -> None:
-        """`initial_step` None: nothing is written yet."""
+        """`initial_step` is the commit to resume from; None if no state is written yet."""
         first = -1 if initial_step is None else initial_step
         self.committed: int = first
-        self.last_step = shape.total_steps  # the caller lowers it where the job stops before
+        self.last_step = shape.total_steps  # the caller lowers it if the job stops early
         self.versions = [first] * shape.num_blocks
         self._shape = shape
         self._labels = [first] * shape.num_blocks
-        self._on_ssd = [first] * shape.num_blocks  # the label of what the SSDs hold
-        self._trainer_states: dict[int, str] = {}  # of steps that are over and not committed
+        self._on_ssd = [first] * shape.num_blocks  # the label of the states on the SSDs
+        self._trainer_states: dict[int, str] = {}  # by step, for steps that are over but not committed
         self._flushing: dict[BlockIndex, set[ActorName]] = {}
         self._committing: set[ActorName] = set()
 
     def label(self, block: BlockIndex) -> Step:
-        """The step under which the states of a block are read."""
+        """Returns the step under which the states of a block are read."""
         return Step(self._labels[block])
 
     def may_update(self, step: int) -> bool:
-        """An update overwrites what the commit before the last one kept: the last one must be safe."""
+        """Returns whether updates of a step may begin.
+
+        They overwrite the states of an older commit, so the last commit before the step must be complete.
+        """
         return self.committed >= self._shape.commit_before(step)
 
     @property
     def settled(self) -> int:
-        """Last step of which nothing is outstanding: committed, or over, where no commit is due before the next step.
+        """The last step that is complete: committed or, if no commit is due before the next step, over.
 
-        Where a job stops at a step that was over, that step is outstanding again until it is committed.
+        If a job stops at a step that is over, that step is incomplete again until it is committed.
         """
         last_before_commit = min(self._shape.commit_after(self.committed), self.last_step) - 1
         return max(self.committed, min(last_before_commit, *self.versions))
@@ -50,21 +53,21 @@ class Commits:
     # --- what has happened ------------------------------------------------------------------------------------------
 
     def model_loaded(self, trainer_state: str) -> None:
-        """The initial states are on the SSDs, or in host memory where there are none."""
+        """Records that the initial states are on the SSDs or, without SSDs, in host memory."""
         self._relabel(0)
         self.step_over(Step(0), trainer_state)
 
     def block_updated(self, block: BlockIndex, step: Step) -> None:
-        """A whole block has changed; where it rests on the SSDs, it is there."""
+        """Records that a whole block is updated. If its states are not resident in memory, they are on the SSDs."""
         self.versions[block] = self._labels[block] = step
         if block not in self._shape.resident_blocks:
             self._on_ssd[block] = step
 
     def step_over(self, step: Step, trainer_state: str) -> None:
-        """All blocks are updated, or the step is skipped and nothing of it is on its way.
+        """Records that a step is over: all blocks are updated, or the step is skipped and all its gradients discarded.
 
-        A skipped step that is to be committed must be safe before the next one begins. `trainer_state`: as it was when
-        this was decided.
+        A skipped step that is to be committed must be committed before the next one begins. `trainer_state` is that of
+        the moment when the step's result was decided.
         """
         self._trainer_states[step] = trainer_state
         if not self._shape.ssd_servers:
@@ -73,14 +76,14 @@ class Commits:
             self.versions = [step] * self._shape.num_blocks
 
     def block_flushed(self, block: BlockIndex, actor: ActorName) -> None:
-        """One actor's share is on the SSDs."""
+        """Records that one actor's share of a block is on the SSDs."""
         self._flushing[block].remove(actor)
         if not self._flushing[block]:
             del self._flushing[block]
             self._on_ssd[block] = self._labels[block]
 
     def store_committed(self, step: Step, actor: ActorName) -> None:
-        """One SSD server has the step safe."""
+        """Records that one SSD server has committed the step."""
         self._committing.remove(actor)
         if not self._committing:
             self._settle(step)
@@ -88,7 +91,7 @@ class Commits:
     # --- what to do -------------------------------------------------------------------------------------------------
 
     def advance(self, *, is_computing: bool) -> list[Instruction]:
-        """Flushes and commits that can begin. `is_computing`: operations are out, which may read params."""
+        """Returns the flushes and commits that can begin. `is_computing`: operations run that may read params."""
         if self._committing:
             return []
         due = min(filter(self._is_commit_step, self._trainer_states), default=None)
@@ -101,8 +104,12 @@ class Commits:
         return self._commit(Step(due))
 
     def _flush(self, due: int | None) -> list[Instruction]:
-        """As soon as a step that is to be committed has changed a block; all others before a skipped step's commit."""
-        found = []
+        """Returns the next flushes.
+
+        Without a due commit, only blocks that were last changed by a step to be committed are flushed. With one, all
+        other changed blocks follow.
+        """
+        instructions = []
         for block in self._shape.flushed_blocks:
             label = self.label(block)
             if len(self._flushing) == self._shape.ordering.max_flushing:
@@ -114,8 +121,8 @@ class Commits:
             holders = self._shape.holders(block)
             self._flushing[block] = set(holders)
             message = FlushBlock(job=self._shape.job, step=label, block=block)
-            found += [Instruction(actor, message) for actor in holders]
-        return found
+            instructions += [Instruction(actor, message) for actor in holders]
+        return instructions
 
     def _commit(self, step: Step) -> list[Instruction]:
         (label,) = set(self._labels)
@@ -130,9 +137,9 @@ class Commits:
         return [Instruction(ssd, message) for ssd in self._shape.ssd_servers]
 
     def _settle(self, step: Step) -> None:
-        """The step is committed."""
+        """Records that the step is committed."""
         self.committed = step
-        self._trainer_states = {each: state for each, state in self._trainer_states.items() if each > step}
+        self._trainer_states = {later: state for later, state in self._trainer_states.items() if later > step}
         if self._labels[0] < step:
             self._relabel(step)
 

@@ -1,4 +1,4 @@
-"""What the scheduler's policy knows of a job: its blocks, its program of operations, its limits."""
+"""The facts about a job that the scheduler's policy uses: its blocks, its program of operations, its limits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,34 +11,34 @@ from windlass.storage.ids import ActorName, Attempt, BlockIndex, ChunkKey, JobId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """A job, as far as order matters. Block 0 is the embedding, the last one the head."""
+    """The facts about a job that decide the order of its work. Block 0 is the embedding, the last block the head."""
 
     job: JobId
     attempt: Attempt
     chunks: tuple[tuple[ChunkKey, ...], ...]  # of each block
-    shared: tuple[tuple[BlockIndex, ...], ...]  # per block: whose params its operation needs, its own first
+    shared: tuple[tuple[BlockIndex, ...], ...]  # per block: the blocks whose params its operation needs, its own first
     total_steps: int
     num_evaluation_groups: int  # 0: no validation data
     evaluate_every: int  # steps; 0: never
     checkpoint_every: int  # steps; 0: never
     clip_norm: float | None
     keeps_grads: bool  # no update before all gradients of the step are known
-    max_bad_steps: int  # skipped in a row
-    learning_rate: Callable[[int], float]  # of a step, from 1
-    trainer_state: Callable[[int], str]  # JSON that a commit of a step keeps for a restart; asked for once a step
+    max_bad_steps: int  # largest number of skipped steps in a row
+    learning_rate: Callable[[int], float]  # of a step; the first step is 1
+    trainer_state: Callable[[int], str]  # JSON that a step's commit stores for a restart; called once per step
     gpu_worker: ActorName
     optimizers: tuple[ActorName, ...]
-    ssd_servers: tuple[ActorName, ...]  # none: the states of all blocks rest in host memory, and nothing is kept
+    ssd_servers: tuple[ActorName, ...]  # empty: the states of all blocks are in host memory, and there are no commits
     output_dir: str
-    # Where the states of blocks rest: in host memory, on the device, and all others' on the SSDs.
+    # Blocks whose states are resident in host memory or on the device. The states of all others are on the SSDs.
     host_blocks: frozenset[int] = frozenset()
     device_blocks: frozenset[int] = frozenset()
-    spilled_blocks: frozenset[int] = frozenset()  # whose kept gradients go to the SSDs, over the states to come
+    spilled_blocks: frozenset[int] = frozenset()  # blocks whose kept gradients go to the SSDs, in place of new states
     commit_every: int = 1  # steps
-    # What an evaluation finds may ask for a checkpoint or end the job: evaluated steps are committed, and nothing of
-    # the next step is granted before the evaluation is over.
+    # An evaluation's result can request a checkpoint or end the job. Evaluated steps are then committed, and no
+    # operation of the next step begins before the evaluation is over.
     evaluation_decides: bool = False
-    num_groups: int = 1  # of a step: micro-batches that go through the blocks together
+    num_groups: int = 1  # groups of micro-batches in a step; those of one group pass through the blocks together
     ordering: Ordering = field(default_factory=Ordering)
     deadline_s: float = 120.0
 
@@ -66,68 +66,72 @@ class SchedulerConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Embedding, layers and head."""
+        """The number of blocks: embedding, layers and head."""
         return len(self.chunks)
 
     @property
     def resident_blocks(self) -> tuple[BlockIndex, ...]:
-        """Blocks whose states rest in memory, smallest first."""
+        """The blocks whose states are resident in memory, smallest first."""
         return tuple(BlockIndex(block) for block in sorted(self.host_blocks | self.device_blocks))
 
     @property
     def flushed_blocks(self) -> tuple[BlockIndex, ...]:
-        """Blocks whose states a commit must write first, and a resumed job read: in memory, where there are SSDs."""
+        """The blocks that a commit flushes first and a resumed job restores: the resident ones, if there are SSDs."""
         return self.resident_blocks if self.ssd_servers else ()
 
     def optimizer_of(self, key: ChunkKey) -> ActorName:
-        """Which of the optimizers has a chunk, where its block's states do not rest on the device."""
+        """Returns the optimizer of a chunk whose block is not resident on the device."""
         return self.optimizers[key.chunk % len(self.optimizers)]
 
     def holders(self, block: int) -> tuple[ActorName, ...]:
-        """Who updates a block, and holds its states where they rest in memory."""
+        """Returns the actors that update a block and hold its resident states."""
         if block in self.device_blocks:
             return (self.gpu_worker,)
         return tuple(dict.fromkeys(self.optimizer_of(key) for key in self.chunks[block]))
 
     def is_commit_step(self, step: int) -> bool:
-        """Whether a step is committed, wherever the job stops."""
+        """Returns whether a step is committed by the job's intervals. An early stop commits its last step as well."""
         return step == self.total_steps or any(step % every == 0 for every in self._commit_intervals)
 
     def commit_before(self, step: int) -> int:
-        """The last step before this one that is committed."""
+        """Returns the last commit step before this one."""
         return max((step - 1) // every * every for every in self._commit_intervals)
 
     def commit_after(self, step: int) -> int:
-        """The first step after this one that is committed."""
+        """Returns the first commit step after this one."""
         return min(self.total_steps, *((step // every + 1) * every for every in self._commit_intervals))
 
     @property
     def _commit_intervals(self) -> tuple[int, ...]:
         decides = self.evaluation_decides and self.num_evaluation_groups > 0
-        found = (self.commit_every, self.checkpoint_every, self.evaluate_every if decides else 0)
-        return tuple(every for every in found if every)
+        intervals = (self.commit_every, self.checkpoint_every, self.evaluate_every if decides else 0)
+        return tuple(every for every in intervals if every)
 
     def path_of_checkpoint(self, step: int) -> str:
-        """Beside the output folder, which the final model takes."""
+        """Returns the folder of a checkpoint, next to the output folder of the final model."""
         return f"{self.output_dir}-step-{step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One entry of the program. A compute operation, or, with `phase` None, an export that everything waits for."""
+    """One entry of the program: a compute operation or, if `phase` is None, an export.
+
+    No later operation begins before an export is done.
+    """
 
     op: int
     step: Step
     version: Step  # the step whose params it reads
     phase: Phase | None
     block: BlockIndex
-    group: int = 0  # of micro-batches: of the step's or, in an evaluation, of its
+    group: int = 0  # index of the group of micro-batches, in the step or in the evaluation
 
 
 def program(shape: SchedulerConfig, first_step: int) -> Iterator[Operation]:
-    """All operations from `first_step` on, in the order in which they run.
+    """Yields all operations from `first_step` on, in the order in which they run.
 
-    First what follows the step before: a runner may have been lost between its commit and its evaluation or export.
+    The evaluation and the export of the step before come first, because a runner may have been lost between that
+    step's commit and them.
     """
     before = first_step - 1
     resumed = ((before, *operation) for operation in _afterwards(shape, before)) if before > 0 else ()
@@ -143,7 +147,7 @@ def program(shape: SchedulerConfig, first_step: int) -> Iterator[Operation]:
 
 
 def _training(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
-    """One group of micro-batches after the other: forward through all blocks, and backward."""
+    """Yields a step's operations. Each group of micro-batches passes forward and backward through all blocks."""
     head = shape.num_blocks - 1
     for group in range(shape.num_groups):
         for block in range(head):
@@ -154,7 +158,7 @@ def _training(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | None,
 
 
 def _afterwards(shape: SchedulerConfig, step: int) -> Iterator[tuple[Phase | None, int, int, int]]:
-    """Evaluation and export, where they are due."""
+    """Yields the operations of a step's evaluation and export, if they are due."""
     head = shape.num_blocks - 1
     last = step == shape.total_steps
     if shape.num_evaluation_groups and (last or (shape.evaluate_every and step % shape.evaluate_every == 0)):

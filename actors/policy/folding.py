@@ -1,12 +1,13 @@
-"""Sums of numbers that arrive in any order: they are added in an order that is fixed, so that every bit is."""
+"""Sums in a fixed order, so that results are the same to the last bit in whatever order the numbers arrive."""
 
 from collections.abc import Iterable
 
 
 def fold(numbers: Iterable[float]) -> float:
-    """The sum from left to right, rounded after each addition.
+    """Returns the sum from left to right, rounded after each addition.
 
-    Not by `sum`, which from Python 3.12 on carries the rounding errors along: the same job would get other bits there.
+    The built-in `sum` is not used, because from Python 3.12 on it compensates rounding errors. A job would then get
+    different bits on different versions of Python.
     """
     total = 0.0
     for number in numbers:

@@ -1,4 +1,4 @@
-"""What waits for a resource, and what goes first; how much of the job may run beside how much. Changes no result."""
+"""Queue orders and limits on concurrent work. They affect the speed of a job, never its results."""
 
 import heapq
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from enum import StrEnum
 
 
 class QueueOrder(StrEnum):
-    """Which of the blocks that wait for a resource is next. Both are total orders."""
+    """The orders in which waiting blocks get a resource. Both are total orders."""
 
-    PRIORITY = "priority"  # the smallest (step, block): what the next forward pass needs first
-    FIFO = "fifo"  # what has waited longest: for comparison
+    PRIORITY = "priority"  # the smallest (step, block) first, because the next forward pass needs it first
+    FIFO = "fifo"  # the block that has waited longest first; for comparisons
 
 
-# Of an ordering.
+# Fields of `Ordering` that limit the number of outstanding requests.
 LIMITS = ("max_prefetched", "max_offloading", "max_updating", "max_updating_on_device", "max_flushing")
 
 
@@ -20,19 +20,21 @@ LIMITS = ("max_prefetched", "max_offloading", "max_updating", "max_updating_on_d
 class Ordering:
     """The scheduler's settings for a job.
 
-    Beside its own step's backward pass a block is updated where the job's update order says so; beside the next step,
-    where `overlaps_steps` does. The limits are of what may be outstanding at each resource: enough to keep it busy, few
-    for a late urgent block to overtake. What has been given to a resource cannot be overtaken any more, except at the
-    optimizers, where chunks of the most urgent block go first: a block there whose turn does not come holds up nothing,
-    and must not keep an urgent one from getting there.
+    The job's update order decides whether a block is updated during the backward pass of its own step.
+    `overlaps_steps` decides whether updates run during the next step.
+
+    Each limit is the number of requests that may be outstanding at a resource. It is large enough to keep the resource
+    busy, and small because an urgent block cannot overtake requests that were already sent. The optimizers are the
+    exception: they process chunks of the most urgent block first. Their limit is high, so that waiting blocks never
+    keep an urgent one from reaching them.
     """
 
     queues: QueueOrder = QueueOrder.PRIORITY
-    overlaps_steps: bool = True  # False: nothing of a step begins before all blocks of the step before are updated
-    max_prefetched: int = 2  # operations whose params have been asked for and which are not done: device buffers
+    overlaps_steps: bool = True  # False: a step begins only after all blocks of the step before are updated
+    max_prefetched: int = 2  # operations whose params were requested and that are not done; each holds device buffers
     max_offloading: int = 2  # blocks
     max_updating: int = 1024  # blocks at the optimizers
-    max_updating_on_device: int = 2  # blocks that rest there: it updates them as they come
+    max_updating_on_device: int = 2  # blocks whose states are on the device; it updates them in order of arrival
     max_flushing: int = 2  # blocks
 
     def __post_init__(self) -> None:
@@ -42,7 +44,7 @@ class Ordering:
 
 
 class BlockQueue:
-    """Blocks of steps that wait for a resource, each (step, block) once."""
+    """The queue of (step, block) pairs that wait for a resource; each pair is queued at most once."""
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order
@@ -53,16 +55,16 @@ class BlockQueue:
         return bool(self._waiting)
 
     def push(self, step: int, block: int) -> None:
-        """It waits from now on."""
+        """Adds a block to the queue."""
         self._num_arrived += 1
-        urgency = (step, block) if self._order is QueueOrder.PRIORITY else (self._num_arrived,)
-        heapq.heappush(self._waiting, (urgency, (step, block)))
+        priority = (step, block) if self._order is QueueOrder.PRIORITY else (self._num_arrived,)
+        heapq.heappush(self._waiting, (priority, (step, block)))
 
     @property
     def first(self) -> tuple[int, int]:
-        """(step, block) of what is next; there must be something."""
+        """The next (step, block). The queue must not be empty."""
         return self._waiting[0][1]
 
     def pop(self) -> tuple[int, int]:
-        """Takes out what is next."""
+        """Removes and returns the next (step, block)."""
         return heapq.heappop(self._waiting)[1]

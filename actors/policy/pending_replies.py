@@ -1,4 +1,4 @@
-"""What the scheduler has asked for and waits for, each with a deadline."""
+"""The replies that the scheduler waits for, each with a timeout."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from windlass.storage.ids import ActorName
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A message and who gets it."""
+    """A message and its receiver."""
 
     to: ActorName
     message: Message
@@ -27,33 +27,33 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Something that was asked for and has not come yet."""
+    """A pending reply."""
 
-    since_s: float
-    actor: ActorName
-    what: str  # with step and block
+    since_s: float  # time of the request
+    actor: ActorName  # the actor that must reply
+    what: str  # description with step and block, for error texts
 
 
 class DeadlineMissedError(Exception):
-    """Nothing came from an actor for longer than the job's deadline."""
+    """An actor that must reply has sent no message for longer than the job's timeout."""
 
 
 class UnexpectedEventError(Exception):
-    """An event that nothing asked for: a bug, or an actor of another attempt."""
+    """An event without a request: a bug, or an actor of another attempt."""
 
 
 class PendingReplies:
-    """Everything that is outstanding, by kind, number (a step or an operation), block and actor."""
+    """The pending replies, by kind, number (a step or an operation), block and actor."""
 
     def __init__(self, deadline_s: float, num_groups: int) -> None:
-        """`num_groups`: of a step; the last one completes the gradients."""
+        """`num_groups` is the number of micro-batch groups of a step. The last one completes the gradients."""
         self.outstanding: dict[tuple[str, int, int, ActorName], Wait] = {}
         self._deadline_s = deadline_s
         self._last_group = num_groups - 1
         self._last_heard_s: dict[ActorName, float] = {}
 
     def issue(self, instructions: list[Instruction], now_s: float) -> list[Instruction]:
-        """Notes what these instructions make the scheduler wait for, and returns them."""
+        """Records the replies to these instructions as pending, and returns the instructions."""
         for instruction in instructions:
             for key, what in _waits_of(instruction.message, self._last_group):
                 wait = Wait(since_s=now_s, actor=instruction.to, what=what)
@@ -61,37 +61,38 @@ class PendingReplies:
         return instructions
 
     def settle(self, kind: str, number: int, block: int, actor: ActorName) -> None:
-        """It has come. Raises UnexpectedEventError for what nothing asked for."""
+        """Removes a reply that has arrived. Raises UnexpectedEventError if it was not pending."""
         if self.outstanding.pop((kind, number, block, actor), None) is None:
-            raise UnexpectedEventError(f"{actor} reported a {kind} of {number}, block {block}, that nobody asked for")
+            raise UnexpectedEventError(f"{actor} reported a {kind} of {number}, block {block}, that was not requested")
 
     def heard_from(self, actor: ActorName, now_s: float) -> None:
-        """The actor works: what it owes may take the whole deadline from now on."""
+        """Records a sign of life of an actor. The timeout of all its replies starts anew."""
         self._last_heard_s[actor] = now_s
 
     def most_silent(self, now_s: float) -> Wait | None:
-        """What is owed by the actor that was heard of longest ago; of several things, what was asked for first."""
+        """Returns the pending reply of the actor that has been silent longest; of several, the first requested."""
         return max(self.outstanding.values(), key=lambda wait: self._silent_s(wait, now_s), default=None)
 
     def check(self, now_s: float) -> None:
-        """Raises DeadlineMissedError when actors that owe something have been silent for too long.
+        """Raises DeadlineMissedError if actors with pending replies have been silent for too long.
 
-        It names them all, as one of them may hang and the others only be slow; of what each owes, the oldest.
+        The error names all of them, because one may hang while others are only slow. For each it names the oldest
+        reply.
         """
         late: dict[ActorName, Wait] = {}
         for wait in sorted(self.outstanding.values(), key=lambda wait: self._silent_s(wait, now_s), reverse=True):
             if self._silent_s(wait, now_s) > self._deadline_s:
                 late.setdefault(wait.actor, wait)
         if late:
-            told = (f"{each.actor} did not finish {each.what} within {self._deadline_s:g} s" for each in late.values())
-            raise DeadlineMissedError(f"{'; '.join(told)}; see its log, and the health of the device it uses")
+            texts = (f"{wait.actor} did not finish {wait.what} within {self._deadline_s:g} s" for wait in late.values())
+            raise DeadlineMissedError(f"{'; '.join(texts)}; see its log, and the health of the device it uses")
 
     def _silent_s(self, wait: Wait, now_s: float) -> float:
         return now_s - max(wait.since_s, self._last_heard_s.get(wait.actor, 0.0))
 
 
 def _waits_of(message: Message, last_group: int) -> list[tuple[tuple[str, int, int], str]]:
-    """What an instruction makes the scheduler wait for, and its names for people."""
+    """Returns the keys of the replies to an instruction, each with its description for error texts."""
     match message:
         case LoadModel():
             return [(("load", 0, 0), "loading the model")]

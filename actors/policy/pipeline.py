@@ -1,10 +1,12 @@
 """The scheduler's core: events in, instructions out. No clock, no I/O, no Ray.
 
-Two priority queues, gradient offload and optimizer update, ordered by (step, block), smallest first: earlier blocks
+It has two priority queues, for gradient offloads and for optimizer updates. Both are ordered by (step, block), smallest
 first, so that the next forward pass begins while later blocks are still being updated.
-Source: AutoHete, section 3.3. The forward pass of block i in step t+1 waits for the update of block i in step t and for
-nothing else; with clipping or loss scaling, updates wait for all gradients and then run in forward order.
-For comparison the queues can be in order of arrival, and steps one after the other (`ordering.py`).
+Source: AutoHete, section 3.3.
+
+The forward pass of block i in step t+1 waits only for the update of block i in step t. With clipping or loss scaling,
+updates wait for all gradients and then run in forward order.
+For comparisons, queues can be in order of arrival, and steps can run without overlap (`ordering.py`).
 """
 
 import math
@@ -44,19 +46,19 @@ from windlass.storage.ids import ActorName, BlockIndex, Step
 
 
 class NotFiniteError(Exception):
-    """Gradients are infinite or not a number, and cannot be skipped, or were too often. The text names the step."""
+    """Gradients are not finite, and the step cannot be skipped or too many were. The text names the step."""
 
 
 @dataclass(slots=True)
 class _StepUpdates:
-    """How far the updates of one step are."""
+    """The progress of one step's updates."""
 
     loss_scale: float
     grad_sq_sums: dict[BlockIndex, float] = field(default_factory=dict)  # of blocks whose gradient is known
-    num_at_rest: int = 0  # gradients that lie where they are kept until the update
-    kept: dict[BlockIndex, tuple[GradChunk, ...]] = field(default_factory=dict)  # until all gradients are known
+    num_at_rest: int = 0  # number of gradients that are in the place where they stay until the update
+    kept: dict[BlockIndex, tuple[GradChunk, ...]] = field(default_factory=dict)  # gradients until all are known
     result: StepResult | None = None  # None: not all gradients are known
-    trainer_state: str = ""  # of a skipped step
+    trainer_state: str = ""  # set for a skipped step
     optimizer_step: int = 0
     grad_scale: float = 0.0
     num_updated: int = 0
@@ -64,23 +66,23 @@ class _StepUpdates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnd:
-    """What is known of a step once all its gradients are."""
+    """The facts about a step that are known once all its gradients are."""
 
-    grad_norm: float  # of all gradients, before clipping; NaN where one is not finite: the step is skipped
-    loss_scale: float  # that the step had
-    num_skipped: int  # steps so far, this one included
+    grad_norm: float  # of all gradients, before clipping; NaN if one is not finite and the step is skipped
+    loss_scale: float  # of this step
+    num_skipped: int  # skipped steps so far, this one included
 
 
 class Pipeline:
-    """Order of one job's work. `handle` takes one event and returns what to send; `committed` is the last safe step."""
+    """Decides the order of one job's work. `handle` takes one event and returns the messages to send."""
 
     def __init__(self, shape: SchedulerConfig, trainer: TrainerState, initial_step: Step | None = None) -> None:
-        """`trainer`: as the initial step left it."""
+        """`initial_step` is the commit to resume from, and `trainer` the state after that step."""
         self.shape = shape
         self.trainer = trainer
         self.commits = Commits(shape, initial_step)
         self.waits = PendingReplies(shape.deadline_s, shape.num_groups)
-        self.ends: dict[int, StepEnd] = {}  # of steps whose gradients are known; the caller takes them out
+        self.ends: dict[int, StepEnd] = {}  # by step, once all its gradients are known; the caller removes them
         self._program = program(shape, max(self.committed, 0) + 1)
         self._next: Operation | None = next(self._program, None)
         self._running: dict[int, Operation] = {}
@@ -90,17 +92,17 @@ class Pipeline:
         self._grads: dict[tuple[int, int], tuple[GradChunk, ...]] = {}
         self._offloading: set[tuple[int, int]] = set()
         self._updating: dict[tuple[int, int], set[ActorName]] = {}
-        # Who has yet to read the states that rest in its memory; nothing of it is asked for before it is needed.
+        # The actors that still have to read their resident states. They are asked to before the first operation.
         self._to_restore = {actor for block in shape.flushed_blocks for actor in shape.holders(block)}
         self._restoring = False
-        self._to_skip: int | None = None  # a step whose gradients are not finite, until they are all dropped
+        self._to_skip: int | None = None  # the step that is being skipped, until all its gradients are discarded
         self._exporting = False
-        self._to_export: set[int] = set()  # steps beside those of the program
+        self._to_export: set[int] = set()  # steps to export in addition to those of the program
         self._stopped = False
-        self._begun = max(self.committed, 0)  # last step of which anything has been granted
-        self._kept = max(self.committed, 0)  # last step of which the trainer's state was asked for
-        self.final_step = shape.total_steps  # whose model is the job's
-        self.final_copy_of: str | None = None  # the checkpoint that is the job's model instead
+        self._begun = max(self.committed, 0)  # last step with a granted operation
+        self._kept = max(self.committed, 0)  # last step whose trainer state was requested from the caller
+        self.final_step = shape.total_steps  # the step whose model is the job's
+        self.final_copy_of: str | None = None  # path of the checkpoint that becomes the job's model instead
         self._handlers: dict[type[Message], Callable[..., list[Instruction]]] = {
             ModelLoaded: self._on_model_loaded,
             StatesRestored: self._on_states_restored,
@@ -113,22 +115,22 @@ class Pipeline:
             ModelExported: self._on_model_exported,
         }
 
-    # --- what the shell calls ---------------------------------------------------------------------------------------
+    # --- calls of the scheduler -------------------------------------------------------------------------------------
 
     @property
     def committed(self) -> int:
-        """The last step that is safe; -1 while the model is loaded."""
+        """The last committed step; -1 while the model is being loaded."""
         return self.commits.committed
 
     def start(self, now_s: float) -> list[Instruction]:
-        """The first instructions: load the model, or go on after the last committed step."""
+        """Returns the first instructions: to load the model, or to resume after the last committed step."""
         if self.committed < 0:
             message = LoadModel(job=self.shape.job, step=Step(0))
             return self.waits.issue([Instruction(self.shape.optimizers[0], message)], now_s)
         return self.waits.issue(self._advance(), now_s)
 
     def handle(self, event: Message, now_s: float) -> list[Instruction]:
-        """Takes in one event. Raises UnexpectedEventError for one that nothing asked for."""
+        """Processes one event and returns the next instructions. Raises UnexpectedEventError for unrequested events."""
         handler = self._handlers.get(type(event))
         if handler is None:
             raise UnexpectedEventError(f"the scheduler does not know what to do with {event}")
@@ -137,31 +139,31 @@ class Pipeline:
         return self.waits.issue([*instructions, *self._advance()], now_s)
 
     def stop_after_current_step(self, now_s: float) -> list[Instruction]:
-        """No operation of a step that has not begun is granted any more. Ends with a commit, without an export."""
+        """Stops after the current step. The attempt ends with a commit of it, without an export."""
         self._stopped = True
         self.commits.last_step = min(self.commits.last_step, self._begun)
         return self.waits.issue(self._advance(), now_s)
 
     @property
     def begun(self) -> int:
-        """The last step of which anything was granted."""
+        """The last step with a granted operation."""
         return self._begun
 
     @property
     def next_open_commit(self) -> int:
-        """The first step to be committed whose commit can still keep that it is to be a checkpoint."""
+        """The first commit step whose commit can still record that the step becomes a checkpoint."""
         return self.shape.commit_after(max(self._kept, self._begun - 1))
 
     def checkpoint_after(self, step: int) -> None:
-        """Exports a step that is to be committed, before anything of the next one begins. That must not have begun."""
+        """Requests the export of a step that will be committed. The next step waits for it and must not have begun."""
         assert self._begun <= step, f"step {step} is over, and step {self._begun} has begun"
         if step <= self.final_step:
             self._to_export.add(step)
 
     def finish_after_current_step(self) -> bool:
-        """The job ends with this step, as if it had no more: with its export. False where the attempt stops anyway.
+        """Makes the current step the job's last one, with an export. Returns False if the attempt stops anyway.
 
-        Only while the evaluation of the step goes on: else the next one may have begun.
+        It must be called during the evaluation of the step, because the next step may begin after it.
         """
         if self._stopped:
             return False
@@ -171,7 +173,7 @@ class Pipeline:
 
     @property
     def finished(self) -> bool:
-        """Nothing is left to do and everything is committed."""
+        """True if all work is done and committed."""
         over = self._next is None or self._next.step > self.commits.last_step or self._is_cut(self._next)
         is_safe = self.committed >= self.commits.last_step
         return over and not self.waits.outstanding and is_safe and (self._stopped or not self._to_export)
@@ -221,8 +223,11 @@ class Pipeline:
             )
 
     def _on_all_gradients(self, step: Step, updates: _StepUpdates) -> list[Instruction]:
-        """Decides what becomes of a step. Where gradients are not kept, they are finite, and its updates have begun."""
-        # Blocks last to first, as the backward pass of one worker tells them: any order gives the bits of that one.
+        """Decides whether a step is updated or skipped.
+
+        If gradients are not kept, they are all finite here and the updates have begun.
+        """
+        # Always summed from the last block to the first, so that the order of arrival does not change any bit.
         grad_sq_sum = fold(updates.grad_sq_sums[BlockIndex(block)] for block in reversed(range(self.shape.num_blocks)))
         is_finite = math.isfinite(grad_sq_sum)
         if self.shape.keeps_grads:
@@ -261,7 +266,7 @@ class Pipeline:
         return []
 
     def _keep(self, step: Step, block: BlockIndex, chunks: tuple[GradChunk, ...]) -> None:
-        """A gradient lies where it stays until the update; on the device that is where it was."""
+        """Records that a gradient is in the place where it stays until the update, and queues the update if allowed."""
         updates = self._steps[step]
         updates.num_at_rest += 1
         if updates.result is None:
@@ -323,11 +328,11 @@ class Pipeline:
         ]
 
     def _is_cut(self, operation: Operation) -> bool:
-        """A job that was told to stop neither evaluates nor exports after its last step."""
+        """Returns whether a stop cancels an operation: the evaluation and the export of the last step."""
         return self._stopped and operation.version == operation.step == self.commits.last_step
 
     def _next_operation(self) -> Operation | None:
-        """The program's, or an export that was asked for and comes before it; None where nothing may be granted."""
+        """Returns the program's next operation or an export that comes before it; None if none may be granted."""
         if self.committed < 0:
             return None
         operation = self._next
@@ -339,7 +344,10 @@ class Pipeline:
         return operation
 
     def _is_deciding(self) -> bool:
-        """What an evaluation finds is told before its last operation is done."""
+        """Returns whether an evaluation is running whose result can request a checkpoint or end the job.
+
+        Its result is reported before its last operation is done.
+        """
         return self.shape.evaluation_decides and any(
             operation.phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) for operation in self._running.values()
         )
@@ -397,18 +405,18 @@ class Pipeline:
         return [*fetches, Instruction(worker, compute)]
 
     def _loss_scale(self, operation: Operation) -> float:
-        """The gradients of a step begin at its head, with the first group."""
+        """Returns the loss scale of an operation. The first head of a step also creates the step's update record."""
         if operation.phase is not Phase.HEAD:
             return 1.0
         if operation.group > 0:
             return self._steps[operation.step].loss_scale
         updates = self._steps[operation.step] = _StepUpdates(self.trainer.next_loss_scale)
         if not self.shape.keeps_grads:
-            self._end_step(updates, StepResult.UPDATED)  # or with an error
+            self._end_step(updates, StepResult.UPDATED)  # a gradient that is not finite ends the job instead
         return updates.loss_scale
 
     def _skip(self) -> None:
-        """A skipped step is over once nothing of it is on its way."""
+        """Ends a skipped step once all its gradients are discarded."""
         step = self._to_skip
         if step is None or self._steps[step].num_at_rest < self.shape.num_blocks:
             return
@@ -436,7 +444,7 @@ class Pipeline:
         granted = []
         while self._to_offload and len(self._offloading) < self.shape.ordering.max_offloading:
             step, block = self._to_offload.first
-            # On the SSDs it takes the place of what the step before the last commit left.
+            # On the SSDs, the gradient overwrites states of an older commit, so step - 1 must be committed.
             if block in self.shape.spilled_blocks and self.committed < step - 1:
                 break
             self._to_offload.pop()
@@ -462,7 +470,7 @@ class Pipeline:
             holders = self.shape.holders(block)
             self._updating[(step, block)] = set(holders)
             for actor in holders:
-                # None for the device: there the gradients are where the states are.
+                # Empty for the GPU worker, because the gradients of its blocks never left the device.
                 share = tuple(chunk for chunk in chunks if self.shape.optimizer_of(chunk.key) == actor)
                 granted.append(Instruction(actor, self._update(step, block, share)))
         return granted

@@ -1,7 +1,7 @@
-"""Which steps of a job become checkpoints, which of these stay, and whether the job ends before its last step.
+"""Decides which steps become checkpoints, which checkpoints are kept, and whether the job ends early.
 
-By what evaluations find and by how much time has passed, as it is told: no clock, no I/O. A commit keeps all of it, so
-that a restart, which evaluates the committed step again, decides the same again.
+The decisions depend on evaluation results and on times that the caller passes. No clock, no I/O. A commit stores this
+state, so that a restart, which evaluates the committed step again, makes the same decisions.
 """
 
 from collections.abc import Mapping
@@ -13,43 +13,48 @@ from windlass.actors.job import FinalModel, JobSpec
 
 
 class Reason(StrEnum):
-    """Why a model was exported; one that has no reason any more is removed."""
+    """The reasons for which a checkpoint is kept. A checkpoint without a reason is removed."""
 
-    INTERVAL = "interval"  # every so many steps
-    MINUTES = "minutes"  # so much time had passed
+    INTERVAL = "interval"  # due by the number of steps
+    MINUTES = "minutes"  # due by time
     BEST = "best"  # the lowest validation loss so far
     LAST = "last"  # the job's model
 
 
+# The reasons that the setting keep_checkpoints limits.
 _LIMITED = frozenset((Reason.INTERVAL, Reason.MINUTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What an evaluation means."""
+    """The consequences of an evaluation."""
 
-    is_best: bool  # to be kept as a checkpoint
+    is_best: bool  # the step is to be kept as a checkpoint
     ends_job: bool
 
 
 class Checkpoints:
-    """What there is, what is the best, and what is due. Times are seconds of one monotonic clock."""
+    """The checkpoints of a job: the kept ones, the best one, and the next one due by time.
+
+    Times are seconds of one monotonic clock.
+    """
 
     def __init__(self, spec: JobSpec, resumed: Mapping[str, Any] | None = None) -> None:
-        """`resumed`: what a commit kept."""
+        """`resumed` is the state of a commit, as `to_json` returned it."""
         self._spec = spec
         state = resumed or {}
         best = state.get("best")
         self.best: tuple[int, float] | None = None if best is None else (best[0], best[1])  # step, loss
-        self._reference: float | None = state.get("reference")  # the loss that was the last improvement
+        self._reference: float | None = state.get("reference")  # the loss at the last improvement
         self.num_without_improvement: int = state.get("without_improvement", 0)  # evaluations in a row
-        self._kept = {step: {Reason(each) for each in reasons} for step, reasons in state.get("kept", ())}
-        self._timed: int | None = state.get("timed")  # the step that is to be exported as the time has come
-        self._elapsed_s: float = state.get("elapsed_s", 0.0)  # since the last one but for the best, up to `_since_s`
+        self._kept = {step: {Reason(name) for name in names} for step, names in state.get("kept", ())}
+        self._timed: int | None = state.get("timed")  # the step that was chosen for export by time
+        # Training time from the last checkpoint by steps or time up to `_since_s`.
+        self._elapsed_s: float = state.get("elapsed_s", 0.0)
         self._since_s: float | None = None  # None: training has not begun
 
     def to_json(self, now_s: float) -> dict[str, Any]:
-        """What a commit keeps."""
+        """Returns the JSON object that a commit stores."""
         return {
             "best": self.best,
             "reference": self._reference,
@@ -61,28 +66,28 @@ class Checkpoints:
 
     @property
     def kept(self) -> list[tuple[int, list[str]]]:
-        """The checkpoints that there are: steps, and why."""
+        """The steps of the kept checkpoints, with their reasons."""
         return [(step, sorted(reasons)) for step, reasons in sorted(self._kept.items())]
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def begin(self, now_s: float) -> None:
-        """Training begins, or goes on: time counts from now on."""
+        """Starts the time count when training begins or resumes."""
         self._since_s = now_s
 
     def is_time(self, now_s: float) -> bool:
-        """Whether a checkpoint is due and none has been asked for."""
+        """Returns whether a checkpoint is due by time and no step was chosen for it yet."""
         minutes = self._spec.checkpoint_minutes
         return minutes is not None and self._timed is None and self._since_last_s(now_s) >= 60.0 * minutes
 
     def time_has_come(self, step: int) -> None:
-        """This step will be exported, as it is time."""
+        """Records the step that was chosen for export by time."""
         self._timed = step
 
     def resume_timed(self, step: int) -> bool:
-        """Whether the step that an attempt goes on from is to be exported as it was time.
+        """Returns whether the step from which an attempt resumes was chosen for export by time.
 
-        Where it was to be a later one, it is time again.
+        If a later step was chosen, the choice is dropped, and `is_time` is true again.
         """
         if self._timed != step:
             self._timed = None
@@ -94,7 +99,7 @@ class Checkpoints:
     # --- evaluations --------------------------------------------------------------------------------------------------
 
     def evaluated(self, step: int, loss: float | None) -> Verdict:
-        """`loss` None: it is not finite, which is no improvement."""
+        """Records an evaluation and returns its consequences. `loss` is None if it was not finite: no improvement."""
         is_best = loss is not None and (self.best is None or loss < self.best[1])
         if is_best and loss is not None:
             self.best = (step, loss)
@@ -111,7 +116,7 @@ class Checkpoints:
         )
 
     def model_instead_of(self, step: int) -> int | None:
-        """The step whose model is the job's, where it is not that of the last step."""
+        """Returns the step whose model becomes the job's instead of that of the last step; None if there is none."""
         if self._spec.final_model is FinalModel.LAST or self.best is None or self.best[0] == step:
             return None
         return self.best[0]
@@ -119,7 +124,7 @@ class Checkpoints:
     # --- exports ------------------------------------------------------------------------------------------------------
 
     def exported(self, step: int, now_s: float, *, is_last: bool) -> list[int]:
-        """A step is exported. Returns the steps whose exports are to be removed."""
+        """Records the export of a step. Returns the steps whose exports must be removed."""
         reasons = {Reason.LAST} if is_last else self._reasons(step)
         if reasons & _LIMITED:
             self._elapsed_s, self._since_s = 0.0, now_s
@@ -131,22 +136,22 @@ class Checkpoints:
             reasons.add(Reason.BEST)
         self._kept[step] = reasons
         self._limit()
-        removed = [each for each, why in self._kept.items() if not why]
-        for each in removed:
-            del self._kept[each]
+        removed = [kept_step for kept_step, why in self._kept.items() if not why]
+        for kept_step in removed:
+            del self._kept[kept_step]
         return removed
 
     def reasons(self, step: int) -> list[str]:
-        """Why there is an export of a step."""
+        """Returns the reasons for which a step's checkpoint is kept."""
         return sorted(self._kept[step])
 
     def _reasons(self, step: int) -> set[Reason]:
-        found = set()
+        reasons = set()
         if self._spec.checkpoint_every and step % self._spec.checkpoint_every == 0:
-            found.add(Reason.INTERVAL)
+            reasons.add(Reason.INTERVAL)
         if step == self._timed:
-            found.add(Reason.MINUTES)
-        return found
+            reasons.add(Reason.MINUTES)
+        return reasons
 
     def _limit(self) -> None:
         limited = sorted(step for step, reasons in self._kept.items() if reasons & _LIMITED)

@@ -1,4 +1,4 @@
-"""What people are told of an attempt: metrics, messages and checkpoints, written to the job's journal."""
+"""Writes an attempt's metrics, messages and checkpoints into the job's journal."""
 
 import math
 import time
@@ -29,12 +29,12 @@ from windlass.actors.timeline import FOLDER, Measured, Timeline, keep_step
 from windlass.engine.checkpoint import folder_nbytes
 from windlass.storage.ids import ActorName
 
-# What a step's metrics call the bytes that activations move.
+# The names of the bytes of offloaded activations in a step's metrics.
 _ACTIVATION_BYTES = {
     SpanKind.COPY_ACTIVATIONS_OUT: "activation_bytes_out",
     SpanKind.COPY_ACTIVATIONS_IN: "activation_bytes_in",
 }
-_TELL_LOADED_EVERY_S = 5.0
+_TELL_LOADED_EVERY_S = 5.0  # seconds between two messages about the loading of weights
 _CHECKPOINT_METRICS = (
     "train_loss",
     "train_mean_token_accuracy",
@@ -46,23 +46,23 @@ _CHECKPOINT_METRICS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SsdBytes:
-    """What one SSD has moved, as of its last commit."""
+    """The bytes that one SSD has transferred, as of its last commit."""
 
-    step: int  # the commit's
+    step: int  # of that commit
     read: int  # since the attempt began
     written: int
-    written_a_step: int | None = None  # since the commit before; None: there is none with a step in between
+    written_a_step: int | None = None  # mean per step since the previous commit; None until two steps are committed
 
 
 @dataclass(slots=True)
 class _History:
-    """What earlier attempts have told in the journal."""
+    """The facts that earlier attempts wrote into the journal."""
 
-    steps: set[int]  # whose training loss is there
-    ssd_bytes_written_by_ssd: list[int]  # as of the last step; zeros where the number of SSDs has changed
-    ssd_bytes_read: int = 0  # on all SSDs that the job has had, as of the last step
+    steps: set[int]  # steps with a training loss
+    ssd_bytes_written_by_ssd: list[int]  # as of the last step; zeros if the number of SSDs has changed
+    ssd_bytes_read: int = 0  # by all SSDs that the job has had, as of the last step
     ssd_bytes_written: int = 0
-    measured: dict[str, Any] | None = None  # what the job had taken
+    measured: dict[str, Any] | None = None  # the resources that the job had used
 
 
 def _history(journal: Path, num_ssds: int) -> _History:
@@ -78,19 +78,19 @@ def _history(journal: Path, num_ssds: int) -> _History:
             continue
         written = record.data.get("ssd_bytes_written_by_ssd", ())
         num_read, num_written = record.data["ssd_bytes_read"], record.data["ssd_bytes_written"]
-        # Earlier releases told what the attempt had read and written, and only by SSD what the job had written.
+        # Earlier releases wrote the attempt's totals, and the job's written bytes only per SSD.
         of_attempt = num_written < sum(written)
         history.ssd_bytes_read = num_read + num_read_before if of_attempt else num_read
         history.ssd_bytes_written = max(num_written, sum(written))
-        if len(written) == num_ssds:  # else of other SSDs
+        if len(written) == num_ssds:  # else the job had other SSDs
             history.ssd_bytes_written_by_ssd = written
     return history
 
 
 class Progress:
-    """Takes in events, and says at the right time what they mean.
+    """Collects the facts about steps from events and reports them in the journal.
 
-    A step is told of when it is committed or, where no commit is due, when it is over.
+    A step is reported when it is committed or, if no commit is due, when it is over.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Progress:
         on_evaluation: Callable[[int, float | None], None],
         expected_pace: Pace | None = None,
     ) -> None:
-        """`initial_step`: the commit that the attempt goes on from. `expected_pace`: what is known of its steps.
+        """`initial_step` is the commit from which the attempt resumes. `expected_pace` is the expected time of a step.
 
-        `on_evaluation` gets a step and its validation loss, None where that is not finite, as soon as it is told.
+        `on_evaluation` is called with a step and its validation loss (None if not finite) as soon as that is known.
         """
         self._on_evaluation = on_evaluation
         self._expected_pace = expected_pace
@@ -118,25 +118,25 @@ class Progress:
         self._started_s = 0.0
         self._step_began_s = 0.0
         self._first_step = (initial_step or 0) + 1
-        self._loaded_at_s = -math.inf  # when it was told last how much is loaded
+        self._loaded_at_s = -math.inf  # time of the last message about loading
         self._measured = Measured(self._first_step, self._history.measured)
-        # The last step but which the time to come is estimated by those that follow, and when it was over.
+        # The remaining time is estimated from the steps after this one; the second number is the time when it was over.
         self._paced_from = (self._first_step - 1, 0.0)
         self._num_tokens = 0  # trained on in all steps that are over
-        self.trained_tokens = 0  # in those that were told of
-        self._told = initial_step or 0
-        self._losses: dict[int, LossComputed] = {}  # of each step: over its groups up to the last one known
-        self._has_loss = False  # of the head that will be told of next
-        self._num_heads = 0  # of a step's groups of micro-batches, since the last loss
-        self._metrics: dict[int, dict[str, Any]] = {}  # of steps that are over and not told of
-        self._compute_s: dict[int, float] = {}  # of each step, evaluation included
-        self._swapped: dict[int, dict[SpanKind, int]] = {}  # of each step: bytes of activations, by their way
-        self._kernels: set[str] = set()  # that this job's attempts were given
+        self.trained_tokens = 0  # trained on in all reported steps
+        self._told = initial_step or 0  # the last reported step
+        self._losses: dict[int, LossComputed] = {}  # by step: the loss over its groups so far
+        self._has_loss = False  # the loss of the next head to be reported has arrived
+        self._num_heads = 0  # heads of the step's groups of micro-batches since the last loss
+        self._metrics: dict[int, dict[str, Any]] = {}  # by step, for steps that are over but not reported
+        self._compute_s: dict[int, float] = {}  # by step, evaluation included
+        self._swapped: dict[int, dict[SpanKind, int]] = {}  # by step: bytes of offloaded activations by direction
+        self._kernels: set[str] = set()  # update kernels of all attempts at this job
         self._model_kernels: list[str] = []  # the same in all attempts
-        self._not_finite: dict[int, str] = {}  # of steps that have been begun: what first was not finite
-        self._evaluations: dict[int, dict[int, LossComputed]] = {}  # of each step, by group
-        self._last_metrics: dict[str, Any] = {}  # of the last step that was told of
-        self._evaluation: dict[str, Any] = {"step": 0}  # the last one
+        self._not_finite: dict[int, str] = {}  # by step: the first result that was not finite
+        self._evaluations: dict[int, dict[int, LossComputed]] = {}  # by step and group
+        self._last_metrics: dict[str, Any] = {}  # of the last reported step
+        self._evaluation: dict[str, Any] = {"step": 0}  # metrics of the last evaluation
         self._timeline = Timeline(
             shape.num_blocks, keeps_grads=shape.keeps_grads, overlaps_steps=shape.ordering.overlaps_steps
         )
@@ -148,13 +148,13 @@ class Progress:
 
     @property
     def last_step_in_journal(self) -> int:
-        """That any attempt has told of; 0 for none."""
+        """The last step that any attempt has reported; 0 if there is none."""
         return max(self._history.steps, default=0)
 
     def begin(self, resumed: dict[str, Any] | None) -> None:
-        """The attempt begins. `resumed`: what the commit that it goes on from keeps, as `end_step` gave it.
+        """Reports the start of the attempt. `resumed` is the state in its commit, as `end_step` returned it.
 
-        The attempt before may have died before it could tell of that step.
+        It also reports the committed step if the attempt before died before it could.
         """
         self._started_s = self._step_began_s = time.monotonic()
         self._timeline.begin(self._started_s)
@@ -175,9 +175,9 @@ class Progress:
                 self._journal.append("metrics", self._step_message(data), **data)
 
     def end_step(self, step: int, end: StepEnd | None) -> dict[str, Any]:
-        """Takes stock of a step as soon as it is known what became of it; step 0 has no end.
+        """Collects the metrics of a step as soon as its result is known. `end` is None for step 0.
 
-        Returns what its commit keeps for `begin`.
+        Returns the state that the step's commit stores for `begin`.
         """
         kept: dict[str, Any] = {}
         if end is not None:
@@ -191,14 +191,14 @@ class Progress:
         }
 
     def _tell_loaded(self, event: LoadProgressed) -> None:
-        """Tell how much is loaded now and then: many blocks are loaded in a second."""
+        """Reports the loading of weights, but only every few seconds, because many blocks are loaded in a second."""
         if (now_s := time.monotonic()) - self._loaded_at_s >= _TELL_LOADED_EVERY_S:
             self._loaded_at_s = now_s
             share = event.num_params / event.total_params
             self._journal.append("message", f"Loaded {share:.0%} of {event.total_params:,} parameters")
 
     def note(self, event: Message) -> None:
-        """Something has happened."""
+        """Processes an event."""
         match event:
             case LoadProgressed():
                 self._tell_loaded(event)
@@ -233,21 +233,21 @@ class Progress:
                 self._on_store_committed(event)
 
     def first_not_finite(self, step: int) -> str:
-        """What of a step was not finite, in words; the first where it was several."""
+        """Returns a description of the first result of a step that was not finite."""
         return self._not_finite[step]
 
     def tell_up_to(self, step: int) -> None:
-        """Nothing of these steps is outstanding."""
+        """Reports all steps up to this one. They must be complete."""
         while self._told < step:
             self._told += 1
             self._tell(self._told)
 
     def tell_export(self, event: ModelExported, reasons: list[str], kept: list[tuple[int, list[str]]]) -> None:
-        """A step is exported. `kept`: the steps of which there are exports from now on, and why."""
+        """Reports an export. `kept` has the steps of all checkpoints that are kept from now on, with their reasons."""
         metrics = {"step": event.step}
-        for told in (self._last_metrics, self._evaluation):
-            if told.get("step") == event.step:
-                metrics |= {name: told[name] for name in _CHECKPOINT_METRICS if name in told}
+        for reported in (self._last_metrics, self._evaluation):
+            if reported.get("step") == event.step:
+                metrics |= {name: reported[name] for name in _CHECKPOINT_METRICS if name in reported}
         folder = Path(event.path)
         self._journal.append(
             "checkpoint",
@@ -296,7 +296,7 @@ class Progress:
                 of_step[span.kind] += span.nbytes
 
     def _on_kernel_chosen(self, event: KernelChosen) -> None:
-        # The worker's name is that of a GPU on every machine.
+        # The GPU worker has the same name on machines without a GPU.
         actor = "the device" if event.actor == self._shape.gpu_worker else event.actor
         self._journal.append("message", f"{actor} updates with the {event.kernel} kernel")
         if others := self._kernels - {event.kernel}:
@@ -309,9 +309,9 @@ class Progress:
         self._kernels.add(event.kernel)
 
     def _check_loss(self, event: BlockComputed) -> None:
-        """The GPU worker tells a head's loss just before the head itself; without it a number would be missing.
+        """Checks that the loss of a head has arrived: the GPU worker sends it just before the head's own event.
 
-        In training the last group's head tells it, of all groups.
+        In training, the head of the last group sends the loss of all groups.
         """
         if event.phase not in (Phase.HEAD, Phase.EVALUATE_HEAD):
             return
@@ -326,7 +326,7 @@ class Progress:
 
     def _on_loss(self, event: LossComputed) -> None:
         self._has_loss = True
-        if event.phase is Phase.HEAD:  # where it is not finite, neither are the gradients
+        if event.phase is Phase.HEAD:  # if this loss is not finite, the gradients are not either
             if not math.isfinite(event.loss_sum):
                 self._not_finite.setdefault(event.step, f"the head of block {self._shape.num_blocks - 1}")
             known = self._losses.get(event.step)
@@ -344,14 +344,14 @@ class Progress:
             return
         del self._evaluations[event.step]
         in_order = [groups[group] for group in sorted(groups)]
-        num_targets = sum(each.num_targets for each in in_order)
-        loss = _finite(fold(each.loss_sum for each in in_order) / num_targets)
+        num_targets = sum(group.num_targets for group in in_order)
+        loss = _finite(fold(group.loss_sum for group in in_order) / num_targets)
         data: dict[str, Any] = {
             "step": event.step,
             "total_steps": self._shape.total_steps,
             "valid_loss": loss,
             "full_valid_loss": loss,
-            "valid_mean_token_accuracy": sum(each.num_correct for each in in_order) / num_targets,
+            "valid_mean_token_accuracy": sum(group.num_correct for group in in_order) / num_targets,
         }
         message = f"Step {event.step}: validation loss={_in_words(loss)}"
         self._journal.append("metrics", message, **data)
@@ -359,14 +359,14 @@ class Progress:
         self._on_evaluation(event.step, loss)
 
     def _tell(self, step: int) -> None:
-        """A step is committed or, where none is due, over."""
+        """Reports a step that is committed or, if no commit is due, over."""
         data = self._metrics.pop(step)
         self.trained_tokens = data["trained_tokens"]
         elapsed_s = time.monotonic() - self._started_s
         data["compute_s"] = self._compute_s.get(step, 0.0)
-        self._compute_s = {each: seconds for each, seconds in self._compute_s.items() if each > step}
+        self._compute_s = {later: seconds for later, seconds in self._compute_s.items() if later > step}
         swapped = self._swapped.get(step, {})
-        self._swapped = {each: moved for each, moved in self._swapped.items() if each > step}
+        self._swapped = {later: nbytes for later, nbytes in self._swapped.items() if later > step}
         data |= {name: swapped.get(kind, 0) for kind, name in _ACTIVATION_BYTES.items()}
         data["elapsed_s"] = elapsed_s
         data |= self._time_left(step)
@@ -382,10 +382,10 @@ class Progress:
         self._journal.append("metrics", self._step_message(data), **data)
 
     def _time_left(self, step: int) -> dict[str, Any]:
-        """The time that the steps to come take: as long as the last ones each, evaluations and all.
+        """Returns the metrics of the remaining time, from the mean time of the last steps including evaluations.
 
-        Loading is left out, and so are the first steps as soon as there are others. `remaining_s` is null where no
-        number can be relied on; `remaining_is_estimate`: it does not follow from enough measured steps.
+        Loading does not count. The first steps count only until there are later ones. `remaining_s` is null if no
+        number is reliable. `remaining_is_estimate` is true if it is not based on enough measured steps.
         """
         now_s, (paced_from, began_s) = time.monotonic(), self._paced_from
         if step == self._first_step + NUM_FIRST_STEPS - 1:
@@ -400,43 +400,43 @@ class Progress:
         return {"remaining_s": pace.step_s * num_left, "remaining_is_estimate": not pace.is_measured}
 
     def _ssd_metrics(self) -> dict[str, Any]:
-        """Bytes as of the last commit. The totals count all attempts, and so the steps that were trained again.
+        """Returns the SSD traffic as of the last commit. The totals cover all attempts, including repeated steps.
 
-        The bytes of a step are the mean since the commit before, and missing until they are known.
+        The bytes per step are the mean since the previous commit, and missing until they are known.
         """
         ssds = [self._ssd_bytes[name] for name in self._shape.ssd_servers]
         data: dict[str, Any] = {
-            "ssd_bytes_read": self._history.ssd_bytes_read + sum(each.read for each in ssds),
-            "ssd_bytes_written": self._history.ssd_bytes_written + sum(each.written for each in ssds),
+            "ssd_bytes_read": self._history.ssd_bytes_read + sum(ssd.read for ssd in ssds),
+            "ssd_bytes_written": self._history.ssd_bytes_written + sum(ssd.written for ssd in ssds),
             "ssd_bytes_written_by_ssd": [
-                before + each.written for before, each in zip(self._history.ssd_bytes_written_by_ssd, ssds, strict=True)
+                before + ssd.written for before, ssd in zip(self._history.ssd_bytes_written_by_ssd, ssds, strict=True)
             ],
         }
-        a_step = [each.written_a_step for each in ssds if each.written_a_step is not None]
+        a_step = [ssd.written_a_step for ssd in ssds if ssd.written_a_step is not None]
         if len(a_step) == len(ssds):
             data |= {"ssd_bytes_written_step": sum(a_step), "ssd_bytes_written_step_by_ssd": a_step}
         return data
 
     def _where_time_went(self, step: int) -> dict[str, Any]:
-        """For the step's metrics; the spans themselves go to a file."""
-        found = self._timeline.end_step(step)
-        if found is None:
+        """Returns the timeline's summary for the step's metrics, and writes the step's spans to a file."""
+        timeline = self._timeline.end_step(step)
+        if timeline is None:
             return {}
-        self._measured.note_step(found)
+        self._measured.note_step(timeline)
         if self._keeps_spans:
             try:
-                keep_step(self._journal.path.parent / FOLDER, found)
-            except OSError as error:  # no reason to lose the job
+                keep_step(self._journal.path.parent / FOLDER, timeline)
+            except OSError as error:  # no reason to fail the job
                 self._keeps_spans = False
                 self._journal.append("message", f"Timelines are not kept any more: {error}", level="warn")
-        return {"timeline": found.summary}
+        return {"timeline": timeline.summary}
 
     def _step_message(self, data: dict[str, Any]) -> str:
         return f"Step {data['step']}/{self._shape.total_steps}: training loss={_in_words(data['train_loss'])}"
 
 
 def _finite(number: float) -> float | None:
-    """JSON has neither infinities nor NaN."""
+    """Replaces infinities and NaN by None, because JSON has neither."""
     return number if math.isfinite(number) else None
 
 

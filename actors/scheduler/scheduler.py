@@ -1,7 +1,7 @@
-"""The runner of a job: feeds the policy with events and carries its instructions out.
+"""The scheduler actor: passes events to the policy and sends its instructions.
 
-A thin shell: what runs when is decided in `actors/policy/pipeline.py`, and what people are told of it in
-`actors/scheduler/progress.py`. It imports no torch.
+It is a thin shell. `actors/policy/pipeline.py` decides the order of work, and `actors/scheduler/progress.py` writes the
+reports for users. It imports no torch.
 """
 
 import contextlib
@@ -54,18 +54,19 @@ from windlass.engine.optimizer import learning_rate
 from windlass.storage.ids import ActorName, Precision
 from windlass.storage.store import CommitRecord
 
-# How often deadlines and lost actors are looked for.
+# Seconds between two checks for timeouts and lost actors.
 _TICK_S = 1.0
-# Where somebody waits in vain, so do others; the one who knows most need not tell first.
+# Ticks for which further reports are collected after a timeout. The actor that is stuck is not always the first to be
+# reported, because others wait for it.
 _EXPLANATION_TICKS = 4
 
-# The outcome of an attempt that was lost through no fault of the job's: another can go on from the last commit.
+# The outcome of an attempt that was lost through no fault of the job: another attempt can resume from the last commit.
 INTERRUPTED = "interrupted"
-# What such an outcome calls the directory whose disk had too little room, and the bytes that must be free there.
+# Key in such an outcome of the directory whose disk had too little space, and the bytes that must be free there.
 ROOM = "room"
-# ... and of one that ended after a commit because it was asked to: another goes on from there.
+# The outcome of an attempt that ended after a commit on request: another attempt resumes from it.
 PAUSED = "paused"
-# With these the job is not over: its states stay where they are.
+# The outcomes after which the job is not over and keeps its states.
 GOES_ON = frozenset((INTERRUPTED, PAUSED))
 
 _END_IN_WORDS = {
@@ -76,13 +77,13 @@ _END_IN_WORDS = {
 
 
 class JobFailedError(Exception):
-    """The attempt ended without a model; the text is for people."""
+    """The attempt ended without a model; the text is for users."""
 
 
 class ActorLostError(Exception):
-    """A process of the job is gone, or of no use any more; the text is for people.
+    """A process of the job has died or cannot continue; the text is for users.
 
-    `room`: the directory whose disk had too little room, and the bytes that must be free there.
+    `room` is the directory whose disk had too little space, with the bytes that must be free there.
     """
 
     def __init__(self, message: str, room: tuple[str, int] | None = None) -> None:
@@ -94,7 +95,10 @@ class ActorLostError(Exception):
 
 
 def job_shape(context: JobContext, trainer_state: Callable[[int], str]) -> SchedulerConfig:
-    """What the policy needs to know of a job. `trainer_state`: what a commit of a step keeps for a restart, JSON."""
+    """Returns the policy's view of a job.
+
+    `trainer_state` returns the JSON that a step's commit stores for a restart.
+    """
     spec, layout, hyper, plan = context.spec, context.layout, context.spec.hyperparameters, context.plan
 
     def rate(step: int) -> float:
@@ -147,9 +151,9 @@ class Scheduler:
         check_actors: Callable[[], None] | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        """`resume_from`: the commit to go on from. `check_actors` raises ActorLostError when an actor is gone.
+        """`resume_from` is the commit to resume from. `check_actors` raises ActorLostError if an actor has died.
 
-        `stop`: what others may ask of the attempt meanwhile.
+        With `stop`, another thread can cancel or pause the attempt.
         """
         self.context = context
         self.spec = context.spec
@@ -174,16 +178,16 @@ class Scheduler:
             expected_pace=self.spec.expected_pace,
         )
         self._checkpoints = Checkpoints(self.spec, (self._resumed or {}).get("checkpoints"))
-        self._remarks: list[str] = []  # on the job's model
+        self._remarks: list[str] = []  # messages about the job's model, repeated in the outcome
 
-    # --- what others call -------------------------------------------------------------------------------------------
+    # --- calls of the runner ----------------------------------------------------------------------------------------
 
     def post(self, message: Message) -> None:
-        """Takes an event; returns at once."""
+        """Queues an event; returns at once. Thread-safe."""
         self._events.put(message)
 
     def run(self) -> dict[str, Any]:
-        """Works until the job is over, and returns its outcome, which is also the journal's last record."""
+        """Runs the attempt to its end and returns its outcome, which is also the journal's last record."""
         with contextlib.closing(self._journal):
             try:
                 self._loop()
@@ -238,7 +242,7 @@ class Scheduler:
                 self._check_deadlines()
 
     def _next_event(self, timeout_s: float) -> Message | None:
-        """Waits for an event; None where none came in time."""
+        """Waits for an event; returns None after the timeout."""
         try:
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
@@ -246,7 +250,7 @@ class Scheduler:
 
     @property
     def _is_to_stop(self) -> bool:
-        """A job that is paused in its last step would only have its export left, for another attempt."""
+        """True if the attempt is to stop now. A pause in the last step is ignored, because only the export is left."""
         return self._stop.is_cancelled or (self._stop.is_paused and self.pipeline.begun < self.pipeline.final_step)
 
     def _status(self) -> str:
@@ -258,34 +262,37 @@ class Scheduler:
 
     def _check_deadlines(self) -> None:
         if not self.pipeline.waits.outstanding and not self.pipeline.finished:
-            raise UnexpectedEventError("the job is not over, and nothing was asked for: a defect of the scheduler's")
+            raise UnexpectedEventError("the job is not over, but no request is pending: a defect of the scheduler")
         try:
             self.pipeline.waits.check(time.monotonic())
         except DeadlineMissedError as error:
             self._end_stalled({SCHEDULER: str(error)})
 
-    def _end_stalled(self, told: dict[ActorName, str]) -> NoReturn:
-        """Who waits for somebody who waits in vain as well may tell first: what others tell soon after counts too."""
+    def _end_stalled(self, reports: dict[ActorName, str]) -> NoReturn:
+        """Ends the attempt after a timeout, with the reports of all actors that arrive within the next few seconds.
+
+        The first report often comes from an actor that was itself waiting for the stuck one.
+        """
         until_s = time.monotonic() + _EXPLANATION_TICKS * _TICK_S
         while (left_s := until_s - time.monotonic()) > 0:
             event = self._next_event(left_s)
             if isinstance(event, ActorFailed):
                 if event.kind is not FailureKind.STALLED:
                     self._fail(event)
-                told.setdefault(event.actor, f"{event.actor}: {event.error}")
+                reports.setdefault(event.actor, f"{event.actor}: {event.error}")
         late = self.pipeline.waits.most_silent(time.monotonic())
-        if late is not None and not {late.actor, SCHEDULER} & told.keys():
-            told[SCHEDULER] = f"{late.actor} has not finished {late.what} yet"
-        raise DeadlineMissedError("; ".join(told.values()))
+        if late is not None and not {late.actor, SCHEDULER} & reports.keys():
+            reports[SCHEDULER] = f"{late.actor} has not finished {late.what} yet"
+        raise DeadlineMissedError("; ".join(reports.values()))
 
     def _end_step(self, step: int) -> str:
-        """What the commit of a step keeps for a restart: asked for as soon as it is known what became of the step."""
+        """Returns the JSON that a step's commit stores for a restart. Called as soon as the step's result is known."""
         kept = self._progress.end_step(step, self.pipeline.ends.pop(step, None))
         kept["checkpoints"] = self._checkpoints.to_json(time.monotonic())
         return json.dumps({"trainer": self.pipeline.trainer.to_json(), **kept})
 
     def _on_evaluation(self, step: int, loss: float | None) -> None:
-        """Decides what an evaluation means, before the policy hears that it is over."""
+        """Applies the consequences of an evaluation, before the policy learns that it is over."""
         if not self.spec.evaluation_decides:
             return
         verdict = self._checkpoints.evaluated(step, loss)
@@ -302,7 +309,7 @@ class Scheduler:
             self._take_best(best_step)
 
     def _take_best(self, step: int) -> None:
-        """The job's model will be that of an earlier step."""
+        """Makes the checkpoint of an earlier step the job's model, if it still exists."""
         path = self.pipeline.shape.path_of_checkpoint(step)
         if Path(path).is_dir():
             self.pipeline.final_copy_of = path
@@ -318,13 +325,13 @@ class Scheduler:
     def _on_exported(self, event: ModelExported) -> None:
         is_last = event.path == self.spec.output_dir
         if is_last and self.pipeline.final_copy_of is not None:
-            return  # there is a checkpoint of that step
+            return  # it is a copy of a checkpoint that was already reported
         removed = self._checkpoints.exported(event.step, time.monotonic(), is_last=is_last)
         self._progress.tell_export(event, self._checkpoints.reasons(event.step), self._checkpoints.kept)
         for step in removed:
             try:
                 remove_model_folder(Path(self.pipeline.shape.path_of_checkpoint(step)))
-            except OSError as error:  # no reason to lose the job
+            except OSError as error:  # no reason to fail the job
                 self._journal.append("message", f"A checkpoint could not be removed: {error}", level="warn")
 
     def _take(self, event: Message) -> None:
@@ -344,16 +351,16 @@ class Scheduler:
                 if isinstance(event, ModelLoaded):
                     self._checkpoints.begin(time.monotonic())
                 elif isinstance(event, ModelExported):
-                    self._on_exported(event)  # what is to go is gone before the next step begins
-                # Nobody waits for what people are told, but for the next commit: an attempt that goes on from there
-                # could not tell of this one any more.
-                commits = [each for each in instructions if isinstance(each.message, CommitStore)]
-                self._carry_out([each for each in instructions if each not in commits])
+                    self._on_exported(event)  # first, so that old checkpoints are removed before the next step begins
+                # The journal is written after all instructions but the commits, so that no work waits for it. Commits
+                # come last: once the next one exists, a resumed attempt can no longer report the steps before it.
+                commits = [instruction for instruction in instructions if isinstance(instruction.message, CommitStore)]
+                self._carry_out([instruction for instruction in instructions if instruction not in commits])
                 self._progress.tell_up_to(self.pipeline.commits.settled)
                 self._carry_out(commits)
 
     def _fail(self, event: ActorFailed) -> NoReturn:
-        with contextlib.suppress(OSError):  # the disk may be full, which is no reason to lose what is told here
+        with contextlib.suppress(OSError):  # a full disk must not hide the actor's error
             (Path(self.spec.job_dir) / "error.txt").write_text(f"{event.actor}\n{event.detail}")
         text = f"{event.actor}: {event.error}"
         match event.kind:

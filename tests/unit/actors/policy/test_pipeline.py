@@ -422,7 +422,7 @@ def test_an_answer_of_the_wrong_actor_is_refused() -> None:
     world.start()
     deliver_all_but(world, "update")
     stranger = BlockUpdated(job=JOB, step=STEP, block=BLOCK, actor=ActorName("optimizer-1"))
-    with pytest.raises(UnexpectedEventError, match=r"optimizer-1 reported .* update .* nobody asked for"):
+    with pytest.raises(UnexpectedEventError, match=r"optimizer-1 reported .* update .* was not requested"):
         world.pipeline.handle(stranger, 0.0)
 
 
