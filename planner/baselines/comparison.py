@@ -1,7 +1,7 @@
-"""What the systems that windlass is compared with would take for a job: the sums of their stages, and the least memory.
+"""Estimates other systems' step times for a job, as sums of their stages, and their minimum memory.
 
-Each is given the whole batch at once, SSDs that read as fast for it as for anybody, and only the memory that its policy
-cannot do without. So the figures are kinder to them than their programs would be.
+The comparison favours the other systems. It assumes the whole batch at once, full SSD bandwidth, and the minimum memory
+that their policy needs.
 """
 
 from dataclasses import dataclass
@@ -26,23 +26,23 @@ _PARAM_NBYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedSystem:
-    """One system with one job on one machine."""
+    """The estimate for one system, with one job on one machine."""
 
     system: str
     step_s: float
-    gpu_share: float  # part of it in which the GPU computes
+    gpu_share: float  # share of the step in which the GPU computes
     tokens_per_s: float
-    bottleneck: str  # the resource that is busy longest in a step
+    bottleneck: str  # the resource with the longest busy time in a step
     fits: bool
-    missing_gib: dict[str, float]  # gpu, host, ssd: where it lacks some
-    updates_in_backward: bool  # so that gradients cannot be clipped by the norm of all of them
+    missing_gib: dict[str, float]  # by gpu, host, ssd, for those that are too small
+    updates_in_backward: bool  # if so, gradients cannot be clipped by their global norm
 
 
 def compare(hardware: Hardware, profile: ModelProfile) -> list[ComparedSystem]:
-    """All of them, on one GPU. `profile`: of the whole batch, in 16 bit; states are fp32.
+    """Estimates all systems on one GPU. `profile`: of the whole batch, in 16 bit; states are fp32.
 
     Raises:
-        ValueError: the machine has no GPU, of which these systems' stages are.
+        ValueError: the machine has no GPU. The stages of these systems need one.
     """
     if hardware.gpus.count == 0:
         raise ValueError("the systems of the papers keep a GPU busy; this machine has none")
@@ -50,9 +50,9 @@ def compare(hardware: Hardware, profile: ModelProfile) -> list[ComparedSystem]:
 
 
 def least_nbytes(policy: Policy, hardware: Hardware, profile: ModelProfile, swapped_nbytes: int) -> dict[str, int]:
-    """Bytes of each memory that there is no way without, so much being swapped.
+    """Returns the minimum bytes of each memory, for a given amount of swapped activations.
 
-    On the GPU one layer, its params and its activations, beside what rests there.
+    The GPU holds one layer's params and activations, beside what is resident there.
     """
     layers = profile.layers
     one_layer = max(layer.input_nbytes + layer.saved_nbytes for layer in layers)

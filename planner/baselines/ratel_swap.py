@@ -1,4 +1,4 @@
-"""How many bytes of activations to swap out of the device, the rest being computed again: Ratel's Algorithm 1."""
+"""Chooses how many bytes of activations to swap, with the rest recomputed: Ratel's Algorithm 1."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,38 +8,38 @@ from windlass.planner.cost import LayerProfile, ModelProfile
 
 
 class Case(StrEnum):
-    """How a step's time goes with the swapped amount."""
+    """The shape of the step time as a function of the swapped amount."""
 
-    LEAST = "least"  # 1: it only rises, as links are the bottleneck
-    ALL = "all"  # 2: it falls until nothing that takes operations is left; the device's compute is the bottleneck
+    LEAST = "least"  # 1: it only rises, because the links are the bottleneck
+    ALL = "all"  # 2: it only falls until nothing is recomputed, because the device's compute is the bottleneck
     BETWEEN = "between"  # 3: it falls, then rises
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Activations that are swapped, or computed again, together."""
+    """Activations that are swapped or recomputed together."""
 
     nbytes: int
-    num_flops: int  # to compute them again
+    num_flops: int  # to recompute them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapAmount:
-    """What Algorithm 1 finds."""
+    """The result of Algorithm 1."""
 
-    nbytes: int  # swapped, those between layers included
-    num_flops: int  # computed again
+    nbytes: int  # swapped, inter-block activations included
+    num_flops: int  # recomputed
     iteration_s: float
     case: Case
 
 
 def candidates_of(profile: ModelProfile) -> list[Candidate]:
-    """All activations within layers. What an operator computes that saves nothing counts for the next that does."""
+    """Returns all intra-block activations. Operators that save nothing count for the next one that does."""
     return [candidate for layer in profile.layers for candidate in _of_layer(layer)]
 
 
 def by_benefit(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that spare the most operations a byte first; equals in the order given.
+    """Sorts by saved operations per byte, the highest first; equal ones keep their order.
 
     Source: Ratel (arXiv 2403.06504), equation 6.
     """
@@ -53,14 +53,14 @@ def best_swap(
     least_nbytes: int = 0,
     most_nbytes: int | None = None,
 ) -> SwapAmount:
-    """The amount with the shortest step.
+    """Returns the swapped amount with the shortest step.
 
-    `iteration_s`: seconds of a step by the bytes swapped and the operations computed again; convex in the bytes, as
-    both stages are the slowest of links and compute. `least_nbytes`: the activations between layers, which are always
-    swapped, as a layer is computed again from them. `most_nbytes`: no more than that.
+    `iteration_s`: seconds of a step, by the bytes swapped and the operations recomputed. It must be convex in the
+    bytes, as a maximum of link and compute times is. `least_nbytes`: the inter-block activations. They are always
+    swapped, because layers are recomputed from them. `most_nbytes`: upper limit.
 
-    Source: Ratel (arXiv 2403.06504), section IV-D, Algorithm 1. There the activations between layers are among the
-    candidates, and the loop goes on until it is past their amount.
+    Source: Ratel (arXiv 2403.06504), section IV-D, Algorithm 1. There the inter-block activations are among the
+    candidates, and the loop continues until it has passed their amount.
     """
     nbytes, num_flops = least_nbytes, sum(each.num_flops for each in candidates)
     best_nbytes, best_num_flops, best_s = nbytes, num_flops, iteration_s(nbytes, num_flops)
@@ -77,7 +77,7 @@ def best_swap(
 
 
 def recomputed_flops(candidates: Sequence[Candidate], nbytes: int) -> int:
-    """Operations computed again where so many bytes of candidates are swapped, the best first, the last one in part.
+    """Returns the operations recomputed if this many bytes of candidates are swapped, best first, the last one in part.
 
     Source: Ratel (arXiv 2403.06504), equation 7.
     """

@@ -1,8 +1,8 @@
-"""How long forward, backward and optimizer take on one GPU, by where a system keeps things and what it overlaps.
+"""Computes forward, backward and optimizer times on one GPU, from where a system keeps its data and what it overlaps.
 
-Arithmetic on bytes, operations and rates, after Ratel's equations 1 to 5: with everything overlapped, a stage takes as
-long as its busiest resource; without, as long as all of them together. P are parameters: 16-bit params and gradients
-take 2P bytes, fp32 params and moments 12P.
+This is arithmetic on bytes, operations and rates, after Ratel's equations 1 to 5. With overlap, a stage takes as long
+as its busiest resource. Without overlap, it takes the sum of all resources' times. P is the number of parameters:
+16-bit params and gradients take 2P bytes each, fp32 params and moments 12P.
 
 Source: Ratel (arXiv 2403.06504), section IV-D and table II.
 """
@@ -17,7 +17,7 @@ from windlass.planner.hardware import Hardware
 
 
 class Rest(StrEnum):
-    """Where something rests between its uses."""
+    """The memory where data is kept between its uses."""
 
     GPU = "GPU"
     HOST = "host"
@@ -25,7 +25,7 @@ class Rest(StrEnum):
 
 
 class Swapped(StrEnum):
-    """Which activations leave the GPU; the others are computed again."""
+    """The activations that leave the GPU. The others are recomputed."""
 
     INTERBLOCK = "between layers"
     ALL = "all"
@@ -34,16 +34,16 @@ class Swapped(StrEnum):
 
 
 class SwapTo(StrEnum):
-    """Where they go."""
+    """The memory that swapped activations go to."""
 
-    HOST = "host"  # no more than it has room for
+    HOST = "host"  # at most the free host memory
     HOST_THEN_SSD = "host, then SSD"
     SSD = "SSD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a system keeps where, and when it updates."""
+    """A system's policy: where it keeps its data, and when it updates."""
 
     params: Rest  # in 16 bit
     states: Rest  # fp32 params and moments
@@ -52,7 +52,7 @@ class Policy:
     updates_in_backward: bool
     swapped: Swapped
     swap_to: SwapTo
-    overlaps: bool  # transfers, compute and updates of a stage with each other; else one thing at a time
+    overlaps: bool  # transfers, compute and updates of a stage run in parallel; else one at a time
 
 
 _ZERO_OFFLOAD = Policy(
@@ -85,8 +85,8 @@ _FLASH_NEURON = Policy(
     swap_to=SwapTo.SSD,
     overlaps=True,
 )
-# Sources: Ratel (arXiv 2403.06504), sections I to III and V; of Capuchin and Checkmate its versions of section V-E,
-# which keep the states on the SSDs; that ZeRO-Infinity keeps gradients in host memory: MemAscend, section III-C.
+# Sources: Ratel (arXiv 2403.06504), sections I to III and V. Capuchin and Checkmate are its versions of section V-E,
+# which keep the states on the SSDs. ZeRO-Infinity keeps gradients in host memory: MemAscend, section III-C.
 POLICIES: dict[str, Policy] = {
     "ZeRO-Offload": _ZERO_OFFLOAD,
     "ZeRO-Infinity": replace(_ZERO_OFFLOAD, params=Rest.SSD, states=Rest.SSD, overlaps=False),
@@ -100,7 +100,7 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Seconds that each resource is busy."""
+    """The busy seconds of each resource in a stage."""
 
     gpu_s: float = 0.0
     h2d_s: float = 0.0
@@ -110,33 +110,33 @@ class Stage:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Of all resources."""
+        """The busy seconds of all resources."""
         return (self.gpu_s, self.h2d_s, self.d2h_s, self.ssd_s, self.cpu_s)
 
     def time_s(self, *, overlaps: bool) -> float:
-        """Seconds of the stage."""
+        """Returns the seconds of the stage."""
         return max(self.busy_s) if overlaps else sum(self.busy_s)
 
     def plus(self, other: "Stage") -> "Stage":
-        """Both at once."""
+        """Returns a stage with the work of both."""
         gpu, h2d, d2h, ssd, cpu = (a + b for a, b in zip(self.busy_s, other.busy_s, strict=True))
         return Stage(gpu_s=gpu, h2d_s=h2d, d2h_s=d2h, ssd_s=ssd, cpu_s=cpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """One step: what is busy for how long, and what is swapped."""
+    """The busy times of one step, and its swapped amount."""
 
     forward: Stage
     backward: Stage
-    optimizer: Stage  # nothing, where it is part of backward
+    optimizer: Stage  # empty if updates are part of backward
     overlaps: bool
     swapped_nbytes: int
-    recompute_s: float  # of the GPU's in backward
+    recompute_s: float  # part of the GPU's time in backward
 
     @property
     def seconds(self) -> tuple[float, float, float]:
-        """Of forward, backward and optimizer."""
+        """The seconds of forward, backward and optimizer."""
         forward, backward, optimizer = (
             stage.time_s(overlaps=self.overlaps) for stage in (self.forward, self.backward, self.optimizer)
         )
@@ -144,12 +144,12 @@ class StageTimes:
 
     @property
     def iteration_s(self) -> float:
-        """Of all three."""
+        """The seconds of all three stages."""
         return sum(self.seconds)
 
     @property
     def gpu_share(self) -> float:
-        """Part of the step in which the GPU computes."""
+        """The share of the step in which the GPU computes."""
         return sum(stage.gpu_s for stage in (self.forward, self.backward, self.optimizer)) / self.iteration_s
 
 
@@ -161,13 +161,13 @@ def stage_times(
     one_by_one_gb_per_s: float | None = None,
     swapped_nbytes: int | None = None,
 ) -> StageTimes:
-    """Of one micro-batch on one GPU. An update on the GPU itself takes no time (Ratel's figure for 13B: 0.1 s).
+    """Computes the times of one micro-batch on one GPU. GPU updates count as 0 s (Ratel's figure for 13B: 0.1 s).
 
-    `one_by_one_gb_per_s`: what the SSDs give where params are read tensor by tensor, each waited for, as who overlaps
-    nothing does; None: as much as ever. `swapped_nbytes`: instead of the policy's amount.
+    `one_by_one_gb_per_s`: rate of the SSDs for systems without overlap, which wait for each tensor of params; None: the
+    full rate. `swapped_nbytes`: used instead of the policy's amount.
 
     Raises:
-        ValueError: the amount is less than the activations between layers.
+        ValueError: the amount is less than the inter-block activations.
     """
     candidates = candidates_of(profile)
     work = _Work(policy, hardware, profile, one_by_one_gb_per_s)
@@ -188,7 +188,7 @@ def stage_times(
 
 
 def best_amount(policy: Policy, hardware: Hardware, profile: ModelProfile) -> SwapAmount:
-    """What a policy that chooses an amount chooses."""
+    """Returns the amount that a policy with a variable amount chooses."""
     weighed = policy
     if policy.swapped is Swapped.BEST_ALONE:
         weighed = replace(
@@ -204,21 +204,21 @@ def best_amount(policy: Policy, hardware: Hardware, profile: ModelProfile) -> Sw
 
 
 def resting_nbytes(policy: Policy, profile: ModelProfile, where: Rest) -> int:
-    """Model states that rest somewhere, gradients included."""
+    """Returns the bytes of model states and gradients that are resident in a memory."""
     parts = ((policy.params, 2), (policy.states, 12), (policy.grads, 2))
-    # Gradients that are consumed as they come do not pile up.
+    # Gradients that are consumed at once do not accumulate.
     return profile.numel * sum(
         itemsize for rest, itemsize in (parts[:2] if policy.updates_in_backward else parts) if rest is where
     )
 
 
 def host_room_nbytes(policy: Policy, hardware: Hardware, profile: ModelProfile) -> int:
-    """Host memory that is left for activations."""
+    """Returns the host memory that is left for activations."""
     return max(0, int(hardware.host.memory_gib * GIB) - resting_nbytes(policy, profile, Rest.HOST))
 
 
 def nbytes_on_ssd(policy: Policy, hardware: Hardware, profile: ModelProfile, swapped_nbytes: int) -> int:
-    """Of activations that leave the GPU, those that rest on the SSDs."""
+    """Returns the part of the swapped activations that goes to the SSDs."""
     room = {
         SwapTo.HOST: swapped_nbytes,
         SwapTo.HOST_THEN_SSD: host_room_nbytes(policy, hardware, profile),
@@ -229,7 +229,7 @@ def nbytes_on_ssd(policy: Policy, hardware: Hardware, profile: ModelProfile, swa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRates:
-    """What a machine does a second for a policy. The SSDs together, one way at a time."""
+    """The rates of a machine for a policy. The SSDs count together, in one direction at a time."""
 
     gpu_flops: float
     adam_params: float
@@ -241,7 +241,7 @@ class StageRates:
 
 
 def stage_rates(policy: Policy, hardware: Hardware, *, one_by_one_gb_per_s: float | None = None) -> StageRates:
-    """See `stage_times`."""
+    """Returns the rates; for the parameters see `stage_times`."""
     ssds, pcie = hardware.ssds, hardware.pcie
     limit = ssds.combined_gb_per_s or float("inf")
     read = min(ssds.count * ssds.read_gb_per_s, limit)
@@ -258,7 +258,7 @@ def stage_rates(policy: Policy, hardware: Hardware, *, one_by_one_gb_per_s: floa
 
 
 class _Work:
-    """Bytes and operations of a policy's stages, over the rates."""
+    """The bytes and operations of a policy's stages, divided by the rates."""
 
     def __init__(
         self, policy: Policy, hardware: Hardware, profile: ModelProfile, one_by_one_gb_per_s: float | None
@@ -269,7 +269,7 @@ class _Work:
         self._rates = stage_rates(policy, hardware, one_by_one_gb_per_s=one_by_one_gb_per_s)
 
     def times(self, swapped_nbytes: int, num_flops_again: int) -> StageTimes:
-        """With so much swapped and so much computed again."""
+        """Returns the times for a swapped amount and an amount of recomputed operations."""
         policy, num_flops = self._policy, self._profile.num_flops
         grads = 2 * self._profile.numel
         on_ssd = nbytes_on_ssd(policy, self._hardware, self._profile, swapped_nbytes)
@@ -297,7 +297,7 @@ class _Work:
         )
 
     def _params_in(self) -> Stage:
-        """Params on their way to the GPU, once."""
+        """Returns the time to move all params to the GPU once."""
         params = 2 * self._profile.numel
         if self._policy.params is Rest.GPU:
             return Stage()
@@ -305,7 +305,7 @@ class _Work:
         return self._moved(h2d=params).plus(Stage(ssd_s=ssd_s))
 
     def _optimizer(self) -> Stage:
-        """States and gradients in, states and 16-bit params out."""
+        """Returns the time to read states and gradients, update, and write states and 16-bit params."""
         policy, numel = self._policy, self._profile.numel
         states, half = 12 * numel, 2 * numel
         states_on_ssd = states if policy.states is Rest.SSD else 0
@@ -324,7 +324,7 @@ class _Work:
         return self._moved(h2d=h2d, read=read, write=write).plus(Stage(cpu_s=cpu_s))
 
     def _moved(self, *, h2d: int = 0, d2h: int = 0, read: int = 0, write: int = 0) -> Stage:
-        """Bytes over rates; PCIe goes both ways at once, the SSDs one way at a time."""
+        """Divides bytes by rates. PCIe moves in both directions at once, the SSDs in one."""
         rates = self._rates
         return Stage(
             h2d_s=h2d / rates.h2d_bytes,

@@ -1,4 +1,4 @@
-"""What a plan costs: profiles of models, rates of machines, and the options for activations."""
+"""Costs that plans are made of: profiles of models, rates of machines, and the options for activations."""
 
 from windlass.exports import lazy_exports
 

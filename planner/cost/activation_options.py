@@ -1,6 +1,7 @@
-"""What may be done with a layer's activations, from computing everything again to holding everything.
+"""The options for a layer's activations, from recomputing everything to keeping everything.
 
-Outputs of operators are held one after the other, each time the one that spares the most FLOP for its bytes.
+Outputs of operators are kept one after the other. The next one is always that which saves most FLOP per byte.
+
 Source: Ratel, section IV-D (its offloading benefit, of a whole layer there).
 """
 
@@ -20,26 +21,26 @@ from windlass.planner.cost.model_profile import NO_WORK, LayerProfile, OperatorP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationOption:
-    """A choice for a layer, and what it means for one micro-batch."""
+    """A choice for a layer's activations, with its bytes and work for one micro-batch."""
 
     choice: BlockActivations
     held_nbytes: int  # on the device, between the forward pass and the backward pass
-    out_nbytes: tuple[int, ...]  # of each tensor that is swapped, in the order in which they leave
-    num_slots: int  # that these take in host memory or on the SSDs
-    again: Work  # computed a second time
+    out_nbytes: tuple[int, ...]  # of each swapped tensor, in the order in which they leave the device
+    num_slots: int  # slots of the swapped tensors in host memory or on the SSDs
+    again: Work  # work of recomputation
 
     @property
     def swapped_nbytes(self) -> int:
-        """Of all that is swapped."""
+        """The bytes of all swapped tensors."""
         return sum(self.out_nbytes)
 
 
-# What may be done with a layer's activations.
+# A function that returns the options for a layer's activations.
 Ways = Callable[[LayerProfile], Iterable[ActivationOption]]
 
 
 def by_benefit(layer: LayerProfile) -> list[OperatorProfile]:
-    """Operators in the order in which their outputs are to be held; those that then spare nothing are left out."""
+    """Sorts operators in the order in which their outputs should be kept. Leaves out those that then save no work."""
     order: list[OperatorProfile] = []
     left = [operator for operator in layer.operators if operator.nbytes]
     again = layer.num_flops
@@ -59,12 +60,12 @@ def by_benefit(layer: LayerProfile) -> list[OperatorProfile]:
 
 @functools.lru_cache(maxsize=256)
 def ways_of_layer(layer: LayerProfile, *, slot_nbytes: int = ACTIVATION_SLOT_NBYTES) -> tuple[ActivationOption, ...]:
-    """With its input on the device or swapped: the first so many operators held on the device, or swapped."""
+    """Returns the options for a layer: its input kept or swapped, and the first outputs kept or swapped."""
     return tuple(_ways(layer, slot_nbytes))
 
 
 def holding_ways(layer: LayerProfile) -> tuple[ActivationOption, ...]:
-    """With one operator's output held on the device, and with those of all that spare anything; none if none does."""
+    """Returns the options that keep the best operator's output, and all useful outputs; () if no output saves work."""
     holding = [way for way in ways_of_layer(layer) if way.choice.kept and not way.choice.swap_input]
     return (holding[0], holding[-1]) if holding else ()
 
@@ -83,7 +84,7 @@ def _ways(layer: LayerProfile, slot_nbytes: int) -> Iterator[ActivationOption]:
                 swapped = BlockActivations(swap_input=swap_input, swapped=names)
                 yield _counted(layer, slot_nbytes, swapped, swapped=held, again=again)
         if swap_input and not layer.saves_input:
-            continue  # where nothing is computed again, nobody reads it
+            continue  # without recomputation, nothing reads this input
         for swaps in (False, True):
             names = frozenset({EVERY_OPERATOR} if swaps else ())
             everything = BlockActivations(swap_input=swap_input, recompute=False, swapped=names)
@@ -100,7 +101,7 @@ def _counted(
     swapped: tuple[OperatorProfile, ...] = (),
     again: Work,
 ) -> ActivationOption:
-    # Where nothing is computed again, the input is held as far as autograd saves it.
+    # Without recomputation, the input is kept only if autograd saves it.
     input_nbytes = layer.input_nbytes if choice.recompute or layer.saves_input else 0
     of_swapped = [nbytes for operator in layer.operators if operator in swapped for nbytes in operator.outputs_nbytes]
     gone = [nbytes for nbytes in of_swapped if nbytes >= LEAST_SWAPPED_NBYTES]

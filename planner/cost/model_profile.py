@@ -1,6 +1,6 @@
-"""A model as it costs time and memory: for one micro-batch, what each block computes and what it leaves for backward.
+"""A model's costs in time and memory for one micro-batch: each block's work, and what it keeps for backward.
 
-Bytes and FLOPs are exact and come from shapes alone; seconds are measured, where there is something to measure on.
+Bytes and FLOPs are exact, because they follow from shapes alone. Seconds are measured, if there is a device to measure.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from windlass.engine.memory_plan import ExampleLengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What operators compute, and the bytes that they put out."""
+    """The FLOPs of operators, and the bytes of their outputs."""
 
     num_flops: int
     nbytes: int
@@ -26,30 +26,30 @@ NO_WORK = Work(num_flops=0, nbytes=0)
 class OperatorProfile:
     """One call of an operator in a layer's forward pass."""
 
-    name: str  # as the choices of activations name it: "aten.mm.default#2"
-    outputs_nbytes: tuple[int, ...]  # of each of its outputs, as it would be kept or swapped; none if it only looks
-    num_flops: int  # to compute it (again); a multiplication and an addition are two
+    name: str  # as in the choices of activations: "aten.mm.default#2"
+    outputs_nbytes: tuple[int, ...]  # bytes of each output that can be kept or swapped; () for a view
+    num_flops: int  # to compute it (again); a multiplication and an addition count as two
     is_saved: bool  # backward reads its output
-    reads: tuple[int, ...]  # the layer's operators before it whose outputs it reads
+    reads: tuple[int, ...]  # indices of the layer's earlier operators whose outputs it reads
 
     @property
     def nbytes(self) -> int:
-        """Of all outputs."""
+        """The bytes of all outputs."""
         return sum(self.outputs_nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
-    """A block and one micro-batch."""
+    """The costs of a block for one micro-batch."""
 
     numel: int
-    num_flops: int  # of the forward pass; backward takes twice as many
-    peak_nbytes: int = 0  # the most that one of its operations has on the device, beside what was there before
-    forward_s: float | None = None  # measured; None: by FLOPs and the device's rate
-    backward_s: float | None = None  # ... without computing anything again
+    num_flops: int  # of the forward pass; backward needs twice as many
+    peak_nbytes: int = 0  # maximum that one of its operations allocates on the device
+    forward_s: float | None = None  # measured; None: computed from FLOPs and the device's rate
+    backward_s: float | None = None  # ... without recomputation
 
     def sped_up(self, factor: float) -> Self:
-        """With times that are so many times less."""
+        """Returns the profile with times divided by `factor`."""
         forward_s, backward_s = (
             None if seconds is None else seconds / factor for seconds in (self.forward_s, self.backward_s)
         )
@@ -57,21 +57,22 @@ class BlockProfile:
 
     @property
     def work(self) -> Work:
-        """Of the forward pass."""
+        """The work of the forward pass."""
         return Work(num_flops=self.num_flops, nbytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgainTimes:
-    """Measured: seconds by which a layer takes longer, both passes together, than where nothing is computed again."""
+    """Measured additional seconds of a layer, both passes together, compared with no recomputation."""
 
-    all_s: float  # where all is
-    # Where outputs of operators are held: of one, and of as many as spare anything. All goes through Python then.
+    all_s: float  # with full recomputation
+    # With the outputs of one operator kept, and of all operators that save work. Both run every operator through
+    # Python.
     one_held_s: float
     most_held_s: float
 
     def sped_up(self, factor: float) -> "AgainTimes":
-        """So many times less."""
+        """Returns the times divided by `factor`."""
         return AgainTimes(
             all_s=self.all_s / factor,
             one_held_s=self.one_held_s / factor,
@@ -81,33 +82,34 @@ class AgainTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile(BlockProfile):
-    """A layer. Inter-block activations are what enters it, intra-block ones what its operators put out."""
+    """The costs of a layer. Inter-block activations are its input; intra-block ones are its operators' outputs."""
 
     input_nbytes: int
-    saves_input: bool = True  # backward reads it, if nothing is computed again
+    saves_input: bool = True  # backward reads the input, even without recomputation
     largest_param_numel: int = 0
-    again: AgainTimes | None = None  # None: as `work_again` and the forward pass's time have it
+    again: AgainTimes | None = None  # None: estimated from `work_again` and the forward time
     operators: tuple[OperatorProfile, ...]
 
     def sped_up(self, factor: float) -> Self:
-        """With times that are so many times less."""
+        """Returns the profile with times divided by `factor`."""
         found = super(LayerProfile, self).sped_up(factor)
         return replace(found, again=None if self.again is None else self.again.sped_up(factor))
 
     @property
     def saved(self) -> Iterator[OperatorProfile]:
-        """Operators whose output is there for backward, if nothing is computed again."""
+        """The operators whose output backward reads, if nothing is recomputed."""
         return (operator for operator in self.operators if operator.is_saved and operator.nbytes)
 
     @property
     def work(self) -> Work:
-        """Of the forward pass."""
+        """The work of the forward pass."""
         return Work(num_flops=self.num_flops, nbytes=sum(operator.nbytes for operator in self.operators))
 
     def work_again(self, held: Collection[str]) -> Work:
-        """What backward computes a second time, where it has the outputs of the operators of these names.
+        """Returns the work of recomputation in backward, if the outputs of the named operators are kept.
 
-        Only what leads to something that it reads and has not. With nothing held all of the layer is computed again.
+        An operator is recomputed only if backward needs its output and does not have it. If `held` is empty, the whole
+        layer is recomputed.
         """
         if not held:
             return self.work
@@ -123,13 +125,13 @@ class LayerProfile(BlockProfile):
 
     @property
     def saved_nbytes(self) -> int:
-        """What the layer leaves for backward besides its input, if nothing is computed again."""
+        """The bytes that a layer keeps for backward beside its input, if nothing is recomputed."""
         return sum(operator.nbytes for operator in self.saved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """All blocks, for micro-batches of so many examples and tokens each."""
+    """The costs of all blocks for micro-batches of one shape."""
 
     name: str
     num_examples: int
@@ -137,19 +139,19 @@ class ModelProfile:
     embedding: BlockProfile
     layers: tuple[LayerProfile, ...]
     head: BlockProfile
-    shared: tuple[tuple[int, ...], ...]  # per block: whose params its operations use, its own first
+    shared: tuple[tuple[int, ...], ...]  # by block: the blocks whose params its operations use, itself first
     chunk_numel: int
-    # Tokens of a row on average, with padding, where micro-batches differ: of what takes time. `num_tokens` is then the
-    # widest one's, as all sizes are.
+    # Mean tokens of a row, with padding, if micro-batches differ in width. It scales times. `num_tokens` is then that
+    # of the widest micro-batch, which decides all sizes.
     mean_tokens: float | None = None
 
     @property
     def size_share(self) -> float:
-        """The mean micro-batch's share of the tokens, and so of the bytes, of the widest one."""
+        """The mean micro-batch's tokens, and so its bytes, as a share of the widest one's."""
         return 1.0 if self.mean_tokens is None else self.mean_tokens / self.num_tokens
 
     def sped_up(self, factor: float) -> "ModelProfile":
-        """On a device that takes so many times less for what was measured."""
+        """Returns the profile with measured times divided by `factor`."""
         return replace(
             self,
             embedding=self.embedding.sped_up(factor),
@@ -159,12 +161,15 @@ class ModelProfile:
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
-        """Embedding first, head last."""
+        """All blocks: the embedding, the layers, the head."""
         return (self.embedding, *self.layers, self.head)
 
     @cached_property
     def blocks_of_layers(self) -> Mapping[LayerProfile, tuple[int, ...]]:
-        """By layer, the blocks that are like it. To compare layers takes long: plans ask a thousand times."""
+        """The block indices of each distinct layer.
+
+        Cached, because comparing layers is slow and a plan needs it often.
+        """
         found: dict[LayerProfile, list[int]] = {}
         for block, layer in enumerate(self.layers, start=1):
             found.setdefault(layer, []).append(block)
@@ -172,46 +177,50 @@ class ModelProfile:
 
     @property
     def shared_blocks(self) -> tuple[int, ...]:
-        """Whose params other blocks' operations use as well: named once for each of these."""
+        """The blocks whose params other blocks use as well, once for each such use."""
         return tuple(block for blocks in self.shared for block in blocks[1:])
 
     @property
     def numel(self) -> int:
-        """Parameters."""
+        """The number of parameters."""
         return sum(block.numel for block in self.blocks)
 
     @property
     def num_flops(self) -> int:
-        """Of a forward pass of one micro-batch."""
+        """The FLOPs of one micro-batch's forward pass."""
         return sum(block.num_flops for block in self.blocks)
 
     @property
     def interblock_nbytes(self) -> int:
-        """What enters all layers."""
+        """The bytes of all layers' inputs."""
         return sum(layer.input_nbytes for layer in self.layers)
 
     @property
     def activation_nbytes(self) -> int:
-        """What enters all layers, and all that backward reads besides, if nothing is computed again."""
+        """The bytes of all layers' inputs and of all else that backward reads, if nothing is recomputed."""
         return self.interblock_nbytes + sum(layer.saved_nbytes for layer in self.layers)
 
     def with_num_layers(self, number: int) -> "ModelProfile":
-        """As if it had so many layers, all like the first."""
+        """Returns the profile of a model with another number of layers, all like the first."""
         shared = shared_of(number, is_tied=bool(self.shared_blocks))
         return replace(self, layers=self.layers[:1] * number, shared=shared)
 
 
 def shared_of(num_layers: int, *, is_tied: bool) -> tuple[tuple[int, ...], ...]:
-    """Of a model whose layers share nothing; tied, its head reads the embedding's params."""
+    """Returns `shared` for a model whose layers share no params.
+
+    If it is tied, the head uses the embedding's params.
+    """
     head = num_layers + 1
     return (*((block,) for block in range(head)), (head, 0) if is_tied else (head,))
 
 
 def for_lengths(widest: ModelProfile, near_mean: ModelProfile, lengths: ExampleLengths) -> ModelProfile:
-    """A profile with the bytes of the widest micro-batch, and with what the mean one computes and takes.
+    """Combines the bytes of the widest micro-batch with the work and times of the mean one.
 
-    `near_mean`: for rows about as wide as the mean, with times if any were measured. The operations and times of its
-    layers are scaled from its width to the mean; attention's part, which grows with the square, by the mean square.
+    `near_mean`: a profile for rows about as wide as the mean, with times if any were measured. Its layers' operations
+    and times are scaled to the mean width. Attention grows with the square of the width, so it is scaled by the mean
+    square.
     """
 
     def timed(found: BlockProfile, measured: BlockProfile, num_flops: int, factor: float) -> Any:
@@ -246,12 +255,12 @@ def _operators_of_mean(
     widths: tuple[int, int],
     lengths: ExampleLengths,
 ) -> tuple[OperatorProfile, ...]:
-    """The widest micro-batch's operators, with the FLOPs of the mean one. `widths`: of `widest` and `near_mean`."""
+    """Returns the widest micro-batch's operators with the mean one's FLOPs. `widths`: of `widest` and `near_mean`."""
     (wide, narrow), alike = widths, [each.name for each in widest] == [each.name for each in near_mean]
     found = []
     for operator, other in zip(widest, near_mean if alike else widest, strict=True):
         per_token = operator.num_flops / wide
-        # FLOPs at a width are `linear * width + square * width**2`; two widths tell both numbers.
+        # FLOPs at a width are `linear * width + square * width**2`. Two widths determine both coefficients.
         square = (per_token - other.num_flops / narrow) / (wide - narrow) if alike and wide > narrow else 0.0
         linear = per_token - square * wide
         num_flops = max(0, round(linear * lengths.mean + square * lengths.mean_square))

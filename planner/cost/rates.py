@@ -1,4 +1,4 @@
-"""What each resource of a machine does a second, as the planner counts with it."""
+"""The rates of a machine's resources, as the planner uses them."""
 
 import math
 from dataclasses import dataclass
@@ -9,66 +9,66 @@ from windlass.amounts import GB
 if TYPE_CHECKING:  # `windlass.planner.hardware.hardware` needs pydantic, which the GPU check does without
     from windlass.planner.hardware import Hardware
 
-# A GPU's memory in bytes a second over its FLOP a second, where a profile does not say: between an RTX 4090's 1008 GB/s
-# beside 165 TFLOPS and an A100's 1555 beside 312.
+# A GPU's memory bandwidth in bytes/s divided by its FLOP/s, for profiles that lack the bandwidth. It is between an RTX
+# 4090's (1008 GB/s, 165 TFLOPS) and an A100's (1555 GB/s, 312 TFLOPS).
 _MEMORY_BYTES_PER_FLOP = 1 / 180
-# What a server spends on a byte, over what moving it and its checksum alone take: pieces go through its queues, and
-# others use the memory meanwhile. Measured in three jobs: 0.12 to 0.13 s of a core for each GB, where 0.07 were found.
+# Factor of an SSD server's CPU time per byte over that of the transfer and checksum alone, because of its queues and of
+# other memory traffic. In three jobs a GB took 0.12 to 0.13 core-seconds, where 0.07 were measured alone.
 _SERVER_OVER_ALONE = 1.75
-# Where the device is the CPU: what copies and updates take of the compute's time, over what they take alone: caches and
-# memory are shared, and all cores wait for the one that was taken. Measured in a job (of `benchmarks.planner`, with
-# little device memory): 0.36 s of a step where 0.17 were found; of these 0.22 were the cores' own time.
+# Factor by which copies and updates slow down compute if the device is the CPU, over their own time. Caches and memory
+# are shared, and all cores wait for the one that does other work. Measured in a job (of `benchmarks.planner`, with
+# little device memory): 0.36 s of a step instead of 0.17 s. The cores' own time was 0.22 s of it.
 _BESIDE_COMPUTE = 2.1
-# What an update on the device reads and writes of a parameter: master and moments in and out, gradient in.
+# Bytes that an update on the device reads and writes per parameter: master and moments in and out, gradient in.
 _UPDATE_NBYTES = 26
-# ... and to make a 16-bit param of its master.
+# Bytes to derive a 16-bit param from its master.
 _ROUND_NBYTES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Bytes and params a second, of one GPU and of the box around it."""
+    """The rates of one GPU and of the machine around it, in bytes and params per second."""
 
     device_flops: float
-    device_memory_bytes: float  # read or written by what is computed there
-    device_params: float  # updated there
+    device_memory_bytes: float  # read or written by computations on the device
+    device_params: float  # updated on the device
     h2d_bytes: float
     d2h_bytes: float
-    ssd_read_bytes: float  # of each SSD, which does one thing at a time
+    ssd_read_bytes: float  # of each SSD, which does one transfer at a time
     ssd_write_bytes: float
     num_ssds: int
     optimizer_params: float  # of all CPU optimizers together
-    duplex_bytes: float = math.inf  # of the link, both ways at once
-    ssd_cpu_s_per_byte: float = 0.0  # that a core spends on what is moved to an SSD or from it
-    # The device is the CPU: what it computes, the optimizer and the copies have the same cores, and its memory is the
-    # host's.
+    duplex_bytes: float = math.inf  # of the link, both directions at once
+    ssd_cpu_s_per_byte: float = 0.0  # core-seconds per byte moved to or from an SSD
+    # The device is the CPU: compute, the optimizer and copies share its cores, and its memory is the host's.
     shares_cores: bool = False
 
     @property
     def device_rounded_params(self) -> float:
-        """16-bit params made of their master on the device."""
+        """The number of 16-bit params per second that the device derives from their masters."""
         return self.device_memory_bytes / _ROUND_NBYTES
 
     @property
     def duplex_share(self) -> float:
-        """Of its rate that each way of the link has while both are busy: 1 where none slows the other down, 1/2 where
-        they take turns.
+        """The share of its rate that each direction of the link keeps while both are busy.
+
+        It is 1 if the directions are independent, and 1/2 if they take turns.
         """
         return min(1.0, max(0.5, self.duplex_bytes / (self.h2d_bytes + self.d2h_bytes)))
 
     @property
     def read_bytes(self) -> float:
-        """Of all SSDs together."""
+        """The read rate of all SSDs together."""
         return self.ssd_read_bytes * self.num_ssds
 
     @property
     def write_bytes(self) -> float:
-        """Of all SSDs together."""
+        """The write rate of all SSDs together."""
         return self.ssd_write_bytes * self.num_ssds
 
 
 def speeds_of(hardware: "Hardware") -> Speeds:
-    """Of a machine. Where SSDs have a limit together, none of them is faster than its share."""
+    """Returns the rates of a machine. If its SSDs have a combined limit, each one gets at most its share of it."""
     ssds, flops = hardware.ssds, hardware.gpus.tflops * 1e12
     share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count
     is_cpu = hardware.gpus.count == 0

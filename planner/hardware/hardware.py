@@ -1,7 +1,7 @@
-"""A machine as the planner sees it: what each resource does a second, and what each tier holds.
+"""The planner's view of a machine: the rate of each resource and the capacity of each tier.
 
-`windlass doctor` measures one; a person can write one, by hand, for a machine that they do not have yet. Rates are what
-a job gets (large matrix products, long transfers), not what a data sheet promises. GB is 10^9 bytes, GiB 2^30.
+`windlass doctor` measures it. A user can also write it by hand, for a machine that is planned. Rates are those that a
+job achieves (large matrix products, long transfers), not those of a data sheet. GB is 10^9 bytes, GiB 2^30.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 
 from windlass.planner.hardware.yaml_files import Part
 
-# Beyond any unit that could have been meant; the solver's arithmetic has an end too.
+# Range of rates. It is wider than a wrong unit could make a value, and bounded for the solver's arithmetic.
 _LEAST, _MOST = 1e-6, 1e15
 
 
@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class Gpus(Part):
-    """All alike. `tflops`: 10^12 operations a second of one, in large matrix products in the training precision."""
+    """Equal GPUs. `tflops`: 10^12 operations/s of one GPU, in large matrix products in the training precision."""
 
     count: Annotated[int, Field(ge=0, le=10_000)]
     memory_gib: Rate
@@ -36,7 +36,10 @@ class Gpus(Part):
 
 
 class Host(Part):
-    """Of one box. `adam_params_per_s`: a job's optimizers together, from gradients to new states in memory."""
+    """The host of a machine.
+
+    `adam_params_per_s`: rate of all optimizers of a job, gradients to new states in memory.
+    """
 
     memory_gib: Rate
     memory_gb_per_s: Rate
@@ -44,9 +47,9 @@ class Host(Part):
 
 
 class Pcie(Part):
-    """Of one GPU, each way while the other way is idle; where the device is the CPU, of a thread that copies.
+    """The link of one GPU, each direction while the other one is idle. On a CPU: a thread that copies.
 
-    `duplex_gb_per_s`: both ways at once, together.
+    `duplex_gb_per_s`: both directions at once, summed.
     """
 
     h2d_gb_per_s: Rate
@@ -55,8 +58,10 @@ class Pcie(Part):
 
 
 class Ssds(Part):
-    """Rates and capacity of one; `combined_gb_per_s` limits the reads and writes of all together. `cpu_s_per_gb`: what
-    cores spend on every GB that is moved; it counts where the device is the CPU.
+    """The rates and capacity of one SSD.
+
+    `combined_gb_per_s` limits the reads and writes of all SSDs together. `cpu_s_per_gb`: core-seconds for each GB
+    moved; it counts only if the device is the CPU.
     """
 
     count: Count
@@ -68,7 +73,10 @@ class Ssds(Part):
 
 
 class Hardware(Part):
-    """One box. Several are connected at `network_gb_per_s`, each way; no plan uses it yet, as a job runs on one box."""
+    """One machine. `network_gb_per_s`: each direction between machines;
+
+    unused by plans, because a job uses one machine.
+    """
 
     gpus: Gpus
     host: Host
@@ -77,7 +85,7 @@ class Hardware(Part):
     network_gb_per_s: Rate | None = None
 
 
-# What machines have: outside of it a number is rather in the wrong unit. Never refused, as machines grow.
+# Usual ranges. A value outside probably has the wrong unit. It causes only a warning, because machines improve.
 _USUAL = {
     "gpus.count": (0, 16),
     "gpus.memory_gib": (1, 1024),
@@ -96,7 +104,7 @@ _USUAL = {
     "ssds.cpu_s_per_gb": (0.001, 10),
     "network_gb_per_s": (0.05, 1000),
 }
-# By the end of a key: its unit, and what a person may have written instead, as so many of that unit.
+# Units by key suffix, with other units that a user may have meant, as multiples of the right one.
 _UNITS: dict[str, tuple[str, dict[str, float]]] = {
     "gib": ("GiB are 2^30 bytes", {"MiB": 2**-10, "bytes": 2**-30, "TiB": 2**10}),
     "s_per_gb": ("seconds of one core", {"ms/GB": 1e-3, "s/byte": 1e9}),
@@ -107,12 +115,12 @@ _UNITS: dict[str, tuple[str, dict[str, float]]] = {
 
 
 def example_machines() -> dict[str, Path]:
-    """Profiles of published machines that ship with windlass, by name."""
+    """Returns the profiles of published machines that ship with windlass, by name."""
     return {path.stem: path for path in (Path(__file__).parent / "machines").glob("*.yaml")}
 
 
 def unusual(hardware: Hardware) -> list[str]:
-    """Warnings: what is far from any machine, with a guess at the unit."""
+    """Warns about values that are far from any machine, with a guess at the intended unit."""
     found = []
     for key, (low, high) in _USUAL.items():
         value: Any = hardware
@@ -131,6 +139,6 @@ def unusual(hardware: Hardware) -> list[str]:
 
 
 def save_hardware(hardware: Hardware, path: Path, *, comment: str = "") -> None:
-    """Write a profile as a file that can be loaded. `comment`: a line for people."""
+    """Writes a profile to a file that `load` reads. `comment`: a first line for human readers."""
     text = yaml.safe_dump(hardware.model_dump(exclude_none=True), sort_keys=False)
     path.write_text(f"# {comment}\n{text}" if comment else text)

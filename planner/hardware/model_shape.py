@@ -1,4 +1,4 @@
-"""A model by bare numbers, for those who want to know what it would take before there is one."""
+"""The sizes of a model, for users who plan a model that does not exist yet."""
 
 from typing import Annotated, Self
 
@@ -6,14 +6,16 @@ from pydantic import Field, model_validator
 
 from windlass.planner.hardware.yaml_files import Part
 
-# Far beyond any model; what is larger still is a slip of the keyboard, and would take for ever.
+# Limits against typing errors, far beyond any model, because a larger search would not end.
 _MOST_LAYERS = 10_000
 _Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class ModelShape(Part):
-    """A decoder. With neither `num_kv_heads` nor `intermediate_size` it has GPT's shape, its MLP 4 x hidden; with one
-    of them it has Llama's.
+    """The sizes of a decoder.
+
+    With neither `num_kv_heads` nor `intermediate_size` it has GPT's shape, with an MLP of 4 x hidden. Otherwise it has
+    Llama's shape.
     """
 
     num_layers: Annotated[int, Field(ge=1, le=_MOST_LAYERS)]
@@ -38,5 +40,5 @@ class ModelShape(Part):
 
     @property
     def is_gpt(self) -> bool:
-        """Of GPT's shape, not Llama's."""
+        """True if the model has GPT's shape, False if it has Llama's."""
         return self.num_kv_heads is None and self.intermediate_size is None

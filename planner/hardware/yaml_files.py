@@ -1,4 +1,4 @@
-"""YAML files that people write: read, checked, and every problem told with file, key and value."""
+"""Reads and validates YAML files written by users. Every error names the file, the key and the value."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -12,20 +12,20 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class YamlFileError(ValueError):
-    """A file cannot be used. The text has a line for each problem."""
+    """An unusable file. The text has one line for each problem."""
 
 
 class Part(BaseModel):
-    """A mapping in such a file: keys that it does not know are problems."""
+    """A mapping in such a file. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes no key twice: the last would win without a word."""
+    """A YAML loader that refuses duplicate keys, because YAML would silently use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """See yaml.SafeLoader."""
+        """Builds a mapping; see yaml.SafeLoader."""
         scalars = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := sorted({key for key in scalars if scalars.count(key) > 1}):
             raise yaml.YAMLError(f"{', '.join(twice)} is given twice, at line {node.start_mark.line + 1} or below")
@@ -33,20 +33,20 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(kind: type[Model], path: Path) -> Model:
-    """Read a file. Raises `YamlFileError`."""
+    """Reads and validates a file. Raises `YamlFileError`."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise YamlFileError(f"{path}: cannot be read: {error}") from None
     try:
-        found = yaml.load(text, _Loader)  # it is a safe one
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, too many brackets
+        found = yaml.load(text, _Loader)  # a subclass of SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # invalid dates, too deep nesting
         raise YamlFileError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     return parse(kind, found, str(path))
 
 
 def parse(kind: type[Model], found: Any, source: str) -> Model:
-    """Check what a file holds. Raises `YamlFileError`; `source` is what its lines begin with."""
+    """Validates the content of a file. Raises `YamlFileError`, whose lines begin with `source`."""
     if not isinstance(found, Mapping):
         raise YamlFileError(f"{source}: holds {found!r}; a mapping with {', '.join(_required(kind))} is needed")
     try:
@@ -79,7 +79,7 @@ def _required(kind: type[BaseModel]) -> list[str]:
 
 
 def _part_at(kind: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
-    """The mapping that is at a place, or around it."""
+    """Returns the model of the mapping at a place, or of the nearest one around it."""
     for key in place:
         field = kind.model_fields.get(str(key))
         part = None if field is None else field.annotation
@@ -96,7 +96,7 @@ def _suggestion(kind: type[BaseModel], place: tuple[int | str, ...]) -> str:
 
 
 def _hint(value: object) -> str:
-    """Where a person sees a number and YAML does not."""
+    """Returns a hint if a text looks like a number that YAML does not parse as one."""
     if not isinstance(value, str):
         return ""
     try:

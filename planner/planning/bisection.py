@@ -1,23 +1,26 @@
-"""How far a machine goes: the largest or smallest number for which something holds, found by search."""
+"""Searches for the largest or smallest number for which a condition holds."""
 
 from collections.abc import Callable
 from enum import StrEnum
 
-DEFAULT_SLACK = 0.02
+DEFAULT_SLACK = 0.02  # share by which a step may become longer when the search reduces SSDs or host memory
 
 
 class Goal(StrEnum):
-    """What may be looked for."""
+    """The quantity that a search maximizes or minimizes."""
 
-    LARGEST_BATCH = "largest-batch"  # that is computed at once
-    LONGEST_CONTEXT = "longest-context"  # with micro-batches of one example
-    MOST_LAYERS = "most-layers"  # of a model that is otherwise the same
-    FEWEST_SSDS = "fewest-ssds"  # with which a step takes hardly longer than with all
-    SMALLEST_RAM = "smallest-ram"  # GiB; the same
+    LARGEST_BATCH = "largest-batch"  # examples in one micro-batch
+    LONGEST_CONTEXT = "longest-context"  # tokens, with micro-batches of one example
+    MOST_LAYERS = "most-layers"  # every layer like the model's first one
+    FEWEST_SSDS = "fewest-ssds"  # with which a step takes at most `slack` longer than with all SSDs
+    SMALLEST_RAM = "smallest-ram"  # GiB of host memory, with the same condition on the step
 
 
 def largest(holds: Callable[[int], bool], *, most: int) -> int:
-    """The largest number up to `most` for which it holds, where it holds for all smaller ones; 0 if not even for 1."""
+    """Returns the largest number up to `most` for which `holds` is true, or 0 if it is false for 1.
+
+    It must be true for all smaller numbers as well.
+    """
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, high * 2
@@ -29,6 +32,9 @@ def largest(holds: Callable[[int], bool], *, most: int) -> int:
 
 
 def smallest(holds: Callable[[int], bool], *, most: int) -> int | None:
-    """The smallest number from 1 to `most` for which it holds, where it holds for all larger ones; None if for none."""
+    """Returns the smallest number from 1 to `most` for which `holds` is true, or None if there is none.
+
+    It must be true for all larger numbers as well.
+    """
     below = largest(lambda number: not holds(number), most=most)
     return None if below == most else below + 1

@@ -1,4 +1,4 @@
-"""A job's plan beside what the systems of the papers would take for the same job on the same machine."""
+"""Compares a job's plan with the step times of the papers' systems for the same job on the same machine."""
 
 from dataclasses import dataclass, replace
 
@@ -15,19 +15,22 @@ _KIND = (
     "the others are simulated block by block; they get the whole batch at once, SSDs at full rate, fp32 states and the "
     "least memory"
 )
-_NO_CLIPPING = "what updates within the backward pass cannot clip gradients, as this job does"
+_NO_CLIPPING = "systems that update within the backward pass cannot clip gradients, as this job does"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`systems` is empty where there is nothing to compare; `notes` then says why, else how to read them."""
+    """The compared systems, and notes on how to read them.
+
+    `systems` is empty if no comparison is possible. `notes` then gives the reason.
+    """
 
     systems: tuple[ComparedSystem, ...]
     notes: tuple[str, ...]
 
 
 def comparison(question: PlanQuestion, planned: Planned) -> Comparison:
-    """Of a job that was planned. Compute is as fast for everybody: as fast as the plan counts with."""
+    """Compares a planned job with the papers' systems, all with the compute rate that the plan assumes."""
     if question.precision is Precision.FP32:
         return Comparison(systems=(), notes=("nothing to compare: the papers' systems compute in 16 bit, not in fp32",))
     hardware = question.hardware
@@ -51,7 +54,7 @@ def _simulated(system: ComparedSystem, hardware: Hardware, profile: ModelProfile
 
 
 def _with_planned_tflops(hardware: Hardware, solution: Solution) -> Hardware:
-    """As if the GPU did all operations at the rate at which it does the plan's, whose times may be measured ones."""
+    """Returns the machine with the compute rate that the plan assumes, which may come from measured times."""
     costs, model = solution.costs, solution.costs.job.model
     compute_s = sum(sum(costs.compute_s(block)) for block in model.blocks)
     return with_part(hardware, gpus=with_part(hardware.gpus, tflops=3 * model.num_flops / compute_s / 1e12))

@@ -1,7 +1,7 @@
-"""Whether jobs would fit, and the nearest change that makes one fit.
+"""Checks whether jobs fit, and finds the nearest change that makes a job fit.
 
-Each question of that kind tries many jobs. The integer program alone tells quickly which ones cannot fit; a job counts
-as fitting only when its device's memory was gone through exactly, so that is done at the border only.
+Each such question tries many jobs. The integer program alone excludes most of them quickly. A job counts as fitting
+only if its device memory was counted exactly. The exact count is slow, so it is done only near the border.
 """
 
 import math
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     from windlass.planner.planning.planner import PlanQuestion, Profiles
 
 _Part = TypeVar("_Part", bound=BaseModel)
-# A budget of less than so many GiB is looked for in steps of so many.
+# GiB: a budget below the first number is searched in steps of the second one.
 _SMALL_BUDGET_GIB, _BUDGET_UNIT_GIB = 4.0, 1 / 64
-_FEW_TOKENS = 64  # of an example; shorter ones are worth no search
+_FEW_TOKENS = 64  # tokens of an example: the search goes no shorter
 
 
 def with_part(part: _Part, **changes: Any) -> _Part:
-    """A machine, or a part of one, with other numbers."""
+    """Returns a copy of a machine, or of a part of one, with some fields changed."""
     return part.model_copy(update=changes)
 
 
 def fits(question: "PlanQuestion", profiles: "Profiles") -> bool:
-    """Whether there is a plan."""
-    # The smaller the micro-batches, the sooner a job fits, as a rule.
+    """Checks whether a plan exists."""
+    # Try many small micro-batches first, because these usually need least memory.
     return _fitting_number(question, profiles, reversed(list(numbers_of_microbatches(question)))) is not None
 
 
 def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", *, most: int) -> int:
-    """The largest number up to `most` for which a job fits, where all smaller ones do; 0 if not even for 1.
+    """Returns the largest number up to `most` for which the job fits, or 0 if it does not fit for 1.
 
-    By the program first: what it leaves out moves the border by little.
+    The job must fit for all smaller numbers as well. The search starts at the border that the integer program finds.
+    The exact border is close to it, because the program leaves out few bytes.
     """
     number = largest(lambda each: _may_fit(ask(each), profiles), most=most)
     does_not, step = number + 1, max(1, number // 32)
@@ -53,7 +54,7 @@ def largest_fitting(ask: Callable[[int], "PlanQuestion"], profiles: "Profiles", 
 
 
 def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
-    """The nearest change of each kind, the cheapest first. Of a job that does not fit."""
+    """Names the nearest change of each kind that makes a job fit, the cheapest first. The job must not fit as it is."""
     found = [_other_microbatches(question, profiles), _smaller(question, profiles)]
     found += [_with_more(question, profiles, memory) for memory in _MEMORIES]
     told = [f"it fits with {words}" for words in found if words is not None]
@@ -61,7 +62,10 @@ def what_would_fit(question: "PlanQuestion", profiles: "Profiles") -> list[str]:
 
 
 def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: DoesNotFitError) -> list[str]:
-    """Names the parts that need most of the device's memory in a job that saves it, if that memory is short."""
+    """Names the largest parts of the device memory need, if device memory is short.
+
+    The parts are those of the plan that saves most: one micro-batch at a time, with streamed layers.
+    """
     if not error.missing[Tier.DEVICE] or question.num_layers is not None:
         return []
     job = profiles.job(question, max(numbers_of_microbatches(question)))
@@ -86,7 +90,7 @@ def what_takes_memory(question: "PlanQuestion", profiles: "Profiles", error: Doe
 
 
 def numbers_of_microbatches(question: "PlanQuestion") -> Iterator[int]:
-    """Those that are asked for, or may be chosen: twice as many each time."""
+    """The numbers of micro-batches to try: the requested one, or powers of two up to the batch size."""
     if question.num_microbatches is not None:
         yield question.num_microbatches
         return
@@ -102,7 +106,7 @@ def _may_fit(question: "PlanQuestion", profiles: "Profiles") -> bool:
 
 
 def _fitting_number(question: "PlanQuestion", profiles: "Profiles", numbers: Iterable[int]) -> int | None:
-    """The first number of micro-batches with which it fits."""
+    """Returns the first number of micro-batches with which the job fits, or None."""
     speeds, limits = question.speeds, question.limits
     for number in numbers:
         if may_fit(profiles.job(question, number), speeds, limits):
@@ -123,7 +127,7 @@ def _other_microbatches(question: "PlanQuestion", profiles: "Profiles") -> str |
 
 
 def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
-    """A smaller batch, in micro-batches of one or two examples; or one example, and that shorter."""
+    """Proposes a smaller batch in micro-batches of one or two examples, or else one shorter example."""
 
     def cut(batch_size: int) -> "PlanQuestion":
         number = 1 << max(0, batch_size.bit_length() - 1)
@@ -145,15 +149,15 @@ def _smaller(question: "PlanQuestion", profiles: "Profiles") -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Memory:
-    """One kind, as machines and budgets name it."""
+    """One kind of memory, with its names in machine profiles and in budgets."""
 
     words: str
-    part: str  # of the machine, and its key
+    part: str  # field of `Hardware` that has the key
     key: str
     tier: Tier
-    budget: str | None  # a field of the question
-    setting: str | None  # which is this one of jobs and of the installation
-    others_nbytes: int  # what is taken besides by what is not the job's
+    budget: str | None  # field of `PlanQuestion`; None: this memory has no budget
+    setting: str | None  # setting of that budget, in jobs and in the installation
+    others_nbytes: int  # bytes of this memory that are not available to the job
 
 
 _MEMORIES = (
@@ -188,24 +192,28 @@ _MEMORIES = (
 
 
 def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) -> str | None:
-    """The smallest size of one kind of memory with which the job fits; of its budget, where that is what is short."""
+    """Finds the smallest size of one kind of memory with which the job fits.
+
+    If the job has a budget for this memory, the size is that of the budget. Returns None if more memory does not help.
+    """
     is_cpu = question.hardware.gpus.count == 0
     is_budget = memory.budget is not None and getattr(question, memory.budget) is not None
     if is_cpu and memory.tier is Tier.DEVICE and not is_budget:
-        return None  # it is the host's
+        return None  # the device uses the host's memory
     speeds, limits = question.speeds, question.limits
     jobs = (profiles.job(question, number) for number in numbers_of_microbatches(question))
     least = [nbytes for job in jobs if (nbytes := least_nbytes(job, speeds, limits, memory.tier)) is not None]
     given = limits.by_tier[memory.tier]
     exactly_counted = (Tier.HOST, Tier.DEVICE) if is_cpu else (Tier.DEVICE,)
     if not least or (min(least) <= given and memory.tier not in exactly_counted):
-        return None  # it does not help; or the program lacks nothing, and only the device's memory is counted otherwise
+        # More of this memory does not help. Or the program lacks none, and only the device's memory is counted again.
+        return None
     part = getattr(question.hardware, memory.part)
-    # GiB of a budget are the job's alone.
+    # A budget covers the job alone.
     others_nbytes = 0 if is_budget else memory.others_nbytes
     num_parts = part.count if memory.tier is Tier.SSD else 1
     least_gib = (min(least) + others_nbytes) / num_parts / GIB
-    # Machines have whole GiB, budgets any number of them.
+    # Machines have whole GiB; a budget may be any number of GiB.
     unit_gib = _BUDGET_UNIT_GIB if is_budget and least_gib < _SMALL_BUDGET_GIB else 1.0
     least_units = max(1, math.ceil(least_gib / unit_gib))
 
@@ -220,7 +228,7 @@ def _with_more(question: "PlanQuestion", profiles: "Profiles", memory: _Memory) 
         changed = with_part(part, **{memory.key: enough})
         return replace(question, hardware=with_part(question.hardware, **{memory.part: changed}), **budgets)
 
-    # Not everything that the program fits in fits exactly; but if so much more does not help, this memory is not short.
+    # The exact count may need more than the program. If twice as much does not help either, this memory is not short.
     most = least_units
     if not fits(with_units(least_units + most), profiles):
         return None

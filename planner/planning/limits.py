@@ -1,4 +1,4 @@
-"""How far a machine goes with a job, and how much of it a job needs."""
+"""Finds the largest job that fits a machine, and the smallest machine for a job."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ from windlass.planner.planning.planner import (
 )
 from windlass.planner.solver import DoesNotFitError, Solution, solve_job
 
-_TOKENS_STEP = 256
+_TOKENS_STEP = 256  # tokens: resolution of the search for the longest context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """For the largest number: in steps of `step`, at most so many of them."""
+    """A search for a largest number: multiples of `step`, at most `most` of them."""
 
-    ask: Callable[[PlanQuestion, int], PlanQuestion]  # for so many steps
+    ask: Callable[[PlanQuestion, int], PlanQuestion]  # builds the question for a multiple
     most: int
     step: int = 1
 
@@ -44,7 +44,7 @@ _SEARCHES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A number, and the plan with it; 0, and no plan, where nothing fits."""
+    """The result of a search. If nothing fits, the number is 0 and there is no plan."""
 
     goal: Goal
     number: int
@@ -54,7 +54,9 @@ class Found:
 
 
 def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) -> Found:
-    """The extreme number for which the job fits; of SSDs and memory, for which a step takes at most `slack` longer.
+    """Finds the largest number for which the job fits, or the smallest part of a machine that is enough.
+
+    For SSDs and host memory, "enough" means that a step takes at most `slack` longer than on the whole machine.
 
     Source of the questions: Ratel, figures 6 to 10.
     """
@@ -84,7 +86,7 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
 def _fewest(
     question: PlanQuestion, profiles: Profiles, part: str, key: str, most: int, slack: float
 ) -> tuple[int, PlanQuestion]:
-    """The smallest number of a part of the machine that is as good as what is there, and the job on such a machine."""
+    """Finds the smallest number of a machine part that is enough, and the job on such a machine."""
     hardware = question.hardware
 
     def with_number(number: int) -> PlanQuestion:

@@ -1,4 +1,4 @@
-"""From the spans of a job's steps to what the planner can learn from them."""
+"""Converts the spans of a job's steps to the measurements that the planner corrects its rates with."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from windlass.engine.model import ModelLayout
 from windlass.planner.planning.rate_correction import Done, MeasuredStep
 from windlass.storage.ids import BlockIndex
 
-# So many tell what the others are like: one that something else disturbed must not decide.
+# Number of steps needed for a correction. With fewer, one step that other work disturbed could decide it.
 MIN_STEPS = 3
 
 _FORWARD = frozenset((SpanKind.FORWARD, SpanKind.HEAD))
@@ -32,14 +32,14 @@ _OPERATIONS = frozenset((*_FORWARD, SpanKind.BACKWARD, SpanKind.EVALUATE, SpanKi
 _READS = frozenset((SpanKind.READ_PARAMS, SpanKind.READ_STATES, SpanKind.READ_GRAD, SpanKind.READ_ACTIVATIONS))
 _WRITES = frozenset((SpanKind.WRITE_STATES, SpanKind.WRITE_GRAD, SpanKind.WRITE_ACTIVATIONS))
 _SSD = "ssd-"
-# What is no rate of `Speeds`: the operations, among what shares the cores.
+# A key for operations among the work that shares the cores. It is no rate of `Speeds`.
 _COMPUTING = "compute"
 
 
 def load_measured(
     folder: Path, layout: ModelLayout, *, first_step: int, shares_cores: bool, read_to_write: float
 ) -> list[MeasuredStep]:
-    """Of the steps that are held in a folder, those from `first_step` on. The rest: see `measured_step`."""
+    """Loads the steps from `first_step` on whose spans a folder holds. For the parameters see `measured_step`."""
     held = (load_step(folder, step) for step in held_steps(folder) if step >= first_step)
     return [
         measured_step(each, layout, shares_cores=shares_cores, read_to_write=read_to_write)
@@ -49,9 +49,10 @@ def load_measured(
 
 
 def measured_step(told: StepSpans, layout: ModelLayout, *, shares_cores: bool, read_to_write: float) -> MeasuredStep:
-    """What a step's spans say. `shares_cores`: the device is the CPU, so that what runs at once slows each other.
+    """Computes a step's amounts of work and busy times from its spans.
 
-    `read_to_write`: how many times as fast SSDs read as they write, where they did both at once and nobody can tell.
+    `shares_cores`: the device is the CPU, so concurrent work slows down all of it. `read_to_write`: assumed ratio of an
+    SSD's read rate to its write rate. It is used for the time in which an SSD did both.
     """
     spans = [span for span in told.spans if told.start_s < span.end_s <= told.end_s]
     amounts, when = _by_rate(spans, layout)
@@ -80,7 +81,7 @@ def measured_step(told: StepSpans, layout: ModelLayout, *, shares_cores: bool, r
 def _by_rate(
     spans: Iterable[WorkSpan], layout: ModelLayout
 ) -> tuple[dict[str, float], dict[str, dict[str, list[Interval]]]]:
-    """For each rate that is no SSD's: the amount, and when each resource worked at it."""
+    """Returns, for each rate that is not an SSD's, the amount of work and when each resource worked on it."""
     amounts: dict[str, float] = defaultdict(float)
     when: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
@@ -107,15 +108,15 @@ def _num_params(span: WorkSpan, layout: ModelLayout) -> int:
 
 
 def _busy_s(by_resource: dict[str, list[Interval]]) -> float:
-    """Resources of a kind work side by side: their mean."""
+    """Returns the mean busy time of resources that work in parallel."""
     return sum(length(union(intervals)) for intervals in by_resource.values()) / len(by_resource)
 
 
 def _of_ssds(spans: Iterable[WorkSpan], read_to_write: float) -> dict[str, Done]:
-    """Of one SSD, on average.
+    """Returns what one SSD read and wrote, as a mean over all SSDs, with its busy times.
 
-    How it shares the time in which it reads and writes is not known: so that its rates are to each other as they are
-    taken to be, as far as the times in which it does one of both allow.
+    How an SSD divides the time in which it both reads and writes is unknown. The division is chosen so that the ratio
+    of the two rates is `read_to_write`. Times in which the SSD did only one of both limit this choice.
     """
     amounts = {"ssd_read_bytes": 0.0, "ssd_write_bytes": 0.0}
     when: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: {name: [] for name in amounts})
@@ -145,7 +146,7 @@ def _of_ssds(spans: Iterable[WorkSpan], read_to_write: float) -> dict[str, Done]
 
 
 def _computing(spans: Sequence[WorkSpan]) -> list[tuple[WorkSpan, list[Interval]]]:
-    """Operations, each with when it computed and did not wait for activations."""
+    """Returns the operations, each with the intervals in which it computed and did not wait for activations."""
     waits = union((span.start_s, span.end_s) for span in spans if span.kind is SpanKind.WAIT_ACTIVATIONS)
     return [
         (span, subtract([(span.start_s, span.end_s)], clip(waits, span.start_s, span.end_s)))

@@ -1,4 +1,4 @@
-"""A job's plan before there is a job: from a model and a machine to times, peaks, choices, reasons."""
+"""Plans a job before it exists: from a model and a machine to times, memory peaks, choices and reasons."""
 
 import contextlib
 import copy
@@ -34,19 +34,19 @@ from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import DoesNotFitError, Limits, PlannedJob, Solution, Tier, candidates, solve_job
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
-# What is worth mentioning: a change that makes a step shorter by at least so much of it.
+# Minimum share by which a change must shorten a step to be worth mentioning.
 WORTH = 0.05
-# Plans that are simulated, of those that are best by the cost model.
+# Number of plans to simulate, the best ones by the cost model.
 _MOST_SIMULATED = 4
-# How often the program is asked again, where the device's memory does not suffice for what it leaves out.
+# Maximum number of times that the program is solved again with a smaller limit, because the exact count was larger.
 _MAX_CORRECTIONS = 10
-# ... and how near to the border it is looked for, as a share of that memory.
+# Share of the device memory: the search for the right limit stops when its interval is smaller.
 _NEAR = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """A job on a machine. `config`: of transformers. `num_microbatches` None: as many as make the shortest step."""
+    """A job on a machine. `config`: a transformers config. `num_microbatches` None: the fastest number."""
 
     config: Any
     hardware: Hardware
@@ -56,38 +56,38 @@ class PlanQuestion:
     num_microbatches: int | None = None
     precision: Precision = Precision.BF16
     state_precision: StatePrecision = StatePrecision.FP32
-    optimizer: Optimizer = Optimizer.ADAMW  # both take the same bytes, and the same time
+    optimizer: Optimizer = Optimizer.ADAMW  # both optimizers take the same bytes and the same time
     clips: bool = True
-    accumulation_precision: Precision = Precision.FP32  # of gradients' sums over micro-batches
+    accumulation_precision: Precision = Precision.FP32  # of gradient sums over micro-batches
     update_order: UpdateOrder | None = None  # None: the fastest one that is exact
-    num_validation_examples: int = 0  # an evaluation goes through as many micro-batches at once as a step has
+    num_validation_examples: int = 0  # an evaluation computes as many micro-batches at once as a step
     num_optimizers: int = 1
-    num_layers: int | None = None  # as if the model had so many, all like its first; None: as it is
-    host_memory_nbytes: int | None = None  # budget of the arena; None: what the machine has
-    device_memory_nbytes: int | None = None  # budget; None: what the device has
-    measures: bool = False  # what blocks take, on the device of this machine, which `hardware` must be
-    kept_times: TimingCache | None = None  # of what was measured before; None: all is measured anew
-    ways: Ways = ways_of_layer  # what may be done with a layer's activations
-    # By what the job's own steps measured, with as many micro-batches; then nothing else is measured.
+    num_layers: int | None = None  # pretend this number of layers, all like the first; None: those of the config
+    host_memory_nbytes: int | None = None  # budget of the arena; None: all of the machine's
+    device_memory_nbytes: int | None = None  # budget; None: all of the device's
+    measures: bool = False  # time the blocks on this machine's device; `hardware` must then describe this machine
+    kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
+    ways: Ways = ways_of_layer  # options for a layer's activations
+    # From the job's own steps, with the same number of micro-batches. If set, no blocks are measured.
     correction: Correction = field(default_factory=Correction)
 
     @property
     def formats(self) -> Formats:
-        """What the states are stored as."""
+        """The formats in which the states are stored."""
         return Formats(self.precision, self.state_precision)
 
     @property
     def widest(self) -> int:
         """Tokens of the widest micro-batch that can occur.
 
-        The engine pads a micro-batch to its longest example, not to `sequence_length`: where no example is that long,
-        neither memory nor time is ever taken for it.
+        The engine pads a micro-batch to its longest example, not to `sequence_length`. If all examples are shorter, the
+        plan needs no memory and no time for `sequence_length` tokens.
         """
         return self.sequence_length if self.lengths is None else min(self.lengths.longest, self.sequence_length)
 
     @property
     def gradients(self) -> GradientSettings:
-        """The settings that decide what becomes of gradients; the job's hyperparameters have the same."""
+        """The settings that decide how gradients are treated, as in the job's hyperparameters."""
         return GradientSettings(
             precision=self.precision,
             clips=self.clips,
@@ -97,7 +97,7 @@ class PlanQuestion:
 
     @property
     def limits(self) -> Limits:
-        """What the job may take: of what its machine has, as much as its budgets allow."""
+        """The memory that the job may use: that of the machine, limited by the job's budgets."""
         limits = limits_of(self.hardware)
         return replace(
             limits,
@@ -107,26 +107,26 @@ class PlanQuestion:
 
     @property
     def speeds(self) -> Speeds:
-        """Of the machine, as far as it is known."""
+        """The machine's rates, with the correction by measured steps."""
         return self.correction.of_speeds(speeds_of(self.hardware))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What people are told, and what the engine does; where nothing fits there is nothing to do."""
+    """The report for the user and, if the job fits, the solution for the engine."""
 
     report: PlanReport
     solution: Solution | None = None
-    layout: ModelLayout | None = None  # of the model's blocks; None also where there is no such model (`num_layers`)
+    layout: ModelLayout | None = None  # of the model's blocks; None also if the layers are hypothetical (`num_layers`)
 
 
 def answer(question: PlanQuestion) -> Planned:
-    """The plan of a job, or what is missing and the nearest change that would fit."""
+    """Returns the job's plan, or a report of the missing memory and of the nearest changes that fit."""
     profiles = Profiles(question)
     try:
         job, solution, step_s = fastest_plan(question, profiles)
     except DoesNotFitError as error:
-        # Where it does not fit, what takes how long does not matter.
+        # Times do not matter here, so do not measure any.
         profiles = profiles.unmeasured()
         reasons = (str(error), *what_takes_memory(question, profiles, error), *what_would_fit(question, profiles))
         missing = {name: error.missing[tier] for tier, name in TIER_NAMES.items()}
@@ -144,7 +144,7 @@ def planned(
     step_s: float | None = None,
     advises: bool = True,
 ) -> Planned:
-    """What a solution means. `step_s`: as it was simulated. `advises`: what would be faster, as well."""
+    """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
     report = report_of(job, solution, is_cpu=question.hardware.gpus.count == 0, step_s=step_s)
     report = replace(with_limits(report, question.limits), example_tokens=_tokens_of(question))
     if advises:
@@ -163,7 +163,7 @@ def _tokens_of(question: PlanQuestion) -> ExampleTokens:
 
 
 def limits_of(hardware: Hardware) -> Limits:
-    """What is left for a job of each tier, once its processes and the GPU's driver have theirs."""
+    """Returns the memory of each tier that is left for a job beside its processes and the GPU's driver."""
     is_cpu = hardware.gpus.count == 0
     host = hardware.host.memory_gib * GIB - PROCESSES_NBYTES
     return Limits(
@@ -174,7 +174,7 @@ def limits_of(hardware: Hardware) -> Limits:
 
 
 def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
-    """For the solver."""
+    """Builds the solver's view of the job."""
     formats = question.formats
     itemsizes = formats.itemsizes
     grad_precision = question.gradients.precision_in_transit(num_microbatches)
@@ -192,7 +192,7 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
 
 
 class Profiles:
-    """Of one model, for any micro-batches; times are measured once for each shape."""
+    """Profiles of one model for micro-batches of any shape. Times are measured once for each shape."""
 
     def __init__(self, question: PlanQuestion) -> None:
         self._measures, self._question = question.measures, question
@@ -203,28 +203,28 @@ class Profiles:
         self._rehearsed = DryRunResult()
 
     def unmeasured(self) -> "Profiles":
-        """The same, which measures no shapes any more; what is known of them counts."""
+        """Returns a copy that measures nothing more, and uses the times that are known."""
         found = copy.copy(self)
         found._measures = False
         return found
 
     def corrected(self, question: PlanQuestion) -> "Profiles":
-        """The same, with the times that the question's `correction` has; nothing else is measured."""
+        """Returns a copy with the times of the question's `correction`, which measures nothing more."""
         found = self.unmeasured()
         found._question, found._known, found._of_lengths = question, {}, {}
         return found
 
     @property
     def layout(self) -> ModelLayout:
-        """Of the model's blocks."""
+        """The layout of the model's blocks."""
         return self._profiler.layout
 
     def device_need(self, question: PlanQuestion, job: PlannedJob, solution: Solution) -> DeviceNeed:
-        """Of a planned job, as its GPU worker allocates."""
+        """Returns the device memory of a planned job, as its GPU worker allocates it."""
         return self.device_need_of_plan(question, job, solution.plan)
 
     def device_need_of_plan(self, question: PlanQuestion, job: PlannedJob, plan: Plan) -> DeviceNeed:
-        """See `device_need`."""
+        """Returns the same as `device_need`, for a plan."""
         shape = (job.model.num_examples, job.model.num_tokens)
         lengths = question.lengths
         return device_need(
@@ -235,8 +235,8 @@ class Profiles:
             grad_precision=question.gradients.precision_in_transit(job.num_microbatches),
             num_microbatches=job.num_microbatches,
             num_ahead=job.num_prefetched,
-            max_tokens=shape[0] * question.sequence_length,  # as the engine makes its buffers
-            # Examples of an evaluation may be longer than those of training.
+            max_tokens=shape[0] * question.sequence_length,  # the size that the engine allocates
+            # Evaluation examples may be longer than training examples.
             evaluation_shapes=evaluation_shapes(
                 question.num_validation_examples, question.sequence_length, shape[0], job.num_microbatches
             )
@@ -246,25 +246,25 @@ class Profiles:
         )
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
-        """For the solver."""
+        """Builds the solver's view of the job, with the given number of micro-batches."""
         profile = self._of_job(question, -(-question.batch_size // num_microbatches))
         if question.num_layers is not None:
             profile = profile.with_num_layers(question.num_layers)
         return planned_job(question, profile, num_microbatches)
 
     def solve(self, question: PlanQuestion, num_microbatches: int) -> Solution:
-        """See `_solve`."""
+        """Returns the best solution for a number of micro-batches; see `_solve`."""
         return _solve(question, num_microbatches, self)[1]
 
     def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
-        """For micro-batches of this shape."""
+        """Returns the profile for micro-batches of this shape."""
         shape = (num_examples, num_tokens)
         if shape not in self._known:
             self._known[shape] = self._question.correction.of_model(self._timed(*shape))
         return self._known[shape]
 
     def _of_job(self, question: PlanQuestion, num_examples: int) -> ModelProfile:
-        """For a job's micro-batches of so many examples: memory for the widest, time for the mean one."""
+        """Returns the profile for a job's micro-batches: memory for the widest one, time for the mean one."""
         if question.lengths is None:
             return self.of(num_examples, question.sequence_length)
         lengths = question.lengths.cut(question.sequence_length)
@@ -282,13 +282,13 @@ class Profiles:
         return self._untimed[shape]
 
     def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
-        """With what is measured of its blocks, if anything is."""
+        """Returns the profile with measured block times, if there are any."""
         profile = self._by_shapes(num_examples, num_tokens)
         times = self._times(profile)
         return profile if times is None else with_times(profile, times)
 
     def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
-        """What is measured, or was before; None: rates must do."""
+        """Returns measured or stored block times. None: times must be computed from the machine's rates."""
         question = self._question
         device = torch.device("cuda", 0) if question.hardware.gpus.count > 0 else torch.device("cpu")
         num_microbatches = -(-question.batch_size // profile.num_examples)
@@ -321,23 +321,24 @@ class Profiles:
 
 
 def _near(mean: float) -> int:
-    """The width at which blocks are measured: one that the engine computes, so that what is kept serves other jobs."""
+    """Rounds a mean width to one that the engine computes, so that other jobs can use the stored times."""
     return max(1, round(mean / WIDTH_GRANULE)) * WIDTH_GRANULE
 
 
 def _solve(
     question: PlanQuestion, num_microbatches: int, profiles: Profiles
 ) -> tuple[PlannedJob, Solution, list[Solution]]:
-    """The best by the cost model, with the device's memory counted exactly; and others that may fit or not.
+    """Returns the best solution by the cost model, with exact device memory, and further candidates that may not fit.
 
-    What the program leaves out of the plan that it finds is taken off its limit, until what it finds fits.
+    The program's estimate is lower than the exact count. The difference is subtracted from the program's memory limit
+    until the solution fits.
     """
     job = profiles.job(question, num_microbatches)
     speeds, limits = question.speeds, question.limits
     taken_off, too_little, excess = 0.0, 0.0, math.inf
     best: tuple[PlannedJob, Solution, list[Solution]] | None = None
     least_excess = math.inf
-    too_much: float | None = None  # where so much is taken off there is no assignment
+    too_much: float | None = None  # with this much subtracted there is no assignment
     for _ in range(_MAX_CORRECTIONS):
         less = replace(limits, device_nbytes=limits.device_nbytes - taken_off)
         if speeds.shares_cores:
@@ -352,7 +353,7 @@ def _solve(
                 break
             taken_off = (too_little + too_much) / 2
             continue
-        if question.num_layers is not None:  # there is no such model to go through
+        if question.num_layers is not None:  # hypothetical layers cannot be counted exactly
             return job, solution, others
         last_excess = excess
         exact, excess = _counted(question, profiles, job, solution)
@@ -363,26 +364,26 @@ def _solve(
             best = job, exact, others
             if not too_little < left_out < taken_off:
                 return best
-            taken_off = left_out  # more was taken off than is left out of this one: there may be a better one
+            taken_off = left_out  # more was subtracted than this solution needs, so a better one may exist
             continue
         least_excess = min(least_excess, excess)
-        # What takes the place of what is left out may take more itself; where that goes on, steps must grow.
+        # A new solution may need even more than the program counts. If that repeats, take growing steps.
         growing = 2 * (taken_off - too_little) if excess > last_excess / 2 else 0.0
         too_little, taken_off = taken_off, max(left_out, taken_off + max(excess, growing))
         if too_much is not None:
             taken_off = min(taken_off, (too_little + too_much) / 2)
     if best is not None:
         return best
-    # Where the device is the CPU, its memory is the host's, unless a budget says that it is less.
+    # On a CPU the device's memory is the host's, unless a budget makes it smaller.
     short = Tier.HOST if speeds.shares_cores and limits.device_nbytes >= limits.host_nbytes else Tier.DEVICE
     raise DoesNotFitError(lambda: dict.fromkeys(Tier, 0) | {short: int(least_excess)})
 
 
 def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, solution: Solution) -> tuple[Solution, float]:
-    """With the device's memory counted exactly, and by how many bytes it is too much."""
+    """Returns the solution with exact device memory, and the bytes by which it exceeds the limit."""
     shares_cores, limits = solution.costs.speeds.shares_cores, question.limits
     need = profiles.device_need(question, job, solution)
-    # Copies by the cores that compute are done before the next layer is: nothing stays that was to leave.
+    # The CPU finishes its copies before it computes the next layer, so no bytes are on their way out then.
     nbytes = need.settled_nbytes if shares_cores else need.nbytes
     together = nbytes + solution.plan.arena_nbytes if shares_cores else 0
     excess = max(nbytes - limits.device_nbytes, together - limits.host_nbytes)
@@ -390,7 +391,7 @@ def _counted(question: PlanQuestion, profiles: Profiles, job: PlannedJob, soluti
 
 
 def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution]:
-    """By the cost model alone.
+    """Returns the best plan by the cost model alone.
 
     Raises:
         DoesNotFitError: nothing fits.
@@ -400,10 +401,10 @@ def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, S
 
 
 def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution, float | None]:
-    """That which is fastest when it is simulated, of those that are best by the cost model; and what a step takes.
+    """Simulates the best plans by the cost model, and returns the fastest one with its step time.
 
-    None where there is no such model to simulate. No resource takes less than the cost model says, so what that finds
-    slower than something simulated is not looked at.
+    The step time is None for a model with hypothetical layers, which cannot be simulated. The cost model gives a lower
+    bound, so a plan is skipped if its bound is above the best simulated time.
 
     Raises:
         DoesNotFitError: nothing fits.
@@ -432,14 +433,14 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
 
 
 def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:
-    """What a step takes when it is simulated, and not less than by the cost model."""
+    """Returns the simulated step time, or the cost model's bound if that is larger."""
     num_cores = len(os.sched_getaffinity(0))
     simulated_s = simulated_step_s(solution, profiles.layout, question.formats, num_cores=num_cores)
     return max(solution.step_s, simulated_s)
 
 
 def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[PlannedJob, Solution, list[Solution]]]:
-    """For the numbers of micro-batches, if none is asked for: twice as many each time, while that is better."""
+    """Solves for each number of micro-batches. If none is requested, doubles it while the solution improves."""
     found: list[tuple[PlannedJob, Solution, list[Solution]]] = []
     missing: DoesNotFitError | None = None
     for number in numbers_of_microbatches(question):
@@ -457,7 +458,7 @@ def _by_microbatches(question: PlanQuestion, profiles: Profiles) -> list[tuple[P
 
 
 def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
-    """What twice as much of something would bring."""
+    """Estimates the gain from twice as much of each resource."""
     hardware = question.hardware
     ssds, host, gpus, pcie = hardware.ssds, hardware.host, hardware.gpus, hardware.pcie
     combined = None if ssds.combined_gb_per_s is None else 2 * ssds.combined_gb_per_s
@@ -484,7 +485,7 @@ def _what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution)
         there = job if speedup == 1 else replace(job, model=job.model.sped_up(speedup))
         try:
             other = solve_job(there, faster.speeds, faster.limits)
-        except DoesNotFitError:  # what fits here fits there: only the search for something better may miss
+        except DoesNotFitError:  # it fits here, so it fits there; only the search for a better plan failed
             continue
         if other.step_s < (1 - WORTH) * solution.step_s:
             found.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")

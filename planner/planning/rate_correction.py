@@ -1,7 +1,8 @@
-"""What a job's first steps say of its machine and model: rates and times with which its plan is made again.
+"""Corrects the rates and times of a machine and model by a job's first steps, to make its plan again.
 
-Each rate is what a resource did over the time in which it worked, so that one which waits is not a slow one; and what
-hardly worked keeps the rate that the machine's profile gives it. A plan may only be misled so far: see `_SANE`.
+A rate is the work of a resource divided by the time in which it was busy. So a resource that waits does not look slow.
+A resource that was hardly busy keeps the rate of the machine's profile. `_SANE` limits how far a measurement can
+mislead a plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,20 +14,20 @@ from windlass.engine.memory_plan import Placement
 from windlass.planner.cost import BlockProfile, LayerProfile, ModelProfile, Speeds, ways_of_layer
 from windlass.planner.solver import StepCosts
 
-# A resource that worked less than this share of a step, or did less than so much of its work, says nothing of its rate:
-# what it did may have been but the begin of it.
+# Minimum work for a rate to count: a share of the step, and bytes or params. Below it, fixed costs at the start of the
+# work could dominate.
 _LEAST_SHARE = 0.05
 _LEAST_NBYTES = 4 << 20
 _LEAST_PARAMS = 1_000_000
-# A rate is at most so many times as large, or as small, as it was taken to be.
+# Maximum factor by which a corrected rate may differ from the assumed one, up or down.
 _SANE = 30.0
-# Less is not worth a word.
+# Relative change from which a correction is reported to the user.
 _WORTH_TELLING = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What a resource did in a step, and how long it worked at it; of several that work at once, the mean."""
+    """Work that a resource did in a step, and its busy time. For parallel resources both are means."""
 
     amount: float = 0.0  # bytes, or parameters
     busy_s: float = 0.0
@@ -34,30 +35,32 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A step in steady state. The resources are named as the rates of `Speeds`."""
+    """A step in steady state. Resources have the names of the rates in `Speeds`."""
 
     period_s: float
     done: Mapping[str, Done]
-    forward_s: Mapping[int, float]  # of each block, all micro-batches; the head's has both its passes
-    backward_s: Mapping[int, float]  # with what is computed again
+    forward_s: Mapping[int, float]  # by block, all micro-batches; the head's includes its backward pass
+    backward_s: Mapping[int, float]  # by block, with recomputation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """`factors`: of rates of `Speeds`, by their names. `block_s`: of one micro-batch of each block that was measured,
-    forward, and backward without computing anything again.
+    """Corrected rates and times.
+
+    `factors` maps names of rates in `Speeds` to factors. `block_s` maps each measured block to the seconds of one
+    micro-batch: forward, and backward without recomputation.
     """
 
     factors: Mapping[str, float] = field(default_factory=dict)
     block_s: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    in_words: tuple[str, ...] = ()  # what is otherwise than it was taken to be
+    in_words: tuple[str, ...] = ()  # differences from the assumed rates, for the user
 
     def of_speeds(self, speeds: Speeds) -> Speeds:
-        """A machine's, corrected."""
+        """Returns a machine's corrected rates."""
         return replace(speeds, **{name: getattr(speeds, name) * factor for name, factor in self.factors.items()})
 
     def of_model(self, model: ModelProfile) -> ModelProfile:
-        """A profile for micro-batches of the shape that was measured, with the times that were."""
+        """Returns a profile with the measured times. Its micro-batches must have the measured shape."""
 
         def timed(block: int, profile: BlockProfile) -> BlockProfile:
             if block not in self.block_s:
@@ -79,12 +82,12 @@ class Correction:
 def correction_of(
     steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placement, *, planned_compute_s: float
 ) -> Correction:
-    """What the steps of a job say that ran by this placement. `costs`: with the rates that it was planned with.
+    """Derives the correction from steps of a job that ran with this placement.
 
-    `planned_compute_s`: what a step was to compute.
+    `costs` holds the rates that the job was planned with. `planned_compute_s`: planned compute time of a step.
 
     Raises:
-        ValueError: no steps.
+        ValueError: there are no steps.
     """
     if not steps:
         raise ValueError("no steps were measured: nothing can be said of the machine")
@@ -110,10 +113,10 @@ def correction_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Of a rate: the least that must have been done, and how it is told."""
+    """The check and the report of one rate."""
 
-    least: float
-    words: str  # what was measured, and what the profile says
+    least: float  # minimum work in a step, in bytes or parameters
+    words: str  # message with the measured rate and that of the profile
     is_bytes: bool = True
 
     def tell(self, rate: float) -> str:
@@ -139,7 +142,7 @@ _RATES = {
 
 
 def _rate(steps: Sequence[MeasuredStep], name: str, least: float) -> float | None:
-    """The median of the steps in which there was enough of it; None if there was in none."""
+    """Returns the median over the steps with enough work, or None if no step has enough."""
     rates = []
     for step in steps:
         done = step.done.get(name, Done())
@@ -149,8 +152,10 @@ def _rate(steps: Sequence[MeasuredStep], name: str, least: float) -> float | Non
 
 
 def _without_ssds(step: MeasuredStep, speeds: Speeds) -> MeasuredStep:
-    """Where cores are shared, operations took longer by what these did for the SSDs, with which every plan counts
-    anyway. It is no more than half of it: what was done while nothing was computed slowed nothing down.
+    """Subtracts from a step's operations the time that the cores spent on the SSDs.
+
+    This applies only if the device is the CPU. Every plan adds that time itself. At most half of an operation is
+    subtracted, because SSD work slows nothing down while nothing is computed.
     """
     computed_s = sum(step.forward_s.values()) + sum(step.backward_s.values())
     if not speeds.shares_cores or not computed_s:
@@ -170,7 +175,7 @@ def _sane(factor: float) -> float:
 
 
 def _block_s(steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placement) -> dict[int, tuple[float, float]]:
-    """Blocks that are alike take the same, so that they stay alike: the mean of theirs."""
+    """Returns the times of each measured block. Blocks of equal shape get their mean, so that they stay equal."""
     model, num = costs.job.model, costs.job.num_microbatches
     forward_s, backward_s = (
         {block: median(times[block] for times in taken) / num for block in _in_all(taken)}
@@ -181,15 +186,15 @@ def _block_s(steps: Sequence[MeasuredStep], costs: StepCosts, placement: Placeme
         found[head] = (forward_s[head], 0.0)
     if 0 in forward_s and 0 in backward_s:
         found[0] = (forward_s[0], backward_s[0])
-    # Layers in pieces wait for these while they compute.
+    # Skip streamed layers, because they wait for their params while they compute.
     measured = (forward_s.keys() & backward_s.keys()) - {0, head, *placement.streamed_blocks}
     for layer, blocks in _alike(model, measured):
         ways = {way.choice: way for way in ways_of_layer(layer)}
         mean_s = fmean(forward_s[block] for block in blocks)
-        # By what was planned for it: nothing tells it from the rest of a backward pass.
+        # Use the planned time of recomputation, because spans do not separate it from the rest of a backward pass.
         again_s = fmean(costs.again_s(layer, ways[placement.activations[block - 1]]) for block in blocks)
         left_s = fmean(backward_s[block] for block in blocks) - again_s * mean_s / costs.compute_s(layer)[0]
-        # Backward computes at least what forward does, whatever the two were measured to be.
+        # Backward computes at least as much as forward, whatever was measured.
         found |= dict.fromkeys(blocks, (mean_s, max(left_s, mean_s)))
     return found
 
@@ -199,7 +204,7 @@ def _in_all(taken: Sequence[Mapping[int, float]]) -> Iterator[int]:
 
 
 def _alike(model: ModelProfile, measured: set[int]) -> Iterator[tuple[LayerProfile, list[int]]]:
-    """Layers of which all that are alike were measured."""
+    """Groups equal layers. A group is included only if all of its layers were measured."""
     kinds: dict[LayerProfile, list[int]] = {}
     for block, layer in enumerate(model.layers, start=1):
         kinds.setdefault(layer, []).append(block)

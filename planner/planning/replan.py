@@ -1,7 +1,7 @@
-"""The plan of a job that runs, made again by what its first steps measured; and whether another one is worth a restart.
+"""Makes the plan of a running job again from its measured steps, and decides whether a new plan is worth a restart.
 
-Both plans are weighed by the same corrected numbers. What was measured of the old one is not compared with what is
-predicted for a new one: no bound knows the queues and waits that are in a measurement.
+Both plans are evaluated with the same corrected rates. The old plan's measured time is not compared with a new plan's
+predicted time. A measurement includes queueing and waiting, and a prediction does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution, StepC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A job and the plan that it runs by."""
+    """A job and the plan that it runs with."""
 
     placement: Placement
     arena_nbytes: int
-    spills_grads: bool  # kept ones, to the SSDs
-    step_s: float  # as it was planned
-    compute_s: float  # ... of it computing
+    spills_grads: bool  # kept gradients go to the SSDs
+    step_s: float  # planned
+    compute_s: float  # planned compute time of a step
     peak_gib: Mapping[str, float]
     num_steps_left: int
-    restart_s: float  # what another attempt costs
+    restart_s: float  # seconds of work that another attempt repeats or waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectedPlan:
-    """`planned`: of the plan that holds from now on. `changes`: it is another one than before."""
+    """The plan from now on, and whether it differs from the current one."""
 
     planned: Planned
     changes: bool
@@ -48,7 +48,7 @@ class CorrectedPlan:
 def correct(
     question: PlanQuestion, profiles: Profiles, running: RunningJob, steps: Sequence[MeasuredStep]
 ) -> CorrectedPlan:
-    """`question`: as it was asked before the job ran, with its number of micro-batches. `profiles`: of it."""
+    """Corrects a running job's plan. `question` is that of the original plan, with its number of micro-batches."""
     correction = correction_of(
         steps, _costs(question, profiles, running), running.placement, planned_compute_s=running.compute_s
     )
@@ -84,12 +84,12 @@ def _planned(question: PlanQuestion, job: PlannedJob, solution: Solution, profil
 def _best(question: PlanQuestion, profiles: Profiles, job: PlannedJob, old: Solution) -> tuple[PlannedJob, Solution]:
     try:
         return best_plan(question, profiles)
-    except DoesNotFitError:  # what fitted before fits: only the search for something better may miss
+    except DoesNotFitError:  # the old plan still fits; only the search for a better one failed
         return job, old
 
 
 def _costs(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> StepCosts:
-    """As the placement was found."""
+    """Returns the cost model with the options that the placement was found with."""
     assert question.num_microbatches is not None, "a job that runs has so many"
     num, placement = question.num_microbatches, running.placement
     return StepCosts(

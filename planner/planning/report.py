@@ -1,4 +1,4 @@
-"""A plan in words and numbers, for people and for JSON."""
+"""Reports a plan in words and numbers, for users and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,47 +12,47 @@ from windlass.planner.solver import Limits, PlannedJob, Solution, Tier
 
 _Any = TypeVar("_Any")
 
-# What a job's processes take in host memory beside the arena: Ray, and actors of which each imports torch.
+# Host memory of a job's processes beside the arena: Ray, and actors that each import torch.
 PROCESSES_NBYTES = 3 * GIB // 2
-# What a GPU's driver and libraries take of its memory, in no allocator's books.
+# GPU memory of the driver and its libraries, which no allocator counts.
 DRIVER_NBYTES = 3 * GIB // 4
-# What people are told of.
+# Names of the tiers in reports.
 TIER_NAMES = {Tier.DEVICE: "gpu", Tier.HOST: "host", Tier.SSD: "ssd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleTokens:
-    """Tokens of an example, padding included, that a plan was made for: memory for the widest, time for the mean."""
+    """Tokens of an example, with padding, that a plan assumes: memory is for the widest, time for the mean."""
 
     limit: int  # longer examples are cut
     widest: int
     mean: float
-    of_data: bool  # as the job's data has them; else every example is taken to be as long as it may be
+    of_data: bool  # taken from the job's data; else every example is assumed to have the maximum length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """What a person learns before anything runs. Times in seconds, GiB of 2^30 bytes, GB of 10^9."""
+    """The properties of a plan, which the user sees before the job runs. Times in seconds, GiB 2^30, GB 10^9 bytes."""
 
     feasible: bool
-    reasons: tuple[str, ...]  # why it does not fit and what would; or what bounds it and what would make it faster
-    step_s: float | None = None  # simulated; of a model that there is not, its bound
-    bound_s: float | None = None  # by the cost model: no resource and no chain alone takes longer
+    reasons: tuple[str, ...]  # why the job does not fit and what would fit; or the bottleneck and what would be faster
+    step_s: float | None = None  # simulated; the cost model's bound if the model's layers are hypothetical
+    bound_s: float | None = None  # lower bound by the cost model
     tokens_per_s: float | None = None
-    tflops: float | None = None  # of the model, 10^12 a second: what is computed again does not count
+    tflops: float | None = None  # 10^12 operations per second of the model, without recomputation
     bottleneck: str | None = None
-    busy_s: dict[str, float] | None = None  # of each resource, a step
-    peak_gib: dict[str, float] | None = None  # gpu, host, ssd; with what is left to processes and the driver
-    engine_gib: dict[str, float] | None = None  # ... without: what the job itself allocates, as it can be measured
-    limit_gib: dict[str, float] | None = None  # of that: what the machine and the job's budgets leave
-    missing_bytes: dict[str, int] | None = None  # where nothing fits: of each kind of memory
+    busy_s: dict[str, float] | None = None  # by resource, per step
+    peak_gib: dict[str, float] | None = None  # by tier, with the memory of processes and the driver
+    engine_gib: dict[str, float] | None = None  # by tier, allocated by the job itself, as can be measured
+    limit_gib: dict[str, float] | None = None  # by tier, for `engine_gib`: what the machine and the job's budgets allow
+    missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits
     ssd_write_gb_per_step: float | None = None
     choices: dict[str, Any] | None = None
     example_tokens: ExampleTokens | None = None
 
 
 def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: float | None = None) -> PlanReport:
-    """Of a plan that fits. `step_s`: simulated; None: what a step takes is by the cost model."""
+    """Reports a plan that fits. `step_s`: simulated step time; None: the cost model's bound."""
     bound_s = solution.step_s
     step_s = bound_s if step_s is None else step_s
     model = job.model
@@ -81,12 +81,12 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
 
 
 def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
-    """The same with what the job may take."""
+    """Returns the report with the job's memory limits."""
     return replace(report, limit_gib={name: limits.by_tier[tier] / GIB for tier, name in TIER_NAMES.items()})
 
 
 def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:
-    """Of a step: states, activations, and gradients that are kept there."""
+    """Returns the bytes that a step writes to the SSDs: states, activations, and kept gradients."""
     plan, blocks = solution.plan, job.model.blocks
     in_memory = {*plan.host_blocks, *plan.device_blocks}
     states = sum(
@@ -99,7 +99,7 @@ def ssd_written_nbytes(job: PlannedJob, solution: Solution) -> float:
 
 
 def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
-    """What was decided."""
+    """Returns the plan's decisions by name."""
     plan, placement = solution.plan, solution.placement
     num_blocks = len(job.model.blocks)
     in_memory = len(plan.device_blocks) + len(plan.host_blocks)
@@ -125,7 +125,7 @@ def choices_of(job: PlannedJob, solution: Solution) -> dict[str, Any]:
 
 
 def activations_in_words(choice: BlockActivations) -> dict[str, Any]:
-    """What happens to the input of a layer, to the outputs of its operators, and what is computed again."""
+    """Describes what is kept, swapped and recomputed of a layer's input and of its operators' outputs."""
     found: dict[str, Any] = {"input": "swapped" if choice.swap_input else "kept"}
     if not choice.recompute:
         found["rest"] = "swapped" if EVERY_OPERATOR in choice.swapped else "kept"
@@ -138,7 +138,7 @@ def activations_in_words(choice: BlockActivations) -> dict[str, Any]:
 
 
 def _states_of_blocks(solution: Solution, num_blocks: int) -> list[dict[str, Any]]:
-    """Where blocks rest, from 0, the embedding; those that follow each other and do the same in one entry."""
+    """Describes where blocks are resident, from block 0, the embedding. Equal neighbours share an entry."""
     plan = solution.plan
     placed = [
         {
@@ -152,7 +152,7 @@ def _states_of_blocks(solution: Solution, num_blocks: int) -> list[dict[str, Any
 
 
 def _sizes_mib(layer: LayerProfile, choice: BlockActivations) -> dict[str, float]:
-    """Of what a layer leaves for its backward pass, of one micro-batch: by what becomes of it."""
+    """Divides a layer's activations of one micro-batch into kept, swapped and recomputed MiB."""
     way = next(way for way in ways_of_layer(layer) if way.choice == choice)
     everything = layer.input_nbytes + layer.saved_nbytes
     again = 0 if not choice.recompute else max(0, everything - way.held_nbytes - way.swapped_nbytes)
@@ -161,7 +161,7 @@ def _sizes_mib(layer: LayerProfile, choice: BlockActivations) -> dict[str, float
 
 
 def _runs(each: Sequence[_Any]) -> list[tuple[str, _Any]]:
-    """What is the same for neighbours, with the numbers that it is of, from 0."""
+    """Joins equal neighbours, with their range of indices from 0: ("0-3", item)."""
     found = []
     for same, group in groupby(enumerate(each), key=lambda pair: pair[1]):
         numbers = [number for number, _ in group]

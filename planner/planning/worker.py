@@ -27,15 +27,15 @@ from windlass.storage.ids import Formats, Precision, StatePrecision
 
 
 class RunningOrder(BaseModel):
-    """A job that runs by a plan."""
+    """A running job and the plan that it runs with."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     timeline_dir: Path  # spans of its last steps
     first_step: int  # in steady state
-    found: dict[str, Any]  # what was planned: see `plan_job`
+    found: dict[str, Any]  # the result of `plan_job` that the job runs with
     num_steps_left: int
-    restart_s: float  # what another attempt costs
+    restart_s: float  # seconds that another attempt costs
 
 
 class DatasetOrder(BaseModel):
@@ -49,7 +49,7 @@ class DatasetOrder(BaseModel):
 
 
 class PlanOrder(BaseModel):
-    """What is asked, as it lies in a file."""
+    """A question to the planner, as stored in a file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,39 +58,39 @@ class PlanOrder(BaseModel):
     batch_size: int
     num_microbatches: int | None
     sequence_length: int
-    dataset: DatasetOrder | None = None  # with a number of micro-batches; None: examples are as long as they may be
+    dataset: DatasetOrder | None = None  # requires `num_microbatches`; None: every example has the maximum length
     precision: Precision
     state_precision: StatePrecision
     optimizer: Optimizer = Optimizer.ADAMW
     clips: bool
-    # As in a job's hyperparameters. Orders of older versions name neither: they were planned as the defaults.
+    # As in a job's hyperparameters. The defaults apply to stored orders that lack these two fields.
     accumulation_precision: Precision = Precision.FP32
     update_order: UpdateOrder | None = None
     num_validation_examples: int = 0
     num_optimizers: int
-    host_memory_nbytes: int | None  # of the arena
+    host_memory_nbytes: int | None  # budget of the arena
     device_memory_nbytes: int | None
-    compute_threads: int | None = None  # of a GPU worker here; None: the hardware is elsewhere
-    may_measure: bool = True  # what the model's blocks take, with these threads; else what is known counts
-    kept_times_dir: Path | None = None  # of what was measured before; None: it is not kept
-    is_alone: bool = False  # nothing else computes here
-    simulation_s: float = 0.0  # how long the simulation of what is planned may take; 0: there is none
-    running: RunningOrder | None = None  # to plan again by what it measured
+    compute_threads: int | None = None  # threads of a local GPU worker; None: the hardware is another machine
+    may_measure: bool = True  # time the model's blocks with these threads; else use stored times or rates
+    kept_times_dir: Path | None = None  # folder of stored block times; None: times are not stored
+    is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
+    simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
+    running: RunningOrder | None = None  # plan again with the measurements of a running job
 
 
 _ASKED = {field.name for field in fields(PlanQuestion)} & PlanOrder.model_fields.keys() - {"hardware"}
 
 
 def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
-    """What people are told (`plan`), and, if it fits, what the engine does: `placement`, and `arena_nbytes` with it.
+    """Plans a job. Returns the report as `plan` and, if the job fits, the engine's `placement` and `arena_nbytes`.
 
-    Where it was simulated also `simulated`; the spans of a step go to `folder`. For a job that runs also whether that
-    `changes`, and a line for people (`told`).
+    A simulation adds `simulated`, and writes the spans of a step to `folder`. A running job adds `changes`, whether the
+    plan is a new one, and `told`, a line for the user.
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
-        DatasetError: the job's data is not there.
-        RuntimeError: ... by shapes alone, or the job has not measured enough.
+        DatasetError: the job's data is missing.
+        RuntimeError: the model cannot be planned by shapes alone, or too few steps were measured.
     """
     question = question_of(order, load_config(order.model_dir))
     if order.running is not None:
@@ -104,7 +104,7 @@ def plan_job(order: PlanOrder, folder: Path) -> dict[str, Any]:
 
 
 def question_of(order: PlanOrder, config: Any) -> PlanQuestion:
-    """What the planner is asked about a model. `config`: of transformers."""
+    """Builds the planner's question about a model. `config`: a transformers config."""
     kept_times = None
     if order.kept_times_dir is not None:
         machine = order.hardware.model_dump(mode="json") | {"num_threads": order.compute_threads}
@@ -125,7 +125,7 @@ def _lengths_of(order: PlanOrder) -> ExampleLengths | None:
     if order.dataset is None:
         return None
     if order.num_microbatches is None:
-        raise ValueError("how wide micro-batches are follows from their number: a question with data must name it")
+        raise ValueError("num_microbatches is missing: with the job's data, it decides how wide micro-batches are")
     return example_lengths(
         order.dataset.dataset_dir,
         batch_size=order.batch_size,
@@ -136,7 +136,7 @@ def _lengths_of(order: PlanOrder) -> ExampleLengths | None:
 
 
 def measure_as_worker(order: PlanOrder) -> None:
-    """Make this process compute as a job's GPU worker will, if it is to measure."""
+    """Configures this process to compute like a job's GPU worker, if it is to measure."""
     if order.compute_threads is not None:
         torch.set_num_threads(order.compute_threads)
         if order.hardware.gpus.count == 0:
@@ -154,7 +154,9 @@ def _plan_again(question: PlanQuestion, order: RunningOrder) -> dict[str, Any]:
         read_to_write=question.speeds.ssd_read_bytes / question.speeds.ssd_write_bytes,
     )
     if len(steps) < MIN_STEPS:
-        raise RuntimeError(f"of its steps from {order.first_step} on, {len(steps)} are held; {MIN_STEPS} are needed")
+        raise RuntimeError(
+            f"spans of {len(steps)} steps from step {order.first_step} on are stored; {MIN_STEPS} are needed"
+        )
     plan = order.found["plan"]
     running = RunningJob(
         placement=placement_json.from_json(order.found["placement"]),
@@ -176,14 +178,14 @@ def _plan_again(question: PlanQuestion, order: RunningOrder) -> dict[str, Any]:
 def _in_json(planned: Planned) -> dict[str, Any]:
     found: dict[str, Any] = {"plan": asdict(planned.report)}
     if (solution := planned.solution) is not None:
-        # With less memory for the arena the placement is refused, with more other buffers grow.
+        # The arena needs exactly this size. With less the placement is refused; with more, other buffers grow.
         placement = placement_json.to_json(solution.placement)
         found |= {"placement": placement, "arena_nbytes": solution.plan.arena_nbytes}
     return found
 
 
 def _simulated(order: PlanOrder, planned: Planned, folder: Path) -> dict[str, Any]:
-    """What a step takes with queues and waits, and where its time goes; or why nobody knows."""
+    """Simulates the plan with queues and waits. Returns the step's time and summary, or a warning on failure."""
     assert planned.solution is not None, "it fits"
     assert planned.layout is not None, "there is such a model"
     formats, num_cores = Formats(order.precision, order.state_precision), len(os.sched_getaffinity(0))
@@ -198,14 +200,15 @@ def _simulated(order: PlanOrder, planned: Planned, folder: Path) -> dict[str, An
     else:
         last = found.steps[-1]
         keep_step(folder / SIMULATED_FOLDER, last)
-        # What is promised, as everywhere: not less than by the cost model.
+        # The reported step time, which is at least the cost model's bound.
         return {"simulated": {"step_s": planned.report.step_s, "summary": last.summary}}
     return {"warnings": [f"the planned job was not simulated, so its steps may take longer than planned: {why}"]}
 
 
 def main() -> None:
-    """Writes {"ok": true, ...}, with a plan or with warnings, or {"ok": false, "error": {code, message, param}}; exit
-    code 0.
+    """Writes {"ok": true, ...} or {"ok": false, "error": {code, message, param}}. The exit code is 0.
+
+    The first form has a plan, or warnings if no plan could be made.
     """
     parser = argparse.ArgumentParser(description="Plan a job.")
     parser.add_argument("--question", type=Path, required=True)
@@ -219,7 +222,7 @@ def main() -> None:
     except UnsupportedArchitectureError as error:
         result = _refusal("model_not_supported", str(error))
     except (DatasetError, RuntimeError, MemoryError) as error:
-        # Such as operators whose shapes follow from the data: the job runs without a plan.
+        # For example, operators whose output shapes depend on the data. The job then runs without a plan.
         result = {"ok": True, "warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
     except (OSError, ValueError) as error:
         result = _refusal("invalid_model", f"the model folder cannot be read: {error}")

@@ -1,8 +1,10 @@
-"""What several SSDs move while all of them are busy: less than each by itself where they share a controller, a link or
-the cores that take checksums. Each is driven by a process of its own, as in a job.
+"""Measures the combined rate of several SSDs that are all busy.
 
-`python -m windlass.planner.profiling.combined_ssds PATH` is one of these: it says that it is ready, begins when it is
-told a line, and prints bytes per second.
+It is below the sum of their rates if they share a controller, a link, or the cores that compute checksums. Each SSD has
+a process of its own, as in a job.
+
+`python -m windlass.planner.profiling.combined_ssds PATH` is one such process. It prints that it is ready, starts when
+it reads a line, and prints bytes per second.
 """
 
 import subprocess
@@ -15,16 +17,16 @@ from windlass.actors.job import calibration_of, measuring, scratch
 from windlass.storage.files import explain_process_end
 from windlass.storage.ssd import Volume, mixed_bytes_per_s
 
-_SECONDS = 1.0
-_DEADLINE_S = 120.0  # a slow disk takes a while until the region is written for the first time
+_SECONDS = 1.0  # of a measurement
+_DEADLINE_S = 120.0  # of one SSD's process; a slow disk needs long to write the region for the first time
 _READY = "ready"
 
 
 def bytes_per_s_together(paths: Sequence[Path]) -> float:
-    """Of all these SSDs, which were calibrated, reads and writes mixed as an optimizer's are.
+    """Returns the combined rate of calibrated SSDs, with reads and writes mixed like an optimizer's.
 
     Raises:
-        OSError, RuntimeError: one of them failed, or took too long.
+        OSError, RuntimeError: an SSD failed or took too long.
     """
     with ExitStack() as stack:
         running = []
@@ -63,11 +65,11 @@ def _failed(path: Path, process: subprocess.Popen[str]) -> RuntimeError:
 def _wait_for_all() -> None:
     print(_READY, flush=True)
     if not sys.stdin.readline():
-        raise SystemExit("nobody waits for this any more")
+        raise SystemExit("the process that started this measurement has ended")
 
 
 def main() -> None:
-    """Drive one SSD."""
+    """Measures one SSD."""
     volume = Volume.open(sys.argv[1])
     try:
         io = calibration_of(volume).io

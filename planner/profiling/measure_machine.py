@@ -1,9 +1,7 @@
-"""Measures what this machine computes and moves a second.
+"""Measures the rates at which this machine computes and moves data.
 
-`python -m windlass.planner.profiling.measure_machine --precision bf16` does so.
-
-Prints one JSON object. Nobody else should be using the machine meanwhile. The device is the first GPU with `--gpu`,
-else the CPU.
+`python -m windlass.planner.profiling.measure_machine --precision bf16` prints them as one JSON object. No other work
+should run on the machine meanwhile. The device is the first GPU with `--gpu`, else the CPU.
 """
 
 import argparse
@@ -22,7 +20,7 @@ from windlass.engine.device import TORCH_DTYPE, GpuUnusableError, compute_device
 from windlass.engine.optimizer import AdamSettings, ChunkStates, OptimizerKernel
 from windlass.storage.ids import Kernel, Precision, StatePrecision
 
-# Matrices as large as a layer's of some billion parameters; on a CPU as of some hundred million, or it takes minutes.
+# Rows of a square matrix: as in a layer of a model with billions of parameters. On a CPU smaller, or it takes minutes.
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 2048}
 _COPY_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 _UPDATE_NUMEL = 32 << 20
@@ -31,17 +29,17 @@ _NUM_REPEATS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """All per second."""
+    """The rates of a machine, all per second."""
 
     device: str  # its name
     num_devices: int  # GPUs; 0: the device is the CPU
     device_nbytes: int | None  # its memory; None: that of the host
     flops: float  # in large matrix products in the training precision
-    h2d_bytes: float  # where the device is the CPU: by the one thread that copies in a job
+    h2d_bytes: float  # on a CPU: by the one thread that copies in a job
     d2h_bytes: float
-    duplex_bytes: float  # both ways at once, together
+    duplex_bytes: float  # both directions at once, summed
     memory_bytes: float  # read and written by a copy on all cores
-    adam_params: float  # updated in host memory, fp32 states and 16-bit gradients, by a job's optimizers together
+    adam_params: float  # updated in host memory by all optimizers of a job, with fp32 states and 16-bit gradients
 
 
 def measure(
@@ -52,11 +50,13 @@ def measure(
     optimizer_threads: int | None = None,
     uses_gpu: bool = False,
 ) -> MachineRates:
-    """Takes some ten seconds. `kernel_dir`, `kernel`: see `OptimizerKernel`. `optimizer_threads`: that a job's
-    optimizers have together; None: as many as there are cores.
+    """Measures all rates in about ten seconds.
+
+    `kernel_dir`, `kernel`: see `OptimizerKernel`. `optimizer_threads`: threads of all optimizers of a job together;
+    None: one for each core.
 
     Raises:
-        GpuUnusableError: `uses_gpu`, and PyTorch cannot use it.
+        GpuUnusableError: `uses_gpu` is set, and PyTorch cannot use the GPU.
     """
     all_threads = len(os.sched_getaffinity(0))
     device = compute_device(uses_gpu=uses_gpu)
@@ -144,7 +144,7 @@ def _adam_params(kernel_dir: Path | None, kernel: Kernel | None) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs after one that does not count."""
+    """Returns the median time of some runs after a warm-up run."""
     taken = []
     for _ in range(1 + _NUM_REPEATS):
         start_s = time.perf_counter()
@@ -156,7 +156,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def main() -> None:
-    """Measure as the command line says."""
+    """Measures with the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m windlass.planner.profiling.measure_machine", description=__doc__)
     parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.BF16)
     parser.add_argument("--kernel-dir", type=Path)

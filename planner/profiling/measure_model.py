@@ -1,8 +1,9 @@
-"""What a model's blocks take on this device: one layer of each kind, the embedding and the head, with random params.
+"""Measures the times of a model's blocks on this device: the embedding, one layer of each kind, and the head.
 
-Timed is all that a GPU worker does for an operation, so also that params and gradients are put into their places, and
-the norms that it tells. Nobody else should be using the machine meanwhile. Source: AutoHete, section 3.1 (times of a
-model of one block).
+The params are random. A time covers all that a GPU worker does for an operation. That includes installing params and
+gradients, and computing the norms that it reports. No other work should run on the machine meanwhile.
+
+Source: AutoHete, section 3.1 (times of a model of one block).
 """
 
 import math
@@ -23,36 +24,36 @@ from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelP
 from windlass.planner.profiling.model_profiler import kinds_of_layers
 from windlass.storage.ids import BlockIndex, Precision
 
-# All is repeated until its mean is known so well, or for so long: a machine's pace changes all the time.
+# Rounds are repeated until the standard error of the mean is low, or the time is over, because a machine's pace varies.
 _USUAL_ROUNDS = 3
-_LONG_S = 20.0  # one pass; then it is the only one, and what is computed again counts as a forward pass
+_LONG_S = 20.0  # of a pass: a longer one is the only one, and recomputation counts as a forward pass
 _STANDARD_ERROR = 0.01
 _MAX_S = 8.0
-# In a job every layer writes its activations to memory that no cache holds. Of layers with small ones as many are
-# measured as have so much together.
+# A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
+# this many bytes of activations together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
-_SPREAD = 0.02  # of random params: as most models begin
+_SPREAD = 0.02  # standard deviation of random params, as most models initialize them
 _KEEP_ALL = BlockActivations(recompute=False)
 
 _Taken = dict[BlockIndex, tuple[float, float]]  # seconds of one pass, forward and backward
-_Round = list[_Taken]  # with each of the choices
+_Round = list[_Taken]  # one for each choice of activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Of one micro-batch; means."""
+    """The mean times of a block for one micro-batch."""
 
-    forward_s: float  # of the head: forward and backward
-    backward_s: float  # without computing anything again; of the embedding with its forward pass
-    again: AgainTimes | None = None  # of a layer
+    forward_s: float  # the head's includes its backward pass
+    backward_s: float  # without recomputation; the embedding's includes its forward pass
+    again: AgainTimes | None = None  # only for layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredBlocks:
-    """What was measured, and how well."""
+    """The measured times, with their error."""
 
     times: dict[int, BlockTimes]
-    standard_error: float  # of all blocks' sum, relative to it: large where others computed meanwhile
+    standard_error: float  # of the sum over all blocks, relative; large if other work ran meanwhile
 
 
 def measure_blocks(
@@ -64,10 +65,10 @@ def measure_blocks(
     sums_grads: bool = False,
     grad_precision: Precision | None = None,
 ) -> MeasuredBlocks:
-    """What each block of a profile takes on this device. Holds the params of some blocks meanwhile.
+    """Measures the time of each block of a profile on this device. Meanwhile some blocks' params are in memory.
 
-    `sums_grads`: gradients are added up over micro-batches. `grad_precision`: the type of a block's gradient; None: the
-    model's.
+    `sums_grads`: gradients are summed over micro-batches. `grad_precision`: type of a block's gradient; None: that of
+    the model.
     """
     return _Bench(
         profile, config, precision, device, sums_grads=sums_grads, grad_precision=grad_precision or precision
@@ -75,7 +76,7 @@ def measure_blocks(
 
 
 def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:
-    """A profile with what its blocks take."""
+    """Returns the profile with the given block times."""
 
     def timed(block: int, found: BlockProfile) -> Any:
         return replace(found, forward_s=times[block].forward_s, backward_s=times[block].backward_s)
@@ -116,7 +117,7 @@ class _Bench:
         self._ids = torch.randint(vocab, (profile.num_examples, profile.num_tokens), device=device)
 
     def measure(self) -> MeasuredBlocks:
-        """Of each block, by what its kind takes."""
+        """Returns the times of each block; equal layers share the times measured for their kind."""
         rounds = self._rounds()
         embedding, head = BlockIndex(0), self._partition.head
         found: dict[int, BlockTimes] = {}
@@ -137,17 +138,17 @@ class _Bench:
             return [[first]]
         rounds = [self._round()]
         if time.perf_counter() - start_s < _MAX_S / 2:
-            rounds.clear()  # what is done only once counts in a short one
+            rounds.clear()  # drop the first rounds of a short measurement, because they include one-time work
         while not _is_known(rounds, time.perf_counter() - start_s):
             rounds.append(self._round())
         return rounds
 
     def _round(self) -> _Round:
-        """With each choice in turn, as a machine's pace changes."""
+        """Runs a pass with each choice in turn, so that changes of the machine's pace affect all choices alike."""
         return [self._pass(choices) for choices in self._choices]
 
     def _pass(self, choices: dict[BlockIndex, BlockActivations]) -> _Taken:
-        """Forward and backward through what is measured."""
+        """Runs forward and backward through the measured blocks with one choice for each layer."""
         self._runner.activations = choices
         runner, batch, head = self._runner, [self._ids], self._partition.head
         blocks = [BlockIndex(0), *choices]
@@ -188,13 +189,13 @@ class _Bench:
 
 
 def _choices_of(layer: LayerProfile) -> tuple[BlockActivations, ...]:
-    """First that nothing is computed again, then as `AgainTimes` has them."""
+    """Returns the choices to measure: no recomputation first, then in the order of `AgainTimes`."""
     holding = [way.choice for way in holding_ways(layer)] or [RECOMPUTE_ALL] * 2
     return (_KEEP_ALL, RECOMPUTE_ALL, *holding)
 
 
 def _both(passes: Iterable[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float, float]:
-    """What they take forward and backward: the mean of those that were gone through."""
+    """Returns the mean forward and backward times of the given blocks over the passes that include them."""
     forward, backward = zip(*(each[block] for each in passes for block in blocks if block in each), strict=True)
     return statistics.fmean(forward), statistics.fmean(backward)
 
@@ -206,7 +207,10 @@ def _is_known(rounds: Sequence[_Round], taken_s: float) -> bool:
 
 
 def _standard_error(rounds: Sequence[_Round]) -> float:
-    """Of the rounds' mean, relative to it; 0 for one so long that a machine's pace is in it."""
+    """Returns the relative standard error of the rounds' mean.
+
+    It is 0 for a single round, which is long enough to average out changes of pace.
+    """
     if len(rounds) == 1:
         return 0.0
     seconds = [math.fsum(sum(taken) for each in passes for taken in each.values()) for passes in rounds]

@@ -1,4 +1,4 @@
-"""Profiles of models by shapes alone: no weights are read, nothing is computed or allocated."""
+"""Profiles models by tensor shapes alone. It reads no weights, and computes or allocates nothing."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from windlass.planner.cost import BlockProfile, LayerProfile, ModelProfile, Oper
 from windlass.planner.hardware import ModelShape
 from windlass.storage.ids import BlockIndex, Precision
 
-# Source: torch's kernel of memory-efficient attention, `kAlignLSE`.
+# Tokens: the width to which an attention kernel on a GPU pads. Source: torch's memory-efficient attention, `kAlignLSE`.
 _PADDED_TOKENS = 32
 
 
 def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
-    """A transformers config with these numbers, for sequences of up to `num_tokens` tokens; without dropout."""
+    """Returns a transformers config with these sizes, without dropout, for sequences of up to `num_tokens` tokens."""
     if shape.is_gpt:
         return GPT2Config(
             n_layer=shape.num_layers,
@@ -26,7 +26,7 @@ def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
             n_head=shape.num_heads,
             vocab_size=shape.vocab_size,
             n_positions=num_tokens,
-            activation_function="gelu_pytorch_tanh",  # the same function in one operator, as others compute it
+            activation_function="gelu_pytorch_tanh",  # the tanh approximation in one operator, as in other systems
             attn_pdrop=0.0,
             embd_pdrop=0.0,
             resid_pdrop=0.0,
@@ -45,12 +45,12 @@ def config_of_shape(shape: ModelShape, *, num_tokens: int) -> Any:
 def profile_config(
     config: Any, precision: Precision, *, num_examples: int, num_tokens: int, device: str = "cpu"
 ) -> ModelProfile:
-    """Of a transformers config; see `Profiler`."""
+    """Profiles the model of a transformers config; see `Profiler`."""
     return Profiler(config, precision, device=device).profile(num_examples, num_tokens)
 
 
 def kinds_of_layers(partition: Partition) -> list[tuple[BlockIndex, ...]]:
-    """Layers whose params have the same shapes, together."""
+    """Groups layers whose params have the same shapes."""
     kinds: dict[object, list[BlockIndex]] = {}
     for block in map(BlockIndex, range(1, partition.head)):
         layout = partition.layout.blocks[block]
@@ -62,9 +62,9 @@ def kinds_of_layers(partition: Partition) -> list[tuple[BlockIndex, ...]]:
 class Profiler:
     """Profiles one model for micro-batches of any shape.
 
-    `device`: where it is gone through, as operators choose their kernels by that. `for_gpu`: it will be computed on one
-    all the same; what attention puts out is counted as there. Layers that hold params of the same shapes are gone
-    through once.
+    `device`: runs the shapes there, because operators choose their kernels by device. `for_gpu`: the job will run on a
+    GPU even if `device` is a CPU, so attention outputs are counted for a GPU. Layers whose params have the same shapes
+    are profiled once.
     """
 
     def __init__(self, config: Any, precision: Precision, *, device: str = "cpu", for_gpu: bool = False) -> None:
@@ -73,16 +73,16 @@ class Profiler:
         self._partition = Partition(build_meta_model(config, precision))
         self._runner = BlockRunner(self._partition, torch.device(device), seed=0)
         self._itemsize = next(self._partition.model.parameters()).element_size()
-        # For rehearsals, which make runners of their own: the one above must stay the only one of its partition.
+        # A second partition for dry runs. They make their own runners, and a partition must have one runner only.
         self.rehearsed = Partition(build_meta_model(config, precision))
 
     @property
     def layout(self) -> ModelLayout:
-        """Of the model's blocks."""
+        """The layout of the model's blocks."""
         return self._partition.layout
 
     def profile(self, num_examples: int, num_tokens: int) -> ModelProfile:
-        """For micro-batches of `num_examples` x `num_tokens` tokens."""
+        """Returns the profile for micro-batches of `num_examples` x `num_tokens` tokens."""
         partition, layout = self._partition, self._partition.layout
         peaks = self._peaks(num_examples, num_tokens)
         found: dict[int, LayerProfile] = {}
@@ -105,7 +105,7 @@ class Profiler:
         )
 
     def _peaks(self, num_examples: int, num_tokens: int) -> list[int]:
-        """Of each block's operations on the device, where all is computed again."""
+        """Returns the peak device bytes of each block's operations, with full recomputation."""
         dtype = next(self.rehearsed.model.parameters()).dtype
         rehearsal = DryRun(self.rehearsed, {}, grad_dtype=dtype, is_summed=False)
         units, head_peak_nbytes = rehearsal.units(num_examples, num_tokens)
@@ -135,7 +135,7 @@ class Profiler:
     def _outputs_nbytes(self, operator: OperatorCost, num_tokens: int) -> tuple[int, ...]:
         if not self._for_gpu or not operator.name.startswith(f"{ATTENTION}#"):
             return operator.outputs_nbytes
-        # Some kernel there pads the tokens of what it puts out beside the output: sums, a row for each head.
+        # On a GPU, some kernels pad the tokens of their second output, which has sums for each head.
         output, *others = operator.outputs_nbytes
         padded = -(-num_tokens // _PADDED_TOKENS) * _PADDED_TOKENS
         return output, *(-(-nbytes // num_tokens) * padded for nbytes in others)

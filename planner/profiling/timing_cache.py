@@ -1,4 +1,4 @@
-"""What a model's blocks take here, kept for the next jobs on such a model: to measure it takes seconds of all cores."""
+"""Stores the times of a model's blocks for later jobs, because measuring takes all cores for seconds."""
 
 import contextlib
 import hashlib
@@ -13,9 +13,9 @@ from windlass.engine.fingerprint import code_fingerprint
 from windlass.planner.cost import AgainTimes
 from windlass.planner.profiling.measure_model import BlockTimes, MeasuredBlocks
 
-_MOST_KEPT = 256
+_MOST_KEPT = 256  # files in the folder; the oldest are deleted
 
-# What is known less well is not kept: others computed meanwhile, and the next job may have the cores to itself.
+# Relative error above which times are not stored: other work ran meanwhile, and the next job may have all cores.
 _LARGEST_ERROR = 0.05
 
 Measure = Callable[[], MeasuredBlocks]
@@ -23,25 +23,28 @@ Measure = Callable[[], MeasuredBlocks]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingCache:
-    """Of one machine. Weights are no part of the question: what is measured has random ones."""
+    """Stored block times of one machine. They apply to any weights of a model, because measurements use random ones."""
 
-    folder: Path  # made when there is something to keep
-    machine: Mapping[str, Any]  # its profile, as JSON has it, and threads: measured anew, it is another machine
-    is_alone: bool  # no job trains here; else what is measured now is not worth keeping
+    folder: Path  # created when the first times are stored
+    machine: Mapping[str, Any]  # its profile as JSON, and threads: new rates make it another machine
+    is_alone: bool  # no job trains on this machine; else measured times are not stored
 
     def of(self, config: Any, asked: Mapping[str, Any], measure: Measure) -> dict[int, BlockTimes]:
-        """By block; measured where they are not kept. `config`: of transformers. `asked`: all that is measured by."""
+        """Returns the times by block, and measures them if they are not stored.
+
+        `config`: a transformers config. `asked`: all other facts that the times depend on.
+        """
         found = self.known(config, asked)
         if found is not None:
             return found
         measured = measure()
         if self.is_alone and measured.standard_error <= _LARGEST_ERROR:
-            with contextlib.suppress(OSError):  # a full disk costs the next job a measurement, and this one nothing
+            with contextlib.suppress(OSError):  # a full disk costs only the next job a measurement
                 self._keep(self._path(config, asked), measured.times)
         return measured.times
 
     def known(self, config: Any, asked: Mapping[str, Any]) -> dict[int, BlockTimes] | None:
-        """Those that are kept."""
+        """Returns the stored times, or None."""
         return _load(self._path(config, asked))
 
     def _path(self, config: Any, asked: Mapping[str, Any]) -> Path:

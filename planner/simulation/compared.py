@@ -1,8 +1,8 @@
-"""A step as another system would take it: its policy, on the simulated resources of a machine, block by block.
+"""Simulates another system's step block by block: its policy, with the rates of a machine.
 
-Who overlaps has three buffers for what comes to the device (one is read, one copied, one used), three for what leaves
-it, and works on four updates at once (one is read, one comes, one goes, one is written); who does not waits for
-everything. No step begins before the one before has ended.
+A system with overlap has three buffers for transfers to the device (reading, copying, in use) and three for transfers
+from it. It works on four updates at once (reading, copying in, copying out, writing). A system without overlap does one
+thing at a time. A step begins after the previous one has ended.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,22 +18,22 @@ from windlass.planner.hardware import Hardware
 from windlass.planner.simulation.resources import Log, Resource
 from windlass.planner.simulation.waiting import Process, Queue, Slots
 
-_SSDS, _OPTIMIZER = "ssds", "optimizer"  # all SSDs together, and all cores
+_SSDS, _OPTIMIZER = "ssds", "optimizer"  # resource names: all SSDs together, all cores together
 _NUM_BUFFERS = 3
 _NUM_UPDATES = 4
-_PARAM, _STATES = 2, 12  # bytes of a parameter: in 16 bit; in fp32, with its moments
+_PARAM, _STATES = 2, 12  # bytes of a parameter: in 16 bit; in fp32 with its moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedStep:
-    """What came out."""
+    """The step time of a simulated system, and its spans."""
 
     step_s: float
     spans: Sequence[WorkSpan]
 
     @property
     def gpu_share(self) -> float:
-        """Part of the step in which the GPU computes."""
+        """The share of the step in which the GPU computes."""
         return sum(span.end_s - span.start_s for span in self.spans if span.resource == COMPUTE) / self.step_s
 
 
@@ -45,10 +45,10 @@ def simulate_policy(
     one_by_one_gb_per_s: float | None = None,
     swapped_nbytes: int | None = None,
 ) -> ComparedStep:
-    """One step of the whole batch on one GPU. What is swapped, and computed again, is what `stage_times` says, which
-    explains the options.
+    """Simulates one step of the whole batch on one GPU.
 
-    Updates on the GPU take no time there, as in `stage_times`; what they read and write does.
+    The swapped and recomputed amounts are those of `stage_times`, which also documents the options. GPU updates take no
+    time, as there, but their transfers do.
     """
     rates = stage_rates(policy, hardware, one_by_one_gb_per_s=one_by_one_gb_per_s)
     times = stage_times(policy, hardware, profile, swapped_nbytes=swapped_nbytes)
@@ -60,7 +60,7 @@ def simulate_policy(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockWork:
-    """Of one block."""
+    """The work of one block in a step."""
 
     index: int
     numel: int
@@ -85,7 +85,7 @@ class _SimulatedStep:
         self._updating = Slots(self.log.env, _NUM_UPDATES)
 
     def run(self) -> Process:
-        """Ends with the last update."""
+        """Runs one step, until its last update has ended."""
         updates = self._policy.updates_in_backward
         backward = self._blocks[::-1]
         yield from self._pass(self._blocks, self._come, self._forward, self._leave, _nothing)
@@ -96,8 +96,9 @@ class _SimulatedStep:
             yield from self._pass(self._blocks, _nothing, _nothing, _nothing, self._update)
 
     def _pass(self, blocks: Sequence[_BlockWork], come: _Part, compute: _Part, leave: _Part, go_on: _Part) -> Process:
-        """Through all blocks: what comes to the device, what is computed there, what leaves it, and what goes on with
-        that in host memory. Ends when all of it is done.
+        """Runs all blocks through four phases, and returns when all of them have ended.
+
+        `come` copies to the device, `compute` computes there, `leave` copies to the host, and `go_on` works there.
         """
         env = self.log.env
         if not self._policy.overlaps:
@@ -106,7 +107,7 @@ class _SimulatedStep:
                     yield from part(block)
             return
         coming, leaving = Slots(env, _NUM_BUFFERS), Slots(env, _NUM_BUFFERS)
-        started = Queue[simpy.Event](env)  # to come, in the order of the blocks
+        started = Queue[simpy.Event](env)  # `come` processes in the order of the blocks
 
         def feed() -> Process:
             for block in blocks:
@@ -209,8 +210,10 @@ def _nothing(_: _BlockWork) -> Process:
 
 
 def _works(policy: Policy, hardware: Hardware, profile: ModelProfile, times: StageTimes) -> Iterator[_BlockWork]:
-    """What is swapped beside the layers' inputs is spread over the layers as what they save is, and so is what goes on
-    to the SSDs; what is computed again, as what they compute.
+    """Yields each block's work.
+
+    Swapped bytes beside the layers' inputs are divided in proportion to what the layers save. The part on the SSDs is
+    the same share of all of them. Recomputation is divided in proportion to the layers' work.
     """
     flops = stage_rates(policy, hardware).gpu_flops
     saved = sum(layer.saved_nbytes for layer in profile.layers)

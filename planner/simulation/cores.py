@@ -1,9 +1,10 @@
-"""Cores that several simulated resources share: where the device is the CPU, what is computed, updated and copied has
-the same ones. The two ways of a link that slow each other down share it in the same manner.
+"""Simulates cores that several resources share: on a CPU, compute, updates and copies use the same ones.
 
-Work says how many threads it has and how long it takes with all of them running. While there are more threads than
-cores, all work slows down alike: the kernel gives every thread the same share. Whoever takes one core counts as if it
-took all of them for as long: products are split evenly, and all cores wait for the one that began late.
+The two directions of a link that slow each other down are modelled in the same way.
+
+A task has a number of threads, and a duration with all of them running. If there are more threads than cores, all tasks
+slow down alike, because the kernel gives every thread the same share. A task on one core counts as if it used all cores
+for that time. Matrix products are split evenly, so all cores wait for the one that started late.
 """
 
 from collections.abc import Generator
@@ -16,12 +17,12 @@ import simpy
 @dataclass(slots=True, eq=False)
 class _Task:
     num_threads: float
-    left_s: float  # as if alone
+    left_s: float  # remaining seconds at full speed
     done: simpy.Event
 
 
 class SharedCores:
-    """In simulated time."""
+    """A pool of cores in simulated time."""
 
     def __init__(self, env: simpy.Environment, num_cores: float) -> None:
         self._env = env
@@ -31,7 +32,7 @@ class SharedCores:
         self._num_changes = 0
 
     def work(self, duration_s: float, num_threads: float) -> Generator[simpy.Event, Any, None]:
-        """Takes `duration_s` with all its threads running, longer where they must share."""
+        """Takes `duration_s` if all its threads have a core, and longer if they must share."""
         if duration_s <= 0:
             return
         self._go_on()
@@ -46,7 +47,7 @@ class SharedCores:
         return min(1.0, self.num_cores / num_threads) if num_threads else 1.0
 
     def _go_on(self) -> None:
-        """All have worked since the last change."""
+        """Accounts for the work of all tasks since the last change."""
         done_s = (self._env.now - self._since_s) * self._speed
         self._since_s = self._env.now
         for task in self._tasks:
@@ -61,7 +62,7 @@ class SharedCores:
 
     def _end(self, task: _Task, change: int) -> None:
         if change != self._num_changes:
-            return  # something else began or ended meanwhile
+            return  # another task began or ended in the meantime
         self._go_on()
         self._tasks.remove(task)
         task.done.succeed()

@@ -27,17 +27,17 @@ from windlass.planner.simulation.waiting import Process
 from windlass.planner.simulation.workers import Optimizer, Worker
 from windlass.storage.ids import ActorName, Step
 
-# Events between two looks at the time.
+# Number of simulation events between two checks of the time limit.
 _LOOK_EVERY = 1000
 
 
 class SimulatedJob:
-    """All actors of a job, and what they tell."""
+    """A job with all its actors, in simulated time."""
 
     def __init__(
         self, context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
     ) -> None:
-        """`keeps_spans`: for who wants them; else only the ends of steps are known."""
+        """`keeps_spans`: record spans and memory levels; else only the ends of steps are known."""
         self._world = SimulatedMachine(context, shape, rates, work, self._tell, keeps_spans=keeps_spans)
         self._pipeline = Pipeline(shape, TrainerState(scales_loss=False), Step(0))
         self._optimizers = {
@@ -48,7 +48,7 @@ class SimulatedJob:
         self._issue(self._pipeline.start(0.0))
 
     def run(self, is_late: Callable[[], bool] = lambda: False) -> list[WorkSpan]:
-        """The spans of all steps, until the last one is committed. Raises `Stuck`, and `TooLong` once it is late."""
+        """Runs until the last step is committed, and returns all spans. Raises `Stuck`, or `TooLong` if `is_late`."""
         env = self._world.env
         while env.peek() < math.inf:
             if is_late():
@@ -62,11 +62,14 @@ class SimulatedJob:
 
     @property
     def levels(self) -> list[Level]:
-        """Of memory, from the beginning until now; none where spans are not kept."""
+        """The memory levels from the start until now; empty without `keeps_spans`."""
         return self._world.levels
 
     def period_s(self, step: int) -> float:
-        """From the end of the backward pass before that step to the end of its own; runs as far. Raises `Stuck`."""
+        """Returns the time between the ends of two backward passes, the second one being `step`'s. Raises `Stuck`.
+
+        Runs the simulation until that step has ended.
+        """
         ends_s = self._world.step_ends_s
         while len(ends_s) < step:
             try:
@@ -74,7 +77,7 @@ class SimulatedJob:
             except RuntimeError:
                 if self._world.env.peek() < math.inf:
                     raise
-                raise self._stuck() from None  # there is nothing left that could happen
+                raise self._stuck() from None  # no event is left
         return ends_s[step - 1] - (ends_s[step - 2] if step > 1 else 0.0)
 
     def _tell(self, event: Message) -> None:

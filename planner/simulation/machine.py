@@ -1,4 +1,4 @@
-"""What the actors of a simulated job share: its facts, its resources, and the way to the scheduler."""
+"""The state that the actors of a simulated job share: its facts, its resources, and the channel to the scheduler."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from windlass.planner.simulation.waiting import Process, Signal, Slots
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span
 from windlass.storage.memory import SlotPool
 
-# What lies on several tiers.
+# Names of memory uses that occur on several tiers.
 PARAMS = "params"
 GRADIENTS = "gradients"
 STATES = "states"
@@ -36,9 +36,9 @@ class SimulatedMachine(Log):
         *,
         keeps_spans: bool,
     ) -> None:
-        """`tell` takes what actors tell the scheduler."""
+        """`tell` sends an actor's event to the scheduler."""
         super().__init__(rates.num_cores, keeps_spans=keeps_spans)
-        self.step_ends_s: list[float] = []  # of all steps so far: when their backward passes were over
+        self.step_ends_s: list[float] = []  # by step: time at which its backward pass ended
         self.step_ended = Signal(self.env)
         self.context = context
         self.shape = shape
@@ -47,7 +47,7 @@ class SimulatedMachine(Log):
         self.tell = tell
         formats, plan = context.formats, context.plan
         layout = context.layout
-        # First and past-last element in its block. Asked for again and again, so worked out once.
+        # Range of elements of a chunk in its block. Cached, because it is needed very often.
         self.chunk_ranges: dict[ChunkKey, tuple[int, int]] = {
             key: layout.chunk_range(key) for block in layout.blocks for key in layout.chunk_keys(block.index)
         }
@@ -55,7 +55,7 @@ class SimulatedMachine(Log):
         self.param_itemsize = formats.itemsizes[formats.param_kind]
         self.state_itemsize = sum(formats.itemsizes.values())
         self.grad_itemsize = grad_itemsize(context.spec)
-        # Of streamed blocks, where they are cut.
+        # Where streamed blocks are cut into pieces.
         self.bounds: dict[BlockIndex, tuple[int, ...]] = piece_bounds(context)
         self.param_slots = _ParamSlots(self, plan.params)
         self.param_slots_changed = Signal(self.env)
@@ -70,9 +70,9 @@ class SimulatedMachine(Log):
         ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
         self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s) for index in range(len(context.ssds))]
         self._geometry = context.geometry(0) if context.ssds else None
-        # Chunks of which an SSD has something that is not committed: that lies in a place of its own.
+        # Chunks with uncommitted data on an SSD. It takes space of its own until the commit.
         self._uncommitted: dict[ActorName, set[ChunkKey]] = {ssd_name(i): set() for i in range(len(context.ssds))}
-        # On the SSDs one generation is always there.
+        # The SSDs always hold one committed generation.
         device_nbytes = formats.update_itemsize * sum(layout.blocks[block].numel for block in plan.device_blocks)
         ssd_nbytes = plan.ssd_nbytes if context.ssds else 0
         self._keep_states(Tier.GPU, device_nbytes, device_nbytes)
@@ -80,34 +80,34 @@ class SimulatedMachine(Log):
         self._keep_states(Tier.SSD, ssd_nbytes, ssd_nbytes // 2)
 
     def slots(self, tier: Tier, what: str, slot_nbytes: int, num_slots: int) -> Slots:
-        """Slots for a kind of things, whose use is told."""
+        """Creates slots for one use of memory, and records how many bytes are taken."""
         self.allocate(tier, what, num_slots * slot_nbytes)
         return Slots(self.env, num_slots, lambda num_taken: self.level(tier, what, num_taken * slot_nbytes))
 
     def pool(self, what: str, pool: Pool) -> Slots:
-        """The same, of the arena."""
+        """Creates slots of the arena; see `slots`."""
         return self.slots(Tier.HOST, what, pool.slot_nbytes, pool.num_slots)
 
     def chunk_numel(self, key: ChunkKey) -> int:
-        """Elements of a chunk."""
+        """Returns the number of elements of a chunk."""
         start, stop = self.chunk_ranges[key]
         return stop - start
 
     def end_step(self) -> None:
-        """A step's backward pass is over."""
+        """Records that a step's backward pass has ended."""
         self.step_ends_s.append(self.env.now)
         self.step_ended.tell()
 
     def copy_in(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
-        """From host memory to the device."""
+        """Copies from host memory to the device."""
         return self._links[TO_DEVICE].work(nbytes / self.rates.h2d_bytes, kind, step, block, chunk, nbytes)
 
     def copy_out(self, nbytes: int, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK) -> Process:
-        """... and back."""
+        """Copies from the device to host memory."""
         return self._links[FROM_DEVICE].work(nbytes / self.rates.d2h_bytes, kind, step, block, chunk, nbytes)
 
     def ssd_of(self, key: ChunkKey) -> int:
-        """Where a chunk's states rest."""
+        """Returns the index of the SSD that stores a chunk's states."""
         assert self._geometry is not None
         return self._geometry.ssd_of(key)
 
@@ -121,16 +121,14 @@ class SimulatedMachine(Log):
         block: int,
         chunk: int = WHOLE_BLOCK,
     ) -> Process:
-        """To an SSD or from it, as the kind says."""
+        """Writes to an SSD or reads from it, as `kind` says."""
         is_read = kind.startswith("read_")
         rate = (self.rates.ssd_read_bytes if is_read else self.rates.ssd_write_bytes)[ssd]
         num_pieces = max(1, -(-nbytes // self.context.ssds[ssd].io.piece_nbytes))
         return self._ssds[ssd].move(nbytes / rate, num_pieces, priority, kind, step, block, chunk, nbytes)
 
     def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Process:
-        """Some of a chunk's states go to their SSD, or come from it; so does a gradient, which lies where the states of
-        its step will.
-        """
+        """Moves a chunk's states to or from their SSD. A gradient goes to the same place as the states of its step."""
         uncommitted = self._uncommitted[ssd_name(self.ssd_of(key))]
         if kind.startswith("write_") and key not in uncommitted:
             uncommitted.add(key)
@@ -138,7 +136,7 @@ class SimulatedMachine(Log):
         return self.ssd_move(self.ssd_of(key), nbytes, kind, step, priority, key.block, key.chunk)
 
     def committed(self, ssd: ActorName) -> None:
-        """What was written there since the last commit takes the place of what was there before."""
+        """Replaces an SSD's committed data by what was written since the last commit."""
         nbytes = self.state_itemsize * self.context.layout.chunk_numel
         self.level(Tier.SSD, STATES, -nbytes * len(self._uncommitted[ssd]))
         self._uncommitted[ssd].clear()
@@ -149,7 +147,7 @@ class SimulatedMachine(Log):
 
 
 class _ParamSlots(SlotPool):
-    """The real pool, as the real cache uses it, and its level."""
+    """The pool that the real cache uses, with a record of its level."""
 
     def __init__(self, log: Log, pool: Pool) -> None:
         super().__init__(pool.offset, pool.slot_nbytes, pool.num_slots)

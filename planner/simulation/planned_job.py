@@ -1,4 +1,4 @@
-"""A planned job, simulated: what its steps take with queues and waits, of which the planner's sums know nothing."""
+"""Simulates a planned job. It includes queueing and waiting, which the planner's cost model leaves out."""
 
 import math
 import statistics
@@ -19,34 +19,34 @@ from windlass.planner.simulation.simulate import Rates, Work, simulate, steady_s
 from windlass.planner.solver import Solution
 from windlass.storage.ids import Formats, JobId, Precision
 
-# Steps that are simulated, and how many of the first are not steady yet.
+# Number of steps to simulate, and number of first steps that are not steady yet.
 _NUM_STEPS = 4
 _NUM_FIRST_STEPS = 2
-# What a message takes between two processes.
+# Seconds that a message between two processes takes.
 _MESSAGE_S = 0.0005
-# More chunks, or more slots of activations, than that are simulated as fewer, larger ones.
+# Limits of a simulation's size. Beyond them, chunks or activation slots are simulated as fewer, larger ones.
 _MAX_CHUNKS = 2000
 _MAX_ACTIVATION_SLOTS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSteps:
-    """What came out."""
+    """The simulated step time, and the timelines of the steps."""
 
     step_s: float  # in steady state
     steps: Sequence[StepSpans]
 
     @property
     def memory(self) -> dict[Tier, TierMemory]:
-        """What is in use of each tier in the last step, and until all is committed.
+        """The memory in use on each tier, from the last step until all is committed.
 
-        Where chunks and slots were made larger to simulate, so is what they take.
+        If chunks or slots were enlarged for the simulation, these values are enlarged as well.
         """
         return memory_of(self.steps[-1].levels)
 
 
 def simulated_step_s(solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int) -> float:
-    """What a step of a planned job takes in steady state, on its machine; see `simulate_planned`.
+    """Returns the steady step time of a planned job on its machine; see `simulate_planned`.
 
     Raises:
         Stuck: the job would not end.
@@ -57,7 +57,7 @@ def simulated_step_s(solution: Solution, layout: ModelLayout, formats: Formats, 
 def simulate_planned(
     solution: Solution, layout: ModelLayout, formats: Formats, *, num_cores: int, limit_s: float = math.inf
 ) -> SimulatedSteps:
-    """The steps of a planned job on its machine. `num_cores`: of one whose device is the CPU.
+    """Simulates the steps of a planned job on its machine. `num_cores`: used if the device is the CPU.
 
     Raises:
         Stuck: the job would not end.
@@ -77,14 +77,14 @@ def _simulated(
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     work = work_of(solution)
     context = _with_fewer_slots(make_context(spec, layout, ""), work)
-    # The slots are for the widest micro-batches; what goes through them is of the mean one.
+    # Slots have the size of the widest micro-batches; the transfers have that of the mean one.
     work = _of_mean_size(work, solution.costs.job.model.size_share)
     rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
     return context, job_shape(context, lambda _: "{}"), rates, work
 
 
 def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
-    """Of a machine, for the simulator. Where the device is the CPU, rates are those of all its cores."""
+    """Converts a machine's rates for the simulator. On a CPU, rates are those of all cores."""
     return Rates(
         h2d_bytes=speeds.h2d_bytes,
         d2h_bytes=speeds.d2h_bytes,
@@ -102,7 +102,7 @@ def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
 
 
 def work_of(solution: Solution) -> Work:
-    """What operations take by the costs that the plan was made with, what they swap and hold."""
+    """Returns the times of operations by the plan's costs, and the bytes that they swap and keep."""
     costs, model = solution.costs, solution.costs.job.model
     group_size, head = costs.group_size, len(model.layers) + 1
     embedding_s = costs.compute_s(model.embedding)
@@ -125,7 +125,7 @@ def work_of(solution: Solution) -> Work:
 
 
 def _of_mean_size(work: Work, share: float) -> Work:
-    """The same work, with so much of the bytes that are swapped."""
+    """Returns the work with swapped bytes multiplied by `share`."""
     swapped = {block: [max(1, int(share * nbytes)) for nbytes in out] for block, out in work.swapped_nbytes.items()}
     return replace(work, swapped_nbytes=swapped)
 
@@ -137,7 +137,7 @@ def _in_fewer_chunks(layout: ModelLayout) -> ModelLayout:
 
 
 def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
-    """All that the budget decided is said: with larger chunks it would decide something else."""
+    """Fixes all choices that follow from the budget, because larger chunks would change them."""
     plan, placement = solution.plan, solution.placement
     cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
     num_host_grad_blocks = len(layout.blocks) - len(plan.spilled_blocks) if plan.spilled_blocks else None
@@ -150,7 +150,7 @@ def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
 
 
 def _with_fewer_slots(context: JobContext, work: Work) -> JobContext:
-    """Swapped activations in larger slots, as many parts on their way to the SSDs, and the same share of all there."""
+    """Enlarges the slots of swapped activations. Keeps the number of staged parts and the share on the SSDs."""
     plan, pool = context.plan, context.plan.activations
     tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer] * plan.group_size
     factor = sum(tensors) // (_MAX_ACTIVATION_SLOTS * pool.slot_nbytes)
@@ -167,7 +167,7 @@ def _with_fewer_slots(context: JobContext, work: Work) -> JobContext:
 
 
 def _spec_of(solution: Solution, formats: Formats) -> JobSpec:
-    """A job that is like the planned one wherever the simulator looks; it has no files."""
+    """Builds a job that equals the planned one in all that the simulator uses. It has no files."""
     job = solution.costs.job
     return JobSpec(
         job=JobId("planned"),
@@ -190,7 +190,7 @@ def _spec_of(solution: Solution, formats: Formats) -> JobSpec:
             beta1=0.9,
             beta2=0.999,
             epsilon=1e-8,
-            clip_norm=None,  # the update order says what follows from it
+            clip_norm=None,  # the update order already includes the effect of clipping
             precision=formats.precision,
             seed=0,
             state_precision=formats.states,

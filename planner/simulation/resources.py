@@ -1,4 +1,4 @@
-"""What a simulated machine is made of: resources that do one thing at a time, and what they are told to do."""
+"""The resources of a simulated machine, each of which does one thing at a time, and the work for them."""
 
 import heapq
 import math
@@ -13,62 +13,61 @@ from windlass.actors.timeline import WHOLE_BLOCK, Level, Tier
 from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.waiting import Process
 
-# Of a piece: what is left of a transfer beside that is nothing, as times are sums.
+# Share of a piece: a shorter rest of a transfer counts as nothing, because times are sums with rounding errors.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of each resource; bytes and params are per second."""
+    """The rate of each resource. Bytes and params are per second."""
 
     h2d_bytes: float
     d2h_bytes: float
-    duplex_share: float = 1.0  # of its rate that each of these two ways has while both are busy
+    duplex_share: float = 1.0  # share of its rate that each direction keeps while both are busy
     ssd_read_bytes: tuple[float, ...]  # of each SSD
     ssd_write_bytes: tuple[float, ...]
     optimizer_params: float  # of each optimizer
     device_params: float  # updated on the device, for blocks that rest there
-    device_rounded_params: float = math.inf  # made of their master on the device, for such blocks
-    message_s: float = 0.0  # to the scheduler or from it; those between workers take no time
-    ssd_cpu_s_per_byte: float = 0.0  # that shared cores spend meanwhile
-    commit_s: float = 0.0  # of an SSD, once everything is written
-    # The device is given an operation while it computes the one before, as a GPU is and a CPU is not: then the first
-    # piece of a layer that comes in pieces is copied meanwhile.
+    device_rounded_params: float = math.inf  # derived from their master on the device, for such blocks
+    message_s: float = 0.0  # to or from the scheduler; messages between workers take no time
+    ssd_cpu_s_per_byte: float = 0.0  # time of shared cores for each byte moved
+    commit_s: float = 0.0  # of one SSD, after all writes
+    # The device queues an operation while it computes the previous one, as a GPU does and a CPU does not. Then the
+    # first piece of a streamed layer is copied meanwhile.
     gives_ahead: bool = True
-    # Of a machine whose device is the CPU: compute, copies and updates share so many; None: none of them does.
+    # On a CPU: the cores that compute, copies and updates share. None: they share none.
     num_cores: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What operations take, and what they leave for others."""
+    """The compute time of operations, and their swapped and kept bytes."""
 
-    # Seconds of compute of one operation, by phase and block: of one whole group of micro-batches. Where a step has one
-    # group, that is all of its micro-batches. A smaller last group takes its share.
+    # Seconds of compute of an operation for one whole group of micro-batches, by phase and block. A smaller last group
+    # takes a proportional part.
     compute_s: Mapping[tuple[Phase, int], float]
-    # Of each layer that swaps activations, by its block: the bytes of each tensor of one micro-batch that leaves the
-    # device, in the order in which they leave it.
+    # By block, for layers that swap activations: bytes of each tensor of one micro-batch, in the order in which they
+    # leave the device.
     swapped_nbytes: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # For levels of memory alone, by block and for one micro-batch; of blocks that are not named nothing is known. What
-    # stays on the device from the forward pass to the backward pass, and the most that an operation has there beside
-    # what was there before.
+    # For memory levels only, by block and for one micro-batch: bytes kept on the device from forward to backward, and
+    # the maximum that an operation allocates. Missing blocks count as 0.
     held_nbytes: Mapping[int, int] = field(default_factory=dict)
     peak_nbytes: Mapping[int, int] = field(default_factory=dict)
 
 
 class Stuck(RuntimeError):
-    """A simulated job that does not end: what it waits for never comes."""
+    """A simulated job that cannot end, because it waits for an event that never comes."""
 
 
 class TooLong(RuntimeError):
-    """A simulation that has taken as long as it may."""
+    """A simulation that exceeded its time limit."""
 
 
 class Log:
-    """The clock, the spans that the real actors would tell, and the levels of memory."""
+    """The clock, the spans that real actors would report, and the memory levels."""
 
     def __init__(self, num_cores: int | None = None, *, keeps_spans: bool = True) -> None:
-        """`num_cores`: that those resources share which use them; None: each has what it needs."""
+        """`num_cores`: cores shared by the resources that use them; None: every resource has its own."""
         self._keeps_spans = keeps_spans
         self.env = simpy.Environment()
         self.spans: list[WorkSpan] = []
@@ -77,7 +76,7 @@ class Log:
         self._cores = None if num_cores is None else SharedCores(self.env, num_cores)
 
     def spend(self, duration_s: float) -> Process:
-        """Time in which somebody computes, copies or updates, as long as it takes with all cores."""
+        """Waits for `duration_s` of work on all cores, and longer if they are shared."""
         if self._cores is None:
             yield self.env.timeout(duration_s)
         else:
@@ -86,18 +85,18 @@ class Log:
     def note(
         self, resource: str, kind: SpanKind, step: int, block: int, chunk: int, start_s: float, nbytes: int = 0
     ) -> None:
-        """Something that began then is over."""
+        """Records a span that began at `start_s` and ends now."""
         if self._keeps_spans:
             self.spans.append(WorkSpan(resource, kind, step, block, chunk, start_s, self.env.now, nbytes))
 
     def allocate(self, tier: Tier, what: str, nbytes: int) -> None:
-        """So much more is set aside for a kind of things at all times."""
+        """Records that `nbytes` more are reserved for a use of memory, from the start to the end."""
         if self._keeps_spans and nbytes:
             self._allocated[tier, what] = self._allocated.get((tier, what), 0) + nbytes
             self._points.setdefault((tier, what), [(0.0, 0)])
 
     def level(self, tier: Tier, what: str, nbytes: int) -> None:
-        """A kind of things takes so much more of a tier from now on, or less."""
+        """Changes the level of a use of memory by `nbytes` from now on."""
         if not self._keeps_spans or not nbytes:
             return
         points = self._points.setdefault((tier, what), [(0.0, 0)])
@@ -109,7 +108,7 @@ class Log:
 
     @property
     def levels(self) -> list[Level]:
-        """So far, where spans are kept."""
+        """The memory levels so far; empty without `keeps_spans`."""
         return [
             Level(tier, what, self._allocated.get((tier, what)), tuple(points))
             for (tier, what), points in self._points.items()
@@ -117,10 +116,10 @@ class Log:
 
 
 class Resource:
-    """Does one thing after the other, in the order in which they come."""
+    """A resource that does one thing after the other, in the order of the requests."""
 
     def __init__(self, log: Log, name: str, spend: Callable[[float], Process] | None = None) -> None:
-        """`spend`: lets the time of something pass, which by itself takes so long; None: as the log does."""
+        """`spend(duration_s)` lets the time of a piece of work pass; None: the log's."""
         self._log = log
         self._name = name
         self._spend = log.spend if spend is None else spend
@@ -130,7 +129,7 @@ class Resource:
     def work(
         self, duration_s: float, kind: SpanKind, step: int, block: int, chunk: int = WHOLE_BLOCK, nbytes: int = 0
     ) -> Process:
-        """Takes so long with all cores, where these are shared."""
+        """Occupies the resource for `duration_s`, or longer if the cores are shared."""
         yield from self._take_turn()
         start_s = self._log.env.now
         yield from self._spend(duration_s)
@@ -138,7 +137,7 @@ class Resource:
         self._log.note(self._name, kind, step, block, chunk, start_s, nbytes)
 
     def carry_out(self, process: Process, kind: SpanKind, step: int, block: int) -> Process:
-        """Something that takes its own time, and waits for others, while nothing else has its turn."""
+        """Occupies the resource while `process` runs, which takes its own time and may wait for others."""
         yield from self._take_turn()
         start_s = self._log.env.now
         yield from process
@@ -153,7 +152,10 @@ class Resource:
         self._is_busy = True
 
     def _end_turn(self) -> None:
-        """It stays busy where somebody waits, who goes on in the same moment."""
+        """Passes the turn to the next waiting process.
+
+        The resource stays busy, because that process continues at once.
+        """
         if self._waiting:
             self._waiting.popleft().succeed()
         else:
@@ -162,9 +164,9 @@ class Resource:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """Bytes on their way to an SSD or from it."""
+    """A transfer to or from an SSD."""
 
-    urgency: tuple[tuple[int, int], int]  # and, of those that are as urgent, the order in which they came
+    urgency: tuple[tuple[int, int], int]  # (priority, order of arrival)
     left_s: float
     piece_s: float
     cpu_s: float
@@ -176,10 +178,10 @@ class _Transfer:
 
 
 class Ssd:
-    """Moves one thing after the other, the most urgent first; something more urgent goes first after each piece."""
+    """An SSD that does one transfer after the other. A more urgent one interrupts at the end of a piece."""
 
     def __init__(self, log: Log, name: str, cpu_s_per_byte: float = 0.0) -> None:
-        """`cpu_s_per_byte`: that cores which others share spend beside what is moved."""
+        """`cpu_s_per_byte`: time of shared cores for each byte moved."""
         self._log = log
         self._name = name
         self._cpu_s_per_byte = cpu_s_per_byte
@@ -187,8 +189,8 @@ class Ssd:
         self._moving: _Transfer | None = None
         self._since_s = 0.0
         self._num_arrived = 0
-        self._num_ends = 0  # that were set: the last one counts
-        self._ends_whole = True  # it is the end of all that was left, not of a piece
+        self._num_ends = 0  # number of ends scheduled so far; only the last one is valid
+        self._ends_whole = True  # the end is that of the whole transfer, not of a piece
 
     def move(
         self,
@@ -201,7 +203,7 @@ class Ssd:
         chunk: int,
         nbytes: int,
     ) -> Process:
-        """Returns when all pieces are moved."""
+        """Returns when the whole transfer has ended."""
         self._num_arrived += 1
         over = self._log.env.event()
         cpu_s = nbytes * self._cpu_s_per_byte
@@ -225,7 +227,7 @@ class Ssd:
         self._end_after(moving.left_s, is_whole=True)
 
     def _cut_short(self, moving: _Transfer) -> None:
-        """What is moving stops at the end of a piece."""
+        """Stops the current transfer at the end of its piece."""
         passed_s = self._log.env.now - self._since_s
         piece_end_s = max(1, math.ceil(passed_s / moving.piece_s)) * moving.piece_s if moving.piece_s else 0.0
         is_whole = piece_end_s >= moving.left_s - _ROUNDING * moving.piece_s
@@ -241,8 +243,8 @@ class Ssd:
     def _end(self, end: simpy.Event) -> None:
         moving = self._moving
         if end.value != self._num_ends or moving is None:
-            return  # something more urgent has come meanwhile
-        # Not by what is left: late in a long job the clock has too few digits for a short transfer.
+            return  # a more urgent transfer has changed the end
+        # Do not compare remaining seconds: late in a long job the clock is too coarse for a short transfer.
         if self._ends_whole:
             moving.over.succeed()
         else:

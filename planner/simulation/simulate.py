@@ -1,9 +1,9 @@
-"""A job as it would run on a machine that may not exist: discrete events, in no time and with no bytes.
+"""Simulates a job on a machine that need not exist, with discrete events and without any data.
 
-The scheduler's policy is the real one, and so are the plan's slots and the cache of params; what is simulated are the
-other actors, chunk by chunk, as far as they use resources: compute, the two ways to the device, each SSD, each
-optimizer. A resource does one thing at a time and takes as long as its rate says. What comes out are the spans that the
-real actors would tell, and from them the same timeline; and what is in use of each tier's memory meanwhile.
+The scheduler's policy, the plan's slots and the cache of params are the real ones. The other actors are simulated chunk
+by chunk, as far as they use resources: compute, the two directions of the link, each SSD, each optimizer. A resource
+does one thing at a time, at its rate. The result has the spans that real actors would report. It has the timeline that
+follows from them, and the memory in use on each tier.
 """
 
 import math
@@ -22,10 +22,10 @@ from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
 
 __all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate", "steady_step_s"]
 
-# Steps of which the first is not like the others: there is no step before it.
+# Minimum and maximum number of steps to simulate. The first step differs from the others, because none precedes it.
 _LEAST_STEPS = 3
 _MOST_STEPS = 6
-# Of a step: what differs less from the step before is steady.
+# Relative difference to the previous step, up to which a step is steady.
 _STEADY = 0.01
 
 
@@ -37,16 +37,15 @@ def simulate(
     *,
     is_late: Callable[[], bool] = lambda: False,
 ) -> list[StepSpans]:
-    """The timelines of all steps of a job, as the real job would tell them; evaluations are left out.
+    """Returns the timelines of all steps of a job, as the real job would report them. Evaluations are left out.
 
-    With levels of memory, in each step's period; those of the last step go on until all is committed.
-
-    `is_late` is asked again and again, whether the simulation has taken as long as it may.
+    Each one has the memory levels of its period. Those of the last step continue until all is committed. `is_late` is
+    called often, and says whether the simulation has exceeded its time limit.
 
     Raises:
-        ValueError: the rates are of other SSDs, or what is swapped is not what the plan says or has room for.
+        ValueError: the rates are for another number of SSDs, or the swapped bytes do not match the plan.
         Stuck: the job does not end. That would be a defect of the policy, the plan or this simulation.
-        TooLong: it is late.
+        TooLong: `is_late` returned true.
     """
     shape = replace(shape, num_evaluation_groups=0)
     job = _job(context, shape, rates, work)
@@ -60,7 +59,7 @@ def simulate(
     )
     timeline.begin(0.0)
     spans, told = sorted(found, key=attrgetter("end_s")), 0
-    # Actors tell of a step while the next one runs. Of several groups of micro-batches, the last one ends a step.
+    # Actors report a step while the next one runs. The last of several groups of micro-batches ends a step.
     ends = {span.step: span.end_s for span in spans if span.kind is SpanKind.BACKWARD and span.block == 0}
     steps = []
     for step in range(1, shape.total_steps + 1):
@@ -75,12 +74,12 @@ def simulate(
 
 
 def steady_step_s(context: JobContext, shape: SchedulerConfig, rates: Rates, work: Work) -> float:
-    """What a step takes once one takes as long as the one before, whatever number of steps the job has.
+    """Returns the step time in steady state, whatever the number of steps of the job.
 
     Raises:
         ValueError, Stuck: as `simulate`.
     """
-    # One more than is looked at: at the end of a job everything is committed.
+    # One step more than is measured, because the end of a job commits everything.
     shape = replace(shape, num_evaluation_groups=0, total_steps=_MOST_STEPS + 1)
     job = _job(context, shape, rates, work, keeps_spans=False)
     periods_s = [job.period_s(step) for step in range(1, _LEAST_STEPS)]

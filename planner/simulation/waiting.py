@@ -1,5 +1,7 @@
-"""What simulated processes wait for. As SimPy's stores and containers, but that what is there is had without an event:
-most of what a simulation of a large job costs are events.
+"""Primitives that simulated processes wait for.
+
+They are like SimPy's stores and containers, but create no event if nothing must be waited for. Events are most of the
+cost of simulating a large job.
 """
 
 from collections import deque
@@ -10,54 +12,54 @@ import simpy
 
 _Found = TypeVar("_Found")
 _Item = TypeVar("_Item")
-# What waits for events, and comes to something in the end.
+# A process that waits for events and returns a result.
 Finding = Generator[simpy.Event, Any, _Found]
 Process = Finding[None]
 
 
 class Signal:
-    """What several processes may wait for, again and again."""
+    """A condition variable: several processes may wait for each change."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._next: simpy.Event | None = None  # that somebody waits for
+        self._next: simpy.Event | None = None  # the event that processes wait for now
 
     def tell(self) -> None:
-        """Something has changed: who waits looks again."""
+        """Notifies all waiting processes of a change."""
         told, self._next = self._next, None
         if told is not None:
             told.succeed()
 
     def until(self, condition: Callable[[], bool]) -> Process:
-        """Waits until it holds."""
+        """Waits until `condition` is true."""
         while not condition():
             yield self.next
 
     @property
     def next(self) -> simpy.Event:
-        """The next change."""
+        """The event of the next change."""
         if self._next is None:
             self._next = self._env.event()
         return self._next
 
 
 class Queue(Generic[_Item]):
-    """Things for one process, which takes them in the order in which they came."""
+    """A FIFO queue with one receiver."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._items: deque[_Item] = deque()
-        self._arrived: simpy.Event | None = None  # that the process waits for
+        self._arrived: simpy.Event | None = None  # the event that the receiver waits for
 
     def put(self, item: _Item) -> None:
-        """It may be taken from now on."""
+        """Appends an item."""
         self._items.append(item)
         if self._arrived is not None:
             self._arrived.succeed()
             self._arrived = None
 
     def get(self) -> Finding[_Item]:
-        """Returns the first, once there is one."""
+        """Returns the first item, and waits if there is none."""
         if not self._items:
             self._arrived = self._env.event()
             yield self._arrived
@@ -65,19 +67,19 @@ class Queue(Generic[_Item]):
 
 
 class Slots:
-    """Some that are free; who asks for several gets them at once, and who asks first is served first."""
+    """A pool of equal slots. A request for several gets all of them at once; requests are served in order."""
 
     def __init__(
         self, env: simpy.Environment, num_free: int, note: Callable[[int], None] = lambda num_taken: None
     ) -> None:
-        """`note` is called with how many are taken, or less than 0: given back."""
+        """`note` is called with the number of slots acquired, or a negative number of slots released."""
         self._env = env
         self._num_free = num_free
         self._note = note
         self._waiting: deque[tuple[int, simpy.Event]] = deque()
 
     def take(self, count: int = 1) -> Process:
-        """Returns when they are the caller's."""
+        """Returns when the caller has the slots."""
         if self._waiting or count > self._num_free:
             taken = self._env.event()
             self._waiting.append((count, taken))
@@ -87,7 +89,7 @@ class Slots:
             self._note(count)
 
     def give_back(self, count: int = 1) -> None:
-        """They are free again."""
+        """Releases slots."""
         self._num_free += count
         self._note(-count)
         while self._waiting and self._waiting[0][0] <= self._num_free:

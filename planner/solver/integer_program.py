@@ -1,12 +1,13 @@
-"""The planner's integer program: how many of the blocks that are alike go which way, so that a step takes least.
+"""The planner's integer program. It decides how many of a group of equal blocks use which option, for the shortest
+step.
 
-A step has *parts* that take time (computing forward, reading from SSDs, ...). Every way of a block adds so many seconds
-to each part and so many bytes to each tier. What a step takes is the largest of some *bounds*, each a sum of parts: a
-resource is busy with all that it does, and what must wait for something else comes after it. Every tier has a limit.
-Most bytes on a tier add up; some are in a buffer that never holds more than so many.
+A step has *parts* that take time (computing forward, reading from SSDs, ...). Each option (`Way`) of a block adds
+seconds to each part and bytes to each tier. The step time is the largest of some *bounds*. A bound is a weighted sum of
+parts: all work of one resource, or work that cannot overlap. Every tier has a limit. Most bytes on a tier add up. Some
+are in a buffer of limited size, which then counts at most that size.
 
-AutoHete's program (section 3.2) counts the blocks that recompute, offload their params, offload their optimizer states;
-here the ways are given by the caller. Solved by HiGHS, of SciPy.
+AutoHete's program (section 3.2) counts the blocks that recompute, offload their params, or offload their optimizer
+states. Here the caller defines the options. The solver is HiGHS, from SciPy.
 """
 
 import functools
@@ -15,33 +16,34 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-import scipy  # its parts are imported when they are first used: most who import this solve nothing
+import scipy  # loads its submodules on first use, because most processes that import this module solve nothing
 
 from windlass.planner.solver.native_stdout import suppress_native_stdout
 
-# Of two assignments whose steps take the same, the one with less work in its parts is better: so much of it counts.
+# Weight of all parts' seconds in the cost. If two assignments have the same step time, the one with less work is
+# better.
 SPARE_WEIGHT = 1e-4
-# What HiGHS calls an optimum: the relative gap to what could be better yet.
+# Relative gap to the best possible value at which HiGHS stops: an optimum.
 _GAP = 1e-6
-# Where many assignments take nearly the same, proving that takes thousands of nodes of the search, and changes no more
-# than the fourth digit of a step: after so many nodes, this gap is enough.
+# Limits for programs with many nearly equal assignments. A proof would take thousands of nodes, and would change only
+# the fourth digit of the step time. After `_MAX_NODES` nodes the wider gap is enough.
 _MAX_NODES = 150
 _WIDE_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """What one block adds to a step."""
+    """An option for one block: the seconds and bytes that it adds to a step."""
 
-    seconds: tuple[float, ...]  # to each part
-    nbytes: tuple[float, ...]  # to each tier
-    movable_nbytes: float = 0.0  # of these, what the overflow may move
-    buffered_nbytes: tuple[float, ...] = ()  # besides these, to each buffer; (): nothing
+    seconds: tuple[float, ...]  # added to each part
+    nbytes: tuple[float, ...]  # added to each tier
+    movable_nbytes: float = 0.0  # part of these that the overflow may move
+    buffered_nbytes: tuple[float, ...] = ()  # added to each buffer, beside `nbytes`; (): nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGroup:
-    """So many blocks, each of which goes one of the ways."""
+    """A number of equal blocks, each of which uses one of the options."""
 
     count: int
     ways: tuple[Way, ...]
@@ -49,7 +51,7 @@ class BlockGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A step takes at least `constant_s` and the parts, each times its weight."""
+    """A lower bound of the step time: `constant_s` and the weighted sum of the parts."""
 
     weights: tuple[float, ...]
     constant_s: float = 0.0
@@ -57,16 +59,16 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overflow:
-    """Bytes may move from one tier to another, which takes time."""
+    """A transfer of bytes from one tier to another, which takes time."""
 
-    source: int  # tiers
+    source: int  # a tier, as `target`
     target: int
     seconds: tuple[float, ...]  # of each part, per byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """On a tier: it takes as much as goes there, and at most so much."""
+    """A buffer on a tier. It takes the bytes that the options add to it, but at most `most_nbytes`."""
 
     tier: int
     most_nbytes: float
@@ -74,11 +76,11 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """All that there is to decide."""
+    """A complete integer program."""
 
     blocks: tuple[BlockGroup, ...]
-    seconds: tuple[float, ...]  # of each part, whatever is chosen
-    nbytes: tuple[float, ...]  # on each tier, whatever is chosen
+    seconds: tuple[float, ...]  # of each part, independent of the options
+    nbytes: tuple[float, ...]  # on each tier, independent of the options
     limits: tuple[float, ...]  # bytes of each tier
     bounds: tuple[Bound, ...]
     overflow: Overflow | None = None
@@ -87,7 +89,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """`counts`: of each kind of blocks, how many go each way."""
+    """A result. `counts`: for each group of blocks, how many use each option."""
 
     counts: tuple[tuple[int, ...], ...]
     moved_nbytes: float  # by the overflow
@@ -95,7 +97,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an assignment comes to."""
+    """The step time, and the seconds and bytes of an assignment."""
 
     step_s: float
     seconds: tuple[float, ...]
@@ -103,12 +105,12 @@ class Outcome:
 
     @property
     def cost(self) -> float:
-        """What is made least."""
+        """The value that the program minimizes."""
         return self.step_s + SPARE_WEIGHT * sum(self.seconds)
 
 
 def outcome_of(program: Program, assignment: Assignment) -> Outcome:
-    """Exact, and whether it fits or not."""
+    """Computes an assignment's outcome exactly, even if it exceeds the limits."""
     seconds, nbytes, buffered = list(program.seconds), list(program.nbytes), [0.0] * len(program.buffers)
     for alike, counts in zip(program.blocks, assignment.counts, strict=True):
         for way, count in zip(alike.ways, counts, strict=True):
@@ -133,33 +135,33 @@ def outcome_of(program: Program, assignment: Assignment) -> Outcome:
 
 
 def solve(program: Program) -> Assignment | None:
-    """The best assignment that fits; None if none does."""
+    """Returns the best assignment that fits, or None."""
     found = _Variables(program).minimize()
     return None if found is None else found[0]
 
 
 def shortfall(program: Program) -> tuple[float, ...]:
-    """Bytes that are missing on each tier, where nothing fits: as small a share of the limits as there can be."""
+    """Returns the bytes missing on each tier if nothing fits, as small a share of the limits as possible."""
     found = _Variables(program).minimize(elastic=range(len(program.limits)))
     assert found is not None, "without limits everything fits"
     return found[1]
 
 
 def shortfall_of(program: Program, tier: int, *, beside: Collection[int] = ()) -> float | None:
-    """The least bytes by which this tier's limit is to be raised, the others' staying; None: that does not help.
+    """Returns the minimum bytes by which one tier's limit must grow, or None if that does not help.
 
-    `beside`: tiers whose limits are raised with it, whatever by.
+    The other limits stay, except those of the tiers in `beside`, which may grow by any amount.
     """
     found = _Variables(program).minimize(elastic=(tier, *beside), only=tier)
     return None if found is None else found[1][tier]
 
 
 class _Variables:
-    """Columns: a count for each way, moved bytes, the step's time, what each tier lacks, what each buffer takes, and
-    whether it is full.
+    """The program as matrices.
 
-    Bytes are counted in shares of their tier's limit, or of what is large there, as HiGHS tells numbers apart to some
-    digits only.
+    Columns: a count for each option, moved bytes, the step time, each tier's missing bytes, each buffer's bytes, and
+    whether each buffer is full. Bytes are in units of their tier's limit, or of its largest amount, because HiGHS
+    compares numbers with limited precision.
     """
 
     def __init__(self, program: Program) -> None:
@@ -173,7 +175,7 @@ class _Variables:
         self._seconds = np.array(columns).T.reshape(num_parts, len(columns))
         self._nbytes = np.zeros((num_tiers, len(ways) + 1))
         self._nbytes[:, : len(ways)] = np.array([way.nbytes for way in ways]).T.reshape(num_tiers, len(ways))
-        # Moved bytes are counted in the source's unit.
+        # The unit of moved bytes is the source tier's.
         self._moved_unit = self._units[overflow.source] if overflow else 1.0
         self._seconds[:, -1] *= self._moved_unit
         if overflow:
@@ -191,7 +193,7 @@ class _Variables:
     def minimize(
         self, *, elastic: Collection[int] = (), only: int | None = None
     ) -> tuple[Assignment, tuple[float, ...]] | None:
-        """The step's time; of what `elastic` tiers lack, if there are any, all or `only` one."""
+        """Minimizes the step time. If tiers are `elastic`, minimizes their missing bytes, of all or of `only` one."""
         program, num_ways = self._program, self._num_ways
         num_tiers, num_buffers = len(program.limits), len(program.buffers)
         step = num_ways + 1
@@ -264,7 +266,7 @@ class _Variables:
         return scipy.optimize.LinearConstraint(rows, ub=free)
 
     def _buffers(self, width: int) -> "list[scipy.optimize.LinearConstraint]":
-        """Each takes all that goes there, or is full; then it takes the most."""
+        """The constraints of buffers: each holds all bytes added to it, or it is full and holds its maximum."""
         num = len(self._program.buffers)
         if not num:
             return []
@@ -279,6 +281,6 @@ class _Variables:
         full[:, width - 2 * num : width - num] = -np.eye(num)
         full[:, width - num :] = np.diag(self._most_buffered)
         rows = np.vstack([all_there, full])
-        # Whether one is full is a number that is 0 or 1 to some digits only: it must not count for more than the rest.
+        # The "full" columns are 0 or 1 to limited precision only. Scale the rows so that this error stays small.
         rows /= np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1.0)
         return [scipy.optimize.LinearConstraint(rows, ub=np.zeros(2 * num))]

@@ -1,4 +1,4 @@
-"""Keeps what a library in C prints out of a program's own output."""
+"""Suppresses output that C libraries print to standard output."""
 
 import contextlib
 import ctypes
@@ -10,16 +10,17 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def suppress_native_stdout() -> Iterator[None]:
-    """What this process writes to its standard output meanwhile is lost; for moments only, as that of all threads is.
+    """Discards all that this process writes to standard output meanwhile, from any thread.
 
-    For HiGHS, which at times prints a line whatever it is told (its issue 2783), also before a program's JSON.
+    Use it for moments only. HiGHS sometimes prints a line even if its output is off (its issue 2783), which would
+    corrupt a program's JSON output.
     """
     fflush = ctypes.CDLL(None).fflush
     sys.stdout.flush()
     fflush(None)
     try:
         kept = os.dup(1)
-    except OSError:  # there is none
+    except OSError:  # standard output is closed
         yield
         return
     try:
@@ -27,6 +28,6 @@ def suppress_native_stdout() -> Iterator[None]:
             os.dup2(nowhere.fileno(), 1)
         yield
     finally:
-        fflush(None)  # the C library has a buffer of its own
+        fflush(None)  # flush the C library's own buffer
         os.dup2(kept, 1)
         os.close(kept)

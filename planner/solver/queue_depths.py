@@ -1,26 +1,27 @@
-"""Chooses how many transfers may be in flight, by the rates of the SSDs and of what they feed."""
+"""Chooses how many transfers may be in flight, from the rates of the SSDs, the links and the optimizers."""
 
 import math
 
 from windlass.engine.memory_plan import FETCH_DEPTH, STAGED_ACTIVATIONS, STATE_DEPTH, QueueDepths
 from windlass.planner.cost import Speeds
 
-# What wants SSDs wants one that is busy with something else as often as not: so many times as much as would keep all of
-# them busy if each had its share at every moment.
+# Factor over the number of transfers that would keep all SSDs busy if each always had its share. About half of the
+# transfers wait for an SSD that is busy with another one.
 _SPARE = 2
 
 
 def depths_of(
     speeds: Speeds, *, param_nbytes: int, part_slots: int, slot_nbytes: int, num_optimizers: int
 ) -> QueueDepths:
-    """So deep that the SSDs, or what they feed, are always busy: what is moved a second, for as long as one takes.
+    """Returns depths at which either the SSDs or the links behind them are always busy.
 
-    `param_nbytes`: of a chunk. Activations go to the SSDs in parts of `part_slots` slots of `slot_nbytes`.
+    A depth is throughput times latency of one transfer. `param_nbytes`: params of a chunk. Activations move in parts of
+    `part_slots` slots of `slot_nbytes`.
     """
     num_ssds, part_nbytes = speeds.num_ssds, part_slots * slot_nbytes
-    # An update is far shorter than the way of its chunk's states from the SSD and to it.
+    # An update is far shorter than reading and writing its chunk's states.
     states = -(-_SPARE * num_ssds // num_optimizers) + 1
-    # Each SSD moves one part while it is asked for the next, and one is copied each way.
+    # For each SSD one part in transfer and one queued, and one part copied in each direction.
     parts = max(
         2 * num_ssds + 2,
         _in_flight(num_ssds, part_nbytes / speeds.ssd_write_bytes, part_nbytes / speeds.d2h_bytes),
@@ -35,5 +36,5 @@ def depths_of(
 
 
 def _in_flight(num_ssds: int, ssd_s: float, link_s: float) -> int:
-    """Things that must be on their way, each at one of the SSDs and then on the link, for one of both to be busy."""
+    """Returns the number of transfers that keeps the SSDs or the link busy. Each one uses first one, then the other."""
     return _SPARE * math.ceil(min(num_ssds / ssd_s, 1 / link_s) * (ssd_s + link_s))

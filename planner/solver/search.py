@@ -1,6 +1,7 @@
-"""From a job and a machine to one plan: where everything rests, what is computed again, how micro-batches are grouped.
+"""Searches the plan of a job on a machine.
 
-For each size of the groups, an integer program decides the rest (see `step_costs`); the best of all is taken.
+A plan says where states are resident, what is recomputed, and how micro-batches are grouped. For each group size, an
+integer program decides the rest (see `step_cost`). The best solution of all is taken.
 """
 
 import contextlib
@@ -38,14 +39,14 @@ from windlass.planner.solver.step_cost import Kind, Limits, Part, PlannedJob, St
 
 _Any = TypeVar("_Any")
 
-# Of host memory, or of the device: where so much of it is free, no plan waits for it.
+# If at least this share of host or device memory is unused, stop trying plans that save memory.
 _FREE_SHARE = 0.05
-# Of the device: what is swapped takes at most so much of it before it has left, where so much is to be had.
+# Maximum share of device memory for swapped activations that have not left the device yet.
 _LEAVING_SHARE = 1 / 8
-# Of a step: what layers in pieces, and one buffer for gradients, take besides, as the bounds count no waits. In
-# simulations of 13B to 175B it was up to 7 percent where it gained less than 1 by its bound.
+# Extra cost, as a share of the step, for streaming layers or for a single gradient buffer, because the bounds count no
+# waits. In simulations of 13B to 175B models it was up to 7 percent where the bound promised less than 1 percent.
 _RESORT_SHARE = 0.01
-# How often the program is asked again, where the arena takes more than the program counted.
+# Maximum number of times that the program is solved again because the arena is larger than it counted.
 _MAX_CORRECTIONS = 5
 
 
@@ -56,13 +57,13 @@ class DoesNotFitError(ValueError):
     """No plan fits."""
 
     def __init__(self, find_missing: Callable[[], dict[Tier, int]]) -> None:
-        """`find_missing`: see `missing`; takes its time, and many a search only asks whether something fits."""
+        """`find_missing` computes `missing` on demand, because it is slow and many searches need only the exception."""
         super().__init__()
         self._find_missing = find_missing
 
     @functools.cached_property
     def missing(self) -> dict[Tier, int]:
-        """Bytes of each tier, as little as there can be."""
+        """The minimum bytes missing on each tier."""
         return self._find_missing()
 
     def __str__(self) -> str:
@@ -72,29 +73,29 @@ class DoesNotFitError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The best plan, and what it is expected to come to by the cost model."""
+    """A plan, with the times and bytes that the cost model expects."""
 
-    costs: StepCosts  # by which it was chosen
+    costs: StepCosts  # the cost model that chose it
     placement: Placement
     plan: Plan
     step_s: float
-    cost: float  # what was made least: the step, a little of all work in it, and of what saves the device's memory
-    seconds: dict[Part, float]  # of each part of a step
+    cost: float  # minimized value: step time, a small weight of all work, and of options that save device memory
+    seconds: dict[Part, float]  # by part of a step
     nbytes: dict[Tier, int]
-    has_room: bool  # in host memory: with more, another plan would hardly be better
+    has_room: bool  # host memory is slack: with more of it, no other plan would be much better
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """Of each resource, a step."""
+        """The busy time of each resource in a step."""
         return {name: sum(self.seconds[part] for part in parts) for name, parts in _RESOURCES.items()}
 
     @property
     def bottleneck(self) -> str:
-        """The resource that is busy longest."""
+        """The resource with the longest busy time."""
         return max(self.busy_s, key=self.busy_s.__getitem__)
 
 
-# The parts that each resource is busy with.
+# The parts of a step that each resource works on.
 _RESOURCES = {
     "compute": (Part.FORWARD, Part.BACKWARD),
     "h2d": (Part.H2D_FORWARD, Part.H2D_BACKWARD),
@@ -102,7 +103,7 @@ _RESOURCES = {
     "ssd": (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.SSD_FLUSH),
     "optimizer": (Part.OPTIMIZER,),
 }
-# What saves the device's memory and takes time of its own, which may be worth what else is done with the memory.
+# Options that save device memory and cost time. The saved memory may be worth more for other uses.
 _RESORTS: tuple[dict[str, Any], ...] = tuple(
     {"num_grad_buffers": num_grad_buffers, "streams": streams}
     for num_grad_buffers in (MAX_GRAD_BUFFERS, 1)
@@ -111,20 +112,19 @@ _RESORTS: tuple[dict[str, Any], ...] = tuple(
 
 
 def solve_job(job: PlannedJob, speeds: Speeds, limits: Limits) -> Solution:
-    """The plan whose steps take least.
+    """Returns the plan with the shortest step.
 
     Raises:
-        DoesNotFitError: none fits.
+        DoesNotFitError: no plan fits.
     """
     return candidates(job, speeds, limits)[0]
 
 
 def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution]:
-    """The best plans for each size of groups, with more and with less for what passes through host memory; by the cost
-    model the best of all first.
+    """Returns the best plans for each group size, with deep and with shallow queues in host memory, best first.
 
     Raises:
-        DoesNotFitError: none fits.
+        DoesNotFitError: no plan fits.
     """
     missing: list[DoesNotFitError] = []
     found: list[Solution] = []
@@ -150,7 +150,7 @@ def candidates(job: PlannedJob, speeds: Speeds, limits: Limits) -> list[Solution
 def _solutions(
     job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any], missing: list[DoesNotFitError]
 ) -> list[Solution]:
-    """With what a resort says. What is `missing` is added there, where nothing fits."""
+    """Returns the solutions with a memory-saving option. If there are none, appends the reasons to `missing`."""
     lacking = _programs_without_assignment(job, speeds, limits, resort)
     if lacking is not None:
         missing += (DoesNotFitError(functools.partial(_shortfall, program, speeds)) for program in lacking)
@@ -175,9 +175,9 @@ def _solutions(
 
 
 def _with_resorts(found: Sequence[Solution], limits: Limits, resorts: Iterable[dict[str, Any]]) -> Iterator[Solution]:
-    """What the best of what was found becomes by the resorts, where more of the device's memory might help.
+    """Yields the best solution with further memory-saving options, if device memory is short.
 
-    One that changes two things is tried only if one of them was worth it.
+    An option that changes two settings is tried only if one of the two changes was an improvement.
     """
     best = min(found, key=lambda solution: solution.cost)
     if best.nbytes[Tier.DEVICE] < (1 - _FREE_SHARE) * limits.device_nbytes:
@@ -192,13 +192,13 @@ def _with_resorts(found: Sequence[Solution], limits: Limits, resorts: Iterable[d
 
 
 def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) -> float | None:
-    """How large the limit of a tier must be at least; what plans take beyond their program is not in it.
+    """Returns the minimum limit of a tier with which the program has an assignment. A plan may need more.
 
-    None: however large it is, the other limits are too small. Groups are of one micro-batch, or of all: what lies
-    between does not take less.
+    Returns None if the other limits are too small for any value. Only groups of one micro-batch and of all are tried,
+    because sizes between them do not need less.
     """
     found: list[float] = []
-    # The cores' memory is the device's as well, and more of it.
+    # On a CPU the device uses the host's memory, so both limits grow together.
     beside = (Tier.DEVICE,) if speeds.shares_cores and tier is Tier.HOST else ()
     for resort in _resorts(job):
         for program in _programs_at_the_border(job, speeds, limits, resort):
@@ -209,8 +209,8 @@ def least_nbytes(job: PlannedJob, speeds: Speeds, limits: Limits, tier: Tier) ->
 
 
 def may_fit(job: PlannedJob, speeds: Speeds, limits: Limits) -> bool:
-    """Whether there is an assignment; what plans take beyond their program is not in it. Groups: see `least_nbytes`."""
-    resorts = reversed(_resorts(job))  # what saves most first
+    """Checks whether the program has an assignment. A plan may need more. For the groups see `least_nbytes`."""
+    resorts = reversed(_resorts(job))  # the most saving options first
     return any(_programs_without_assignment(job, speeds, limits, resort) is None for resort in resorts)
 
 
@@ -219,9 +219,9 @@ def _resorts(job: PlannedJob) -> list[dict[str, Any]]:
 
 
 def _spills(job: PlannedJob) -> tuple[bool, ...]:
-    """Whether gradients that are kept may go to the SSDs, what takes no time first.
+    """Returns the choices for moving kept gradients to the SSDs. The first one takes no time.
 
-    Then no states can rest in host memory, but more activations.
+    With spilled gradients no states can be resident in host memory, but more activations can.
     """
     return (False, True) if job.keeps_grads else (False,)
 
@@ -229,7 +229,7 @@ def _spills(job: PlannedJob) -> tuple[bool, ...]:
 def _programs_at_the_border(
     job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any]
 ) -> Iterator[Program]:
-    """With the groups that take least, one of which fits where anything does."""
+    """Yields the programs that need least memory. If any program has an assignment, one of these has."""
     depths = QueueDepths(leaving_nbytes=0)
     for group_size, overflows in itertools.product({1, job.num_microbatches}, (True, False)):
         costs = StepCosts(
@@ -247,7 +247,7 @@ def _programs_at_the_border(
 def _programs_without_assignment(
     job: PlannedJob, speeds: Speeds, limits: Limits, resort: dict[str, Any]
 ) -> list[Program] | None:
-    """Those at the border, where none of them has one: then no other has. None: one has."""
+    """Returns the programs of `_programs_at_the_border` if none of them has an assignment, else None."""
     programs = []
     for program in _programs_at_the_border(job, speeds, limits, resort):
         if solve(program) is not None:
@@ -257,13 +257,13 @@ def _programs_without_assignment(
 
 
 def _saving_memory(costs: StepCosts, depths: Iterable[QueueDepths]) -> Iterator[StepCosts]:
-    """Each takes less for what passes through host memory, and leaves more for what rests there."""
+    """Yields variants with ever smaller buffers in host memory, which leave more of it for resident data."""
     for each, overflows in itertools.product(depths, (True, False)):
         yield replace(costs, depths=each, overflows=overflows)
 
 
 def _depths(job: PlannedJob, speeds: Speeds, leaving_nbytes: int) -> list[QueueDepths]:
-    """What keeps all SSDs busy, and, as that takes memory, the least; one where they are the same."""
+    """Returns the depths that keep all SSDs busy, and the minimum depths, which take less memory; each only once."""
     chunk_numel = job.size.chunk_numel
     deep = depths_of(
         speeds,
@@ -276,7 +276,7 @@ def _depths(job: PlannedJob, speeds: Speeds, leaving_nbytes: int) -> list[QueueD
 
 
 def group_sizes(num_microbatches: int) -> list[int]:
-    """Powers of two, and all of a step."""
+    """Returns the powers of two below the number of micro-batches, and that number."""
     sizes = [1]
     while sizes[-1] * 2 < num_microbatches:
         sizes.append(sizes[-1] * 2)
@@ -295,8 +295,8 @@ def _solve(costs: StepCosts) -> Solution:
         on_device = outcome.nbytes[Tier.DEVICE] if costs.speeds.shares_cores else 0.0
         if costs.spills:
             placement = _keeping_grads(costs, placement, limits.host_nbytes - on_device)
-        # As the program counts it; within a budget that is too small for that buffers would shrink and gradients go to
-        # the SSDs, which may take several times as long.
+        # Compare with the arena as the program counts it. With a smaller budget, buffers would shrink and gradients
+        # would be spilled, and a step could take several times as long.
         counted = replace(placement, num_cached_params=placement.num_cached_params or 0)
         excess = plan_of(costs, counted, None).arena_nbytes + on_device - limits.host_nbytes
         if excess > 0:
@@ -309,13 +309,13 @@ def _solve(costs: StepCosts) -> Solution:
 def _shortfall(program: Program, speeds: Speeds) -> dict[Tier, int]:
     lacking = {tier: int(nbytes) for tier, nbytes in zip(Tier, shortfall(program), strict=True)}
     is_same = program.limits[Tier.DEVICE] >= program.limits[Tier.HOST]
-    if speeds.shares_cores and is_same:  # the device's memory is the host's, and was counted there
+    if speeds.shares_cores and is_same:  # on a CPU: counted already as the host's memory
         lacking[Tier.DEVICE] = 0
     return lacking
 
 
 def _keeping_grads(costs: StepCosts, placement: Placement, host_nbytes: float) -> Placement:
-    """Gradients of as many blocks in host memory as have room beside buffers of their full depth; of none at least."""
+    """Keeps the gradients of as many blocks in host memory as fit beside full-depth buffers."""
     numbers = range(len(costs.job.model.blocks), 0, -1)
     tried = (replace(placement, num_host_grad_blocks=number) for number in numbers)
     fitting = (each for each in tried if plan_of(costs, each, None).arena_nbytes <= host_nbytes)
@@ -323,9 +323,9 @@ def _keeping_grads(costs: StepCosts, placement: Placement, host_nbytes: float) -
 
 
 def solution_of(costs: StepCosts, placement: Placement, arena_nbytes: int) -> Solution:
-    """What a placement comes to that was solved for before, by these costs; whether it is the best or not.
+    """Evaluates an existing placement with these costs. It need not be the best one.
 
-    `costs`: with the group size, and what saves memory, of that time. `arena_nbytes`: as it has them.
+    `costs` must have the group size and the memory-saving options of the placement. `arena_nbytes`: of its arena.
     """
     kinds = costs.kinds()
     outcome = outcome_of(costs.program(kinds), _assignment(costs, kinds, placement))
@@ -351,7 +351,7 @@ def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outco
 
 
 def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -> Plan:
-    """The arena of a job with a placement; `host_nbytes`: of the budget, which buffers fill where it is more."""
+    """Returns the memory plan of a placement. `host_nbytes`: budget that buffers may fill; None: the minimum."""
     job = costs.job
     return make_plan(
         job.size,
@@ -366,10 +366,10 @@ def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -
 
 
 def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) -> Placement:
-    """Counts become blocks.
+    """Converts the program's counts to a placement of blocks.
 
-    States rest the faster the earlier a block is needed (AutoHete, insight 2); the activations of earlier layers lie
-    longer, so they take least of the device (insight 1).
+    Earlier blocks are needed sooner, so their states get the faster tiers (AutoHete, insight 2). Activations of earlier
+    layers are kept longer, so they get the options that hold least on the device (insight 1).
     """
     tiers: dict[StateTier, list[int]] = {tier: [] for tier in StateTier}
     layers: list[tuple[int, ActivationOption]] = []
@@ -399,9 +399,9 @@ def _placement(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) 
 
 
 def _letting_tensors_leave(costs: StepCosts, ways: Iterable[ActivationOption], *, num_stores: int) -> QueueDepths:
-    """A tensor is always let through, so a device has room for the largest: smaller ones may leave there together.
+    """Returns depths with room for the largest swapped tensor, because a single tensor is always admitted.
 
-    Where the device is the CPU, nothing leaves before something else is computed.
+    On a CPU nothing is on its way out while the next layer is computed, so the depths do not change.
     """
     largest = max((nbytes for way in ways for nbytes in way.out_nbytes), default=0)
     if costs.speeds.shares_cores:
@@ -410,7 +410,7 @@ def _letting_tensors_leave(costs: StepCosts, ways: Iterable[ActivationOption], *
 
 
 def _assignment(costs: StepCosts, kinds: Sequence[Kind], placement: Placement) -> Assignment:
-    """Blocks become counts; the params that stay in host memory are those of the first blocks on the SSDs."""
+    """Converts a placement to counts. Params cached in host memory are those of the first blocks on the SSDs."""
     tiers = dict.fromkeys(placement.device_blocks, StateTier.DEVICE)
     tiers |= dict.fromkeys(placement.host_blocks, StateTier.HOST)
     num_left = placement.num_cached_params or 0

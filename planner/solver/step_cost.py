@@ -1,9 +1,10 @@
-"""What a step costs by where everything is: seconds of each part, bytes on each tier, and what bounds the step.
+"""The cost model of a step: seconds of each part, bytes on each tier, and the bounds of the step time.
 
-The parts are those of one step in steady state. Without clipping updates run beside both passes, so every resource's
-bound is all its work; what activations move must go beside the pass that it belongs to. Where every gradient is needed
-first, updates run beside the next step's forward pass only: there the bounds are of each pass by itself.
-Sources: Ratel, equations 1 to 8 (a stage takes what its slowest resource takes); AutoHete, equations 1 to 6.
+The parts are those of one step in steady state. Without clipping, updates run during both passes, so each resource's
+bound is the sum of its work. Activation transfers must overlap with their own pass. With clipping, all gradients are
+needed first, so updates overlap only with the next step's forward pass. Then the bounds are per pass.
+
+Sources: Ratel, equations 1 to 8 (a stage takes as long as its slowest resource); AutoHete, equations 1 to 6.
 """
 
 import itertools
@@ -40,24 +41,24 @@ from windlass.planner.solver.integer_program import BlockGroup, Bound, Buffer, O
 
 
 class Part(IntEnum):
-    """Of a step's time. The link has a way to the device and one from it; each SSD does one thing at a time."""
+    """A part of a step's time. The link has two directions. Each SSD does one transfer at a time."""
 
-    FORWARD = 0  # computing; the head's forward and backward as well
+    FORWARD = 0  # compute, with the head's forward and backward
     BACKWARD = 1
     H2D_FORWARD = 2
     H2D_BACKWARD = 3
     D2H_FORWARD = 4
     D2H_BACKWARD = 5
-    SSD_FORWARD = 6  # reading params, writing activations
-    SSD_BACKWARD = 7  # reading params and activations, writing gradients that are kept
-    SSD_UPDATE = 8  # reading and writing states, in an optimizer's slots
+    SSD_FORWARD = 6  # reads of params, writes of activations
+    SSD_BACKWARD = 7  # reads of params and activations, writes of kept gradients
+    SSD_UPDATE = 8  # reads and writes of states in an optimizer's slots
     OPTIMIZER = 9
-    FIRST_UPDATE = 10  # from the last gradient to the first block's new params: nothing is computed meanwhile
-    SSD_FLUSH = 11  # writing states that rest in memory, for a commit
+    FIRST_UPDATE = 10  # from the last gradient to the first block's new params; nothing computes meanwhile
+    SSD_FLUSH = 11  # writes of states resident in memory, for a commit
 
 
 class Tier(IntEnum):
-    """Of memory."""
+    """A tier of memory."""
 
     DEVICE = 0
     HOST = 1
@@ -65,37 +66,37 @@ class Tier(IntEnum):
 
 
 class StateTier(IntEnum):
-    """Where a block's model states rest, the fastest first."""
+    """The tier on which a block's model states are resident, the fastest first."""
 
     DEVICE = 0
     HOST = 1
-    CACHED = 2  # on the SSDs, and the params in host memory from one use to the next as well
+    CACHED = 2  # states on the SSDs; the params also stay in host memory between uses
     SSD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """A job as the planner sees it."""
+    """The planner's view of a job."""
 
     model: ModelProfile  # for one micro-batch
     num_microbatches: int  # of a step
     update_order: UpdateOrder
     param_itemsize: int
-    state_itemsize: int  # of all states of one parameter at rest
-    read_itemsize: int  # ... and of those that an update reads, which are all that rests on a device
-    grad_itemsize: int  # on their way to the optimizer
+    state_itemsize: int  # of all stored states of one parameter
+    read_itemsize: int  # ... of those that an update reads; only these are resident on a device
+    grad_itemsize: int  # of gradients in transit to the optimizer
     num_optimizers: int = 1
-    num_prefetched: int = 2  # operations whose params are on the device
-    ways: Ways = ways_of_layer  # of activations, among which to choose
+    num_prefetched: int = 2  # operations whose params are on the device at once
+    ways: Ways = ways_of_layer  # options for activations
 
     @property
     def keeps_grads(self) -> bool:
-        """Whether no block is updated before all gradients are known."""
+        """True if all gradients must be known before any block is updated."""
         return self.update_order.keeps_grads
 
     @property
     def size(self) -> ModelSize:
-        """For the arena."""
+        """The sizes that the arena depends on."""
         return ModelSize(
             block_numels=tuple(block.numel for block in self.model.blocks),
             chunk_numel=self.model.chunk_numel,
@@ -107,7 +108,7 @@ class PlannedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes that a job may take."""
+    """The bytes that a job may use on each tier."""
 
     device_nbytes: float
     host_nbytes: float
@@ -115,13 +116,13 @@ class Limits:
 
     @property
     def by_tier(self) -> tuple[float, ...]:
-        """In the order of `Tier`."""
+        """The limits in the order of `Tier`."""
         return (self.device_nbytes, self.host_nbytes, self.ssd_nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Blocks that are alike, and what their columns of the program mean."""
+    """A group of equal blocks, with the meaning of its columns in the program."""
 
     blocks: tuple[int, ...]
     tiers: tuple[StateTier, ...] = ()
@@ -130,10 +131,10 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """A job on a machine, with groups of so many micro-batches.
+    """The costs of a job on a machine, for one group size.
 
-    `streams`: all layers come to the device in pieces. `spills`: gradients that are kept go to the SSDs; then no states
-    rest in memory. `overflows`: swapped activations may go on to the SSDs, for which staging buffers are there.
+    `streams`: all layers are copied to the device in pieces. `spills`: kept gradients go to the SSDs; then no states
+    are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
     """
 
     job: PlannedJob
@@ -148,11 +149,11 @@ class StepCosts:
 
     @property
     def num_groups(self) -> int:
-        """Of a step."""
+        """The number of groups in a step."""
         return -(-self.job.num_microbatches // self.group_size)
 
     def kinds(self) -> list[Kind]:
-        """First by the states, then by the activations; in the order of the program's blocks."""
+        """Returns the groups of blocks in the program's order: first by states, then by activations."""
         layers = self.job.model.blocks_of_layers
         head = len(self.job.model.layers) + 1
         groups = [(0,), *layers.values(), (head,)]
@@ -164,7 +165,7 @@ class StepCosts:
         return [*by_states, *by_activations]
 
     def program(self, kinds: list[Kind]) -> Program:
-        """To be solved."""
+        """Builds the integer program."""
         return Program(
             blocks=tuple(self._alike(kind) for kind in kinds),
             seconds=self._seconds(dict(self._always())),
@@ -180,12 +181,12 @@ class StepCosts:
             ),
         )
 
-    # --- ways -------------------------------------------------------------------------------------------------------
+    # --- options ----------------------------------------------------------------------------------------------------
 
     def _tiers(self) -> tuple[StateTier, ...]:
         if self.spills:
             return (StateTier.CACHED, StateTier.SSD)
-        if self.streams:  # what comes in pieces does not rest on the device
+        if self.streams:  # streamed layers are not resident on the device
             return (StateTier.HOST, StateTier.CACHED, StateTier.SSD)
         return tuple(StateTier)
 
@@ -217,7 +218,7 @@ class StepCosts:
         uses_forward, uses_backward = self._uses(block)
         seconds[Part.H2D_FORWARD] = uses_forward * param_nbytes / speeds.h2d_bytes
         seconds[Part.H2D_BACKWARD] = uses_backward * param_nbytes / speeds.h2d_bytes
-        # Sums over tied uses are fp32, whatever gradients travel in.
+        # Gradients of tied params are summed in fp32, whatever type they travel in.
         is_tied = block in job.model.shared_blocks
         partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
         partial_nbytes = (self.num_groups - 1) * numel * partial_itemsize
@@ -252,12 +253,12 @@ class StepCosts:
         return self._way(seconds, device=device, host=host)
 
     def _uses(self, block: int) -> tuple[int, int]:
-        """How often a block's params come to the device for the forward pass and for the backward pass."""
+        """Returns how often a block's params are copied to the device in the forward and in the backward pass."""
         head = len(self.job.model.layers) + 1
         if block == head:
             return self.num_groups, 0
         if self.streams and block:
-            # For each micro-batch anew; the backward pass computes again, and goes through the matrices from the end.
+            # Once for each micro-batch. The backward pass recomputes, and then uses the matrices again from the end.
             return self.job.num_microbatches, 2 * self.job.num_microbatches
         return self.num_groups, self.num_groups
 
@@ -271,9 +272,9 @@ class StepCosts:
             Part.H2D_BACKWARD: swapped_nbytes / speeds.h2d_bytes,
         }
         host = self.group_size * way.num_slots * ACTIVATION_SLOT_NBYTES
-        # Copies by the cores that compute are done before the next layer is.
+        # The CPU finishes its copies before it computes the next layer.
         leaving = 0.0 if self.speeds.shares_cores else self.group_size * way.swapped_nbytes
-        # While the head computes, what the last layer swapped comes back; layers may differ, so this is the mean's.
+        # While the head computes, the last layer's swapped activations return. Layers may differ, so take their mean.
         held = self.group_size * way.held_nbytes + way.swapped_nbytes / len(job.model.layers)
         return self._way(seconds, device=held, host=host, movable=host, leaving=leaving)
 
@@ -296,17 +297,20 @@ class StepCosts:
         )
 
     def _most_leaving_nbytes(self) -> float:
-        """Of what was swapped, still on the device: at least so much where it is more, as a tensor is let through."""
+        """Returns the maximum bytes of swapped activations that have not left the device yet.
+
+        A single tensor is always admitted, so it is at least the largest tensor of the best option.
+        """
         ways = (way for layer in self.job.model.blocks_of_layers for way in self.job.ways(layer))
         largest = min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)
         return max(self.depths.leaving_nbytes, largest)
 
     @property
     def _transit_nbytes(self) -> float:
-        """Of the buffer for states that rest on the device, which is there as soon as one block's do."""
+        """The size of the buffer for states resident on the device. It exists if at least one block's states are."""
         return TRANSIT_DEPTH * self.job.size.chunk_numel * self.job.state_itemsize
 
-    # --- what does not depend on choices ----------------------------------------------------------------------------
+    # --- independent of the options ---------------------------------------------------------------------------------
 
     def _always(self) -> Iterator[tuple[Part, float]]:
         model, num = self.job.model, self.job.num_microbatches
@@ -330,7 +334,7 @@ class StepCosts:
                 num_host_grad_blocks=0 if self.spills else None,
                 streamed_blocks=self.streamed_blocks,
                 depths=self.depths,
-                # However much it is, what is staged takes the same.
+                # The staging buffers do not depend on the amount.
                 ssd_activation_nbytes=2**40 if self.overflows else 0,
             ),
         )
@@ -342,15 +346,15 @@ class StepCosts:
 
     @property
     def streamed_blocks(self) -> tuple[int, ...]:
-        """Layers that come in pieces."""
+        """The layers that are copied in pieces."""
         layers = range(1, len(self.job.model.layers) + 1)
         return tuple(set(layers).difference(self.job.model.shared_blocks)) if self.streams else ()
 
     def _always_on_device(self) -> float:
-        """Buffers for what passes through, and the most that one operation has alive."""
+        """Returns the bytes of the device's buffers and of the largest operation."""
         job, model = self.job, self.job.model
         numels = [block.numel for block in model.blocks]
-        resident = self.streamed_blocks  # what comes in pieces has no buffers of its own
+        resident = self.streamed_blocks  # streamed layers have no buffers of their own
         params = param_buffers(numels, model.shared, resident=resident, num_ahead=job.num_prefetched)
         num_waiting = self.num_grad_buffers + (1 if self.num_groups > 1 else 0)
         grads = grad_buffers(dict(enumerate(numels)), resident=(), num_waiting=num_waiting)
@@ -361,16 +365,16 @@ class StepCosts:
         return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + peak
 
     def compute_s(self, block: BlockProfile) -> tuple[float, float]:
-        """Of one micro-batch forward, and backward without computing anything again."""
+        """Returns seconds of one micro-batch: forward, and backward without recomputation."""
         forward_s = self._roofline_s(block.work) if block.forward_s is None else block.forward_s
         return forward_s, 2 * forward_s if block.backward_s is None else block.backward_s
 
     def backward_s(self, layer: LayerProfile, way: ActivationOption) -> float:
-        """Of one micro-batch, with what is computed again."""
+        """Returns seconds of one micro-batch's backward pass, with recomputation."""
         return self.compute_s(layer)[1] + self.again_s(layer, way)
 
     def again_s(self, layer: LayerProfile, way: ActivationOption) -> float:
-        """By what a layer takes longer than where nothing is computed again."""
+        """Returns the additional seconds of one micro-batch that recomputation takes."""
         times, choice = layer.again, way.choice
         if times is None:
             return self.compute_s(layer)[0] * self._roofline_s(way.again) / self._roofline_s(layer.work)
@@ -383,7 +387,7 @@ class StepCosts:
         return times.most_held_s + share * (times.one_held_s - times.most_held_s)
 
     def _roofline_s(self, work: Work) -> float:
-        """Products, and everything's outputs written and read."""
+        """Returns seconds for the FLOPs of matrix products, and for writing and reading all outputs."""
         moved_nbytes = 2 * self.job.model.size_share * work.nbytes
         return work.num_flops / self.speeds.device_flops + moved_nbytes / self.speeds.device_memory_bytes
 
@@ -401,7 +405,7 @@ class StepCosts:
 
     def _bounds(self) -> Iterator[Bound]:
         head_s = self.job.num_microbatches * sum(self.compute_s(self.job.model.head))
-        if self.num_grad_buffers == 1:  # nothing goes backward while a gradient is copied out
+        if self.num_grad_buffers == 1:  # the backward pass waits while a gradient is copied out
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
             yield Bound(weights=self._seconds(dict.fromkeys(alone, 1.0)))
         for parts, constant_s in _bounding_parts(
@@ -414,11 +418,14 @@ class StepCosts:
             yield Bound(weights=self._seconds(parts), constant_s=constant_s)
 
     def _ssd_cores(self) -> float:
-        """What a core does for the SSDs while they are all busy, as a share of that time."""
+        """Returns the core time that the SSDs take while all of them are busy, as a share of that time."""
         return self.speeds.ssd_cpu_s_per_byte * (self.speeds.read_bytes + self.speeds.write_bytes) / 2
 
     def _slots_of_updates(self) -> dict[Part, float]:
-        """How long a slot for states is taken: all chunks' time at one SSD and at one optimizer, by the slots."""
+        """Returns the weights of parts in the time that state slots are occupied.
+
+        It is all chunks' time at one SSD and at one optimizer, divided by the number of slots.
+        """
         depth = 1 if self.job.update_order.is_naive else self.depths.states
         num_slots = self.job.num_optimizers * depth
         return {
@@ -435,25 +442,27 @@ def _bounding_parts(
     ssd_cores: float | None,
     slowed_by_other_way: float,
 ) -> Iterator[tuple[dict[Part, float], float]]:
-    """Weights of parts, and seconds to add. `ssd_cores`: where the device is the CPU, see `_ssd_cores`.
+    """Yields the weights of parts, and seconds to add, of each bound.
 
-    `slowed_by_other_way`: seconds by which one way of the link takes longer for each in which the other one is busy.
+    `ssd_cores`: see `_ssd_cores`, if the device is the CPU. `slowed_by_other_way`: additional seconds of a transfer for
+    each second in which the other direction of the link is busy.
     """
     p = Part
     compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE, p.SSD_FLUSH)
     h2d, d2h = (p.H2D_FORWARD, p.H2D_BACKWARD), (p.D2H_FORWARD, p.D2H_BACKWARD)
     for busy in (ssd, (p.OPTIMIZER,)):
         yield _once(*busy), 0.0
-    # The best is that whatever takes the less busy way does so beside the other one.
+    # In the best case, all transfers in the less busy direction overlap with the other direction.
     for way, other in ((h2d, d2h), (d2h, h2d)):
         yield _once(*way) | dict.fromkeys(other, slowed_by_other_way), 0.0
     yield _once(*compute, p.FIRST_UPDATE), 0.0
     if ssd_cores is not None:
-        # Products are split evenly: while one core is taken by something else, all wait for it.
+        # Matrix products are split evenly over the cores: while one core does other work, all wait for it.
         yield _once(*compute, *h2d, *d2h, p.OPTIMIZER) | dict.fromkeys(ssd, ssd_cores), 0.0
     of_forward = [p.FORWARD, p.D2H_FORWARD]
     of_backward = [p.BACKWARD, p.H2D_BACKWARD]
-    # The last update is of what the head needs, as what is needed first goes first.
+    # Blocks needed first are updated first, so the head's update is the last. It cannot overlap with the head's
+    # compute.
     updates = [_once(p.OPTIMIZER), slots_of_updates]
     if order.keeps_grads:
         of_forward.append(p.H2D_FORWARD)
@@ -470,7 +479,7 @@ def _bounding_parts(
             for update in updates:
                 yield update | _once(backward), head_s
     if not order.overlaps_steps:
-        # The next forward pass waits for all updates, and they for all gradients: each of the three is alone.
+        # The next forward pass waits for all updates, and these wait for all gradients. So the three do not overlap.
         passes = itertools.product((*of_forward, p.SSD_FORWARD), of_backward)
         alone = (_once(p.OPTIMIZER), _once(p.SSD_UPDATE), slots_of_updates)
         for (forward, backward), update in itertools.product(passes, alone):

@@ -1,4 +1,4 @@
-"""Full-parameter fine-tuning of models far larger than the GPU, on boxes people own."""
+"""Full-parameter fine-tuning of models far larger than the GPU, on the user's own machines."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Full-parameter fine-tuning of models far larger than the GPU, on boxes people own."""
+"""Full-parameter fine-tuning of models far larger than the GPU, on the user's own machines."""
 
 from windlass.actors.offload import CannotOffloadError as CannotOffloadError
 from windlass.actors.offload import OffloadClosedError as OffloadClosedError

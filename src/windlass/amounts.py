@@ -1,11 +1,11 @@
-"""Amounts of memory in words, the same in every error, event and table that people read."""
+"""Formats amounts of memory for errors, events and tables, so that all of them look alike."""
 
 import math
 from collections.abc import Mapping
 
 GIB = 2**30
 GB = 10**9
-# Units, and the least amount that is told in each.
+# Units with their size, and the smallest amount that is shown in each.
 _UNITS = (
     ("PiB", 2**50, 10 * 2**50),
     ("TiB", 2**40, 10 * 2**40),
@@ -16,10 +16,9 @@ _UNITS = (
 
 
 def bytes_text(nbytes: float) -> str:
-    """An amount with two decimals: "1.50 GiB".
+    """Formats an amount with two decimals: "1.50 GiB".
 
-    KiB are told from one on, MiB and GiB from a tenth of one, TiB and PiB from ten: the amounts of one sentence mostly
-    have the same unit.
+    KiB are used from 1 on, MiB and GiB from 0.1, TiB and PiB from 10. So most amounts in a sentence have the same unit.
     """
     for unit, size, least_nbytes in _UNITS:
         if abs(nbytes) >= least_nbytes:
@@ -28,13 +27,13 @@ def bytes_text(nbytes: float) -> str:
 
 
 def describe_largest(parts: Mapping[str, float], *, most: int = 4) -> str:
-    """The largest parts of an amount by name, the largest first, without those that are 0."""
+    """Lists the largest parts of an amount by name, the largest first, without those that are 0."""
     named = sorted(((nbytes, name) for name, nbytes in parts.items() if nbytes), reverse=True)
     return ", ".join(f"{name} {bytes_text(nbytes)}" for nbytes, name in named[:most])
 
 
 def least_gib(nbytes: float) -> str:
-    """The least number of GiB, of four digits, that is not below `nbytes` (more than 0): what to set a budget to."""
+    """Returns the smallest number of GiB, with four digits, that is at least `nbytes` (> 0). Use it for budgets."""
     gib = nbytes / GIB
     num_decimals = max(0, 4 - math.ceil(math.log10(gib)))
     scale = 10**num_decimals

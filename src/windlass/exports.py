@@ -1,7 +1,7 @@
-"""Public names of a package that are imported when they are first used.
+"""Imports the public names of a package when they are first used.
 
 Each room of windlass lists in its `__init__.pyi` the names that other rooms may import from it. Its `__init__.py` calls
-`lazy_exports`. So type checkers see plain imports, and a process loads no more of a room than it uses. This matters
+`lazy_exports`. Type checkers then see plain imports, and a process loads no more of a room than it uses. This matters
 because an actor that needs only a dataclass of a room must not load torch.
 
 Source: Scientific Python's SPEC 1, "Lazy Loading of Submodules and Functions".
@@ -18,12 +18,15 @@ _EXPORT = re.compile(r"^from (?P<module>[\w.]+) import (?P<name>\w+) as (?P=name
 
 
 def exported_names(stub: Path) -> dict[str, str]:
-    """The names that a stub exports, with the module that each is defined in; a submodule is its package's name."""
+    """Returns the names that a stub exports, and the module that defines each.
+
+    A submodule is listed with its package.
+    """
     return {match["name"]: match["module"] for match in _EXPORT.finditer(stub.read_text(encoding="utf-8"))}
 
 
 def lazy_exports(package: str, init_file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package, from the `__init__.pyi` beside its `__init__.py`."""
+    """Returns a package's `__getattr__` and `__dir__`, from the `__init__.pyi` beside its `__init__.py`."""
     names = exported_names(Path(init_file).with_suffix(".pyi"))
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Activations that leave a simulated device: as `activation_tiers.ActivationTiers` and `activations_host`."""
+"""Simulates swapped activations, as the real `ActivationTiers` and `HostActivations` do."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,18 @@ _BACK = "activations back, or coming"
 
 @dataclass(slots=True, eq=False)
 class _HostSwap:
-    """Bytes in slots of host memory."""
+    """The part of a tensor in slots of host memory."""
 
     nbytes: int
     num_slots: int
     left_in: Moment
-    left: simpy.Event  # the device
+    left: simpy.Event  # set when it has left the device
     back: simpy.Event
 
 
 @dataclass(slots=True, eq=False)
 class Away:
-    """The first bytes of a tensor and the rest; either may be none."""
+    """A swapped tensor: its first bytes in host memory, the rest on the SSDs. Either may be None."""
 
     nbytes: int
     host: _HostSwap | None
@@ -35,7 +35,7 @@ class Away:
 
 
 class Activations:
-    """What is swapped: in host memory first, and beyond it on the SSDs."""
+    """Swapped activations, in host memory first and then on the SSDs."""
 
     def __init__(self, world: SimulatedMachine) -> None:
         self.world = world
@@ -44,11 +44,11 @@ class Activations:
         self._now = Moment()
 
     def begin(self, moment: Moment) -> None:
-        """What follows belongs to this operation."""
+        """Sets the operation that the following calls belong to."""
         self._now = moment
 
     def put(self, nbytes: int) -> Finding[Away]:
-        """Returns a tensor that leaves; waits where too much is on its way."""
+        """Swaps a tensor out. Waits while too many bytes are on their way."""
         start_s, host_nbytes, ssd, host = self.world.env.now, nbytes, None, None
         if self._ssds is not None:
             host_nbytes = yield from self._host.room_nbytes(nbytes)
@@ -60,7 +60,7 @@ class Activations:
         return Away(nbytes, host, ssd)
 
     def prefetch(self, away: Away) -> None:
-        """Begins to bring it back, once."""
+        """Begins to copy a tensor back, if this has not begun yet."""
         if away.is_wanted:
             return
         away.is_wanted = True
@@ -71,7 +71,7 @@ class Activations:
             self._ssds.prefetch(away.ssd, self._now)
 
     def get(self, away: Away) -> Process:
-        """Waits until it is back."""
+        """Waits until the tensor is back on the device."""
         start_s = self.world.env.now
         self.prefetch(away)
         if away.ssd is not None and self._ssds is not None:
@@ -81,7 +81,7 @@ class Activations:
         self._note_wait(start_s)
 
     def drop(self, away: Away) -> None:
-        """It is back, and nobody needs it any more."""
+        """Frees a tensor that was copied back and is no longer needed."""
         self.world.level(Tier.GPU, _BACK, -away.nbytes)
 
     def _note_wait(self, start_s: float) -> None:
@@ -91,7 +91,7 @@ class Activations:
 
 
 class _HostActivations:
-    """Slots of host memory, with a stream each way."""
+    """Swapped tensors in slots of host memory, with one stream for each direction."""
 
     def __init__(self, world: SimulatedMachine) -> None:
         self.world = world
@@ -107,13 +107,13 @@ class _HostActivations:
         world.env.process(self._run_inward())
 
     def room_nbytes(self, wanted_nbytes: int) -> Finding[int]:
-        """Returns how much of a put of that size finds room; what is about to come free is waited for."""
+        """Returns how many of the wanted bytes fit into host memory. Waits for slots that are about to become free."""
         num_slots = -(-wanted_nbytes // self._slot_nbytes)
         yield from self._changed.until(lambda: self._num_free >= num_slots or not self._num_returning)
         return min(wanted_nbytes, self._num_free * self._slot_nbytes)
 
     def put(self, nbytes: int, now: Moment) -> Finding[_HostSwap]:
-        """Returns a swap whose copy is given to the stream."""
+        """Queues the copy of a tensor to host memory, and returns its swap."""
         env, limit = self.world.env, self.world.context.plan.max_leaving_nbytes
         num_slots = -(-nbytes // self._slot_nbytes)
         yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
@@ -127,7 +127,7 @@ class _HostActivations:
         return swap
 
     def prefetch(self, swap: _HostSwap) -> None:
-        """Gives the stream the copy back."""
+        """Queues the copy back."""
         self._num_returning += 1
         self._inward.put(swap)
 

@@ -1,4 +1,4 @@
-"""The simulated way of gradients from the device: as `grad_offload.GradOffload` and `partial_grads.PartialGrads`."""
+"""Simulates the offload of gradients, as the real `GradOffload` and `PartialGrads` do."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, grad_buffers
 from windlass.planner.simulation import GRADIENTS, Process, Queue, Signal, SimulatedMachine, Slots
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
-# As in `partial_grads`: the block whose operation adds to a sum, and the block whose gradient it is.
+# As in `PartialGrads`: the block whose operation adds to a sum, and the block whose gradient it is.
 Use = tuple[BlockIndex, BlockIndex]
 
 _PARTIALS = "partial gradients"
@@ -18,14 +18,14 @@ _PARTIALS = "partial gradients"
 
 @dataclass(slots=True, eq=False)
 class _Partial:
-    """A sum that a group leaves to the next."""
+    """A gradient sum that one group of micro-batches passes to the next."""
 
     operation: ComputeBlock
     use: Use
 
 
 class Grads:
-    """Buffers for sums on the device, and the copies to host memory and back."""
+    """The gradient buffers on the device, and the copies to and from host memory."""
 
     def __init__(self, world: SimulatedMachine) -> None:
         self.world = world
@@ -38,7 +38,7 @@ class Grads:
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
         numbers = grad_buffers(numels, resident=self._resident, num_waiting=num_waiting)
         numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
-        # Sums of tied uses are fp32, whatever they travel in; here so is what is as large.
+        # Sums of tied params are fp32, whatever type they travel in. Here buffers of the same size count as fp32 too.
         wide = {numels[block] for block in self._tied}
         self._flat_nbytes = {
             numel: numel * (PARTIAL_GRAD_ITEMSIZE if numel in wide else world.grad_itemsize) for numel in numbers
@@ -47,7 +47,7 @@ class Grads:
             numel: world.slots(Tier.GPU, GRADIENTS, self._flat_nbytes[numel], n) for numel, n in numbers.items()
         }
         world.allocate(Tier.HOST, _PARTIALS, plan.partial_grads.nbytes)
-        self._being_summed: set[Use] = set()  # of what does not rest on the device
+        self._being_summed: set[Use] = set()  # sums of blocks that are not resident on the device
         self._expected: deque[ComputeBlock] = deque()
         self._left: set[Use] = set()
         self._back: set[Use] = set()
@@ -56,13 +56,13 @@ class Grads:
         env.process(self._bring_back())
 
     def expect(self, operation: ComputeBlock) -> None:
-        """The operation will be computed: what an earlier group left to it is brought back in time."""
+        """Prefetches the partial sums that an earlier group left for an operation."""
         if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self._uses(operation):
             self._expected.append(operation)
             self._changed.tell()
 
     def take(self, operation: ComputeBlock) -> Process:
-        """Buffers for an operation's sums, with what the group before has summed."""
+        """Acquires buffers for an operation's sums, with the partial sums of the previous group."""
         for use in self._uses(operation):
             if use[0] == use[1]:
                 yield from self._permits.take()
@@ -76,13 +76,13 @@ class Grads:
                 self._stays(block, 1)
 
     def set_aside(self, operation: ComputeBlock) -> None:
-        """An operation is computed, and the next group goes on with its sums."""
+        """Offloads an operation's partial sums, which the next group will continue."""
         for use in self._uses(operation):
             self._being_summed.remove(use)
             self._to_offload.put(_Partial(operation, use))
 
     def complete(self, block: BlockIndex) -> None:
-        """A block's gradient is: sums of other operations that use its params are added to its own."""
+        """Completes a block's gradient, by adding the sums of other operations that use its params."""
         for use in [use for use in self._being_summed if use[1] == block]:
             self._being_summed.remove(use)
             if use[0] != block:
@@ -91,23 +91,23 @@ class Grads:
             self._stays(block, -sum(block in shared[1:] for shared in self.world.context.layout.shared))
 
     def updated(self, block: BlockIndex) -> None:
-        """A block whose states rest on the device, and its gradient as well until then."""
+        """Frees the gradient of a block whose states are resident on the device."""
         self._stays(block, -1)
 
     def request(self, message: OffloadGrad) -> None:
-        """Begins to bring a complete gradient to where it is kept."""
+        """Begins to offload a complete gradient."""
         self._to_offload.put(message)
 
     def _uses(self, operation: ComputeBlock) -> list[Use]:
         return [(operation.block, block) for block in operation.blocks if block not in self._resident]
 
     def _stays(self, block: BlockIndex, number: int) -> None:
-        """More or fewer of a block's sums that never leave the device."""
+        """Adds `number` sums of a block to the level of sums that never leave the device."""
         numel = self.world.context.layout.blocks[block].numel
         self.world.level(Tier.GPU, GRADIENTS, number * self._flat_nbytes[numel])
 
     def _leaves_partial(self, block: BlockIndex, number: int) -> None:
-        """To host memory, or from it."""
+        """Adds `number` partial sums of a block to the level in host memory."""
         num_chunks = number * len(self.world.context.layout.chunk_keys(block))
         self.world.level(Tier.HOST, _PARTIALS, num_chunks * self.world.context.plan.partial_grads.slot_nbytes)
 
@@ -185,6 +185,6 @@ class Grads:
         return bool(self._expected) and not self._back and self._left.issuperset(self._uses(self._expected[0]))
 
     def _partial_nbytes(self, key: ChunkKey) -> int:
-        """Sums are in the type in which gradients travel, those of tied uses in fp32."""
+        """Returns the bytes of a chunk's partial sum: in the type of gradients in transit, or fp32 for tied params."""
         itemsize = PARTIAL_GRAD_ITEMSIZE if key.block in self._tied else self.world.grad_itemsize
         return itemsize * self.world.chunk_numel(key)

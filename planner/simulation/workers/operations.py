@@ -1,8 +1,8 @@
-"""What the simulated GPU worker computes: operations, each for all micro-batches of a group.
+"""Simulates the operations of the GPU worker, each for all micro-batches of a group.
 
-An operation goes through one micro-batch after the other, and waits in the middle of one for activations and for pieces
-of params. When a layer wants each of them is an approximation: tensors leave it, and are wanted back, at even distances
-in time, the first one at the beginning; and a piece is used for its share of the elements of a pass through the layer.
+An operation computes one micro-batch after the other. Within a micro-batch it waits for activations and for pieces of
+params. Their times in a layer are approximated. Tensors leave, and are needed again, at equal intervals, the first one
+at the beginning. A piece is in use for a time proportional to its elements.
 """
 
 import functools
@@ -26,7 +26,7 @@ from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.params import Fetch, ParamFeed
 from windlass.planner.simulation.workers.pieces import Pieces
 
-# What comes up in a micro-batch: seconds since its beginning, and what is to be done then.
+# An action within a micro-batch: seconds since its beginning, and the action.
 _Point = tuple[float, Callable[[], Process]]
 
 _HELD = "activations held"
@@ -34,7 +34,7 @@ _RUNNING = "running operation"
 
 
 class Operations:
-    """Computes, one operation after the other."""
+    """Computes one operation after the other."""
 
     def __init__(self, world: SimulatedMachine, feed: ParamFeed, grads: Grads, pieces: Pieces) -> None:
         self.world = world
@@ -47,11 +47,11 @@ class Operations:
         world.env.process(self._run())
 
     def compute(self, operation: ComputeBlock) -> None:
-        """After those that were given before."""
+        """Queues an operation."""
         self._to_compute.put(operation)
 
     def begin_pieces(self, request: PrefetchParams) -> None:
-        """An operation on a block that comes in pieces is given to the device."""
+        """Queues the pieces of an operation on a streamed block."""
         num_pieces = len(self._pieces.shares(request.block))
         passes = self._passes(request.phase, request.block, 1.0)
         unit = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
@@ -153,7 +153,7 @@ class Operations:
                 self._activations.drop(each)
 
     def _passes(self, phase: Phase, block: int, compute_s: float) -> list[tuple[bool, float]]:
-        """How a micro-batch goes through a block: whether backward, and for how many seconds."""
+        """Returns the passes of a micro-batch through a block: whether backward, and the seconds of each."""
         if phase is not Phase.BACKWARD:
             return [(False, compute_s)]
         if not self._choice(block).recompute:
@@ -182,7 +182,7 @@ class Operations:
         return [(i * compute_s / len(swapped), functools.partial(put, nbytes)) for i, nbytes in enumerate(swapped)]
 
     def _points_back(self, block: int, away: list[Away], compute_s: float) -> list[_Point]:
-        """`compute_s`: of the first pass, which wants what was swapped."""
+        """Returns the times at which swapped tensors are needed. `compute_s`: of the first pass, which uses them."""
         away = self._in_order_of_use(block, away)
         get = self._activations.get
         return [(i * compute_s / len(away), functools.partial(get, each)) for i, each in enumerate(away)]
@@ -192,7 +192,7 @@ class Operations:
             self._activations.prefetch(each)
 
     def _in_order_of_use(self, block: int, away: list[Away]) -> list[Away]:
-        """A graph asks for the latest first, a second forward pass for the first."""
+        """Returns tensors in the order of use: autograd uses the latest first, recomputation the first one first."""
         return away if self._choice(block).recompute else away[::-1]
 
     def _choice(self, block: int) -> BlockActivations:

@@ -1,4 +1,4 @@
-"""A simulated optimizer of the pool: as `cpu_optimizer.CpuOptimizer`."""
+"""Simulates one CPU optimizer, as the real `CpuOptimizer` works."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from windlass.storage.ids import ActorName, ChunkKey
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A chunk at an optimizer."""
+    """The update of one chunk at an optimizer."""
 
     update: UpdateBlock
     grad: GradChunk
@@ -27,7 +27,7 @@ class _Chunk:
 
 
 class Optimizer:
-    """States in, updates, states out."""
+    """An optimizer that reads states, updates them and writes them back."""
 
     def __init__(self, world: SimulatedMachine, name: ActorName, states: Pool) -> None:
         self.world = world
@@ -44,14 +44,14 @@ class Optimizer:
         world.env.process(self._run_updates())
 
     def update(self, message: UpdateBlock) -> None:
-        """Begins with a block's chunks as their turn comes."""
+        """Queues the updates of a block's chunks."""
         self._num_left[(message.step, message.block)] = len(message.chunks)
         for grad in message.chunks:
             self._to_begin.put(message.step, message.block, _Chunk(message, grad))
         self._changed.tell()
 
     def flush(self, message: FlushBlock) -> Process:
-        """Of a block whose states rest in host memory."""
+        """Writes the states of a block that is resident in host memory."""
         world, step = self.world, message.step
         writes = [
             world.chunk_move(
@@ -101,7 +101,7 @@ class Optimizer:
         moves = [(sum(formats.itemsizes[kind] for kind in kinds) * numel, SpanKind.READ_STATES)]
         if chunk.grad.span is None:
             moves.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
-        # Of one SSD, and as urgent as each other: one after the other.
+        # Both reads are from the same SSD with the same priority, so they run one after the other.
         for nbytes, kind in moves:
             yield from world.chunk_move(key, nbytes, kind, update.from_step, (update.step, key.block))
         self._ahead.num_at_hand += 1

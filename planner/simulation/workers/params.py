@@ -1,4 +1,4 @@
-"""The simulated way of params to the device: as `param_feed.ParamFeed`."""
+"""Simulates the prefetch of params to the device, as the GPU worker's real `ParamFeed` does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,22 +14,23 @@ from windlass.storage.ids import BlockIndex, ChunkKey, Span
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Params of one block on their way to the device; of a streamed one, to host memory."""
+    """A transfer of one block's params to the device, or to host memory if the block is streamed."""
 
     request: PrefetchParams
     arrived: simpy.Event
-    ready: simpy.Event  # then, once it was told
+    ready: simpy.Event  # set after `arrived`, when `is_ready` has been called
     num_missing: int = 0
-    numel: int | None = None  # of the buffer; None: where they rest
-    is_rounded: bool = False  # made of the master, which rests on the device, when they are needed
-    held: list[tuple[ChunkKey, Span]] = field(default_factory=list)  # of a streamed block: until it is computed
+    numel: int | None = None  # elements of the buffer; None: the params are resident
+    is_rounded: bool = False  # derived on the device from the resident master, when they are needed
+    # Chunks of a streamed block, kept until it is computed.
+    held: list[tuple[ChunkKey, Span]] = field(default_factory=list)
 
 
 class ParamFeed:
-    """Chunks from where they are to a block's buffer."""
+    """Copies chunks of params from their tier to a block's buffer."""
 
     def __init__(self, world: SimulatedMachine, is_ready: Callable[[Fetch], None]) -> None:
-        """`is_ready` is called with each fetch once all of it is there, in the order of the requests."""
+        """`is_ready` is called with each fetch when it is complete, in the order of the requests."""
         self.world = world
         self._is_ready = is_ready
         env, context = world.env, world.context
@@ -51,11 +52,11 @@ class ParamFeed:
             env.process(loop())
 
     def request(self, message: PrefetchParams) -> None:
-        """Begins to bring a block's params."""
+        """Begins to prefetch a block's params."""
         self._requests.put(message)
 
     def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Finding[Fetch]:
-        """Returns the params of a block that an operation needs, once they are there."""
+        """Returns the params of a block for an operation, when they are ready."""
         key = (operation.op, block)
         yield from self._created.until(lambda: key in self._fetches)
         fetch = self._fetches.pop(key)
@@ -63,14 +64,14 @@ class ParamFeed:
         return fetch
 
     def release(self, fetch: Fetch) -> None:
-        """The operation is computed."""
+        """Releases the params after the operation."""
         if fetch.numel is not None:
             self._buffers[fetch.numel].give_back()
         for key, span in fetch.held:
             self._give_back(fetch, key, span)
 
     def _first(self, block: BlockIndex) -> int:
-        """The first of a block's elements that have a buffer for themselves; those before it come in pieces."""
+        """Returns the first element with a buffer of its own. The elements before it are copied in pieces."""
         bounds = self.world.bounds
         return bounds[block][-1] if block in bounds else 0
 

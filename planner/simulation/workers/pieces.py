@@ -1,8 +1,8 @@
-"""Params that come piece by piece while their layer is computed: as `engine.param_pieces.PieceBuffers`.
+"""Simulates params that are copied piece by piece while their layer is computed, as the real `PieceBuffers` does.
 
-Which buffer takes which piece follows from the order of uses alone: that which was used longest ago. So an operation's
-copies are known as it begins, and each waits for the last use of what lay in its buffer. What the real buffers learn in
-the first step is known from the beginning.
+The order of uses alone decides which buffer a piece gets: the least recently used one. So an operation's copies are
+known when it begins. Each copy waits for the last use of its buffer. The real buffers learn the order in the first
+step; here it is known from the start.
 """
 
 import itertools
@@ -23,33 +23,33 @@ _PIECES = "pieces of params"
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """A piece that is computed with."""
+    """One use of a piece in an operation."""
 
     piece: int
     copied: simpy.Event
     over: simpy.Event
-    nbytes: int  # that nobody needs after it
+    nbytes: int  # freed after this use
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A piece on its way into a buffer."""
+    """A copy of a piece into a buffer."""
 
     request: PrefetchParams
     nbytes: int
-    free: simpy.Event | None  # the buffer, from then on
+    free: simpy.Event | None  # set when the buffer is free
     copied: simpy.Event
 
 
 class Pieces:
-    """Buffers for pieces of all streamed layers."""
+    """The buffers for pieces of all streamed layers."""
 
     def __init__(self, world: SimulatedMachine) -> None:
         self.world = world
         self._to_copy: Queue[_Copy] = Queue(world.env)
-        # What lies in each buffer since its last use, that which was used longest ago first.
+        # The last use of each buffer's piece, the least recently used buffer first.
         self._last: list[_Use | None] = [None] * NUM_PIECE_BUFFERS
-        self._uses: dict[int, deque[_Use]] = {}  # by operation: those to come
+        self._uses: dict[int, deque[_Use]] = {}  # by operation: uses still to come
         self._held: _Use | None = None
         if world.bounds:
             piece_nbytes = largest_piece(list(world.bounds.values())) * world.param_itemsize
@@ -57,15 +57,15 @@ class Pieces:
         world.env.process(self._run())
 
     def shares(self, block: BlockIndex) -> list[float]:
-        """The part that each of a block's pieces has in a pass through it; none where it does not come in pieces."""
+        """Returns each piece's share of a pass through a block; empty if the block is not streamed."""
         bounds = self.world.bounds.get(block, (0,))
         return [(stop - start) / bounds[-1] for start, stop in itertools.pairwise(bounds) if bounds[-1]]
 
     def begin(self, request: PrefetchParams, order: Sequence[int]) -> None:
-        """An operation is given to the device, which will use pieces in this order."""
+        """Plans the copies for an operation that will use pieces in this order."""
         bounds, env = self.world.bounds[request.block], self.world.env
         uses = self._uses[request.op] = deque()
-        lying: list[_Use | None] = [None] * len(self._last)  # of this operation
+        lying: list[_Use | None] = [None] * len(self._last)  # pieces of this operation
         for piece in order:
             place = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)
             there, last = lying.pop(place), self._last.pop(place)
@@ -81,13 +81,13 @@ class Pieces:
             uses.append(use)
 
     def hold(self, operation: ComputeBlock) -> Process:
-        """What an operation uses next is there; it needs nothing any more of what it used before."""
+        """Waits for the operation's next piece, and frees the previous one."""
         self._let_go()
         self._held = self._uses[operation.op].popleft()
         yield self._held.copied
 
     def end(self, operation: ComputeBlock) -> None:
-        """It is computed."""
+        """Frees the last piece of an operation."""
         self._let_go()
         unused = self._uses.pop(operation.op)
         assert not unused, "all pieces were used"

@@ -1,4 +1,4 @@
-"""Swapped activations that go on to simulated SSDs: as `actors.ssd_activations.SsdActivations`, with its turns."""
+"""Simulates swapped activations on the SSDs, as the real `SsdActivations` does, with the real buffer queue."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ _STAGED = "activations to and from the SSDs"
 
 
 class SsdActivations:
-    """Tensors in the scratch of the job's SSDs, each in parts that take turns with the staging buffers."""
+    """Tensors in the job's scratch space on the SSDs, in parts that take turns with the staging buffers."""
 
     def __init__(self, world: SimulatedMachine) -> None:
         self.world = world
         context, plan, num_ssds = world.context, world.context.plan, len(world.context.ssds)
         self._slot_nbytes = plan.activations.slot_nbytes
         self._part_slots = slots_of_part(plan.num_staged_activations, num_ssds)
-        self._num_buffers = plan.num_staged_activations // self._part_slots  # that are free
+        self._num_buffers = plan.num_staged_activations // self._part_slots  # number of free ones
         self._slots = ScratchSlots(
             [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [each.weight for each in context.ssds]
         )
@@ -34,7 +34,7 @@ class SsdActivations:
         world.env.process(self._run_in())
 
     def put(self, nbytes: int, now: Moment) -> Finding[SsdSwap]:
-        """Returns the swap of a tensor, as soon as it may leave; the copies follow."""
+        """Returns the swap of a tensor when the device has room for bytes on their way out. The copies follow."""
         limit = self.world.context.plan.max_leaving_nbytes
         yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
         swap = SsdSwap(nbytes, now)
@@ -48,13 +48,13 @@ class SsdActivations:
         return swap
 
     def prefetch(self, swap: SsdSwap, now: Moment) -> None:
-        """Begins to bring it back."""
+        """Begins to copy a tensor back."""
         swap.wanted_in = now
         self._line_up(swap)
         self._hand_out_buffers()
 
     def wait_for(self, swap: SsdSwap) -> Process:
-        """It is back."""
+        """Waits until the tensor is back on the device."""
         swap.is_demanded = True
         for part in swap.parts:
             self._turns.wait(part)
@@ -84,7 +84,7 @@ class SsdActivations:
             yield from self.world.copy_out(part.nbytes, kind, left_in.step, left_in.block)
             self._leaving_nbytes -= part.nbytes
             part.swap.num_on_device -= 1
-            if not part.swap.num_on_device:  # it is let go of as a whole
+            if not part.swap.num_on_device:  # the tensor is freed as a whole
                 self.world.level(Tier.GPU, LEAVING, -part.swap.nbytes)
             self._changed.tell()
             self.world.env.process(self._write(part))
@@ -119,7 +119,7 @@ class SsdActivations:
             self._hand_out_buffers()
 
     def _take_buffers(self, number: int) -> None:
-        """Less than 0: they are given back."""
+        """Acquires staging buffers, or releases them if `number` is negative."""
         self._num_buffers -= number
         self.world.level(Tier.HOST, _STAGED, number * self._part_slots * self._slot_nbytes)
 

@@ -1,4 +1,4 @@
-"""The simulated GPU worker: params in, compute, gradients out, and states that rest on the device."""
+"""Simulates the GPU worker: params in, compute, gradients out, and states resident on the device."""
 
 from windlass.actors.messages import (
     BlockFlushed,
@@ -20,7 +20,7 @@ from windlass.storage.ids import ChunkKey
 
 
 class Worker:
-    """As `gpu_worker.GpuWorker`."""
+    """The simulated counterpart of `GpuWorker`."""
 
     def __init__(self, world: SimulatedMachine) -> None:
         self.world = world
@@ -32,7 +32,7 @@ class Worker:
         world.env.process(self._run_commands())
 
     def post(self, message: Message) -> None:
-        """Takes a message."""
+        """Handles a message from the scheduler."""
         match message:
             case PrefetchParams():
                 self._feed.request(message)
@@ -49,7 +49,7 @@ class Worker:
             self._operations.begin_pieces(fetch.request)
 
     def _run_commands(self) -> Process:
-        """Of blocks whose states rest on the device: one after the other, as `device_states.DeviceStates`."""
+        """Updates and flushes blocks whose states are resident on the device, one at a time, as `DeviceStates` does."""
         world, name = self.world, self.world.shape.gpu_worker
         while True:
             command = yield from self._commands.get()
