@@ -1,4 +1,4 @@
-"""Run every benchmark and keep its report: `python -m benchmarks [--quick] [NAME ...]`"""
+"""Runs every benchmark and stores its report: `python -m benchmarks [--quick] [NAME ...]`"""
 
 import argparse
 import subprocess
@@ -12,6 +12,7 @@ NAMES = (
     "api",
     "chaos",
     "device_memory",
+    "dispatch",
     "fairness",
     "memory",
     "optimizer",
@@ -28,7 +29,7 @@ REPORTS_DIR = Path(__file__).parent / "reports"
 
 
 def run_benchmark(name: str, options: list[str]) -> tuple[int, str]:
-    """Run one in a process of its own, showing its output as it comes: (exit code, what it printed)."""
+    """Runs a benchmark in its own process and shows its output at once. Returns its exit code and its output."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -41,7 +42,7 @@ def run_benchmark(name: str, options: list[str]) -> tuple[int, str]:
 
 
 def write_report(name: str, text: str, reports_dir: Path, now: datetime) -> Path:
-    """Keep a report under its date."""
+    """Writes a report to a file named by its date."""
     reports_dir.mkdir(exist_ok=True)
     path = reports_dir / f"{now:%Y-%m-%d}-{name}.md"
     path.write_text(text)
@@ -49,7 +50,7 @@ def write_report(name: str, text: str, reports_dir: Path, now: datetime) -> Path
 
 
 def main() -> int:
-    """0 when all have run to their end; reports of quick forms are not kept."""
+    """Returns 0 if all benchmarks succeeded. Reports of quick forms are not stored."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(NAMES)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="the small form of each, without keeping a report")

@@ -1,11 +1,16 @@
-"""What active gradient offloading is worth: `python -m benchmarks.active_gradient [--quick]`
+"""Measures the gain from active gradient offloading: `python -m benchmarks.active_gradient [--quick]`
 
-The same model in windlass's real processes, updated in four ways: after the backward pass, with nothing else running;
-as gradients arrive, one chunk after the other (naive); as they arrive, reading, updating and writing overlapped; and,
-as clipping needs it, once all are known, under the next step's forward pass. Each with fp32, split and bf16 states, and
-everything read from the SSDs that is needed. Then the same with what host memory can save: params that stay there from
-one use to the next, gradients that wait there or, where they don't fit, on the SSDs; all states in host memory.
-The SSD servers count the bytes.
+The same model is trained in windlass's real processes with four update orders:
+
+- after the backward pass, with no other work in parallel
+- active, naive: as gradients arrive, one chunk after the other
+- active: as gradients arrive, with reads, updates and writes in parallel
+- kept: once all gradients are known, as clipping needs it, during the next step's forward pass
+
+Each order runs with fp32, split and bf16 states, and reads from the SSDs all that it needs. Further runs use host
+memory to save I/O: params stay there between uses, gradients wait there or on the SSDs, or all states are there. The
+SSD servers count the bytes.
+
 Source: Ratel, section IV-C and figure 3.
 """
 
@@ -40,7 +45,7 @@ PLACES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to train."""
+    """One way to train the model."""
 
     order: UpdateOrder
     states: StatePrecision
@@ -48,7 +53,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For files and tables."""
+        """The name for files and tables."""
         return "-".join((self.order, self.states, *self.place.split()))
 
 
@@ -66,7 +71,7 @@ CASES = [
 
 
 def workload_of(*, quick: bool) -> Workload:
-    """A model whose updates take about as long as its backward pass."""
+    """Returns a model whose updates take about as long as its backward pass."""
     if quick:
         shape = ModelShape(hidden=512, num_layers=4, vocab=4096, intermediate=1408, num_heads=8)
     else:
@@ -83,7 +88,7 @@ def workload_of(*, quick: bool) -> Workload:
 
 
 def contender_of(case: Case, ssd_dir: Path) -> Contender:
-    """Windlass, training in one way."""
+    """Returns windlass as a contender that trains in one way."""
     title, changes = ORDERS[case.order]
     options = [option for each in (*changes, f"state_precision={case.states}") for option in ("--change", each)]
     options += [option for each in PLACES[case.place] for option in ("--place", each)]
@@ -93,14 +98,14 @@ def contender_of(case: Case, ssd_dir: Path) -> Contender:
 
 
 def bytes_per_param(run: ContenderRun, num_params: int) -> tuple[float, float]:
-    """Read and written in a step, as the SSD servers count them."""
+    """Returns the bytes read and written in a step, as the SSD servers count them, per parameter."""
     assert run.ssd_nbytes is not None, "windlass counts its bytes"
     read, written = run.ssd_nbytes
     return read / num_params, written / num_params
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("active_gradient", __doc__, quick="a small model, one round")
     workload = workload_of(quick=options.quick)
     num_rounds = 1 if options.quick else 2

@@ -1,10 +1,11 @@
-"""Is the peak of device memory what was predicted? `python -m benchmarks.device_memory [--quick]`
+"""Compares the predicted peak of device memory with the real one: `python -m benchmarks.device_memory [--quick]`
 
-All jobs are predicted by shapes alone before the first is run; then each is trained in a process of its own. The device
-is the CPU, "device memory" that process's private memory. That also grows by what is not the device's (Python's
-objects, stacks and pools of threads): a job of next to nothing shows how much. How much of what was swapped is still
-leaving depends on the speed of copies: there a range is predicted. A CPU's memory counts once it is written: so there
-are two steps, and what comes back from host memory counts as it comes.
+All jobs are predicted by shapes alone before the first one runs. Then each one is trained in its own process. The
+device is the CPU, and "device memory" is that process's private memory. It also grows by Python's objects, stacks and
+thread pools, which a minimal job measures.
+
+The prediction is a range, because the number of swapped bytes that have not left yet depends on the speed of copies.
+A CPU's memory counts only once it is written. So each job has two steps, and swapped activations count as they return.
 """
 
 import tempfile
@@ -26,7 +27,7 @@ _BASE = ActivationRun(hidden=256, intermediate=704, num_layers=6, batch_size=96,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job, and what sets it apart."""
+    """A job, with the properties that distinguish it."""
 
     title: str
     run: ActivationRun
@@ -65,7 +66,7 @@ QUICK_CASES = (
 
 
 def predict(run: ActivationRun, folder: Path) -> DeviceNeed:
-    """What a run will need; its files are written below `folder`."""
+    """Predicts the memory need of a run. Writes its files below `folder`."""
     folder.mkdir()
     spec = job_spec(run, folder)
     partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
@@ -73,14 +74,14 @@ def predict(run: ActivationRun, folder: Path) -> DeviceNeed:
 
 
 def error_of(need: DeviceNeed, found_nbytes: int) -> float:
-    """How far outside of what was predicted a peak is, over what was predicted; below 0 where it is less."""
+    """Returns the relative distance of a peak from the predicted range: above 0 if larger, below 0 if smaller."""
     if found_nbytes > need.nbytes:
         return found_nbytes / need.nbytes - 1
     return min(0.0, found_nbytes / need.settled_nbytes - 1)
 
 
 def main() -> None:
-    """Predict, measure, report, end with the line of ratios."""
+    """Predicts, measures, reports, and prints the ratios as the last line."""
     options = parse_options("device_memory", __doc__, quick="two small jobs")
     cases = QUICK_CASES if options.quick else CASES
     configuration = {"form": "quick" if options.quick else "full", "training": "bf16, 2 steps, states on one SSD"}
@@ -111,7 +112,7 @@ def main() -> None:
 
 
 def measure(run: ActivationRun, directory: Path) -> int:
-    """The peak of a run's device memory, in bytes."""
+    """Returns the peak of a run's device memory in bytes."""
     result = run_in_process(run, directory)
     assert result.error is None, result.error
     return result.device_nbytes

@@ -1,7 +1,7 @@
-"""Does host memory grow with the model? `python -m benchmarks.memory [--quick]`
+"""Checks that host memory does not grow with the model's depth: `python -m benchmarks.memory [--quick]`
 
-Trains two models of the same width and different depth through the real processes under Ray, clipping off, and compares
-the peak memory of everything that runs (PSS, arenas, Ray itself) with what the model states grew by.
+Trains two models of the same width and different depth in the real processes under Ray, without clipping. It compares
+the growth of the peak memory of all processes (PSS, arenas, Ray itself) with the growth of the model states.
 """
 
 import statistics
@@ -14,12 +14,12 @@ from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB, Report, parse_options, spread
 from benchmarks.step import contenders
 
-_STATE_NBYTES = 14  # a parameter at rest: bf16 param, fp32 master and moments
+_STATE_NBYTES = 14  # bytes stored for a parameter: bf16 param, fp32 master and moments
 MIB = 1 << 20
 
 
 def workload_of(num_layers: int, *, quick: bool) -> Workload:
-    """The same width whatever the depth."""
+    """Returns a model of this depth. The width is always the same."""
     hidden = 256 if quick else 512
     shape = ModelShape(hidden=hidden, num_layers=num_layers, vocab=4096, intermediate=11 * hidden // 4, num_heads=8)
     return Workload(
@@ -34,14 +34,14 @@ def workload_of(num_layers: int, *, quick: bool) -> Workload:
 
 
 def growth_share(peaks: dict[int, list[int]], num_params: dict[int, int]) -> float:
-    """Extra bytes at the peak over extra bytes of model states, from the shallow model to the deep one."""
+    """Returns the growth of the peak, divided by the growth of model states, from the shallow to the deep model."""
     shallow, deep = min(peaks), max(peaks)
     extra_nbytes = statistics.median(peaks[deep]) - statistics.median(peaks[shallow])
     return extra_nbytes / (_STATE_NBYTES * (num_params[deep] - num_params[shallow]))
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("memory", __doc__, quick="narrow models, one round")
     workloads = {depth: workload_of(depth, quick=options.quick) for depth in (8, 32)}
     num_rounds = 1 if options.quick else 3
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def windlass(name: str, ssd_dir: Path) -> Contender:
-    """Windlass as a contender, under another name."""
+    """Returns windlass as a contender with another name."""
     ours = contenders(ssd_dir)[0]
     return Contender(
         name=name, title=ours.title, module=ours.module, arguments=ours.arguments, shm_pattern=ours.shm_pattern

@@ -1,8 +1,8 @@
-"""The check for infinities and NaNs in a gradient: `python -m benchmarks.overflow [--quick]`
+"""Measures the check for infinities and NaNs in a gradient: `python -m benchmarks.overflow [--quick]`
 
-`squared_norm` beside `isinf().any() or isnan().any()`, in turns, in alternating order, on one gradient with the same
-threads. What each takes beside the gradient is measured in a fresh process: the high-water mark of its memory, set back
-once the gradient is there and everything has run once on a small one.
+`squared_norm` and `isinf().any() or isnan().any()` run in alternating order on one gradient, with the same threads.
+Their additional memory is measured in a fresh process, by the kernel's high-water mark. The mark is reset when the
+gradient exists and every function has run once on a small one.
 """
 
 import argparse
@@ -26,12 +26,15 @@ _SMALL_NUMEL = 1 << 16
 
 
 def isinf_isnan(grad: torch.Tensor) -> bool:
-    """What one writes: every element is looked at twice, with results of its size."""
+    """Checks a gradient in the usual way.
+
+    It reads every element twice, and allocates results of the gradient's size.
+    """
     return bool(grad.isinf().any() or grad.isnan().any())
 
 
 def is_not_finite(grad: torch.Tensor) -> bool:
-    """The same answer from the squared norm."""
+    """Checks a gradient by its squared norm."""
     return not bool(squared_norm(grad).isfinite())
 
 
@@ -43,15 +46,15 @@ _OURS, _NAIVE = CHECKS
 
 
 def gradient(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """All finite, so that no check may end early."""
+    """Returns a gradient of finite values, so that no check can end early."""
     return torch.empty(numel, dtype=dtype).uniform_(-1, 1)
 
 
 def measure(numel: int, dtype: torch.dtype, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call, by check."""
+    """Returns the seconds of every call, by check."""
     grad = gradient(numel, dtype)
     times: dict[str, list[float]] = defaultdict(list)
-    for index in range(num_rounds + 1):  # the first warms up
+    for index in range(num_rounds + 1):  # the first round warms up
         for name in CHECKS if index % 2 == 0 else reversed(CHECKS):
             start_s = time.perf_counter()
             found = CHECKS[name](grad)
@@ -64,13 +67,16 @@ def measure(numel: int, dtype: torch.dtype, num_rounds: int) -> dict[str, list[f
 
 
 def extra_peak_nbytes(name: str, numel: int, dtype: str) -> int:
-    """What a check takes at most beside its gradient, in a fresh process."""
+    """Returns a check's peak memory beside its gradient, measured in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.overflow", "--peak", name, str(numel), dtype]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def print_extra_peak(name: str, numel: int, dtype: torch.dtype) -> None:
-    """Runs in the fresh process. Source: proc(5), clear_refs: 5 sets the high-water mark back to what is held."""
+    """Measures the peak in the fresh process and prints it.
+
+    Source: proc(5), clear_refs: 5 resets the high-water mark to the current value.
+    """
     torch.set_num_threads(num_cores())
     check = CHECKS[name]
     check(gradient(_SMALL_NUMEL, dtype))
@@ -87,7 +93,7 @@ def _status_nbytes(key: str) -> int:
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overflow", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fp32 only, a quarter of the size, fewer rounds")
     parser.add_argument("--peak", nargs=3, metavar=("CHECK", "NUMEL", "DTYPE"), help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
-"""What windlass itself can do, by the model that its planner counts with: `python -m benchmarks.reach [--quick]`
+"""Computes the largest models and the step times by the planner's model: `python -m benchmarks.reach [--quick]`
 
-Nothing is measured: the page is the same on every machine. The full form takes minutes and writes docs/reach.md.
+Nothing is measured, so the page is the same on every machine. The full form takes minutes and writes docs/reach.md.
 """
 
 from collections.abc import Iterator
@@ -23,19 +23,19 @@ _FEW_SSDS, _MOST_SSDS = 2, 12
 _NUM_SSDS = (1, 2, 4, 6, 8, 12)
 _RAM_OF_SSDS_GIB = 128
 _SIZES_OVER_SSDS = (13, 70)
-# Ratel's figure 6: billions of parameters, GiB of the GPU, and RAM in GB.
+# Models of Ratel's figure 6: billions of parameters, GiB of GPU memory, GB of RAM.
 _RATELS = ((175, 16, 256), (276, 24, 768))
 
 
 def machine(*, ram_gib: float, num_ssds: int) -> Hardware:
-    """Ratel's server with less of something; what its SSDs do together is limited as it is there."""
+    """Returns Ratel's server with other numbers of RAM and SSDs. The SSDs' combined limit stays."""
     server = load(Hardware, example_machines()[_MACHINE])
     host, ssds = with_part(server.host, memory_gib=float(ram_gib)), with_part(server.ssds, count=num_ssds)
     return with_part(server, host=host, ssds=ssds)
 
 
 def page(quick: bool) -> tuple[str, dict[str, float]]:
-    """The text, and the figures of the last line."""
+    """Returns the page's text, and the figures of the last line."""
     text = Page("What windlass can do, by its planner's model")
     text.add(
         f"Predictions of the planner's model ([planning](planning.md)), not measurements: plans for Ratel's server, an "
@@ -100,7 +100,7 @@ def _add_ratels(text: Page) -> Iterator[tuple[str, float]]:
 
 
 def _largest(hardware: Hardware, *, batch_size: int) -> int:
-    """Of the shapes, in billions of parameters; 0: none."""
+    """Returns the largest of the shapes that fits, in billions of parameters, or 0."""
     for size in sorted(RATEL_SHAPES, reverse=True):
         if fits(replace(_question(size, hardware), batch_size=batch_size), _profiles(size)):
             return size
@@ -148,7 +148,7 @@ def _cells(report: PlanReport) -> tuple[str, ...]:
     assert report.tokens_per_s is not None
     assert report.tflops is not None
     assert report.peak_gib is not None
-    # Three digits, and never as a power of ten.
+    # Three digits, never in scientific notation.
     numbers = [f"{float(f'{each:.3g}'):g}" for each in (report.step_s, report.tokens_per_s, report.tflops)]
     return (*numbers, str(report.bottleneck), f"{report.peak_gib['host']:.0f}")
 

@@ -1,9 +1,9 @@
-"""Does the API keep to its own description, whatever it is asked?
+"""Checks the API's answers against its own description with random requests.
 
-`python -m benchmarks.schema`: a hundred thousand requests that schemathesis makes from the description, right
-ones and wrong ones, each sent by one of: who needs no key, a user, an admin, and in one of eight cases somebody without
-a right key. None may fail inside, none may be answered with what the description does not have, and nobody gets in who
-may not. Every second one names a model, files, jobs and webhooks that its sender has. What is asked and checked is in
+`python -m benchmarks.schema` sends a hundred thousand valid and invalid requests that schemathesis generates. The
+senders are a caller without a key, a user, an administrator, and in one of eight cases a caller with a wrong key.
+No request may cause an internal error or an answer that the description lacks, and access control must hold. Every
+second request names a model, files, jobs or webhooks of its sender. The requests and checks are in
 `tests/unit/service/api/test_schema.py`, of which `make test` and `make test-long` run a part.
 """
 
@@ -27,7 +27,7 @@ _ROOT = Path(__file__).parent.parent
 
 
 def main() -> int:
-    """Ask, and print the report; 0 when every answer was as described."""
+    """Sends the requests and prints the report. Returns 0 if every answer was as described."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.schema", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="50 drawn requests of each operation")
     parser.add_argument("--cases", type=int, default=3300, help="drawn requests of each operation (default: 3300)")
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _read(file: Path) -> Counter[tuple[str, int]]:
-    """How many answers of each status there were to each operation."""
+    """Returns the number of answers by operation and status."""
     told: Counter[tuple[str, int]] = Counter()
     for line in file.read_text().splitlines() if file.exists() else ():
         for operation, status, number in json.loads(line):

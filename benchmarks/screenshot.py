@@ -1,4 +1,4 @@
-"""Takes a picture of a running service's dashboard: `python -m benchmarks.screenshot URL FILE.png`."""
+"""Takes a screenshot of a running service's dashboard: `python -m benchmarks.screenshot URL FILE.png`"""
 
 import argparse
 import shutil
@@ -19,17 +19,18 @@ _ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-# Something is shown: a job with its curve or with the reason that it has none, or how to start the first.
+# Selects elements that appear when the page is complete: a job with its curve or a note, or help to start the first
+# job.
 _SETTLED = "#chart:visible .main-svg, #chart-note:visible:not(:text('Reading')), #detail-none:visible, #empty:visible"
 _SETTLE_MS = 800
 
 
 class NoBrowserError(RuntimeError):
-    """No Chromium is installed."""
+    """Raised if no Chromium is installed."""
 
 
 def find_browser() -> str:
-    """The path of the machine's own Chromium; NoBrowserError if it has none."""
+    """Returns the path of an installed Chromium. Raises NoBrowserError if there is none."""
     for name in _BROWSERS:
         if path := shutil.which(name):
             return path
@@ -38,7 +39,7 @@ def find_browser() -> str:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """A headless browser that talks to nobody but the pages it is sent to."""
+    """Opens a headless browser without background network traffic."""
     path = find_browser()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(_ARGUMENTS))
@@ -49,14 +50,14 @@ def open_browser() -> Iterator[Browser]:
 
 
 def take_screenshot(page: Page, path: Path) -> None:
-    """Write what the page shows, once it shows something."""
+    """Writes a screenshot once the page is complete."""
     page.wait_for_selector(_SETTLED)
     page.wait_for_timeout(_SETTLE_MS)
     page.screenshot(path=path)
 
 
 def main() -> None:
-    """Read the command line and take the picture."""
+    """Takes a screenshot with the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.screenshot", description=__doc__)
     parser.add_argument("url", help="the dashboard; with #/jobs/ID a certain job, else one that trains or the newest")
     parser.add_argument("path", type=Path, help="the PNG to write")

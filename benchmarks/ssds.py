@@ -1,9 +1,10 @@
-"""What several SSDs are worth: `python -m benchmarks.ssds [--quick]`
+"""Measures the gain from several SSDs: `python -m benchmarks.ssds [--quick]`
 
-The same model in windlass's real processes over 1, 2, 4 and 8 SSD servers, each throttled to the same rate: real bytes,
-held back (`throttle.py`), as this machine need not have so many SSDs. One of them takes several times what the compute
-takes, so that its rate is the step's; with enough of them the compute is. The limit of each number is the larger of
-the compute's time, measured without a throttle, and the bytes of a step over what the servers' rates add up to.
+The same model is trained in windlass's real processes with 1, 2, 4 and 8 SSD servers. Each server is throttled to the
+same rate (`throttle.py`), because this machine need not have so many SSDs. One throttled SSD takes several times as
+long as the compute, so it limits the step. With enough of them the compute does. The limit of a step is the larger of
+two times: the compute time without throttles, and the step's bytes divided by the servers' total rate.
+
 Source: Ratel, section V-F.
 """
 
@@ -21,37 +22,37 @@ from benchmarks.step import contenders, describe
 from windlass.actors.job import read_journal
 from windlass.actors.job.journal import METRICS
 
-# One SSD takes so many times what the compute takes: with that many, both take the same.
+# Ratio of one SSD's time to the compute time. With this many SSDs both take the same time.
 _ONE_OVER_COMPUTE = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The job without throttles, from which the rate follows."""
+    """Measurements of the job without throttles. They determine the throttled rate."""
 
-    compute_s: float  # of a step
-    ssd_nbytes: int  # read and written in a step
+    compute_s: float  # seconds of a step
+    ssd_nbytes: int  # bytes read and written in a step
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """So many SSD servers; `rate` is of each, in bytes a second."""
+    """A number of SSD servers, each with `rate` bytes/s."""
 
     num_ssds: int
     rate: float
 
     @property
     def name(self) -> str:
-        """For files and tables."""
+        """The name for files and tables."""
         return f"ssds-{self.num_ssds}"
 
     def limit_s(self, reference: Reference, nbytes: int) -> float:
-        """No step is shorter."""
+        """Returns the lower limit of the step time."""
         return max(reference.compute_s, nbytes / (self.num_ssds * self.rate))
 
 
 def workload_of(*, quick: bool) -> Workload:
-    """Many chunks, so that striping is even."""
+    """Returns a model with many chunks, so that striping is even."""
     return Workload(
         shape=ModelShape(hidden=256, num_layers=8 if quick else 24, vocab=2048, intermediate=704, num_heads=4),
         batch_size=4 if quick else 8,
@@ -64,7 +65,7 @@ def workload_of(*, quick: bool) -> Workload:
 
 
 def measure_reference(workload: Workload, folder: Path) -> Reference:
-    """Train without throttles."""
+    """Trains without throttles."""
     journal = folder / "unthrottled.jsonl"
     ours = contenders(folder / "ssd")[0]
     options = ("--place", "num_cached_params=0", "--journal", str(journal))
@@ -75,7 +76,7 @@ def measure_reference(workload: Workload, folder: Path) -> Reference:
 
 
 def contender_of(setup: Setup, folder: Path) -> Contender:
-    """Windlass over so many servers, each with a folder of its own. Nothing that is read stays in memory."""
+    """Returns windlass with several servers, each with its own folder. No params stay in memory between uses."""
     ours = contenders(folder / "ssd")[0]
     directories = [str(folder / f"ssd-{i}") for i in range(setup.num_ssds)]
     options = ["--throttle", f"ssd_bytes_per_s={setup.rate}", "--place", "num_cached_params=0"]
@@ -83,13 +84,13 @@ def contender_of(setup: Setup, folder: Path) -> Contender:
 
 
 def moved(run: ContenderRun) -> int:
-    """Bytes of a step on all SSDs, as the servers count them."""
+    """Returns the bytes that a step moves on all SSDs, as the servers count them."""
     assert run.ssd_nbytes is not None, "windlass counts its bytes"
     return sum(run.ssd_nbytes)
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("ssds", __doc__, quick="a small model, one round, up to two SSDs")
     workload = workload_of(quick=options.quick)
     num_rounds = 1 if options.quick else 2
@@ -113,7 +114,7 @@ def main() -> None:
 
 
 def add_table(report: Report, setups: list[Setup], runs: dict[str, list[ContenderRun]], reference: Reference) -> None:
-    """A row for each number of servers."""
+    """Adds a table with a row for each number of servers."""
     rows = []
     for setup in setups:
         mine = runs[setup.name]
@@ -131,12 +132,12 @@ def add_table(report: Report, setups: list[Setup], runs: dict[str, list[Contende
 
 
 def step_s(runs: list[ContenderRun]) -> float:
-    """The mean: what one step borrows from the next is in it once."""
+    """Returns the mean step time. The mean is exact even if one step shifts work to the next."""
     return statistics.fmean(each for run in runs for each in run.step_s)
 
 
 def ratios_of(setups: list[Setup], runs: dict[str, list[ContenderRun]], reference: Reference) -> dict[str, Any]:
-    """Speed-ups over one server; how far each number is from its limit."""
+    """Returns the speed-ups over one server, and the step times divided by their limits."""
     by_number = {setup.num_ssds: step_s(runs[setup.name]) for setup in setups}
     limits = {str(each.num_ssds): each.limit_s(reference, moved(runs[each.name][0])) for each in setups}
     return {

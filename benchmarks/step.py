@@ -1,13 +1,13 @@
-"""Step time and memory: windlass beside plain PyTorch, DeepSpeed and the limits. `python -m benchmarks.step [--quick]`
+"""Compares step time and memory with PyTorch, DeepSpeed and lower limits: `python -m benchmarks.step [--quick]`
 
-Windlass trains with its states on the SSDs, with all of them in host memory, where optimizers update them, and with all
-of them in the memory of the device, which updates them itself. Without a GPU that is host memory too, so a plan for
-such a machine puts them there. States in memory go to the SSDs with every tenth step; the median step is one without.
+Windlass runs with its states on the SSDs, in host memory (updated by its optimizers), and in device memory (updated by
+the device). Without a GPU, device memory is host memory too, and a plan for such a machine puts the states there.
+States in memory are written to the SSDs every tenth step. The median step is one without that.
 
-All contenders train the same model from the same weights on the same batches with the same number of threads, one after
-the other, for several rounds in alternating order; the first steps of every run are left out of the times. The limit of
-a step is the larger of plain PyTorch's step and the time that its SSD bytes take at the mixed bandwidth measured
-between the runs.
+All contenders train the same model from the same weights on the same batches with the same number of threads. They run
+one after the other, for several rounds in alternating order. The first steps of every run are not timed. The limit of a
+step is the larger of two times: plain PyTorch's step, and the step's SSD bytes at the mixed bandwidth measured between
+the runs.
 """
 
 import statistics
@@ -24,17 +24,17 @@ from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB, Report, parse_options, ratio, spread
 from benchmarks.ssd.mix import SETTINGS, MixFiles, mixed_bytes_per_s
 
-# Bytes of a step per parameter: params twice and the states once in, params and states out.
+# Share of reads in a step's bytes per parameter: params twice and states once are read, params and states written.
 _READ_SHARE = 16 / (16 + 14)
-_NUM_SSD_DIRS = 2  # as many as windlass uses by default
+_NUM_SSD_DIRS = 2  # the default of windlass
 _ARENAS = "windlass-benchmark-*.arena"
-_ALL_BLOCKS = 10**6  # or as many as there are
+_ALL_BLOCKS = 10**6  # more blocks than any model has
 _WINDLASS = ("ssd", "host", "plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One form of the benchmark: what is trained, how often, how long the SSDs are measured."""
+    """The sizes of a form of the benchmark: models, rounds, and the duration of SSD measurements."""
 
     workloads: Mapping[str, Workload]
     num_rounds: int
@@ -44,37 +44,37 @@ class Plan:
 
 @dataclass(slots=True)
 class SizeResults:
-    """All that was measured for one model size."""
+    """All measurements of one model size."""
 
     runs: dict[str, list[ContenderRun]] = field(default_factory=lambda: defaultdict(list))
     mix_bytes_per_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def step_s(self, name: str) -> list[float]:
-        """Timed steps of a contender, all rounds."""
+        """Returns the timed steps of a contender in all rounds."""
         return [step_s for run in self.runs[name] for step_s in run.step_s]
 
     def median_step_s(self, name: str) -> float | None:
-        """None where the contender is missing."""
+        """Returns the median step time, or None if the contender is missing."""
         steps = self.step_s(name)
         return statistics.median(steps) if steps else None
 
     def peaks(self, name: str) -> list[int]:
-        """Peak memory while steps run, of every round."""
+        """Returns the peak memory while steps run, for each round."""
         return [run.steps_peak_nbytes for run in self.runs[name] if run.missing is None]
 
     @property
     def best_mix_bytes_per_s(self) -> float:
-        """The mixed bandwidth: the median of the setting whose median is largest."""
+        """The mixed bandwidth: the median for the setting with the largest median."""
         return max(statistics.median(values) for values in self.mix_bytes_per_s.values())
 
     def ssd_s(self, name: str) -> float | None:
-        """Seconds that a step's SSD bytes take at the mixed bandwidth; None where the contender reports no bytes."""
+        """Returns a step's SSD bytes divided by the mixed bandwidth, or None if the contender reports no bytes."""
         counted = [sum(run.ssd_nbytes) for run in self.runs[name] if run.ssd_nbytes is not None]
         return statistics.median(counted) / self.best_mix_bytes_per_s if counted else None
 
 
 def contenders(ssd_dir: Path) -> list[Contender]:
-    """Windlass first, with its states on each tier; then its peers."""
+    """Returns windlass with its states on each tier, and then its peers."""
     ssd_dirs = tuple(str(ssd_dir / f"windlass-{index}") for index in range(_NUM_SSD_DIRS))
     deepspeed = "benchmarks.peers.deepspeed_runner"
 
@@ -108,7 +108,7 @@ def contenders(ssd_dir: Path) -> list[Contender]:
 
 
 def measure(workload: Workload, plan: Plan, directory: Path) -> SizeResults:
-    """Run all rounds of one model size. A peer that fails is missing; windlass must not fail."""
+    """Runs all rounds of one model size. A peer may fail and is then reported as missing; windlass must not fail."""
     results = SizeResults()
     workload.write(directory / "workload")
     ssd_dir = directory / "ssd"
@@ -129,7 +129,7 @@ def measure(workload: Workload, plan: Plan, directory: Path) -> SizeResults:
 
 
 def measure_mix(results: SizeResults, plan: Plan, ssd_dir: Path) -> None:
-    """Measure the mixed bandwidth once in every setting."""
+    """Measures the mixed bandwidth once with every setting."""
     with MixFiles([ssd_dir / f"mix-{index}" for index in range(_NUM_SSD_DIRS)], plan.mix_file_nbytes) as files:
         for setting in SETTINGS:
             name = f"{setting.num_threads} threads, {setting.block_nbytes >> 20} MiB"
@@ -137,7 +137,7 @@ def measure_mix(results: SizeResults, plan: Plan, ssd_dir: Path) -> None:
 
 
 def loss_difference(runs: Sequence[ContenderRun], reference: Sequence[ContenderRun]) -> float | None:
-    """The largest relative difference of any step's loss from the reference's first run; None without a reference."""
+    """Returns the largest relative difference of losses from the reference's first run; None without a reference."""
     if not runs or not reference or reference[0].missing is not None:
         return None
     expected = reference[0].losses
@@ -145,7 +145,7 @@ def loss_difference(runs: Sequence[ContenderRun], reference: Sequence[ContenderR
 
 
 def ratios_of(results: SizeResults, name: str) -> dict[str, float | None]:
-    """The keys of one way to run windlass."""
+    """Returns the ratios for one way to run windlass."""
     step_s, plain_s, ssd_s = results.median_step_s(name), results.median_step_s("plain"), results.ssd_s(name)
     limit_s = max(plain_s, ssd_s) if plain_s is not None and ssd_s is not None else None
     cores_s = step_s * num_cores() if step_s is not None else None
@@ -169,7 +169,7 @@ def ratios_of(results: SizeResults, name: str) -> dict[str, float | None]:
 
 
 def add_results(report: Report, title: str, results: SizeResults, directory: Path) -> None:
-    """Write the tables of one model size."""
+    """Adds the tables of one model size."""
     report.add("", f"## {title}")
     rows, notes = [], []
     for contender in contenders(directory):
@@ -204,7 +204,7 @@ def add_results(report: Report, title: str, results: SizeResults, directory: Pat
 
 
 def full_plan(num_threads: int) -> Plan:
-    """The two sizes that results are quoted for."""
+    """Returns the full form, with the two sizes whose results are quoted."""
     common: dict[str, Any] = {"sequence_length": 256, "num_threads": num_threads, "seed": 1}
     small = ModelShape(hidden=1024, num_layers=12, vocab=8192, intermediate=2816, num_heads=16)
     large = ModelShape(hidden=2048, num_layers=12, vocab=8192, intermediate=5632, num_heads=16)
@@ -220,7 +220,7 @@ def full_plan(num_threads: int) -> Plan:
 
 
 def quick_plan(num_threads: int) -> Plan:
-    """Shows that everything runs; its figures mean little."""
+    """Returns the quick form. It only checks that everything runs."""
     shape = ModelShape(hidden=1024, num_layers=4, vocab=4096, intermediate=2816, num_heads=16)
     workload = Workload(
         shape=shape,
@@ -235,7 +235,7 @@ def quick_plan(num_threads: int) -> Plan:
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("step", __doc__, quick="a small model, one round", directory="on the SSD to measure")
     plan = (quick_plan if options.quick else full_plan)(num_cores())
     configuration = {
@@ -259,7 +259,7 @@ def main() -> None:
 
 
 def describe(workload: Workload) -> str:
-    """A workload in one line."""
+    """Describes a workload in one line."""
     shape = workload.shape
     return (
         f"Qwen2 shape: hidden {shape.hidden}, {shape.num_layers} layers, vocabulary {shape.vocab}, intermediate "

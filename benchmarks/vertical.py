@@ -1,11 +1,15 @@
-"""What going through the blocks with all micro-batches at once is worth: `python -m benchmarks.vertical [--quick]`
+"""Measures the gain from computing each block for all micro-batches at once: `python -m benchmarks.vertical [--quick]`
 
-The same batch in 1, 4 and 16 micro-batches, states on the SSDs, in windlass's real processes. Vertical: each block is
-computed for all micro-batches of a step before the next block, so its params are fetched twice a step and its gradient
-leaves the device once. Horizontal: each micro-batch goes through all blocks alone, as in ZeRO-Infinity, so params are
-fetched for each, and between two of them the sums of gradients go to host memory and back. Groups of 4 are between the
-two: of 16 micro-batches the hidden states of 4 are held at once. All orders train the same model, bit for bit.
-The actors' own timelines count the bytes, the SSD servers all that they move.
+The same batch is trained in 1, 4 and 16 micro-batches in windlass's real processes, with states on the SSDs.
+
+- Vertical: each block is computed for all micro-batches of a step before the next block. So its params are fetched
+  twice a step, and its gradient leaves the device once.
+- Horizontal: each micro-batch passes through all blocks alone, as in ZeRO-Infinity. So params are fetched for each one,
+  and gradient sums go to host memory and back between them.
+- Groups of 4: of 16 micro-batches, the hidden states of 4 are kept at once.
+
+All orders train the same model, bit for bit. The actors' timelines count the bytes by kind, and the SSD servers count
+all bytes.
 """
 
 import statistics
@@ -30,7 +34,7 @@ _PARTIAL = (SpanKind.COPY_PARTIAL_OUT, SpanKind.COPY_PARTIAL_IN)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to train: a batch in so many parts, so many of them at once."""
+    """One way to train: the number of micro-batches, and the number of them computed at once."""
 
     num_microbatches: int
     group_size: int
@@ -38,41 +42,41 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For files and tables."""
+        """The name for files and tables."""
         return f"{self.order.replace(' ', '-')}-{self.num_microbatches}"
 
 
 def vertical(num_microbatches: int) -> Case:
-    """All of a step at once."""
+    """Returns the case that computes all micro-batches of a step at once."""
     return Case(num_microbatches, num_microbatches, "vertical")
 
 
 def horizontal(num_microbatches: int) -> Case:
-    """One after the other."""
+    """Returns the case that computes one micro-batch after the other."""
     return Case(num_microbatches, 1, "horizontal")
 
 
-# With one micro-batch the two are the same: how far apart they are measured is what the machine adds.
+# With one micro-batch the two orders are the same, so their difference shows the noise of the machine.
 CASES = [case(number) for number in NUM_MICROBATCHES for case in (vertical, horizontal)] + [Case(16, 4, "groups of 4")]
 
 
 @dataclass(slots=True)
 class Results:
-    """Runs of all cases; the bytes of each that moved in a step, by what they were."""
+    """The runs of all cases, and for each case the bytes moved in a step by kind."""
 
     runs: dict[Case, list[ContenderRun]]
     moved: dict[Case, Counter[SpanKind]]
 
     def step_s(self, case: Case) -> list[float]:
-        """Timed steps, all rounds."""
+        """Returns the timed steps of all rounds."""
         return [step_s for run in self.runs[case] for step_s in run.step_s]
 
     def median_s(self, case: Case) -> float:
-        """Of a step."""
+        """Returns the median step time."""
         return statistics.median(self.step_s(case))
 
     def check(self) -> None:
-        """Raises RuntimeError where the order has changed a loss."""
+        """Raises RuntimeError if the order has changed a loss."""
         for case, runs in self.runs.items():
             others = self.runs[vertical(case.num_microbatches)]
             if {run.losses for run in runs} != {run.losses for run in others}:
@@ -80,7 +84,7 @@ class Results:
 
 
 def workload_of(*, quick: bool) -> Workload:
-    """Few tokens in each micro-batch, as where memory is short; a step's compute beside its updates."""
+    """Returns a model with few tokens per micro-batch, as if memory were short. Compute takes about as long as updates."""
     if quick:
         shape = ModelShape(hidden=512, num_layers=4, vocab=4096, intermediate=1408, num_heads=8)
     else:
@@ -97,7 +101,7 @@ def workload_of(*, quick: bool) -> Workload:
 
 
 def contender_of(case: Case, folder: Path) -> Contender:
-    """Windlass in one order; no params stay in host memory, so that each use reads them."""
+    """Returns windlass with one order. No params stay in host memory, so each use reads them."""
     ours = contenders(folder / "ssd")[0]
     options = ["--change", f"num_microbatches={case.num_microbatches}", "--timeline", str(folder / case.name)]
     options += ["--place", "num_cached_params=0", "--place", f"group_size={case.group_size}"]
@@ -105,7 +109,10 @@ def contender_of(case: Case, folder: Path) -> Contender:
 
 
 def moved_a_step(timeline: Path, first_step: int) -> Counter[SpanKind]:
-    """Bytes of each kind whose moving ended in the period of a step: the mean of the steps from the first on."""
+    """Returns the mean bytes of each kind per step, from `first_step` on.
+
+    A transfer counts in the step in which it ends.
+    """
     steps = [step for step in held_steps(timeline) if step >= first_step]
     total = Counter[SpanKind]()
     for step in steps:
@@ -118,7 +125,7 @@ def moved_a_step(timeline: Path, first_step: int) -> Counter[SpanKind]:
 
 
 def measure(workload: Workload, cases: Sequence[Case], num_rounds: int, folder: Path) -> Results:
-    """Train in every way, in alternating order."""
+    """Trains in every way, in alternating order."""
     results = Results(runs={case: [] for case in cases}, moved={})
     by_name = {case.name: case for case in cases}
     for contender in rounds([contender_of(case, folder) for case in cases], num_rounds):
@@ -130,7 +137,7 @@ def measure(workload: Workload, cases: Sequence[Case], num_rounds: int, folder: 
 
 
 def add_table(report: Report, results: Results) -> None:
-    """A row for each case."""
+    """Adds a table with a row for each case."""
     rows = []
     for case, runs in results.runs.items():
         moved, ssd_nbytes = results.moved[case], runs[0].ssd_nbytes
@@ -144,7 +151,7 @@ def add_table(report: Report, results: Results) -> None:
 
 
 def ratios_of(results: Results, num_params: int) -> dict[str, Any]:
-    """How much shorter vertical steps are; bytes a parameter and step."""
+    """Returns the speed-ups of vertical order, and the bytes per parameter and step."""
 
     def by_number(figure: Any) -> dict[str, Any]:
         return {str(number): figure(number) for number in NUM_MICROBATCHES}
@@ -168,7 +175,7 @@ def ratios_of(results: Results, num_params: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("vertical", __doc__, quick="a small model, one round")
     workload = workload_of(quick=options.quick)
     num_rounds = 1 if options.quick else 2

@@ -1,11 +1,13 @@
-"""How much processor time windlass spends on steering: everything that is neither a kernel nor I/O.
+"""Measures the processor time that windlass spends on control: everything that is neither a kernel nor I/O.
 
-Seen from outside, by thread. In a worker that computes, the hottest threads run the kernels, as many as it was given
-for them, and so do those that update what rests on the device (the Python between two kernels on these counts as
-kernel, as in plain PyTorch). In an SSD server the time
-inside the system is I/O. Threads that move bytes are counted apart: those of SSD servers, whose time outside the system
-goes mostly into checksums, and those which copy between host memory and a device that is the CPU, where a GPU has
-engines of its own. All the rest is control: the scheduler, Ray's daemon, messages.
+It is measured from outside, by thread:
+
+- In a worker that computes, the busiest threads run kernels, as many as the worker was given. Threads that update
+  resident states on the device count as kernels too. So does the Python code between their kernels, as for PyTorch.
+- In an SSD server, system time is I/O.
+- Threads that move bytes are counted apart. In SSD servers their user time is mostly checksums. On a CPU, other such
+  threads copy between host memory and the device, where a GPU has copy engines.
+- The rest is control: the scheduler, Ray's daemon, messages.
 """
 
 from collections import defaultdict
@@ -16,16 +18,16 @@ from pathlib import Path
 
 from benchmarks.reporting.pss import ThreadSeconds
 
-# As Ray names them; the second kind is that of `throttled_actors.py`.
+# Process names that Ray gives the workers; the second one is that of `throttled_actors.py`.
 _WORKERS = (b"ray::ActorShell", b"ray::ThrottledShell")
-# Threads that update states on the device, and
+# Names of threads that update states on the device,
 _UPDATERS = ("DeviceStates.ru",)
-# threads that move bytes, by the names that actors give the kernel (`actors/lifecycle/threads.py`).
+# and of threads that move bytes, as actors give them to the kernel (`actors/lifecycle/threads.py`).
 _MOVERS = ("SsdServer_trans", "ParamFeed_arriv", "GradOffload", "PartialGrads.ru")
 
 
 class Role(StrEnum):
-    """What a process of a job does."""
+    """The role of a job's process."""
 
     COMPUTE = "compute"
     SSD = "ssd"
@@ -34,7 +36,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Processor seconds beside kernels and the system's I/O."""
+    """Processor seconds beside kernels and system I/O."""
 
     control_s: float
     moving_s: float  # of threads that move bytes
@@ -46,7 +48,7 @@ def overhead(
     roles: Mapping[int, Role],
     num_threads: int,
 ) -> Overhead:
-    """What was spent between two looks at all threads. `num_threads`: of a worker's kernels."""
+    """Returns the time spent between two samples of all threads. `num_threads`: threads of a worker's kernels."""
     by_process: dict[int, list[ThreadSeconds]] = defaultdict(list)
     nothing = ThreadSeconds(0.0, 0.0, "")
     for (pid, tid), now in after.items():
@@ -68,7 +70,7 @@ def overhead(
 
 
 def role_of(pid: int, ssd_dirs: Sequence[Path]) -> Role:
-    """The role of a process of a job that runs on Ray: Ray names its workers after the actor's class."""
+    """Returns the role of a process of a job on Ray, which names its workers after the actor's class."""
     process = Path(f"/proc/{pid}")
     try:
         command = (process / "cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""What a report says of the machine: nothing that names it or its owner."""
+"""Describes the machine in a report, without anything that identifies it or its owner."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ _PACKAGES = ("torch", "transformers", "ray", "deepspeed", "numpy")
 
 
 def describe_machine(directory: Path) -> list[tuple[str, str]]:
-    """(what, value) rows: processor, memory, the file system under `directory`, kernel, versions."""
+    """Returns (property, value) rows: processor, memory, the file system under `directory`, kernel, versions."""
     return [
         ("processor", f"{_cpu_model()}, {num_cores()} cores"),
         ("memory", f"{_memory_nbytes() / 2**30:.1f} GiB"),
@@ -21,17 +21,22 @@ def describe_machine(directory: Path) -> list[tuple[str, str]]:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
+def load_of_last_minute() -> str:
+    """Returns the load average of the last minute and the number of cores: "0.31 on 2 cores"."""
+    return f"{os.getloadavg()[0]:.2f} on {num_cores()} cores"
+
+
 def file_system(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The type of the file system that holds `directory`: "ext4"."""
+    """Returns the type of the file system that contains `directory`: "ext4"."""
     resolved = directory.resolve()
     best, kind = -1, "unknown"
     for line in mounts.read_text().splitlines():
         _, mount, found, *_ = line.split(" ")
-        # Blanks are written in octal.
+        # Mount points have spaces in octal.
         path = Path(mount.replace("\\040", " "))
         if resolved.is_relative_to(path) and len(path.parts) >= best:
             best, kind = len(path.parts), found

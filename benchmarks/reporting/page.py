@@ -14,37 +14,38 @@ _WIDTH = 120
 
 
 class Page:
-    """Markdown, kept as it grows."""
+    """A Markdown document that is built step by step."""
 
     def __init__(self, title: str) -> None:
         self._lines = [f"# {title}"]
 
     def add(self, *paragraphs: str) -> None:
-        """Headings and paragraphs."""
+        """Adds headings and paragraphs."""
         for paragraph in paragraphs:
             self._lines += ["", *textwrap.wrap(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False)]
 
     def add_table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table."""
+        """Adds a table."""
         self._lines += ["", *table(header, rows)]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole document."""
         return "\n".join(self._lines) + "\n"
 
 
 def compared(published: float, computed: float, digits: int = 2) -> tuple[str, str, str]:
-    """Cells: a published figure, a computed one, and their ratio."""
+    """Returns table cells: a published figure, a computed one, and their ratio."""
     return f"{published:g}", f"{computed:.{digits}f}", f"{computed / published:.2f}"
 
 
 def write_page(
     name: str, help_text: str | None, page: Callable[[bool], tuple[str, dict[str, float]]], *, quick_help: str
 ) -> None:
-    """What `python -m benchmarks.NAME [--quick]` does: compute, print, write to docs, end with the line of figures.
+    """Implements `python -m benchmarks.NAME [--quick]`: computes a page, prints it, and writes it to docs.
 
-    `page`: of whether it is the quick form, which writes nothing; returns the text and the figures.
+    The last line has the figures. `page` gets true for the quick form, which writes no file; it returns text and
+    figures.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=help_text)
     parser.add_argument("--quick", action="store_true", help=f"{quick_help}; writes nothing")

@@ -1,6 +1,6 @@
-"""Memory and processor time of a set of processes, from /proc.
+"""Measures memory and processor time of a set of processes, from /proc.
 
-PSS shares a page's bytes among those who map it, so a sum over processes counts every page once.
+PSS divides a shared page's bytes among the processes that map it, so a sum over processes counts every page once.
 """
 
 import os
@@ -17,19 +17,19 @@ _INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a set of processes holds at one moment, in bytes."""
+    """The memory of a set of processes at one moment, in bytes."""
 
     private_nbytes: int  # PSS without shared memory
     shm_nbytes: int  # shared memory
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Private and shared memory together."""
         return self.private_nbytes + self.shm_nbytes
 
 
 def process_tree(roots: Iterable[int]) -> set[int]:
-    """The living processes among `roots`, and all their descendants."""
+    """Returns the living processes among `roots`, and all their descendants."""
     children: dict[int, list[int]] = {}
     living = set()
     for pid, fields in _stats():
@@ -46,10 +46,10 @@ def process_tree(roots: Iterable[int]) -> set[int]:
 
 
 def memory_of(pids: Iterable[int], shm_files: Iterable[Path] = ()) -> Memory:
-    """Sum of PSS, every page once.
+    """Returns the sum of PSS, with every page counted once.
 
-    `shm_files`: files in a tmpfs that belong to these processes. Their pages count even where no process has touched
-    them; that matters because a page in tmpfs that nobody maps is in nobody's PSS.
+    `shm_files`: files in a tmpfs that belong to these processes. All their allocated pages count, because a page that
+    no process maps is in no process's PSS.
     """
     private_nbytes = shm_nbytes = 0
     for pid in pids:
@@ -60,7 +60,7 @@ def memory_of(pids: Iterable[int], shm_files: Iterable[Path] = ()) -> Memory:
 
 
 def resident_memory(shm_files: Iterable[Path]) -> Memory:
-    """What this process holds, by the kernel's running counts: quick however large it is.
+    """Returns the memory of this process from the kernel's counters, which is fast for any size.
 
     Pages of libraries that other processes map as well count in full. `shm_files` as in `memory_of`.
     """
@@ -78,7 +78,7 @@ class ThreadSeconds(NamedTuple):
 
 
 def thread_seconds(pids: Iterable[int]) -> dict[tuple[int, int], ThreadSeconds]:
-    """Of every living thread, by (pid, tid)."""
+    """Returns the processor time of every living thread, by (pid, tid)."""
     seconds = {}
     for pid in pids:
         try:
@@ -96,9 +96,10 @@ def thread_seconds(pids: Iterable[int]) -> dict[tuple[int, int], ThreadSeconds]:
 
 
 class MemorySampler:
-    """Samples the memory of processes in a thread and keeps the peak of every phase.
+    """Samples the memory of processes in a thread, and keeps the peak of every phase.
 
-    The kernel needs some 10 ms for a gigabyte, so times would suffer: in a phase that is timed it samples rarely.
+    The kernel needs about 10 ms per gigabyte, which would disturb measured times. So it samples rarely in a timed
+    phase.
     """
 
     def __init__(self, sample: Callable[[], Memory]) -> None:
@@ -119,12 +120,12 @@ class MemorySampler:
         self._thread.join()
 
     def enter_phase(self, phase: str, *, share: float = 0.5) -> None:
-        """From now on, samples belong to `phase` and take at most `share` of the time."""
+        """Assigns the following samples to `phase`. They take at most `share` of the time."""
         with self._lock:
             self._phase, self._share = phase, share
 
     def peak_nbytes(self, *phases: str) -> int:
-        """The largest sample of these phases, or of all; 0 where there is none."""
+        """Returns the largest sample of these phases, or of all phases; 0 if there is none."""
         with self._lock:
             return max((peak for phase, peak in self._peaks.items() if not phases or phase in phases), default=0)
 
@@ -141,19 +142,19 @@ class MemorySampler:
 
 
 def _stats() -> Iterable[tuple[int, list[str]]]:
-    """(pid, fields of its stat from the state on) of all processes."""
+    """Yields (pid, stat fields from the state on) of all processes."""
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and (stat := _stat(process / "stat")) is not None:
             yield int(process.name), stat[1]
 
 
 def _stat(path: Path) -> tuple[str, list[str]] | None:
-    """The name, and the fields from the third on."""
+    """Returns the process name, and the stat fields from the third on."""
     try:
         text = path.read_text()
     except OSError:  # the process has ended
         return None
-    # The second field is the name in parentheses and may hold anything.
+    # The second field is the name in parentheses, which may contain any character.
     end = text.rindex(")")
     return text[text.index("(") + 1 : end], text[end + 2 :].split()
 

@@ -1,4 +1,4 @@
-"""How every benchmark reports: tables of medians and spreads, and one line of ratios at the end."""
+"""Formats benchmark reports: tables of medians and spreads, and one line of ratios at the end."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ GIB = 1 << 30
 def parse_options(
     name: str, description: str | None, *, quick: str, directory: str = "on an SSD"
 ) -> argparse.Namespace:
-    """The command line of a benchmark that needs a disk. `quick`: what its quick form is."""
+    """Parses the command line of a benchmark that needs a disk. `quick`: description of its quick form."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--directory", type=Path, default=Path(), help=f"{directory} (default: here)")
@@ -26,10 +26,10 @@ def parse_options(
 
 @dataclass(slots=True)
 class Report:
-    """A benchmark's text, in Markdown, printed as it grows."""
+    """A benchmark's report in Markdown, printed as it grows."""
 
     title: str
-    directory: Path  # whose file system was measured
+    directory: Path  # on the measured file system
     configuration: Mapping[str, Any]
     lines: list[str] = field(default_factory=list)
 
@@ -39,22 +39,22 @@ class Report:
         self.add_table(("configuration", ""), [(key, str(value)) for key, value in self.configuration.items()])
 
     def add(self, *lines: str) -> None:
-        """Print lines and keep them."""
+        """Prints lines and stores them."""
         self.lines += lines
         for line in lines:
             print(line, flush=True)
 
     def add_table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table and keep it."""
+        """Prints a table and stores it."""
         self.add("", *table(header, rows), "")
 
     def finish(self, ratios: Mapping[str, Any]) -> None:
-        """Print the last line: all ratios as one JSON object; null where something was missing."""
+        """Prints the last line: all ratios as one JSON object, with null for missing ones."""
         self.add(json.dumps(rounded(ratios)))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table whose columns are aligned."""
+    """Returns the lines of a Markdown table with aligned columns."""
     cells = [list(header), *([cell.replace("|", "/") for cell in row] for row in rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
     lines = [
@@ -64,7 +64,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def spread(values: Sequence[float], *, scale: float = 1.0, digits: int = 2) -> str:
-    """The median and, in brackets, the smallest and largest value."""
+    """Returns the median and, in brackets, the smallest and largest value."""
     if not values:
         return "missing"
     low, middle, high = (
@@ -74,12 +74,12 @@ def spread(values: Sequence[float], *, scale: float = 1.0, digits: int = 2) -> s
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """A quotient; None where a part of it is missing."""
+    """Returns a quotient, or None if a part of it is missing."""
     return None if over is None or not under else over / under
 
 
 def rounded(value: Any) -> Any:
-    """The same structure, its numbers with four significant digits."""
+    """Returns the same structure with its numbers rounded to four significant digits."""
     if isinstance(value, Mapping):
         return {key: rounded(item) for key, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -128,7 +128,7 @@ def test_what_would_fit_looks_among_lengths_that_there_are() -> None:
 def test_a_question_with_data_must_name_a_number_of_microbatches(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     order = order_of(spec).model_copy(update={"num_microbatches": None})
-    with pytest.raises(ValueError, match="must name it"):
+    with pytest.raises(ValueError, match="num_microbatches is missing"):
         question_of(order, load_config(spec.model_dir))
 
 
