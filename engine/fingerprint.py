@@ -1,4 +1,4 @@
-"""What something found out by this code depends on besides what it was asked: versions, and the code itself."""
+"""Fingerprints of the code and of its libraries, for the keys of cached results."""
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -8,15 +8,15 @@ _PACKAGES = ("torch", "transformers", "safetensors")
 
 
 def code_fingerprint(*folders: Path) -> list[object]:
-    """As JSON has it; other facts where packages, modules of the engine, or modules in `folders` have changed."""
+    """Returns values for JSON that change when packages, modules of the engine, or modules in `folders` change."""
     modules = [path for folder in (Path(__file__).parent, *folders) for path in folder.rglob("*.py")]
     return [[(name, version(name)) for name in _PACKAGES], file_stats(modules)]
 
 
 def file_stats(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of files: other ones where a file has changed."""
-    found = []
+    """Returns the names, sizes in bytes and modification times in ns of files; they differ if a file has changed."""
+    stats = []
     for path in sorted(paths):
         status = path.stat()
-        found.append((path.name, status.st_size, status.st_mtime_ns))
-    return found
+        stats.append((path.name, status.st_size, status.st_mtime_ns))
+    return stats

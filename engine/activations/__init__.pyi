@@ -1,4 +1,4 @@
-"""Decides for each saved tensor whether it is kept, swapped or computed again, and does so."""
+"""Decides for each saved tensor whether it is kept, swapped or recomputed, and carries the decision out."""
 
 from windlass.engine.activations.host_store import ActivationMemoryError as ActivationMemoryError
 from windlass.engine.activations.host_store import ActivationTimeoutError as ActivationTimeoutError

@@ -16,27 +16,27 @@ from windlass.storage.memory import SlotPool
 
 
 class ActivationMemoryError(RuntimeError):
-    """There is no room left for activations that leave the device."""
+    """The host memory for activations is full."""
 
 
 class ActivationTimeoutError(TimeoutError):
-    """A copy of activations did not end in time."""
+    """A copy of activations timed out."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """What one handle stands for."""
+    """The state of the bytes behind one handle."""
 
     owner: object
-    left: Event
-    back: tuple[torch.Tensor, Event] | None = None  # where its bytes will be on the device, and when
+    left: Event  # the copy to host memory is over
+    back: tuple[torch.Tensor, Event] | None = None  # target on the device, and the event that ends the copy into it
 
 
 class HostActivations:
-    """Activations in slots of a piece of host memory that its caller owns, moved by a stream each way.
+    """Stores activations in slots of host memory that the caller owns. One stream copies in each direction.
 
-    Slots may lie anywhere, so memory is lost only in the last slot of each put. On a GPU the memory should be pinned;
-    there no thread waits for a copy, but for those that bound what is on its way.
+    The slots of a put need not be adjacent, so only its last slot may be partly unused. On a GPU the memory should be
+    pinned. No thread waits for a copy on a GPU, except a `put` that would exceed `max_leaving_nbytes`.
     """
 
     def __init__(
@@ -49,9 +49,15 @@ class HostActivations:
         deadline_s: float,
         watch: SwapWatch | None = None,
     ) -> None:
-        """`memory`: flat uint8; offsets of `slots` count from its start.
+        """Opens the two streams.
 
-        `max_leaving_nbytes`: bytes on their way out that may still lie on the device; one put is always let through.
+        Args:
+            device: the device that the activations leave.
+            memory: flat uint8; the offsets of `slots` count from its start.
+            slots: the parts of `memory` that may be used.
+            max_leaving_nbytes: limit of the bytes in flight to the host; a single larger put is still accepted.
+            deadline_s: timeout of each wait for a copy or for a slot.
+            watch: is notified of each copy and each wait.
         """
         self._device = device
         self._memory = memory
@@ -59,12 +65,12 @@ class HostActivations:
         self._max_leaving_nbytes = max_leaving_nbytes
         self._deadline_s = deadline_s
         self._watch: SwapWatch = watch or Unwatched()
-        self._held: dict[SwapHandle, _Held] = {}  # until they are asked for or dropped
-        self._taken: dict[SwapHandle, list[Span]] = {}  # until copies are over
+        self._held: dict[SwapHandle, _Held] = {}  # from `put` until `get` or `drop`
+        self._taken: dict[SwapHandle, list[Span]] = {}  # from `put` until the last copy is over
         self._changed = threading.Condition()
         self._stopping = False
         self._num_puts = 0
-        self._num_returning = 0  # handles whose slots come free when copies are over
+        self._num_returning = 0  # handles whose slots become free when their copies are over
         self._leaving_nbytes = 0
         self._counter = SwapCounter()
         self._outward = device.open_stream()
@@ -94,17 +100,17 @@ class HostActivations:
             for host, device in _pieces(self._memory, spans, tensor):
                 self._outward.run(functools.partial(copy, host, device))
             copied = self._outward.record()
-            # What is called back holds the tensor: its memory is not used again before it was read.
+            # The callback holds the tensor, so that its memory is not reused before the copy has read it.
             self._outward.then(functools.partial(self._has_left, tensor, owner, begun, copied))
-            # A second event, so that on a CPU whoever waits for it finds the callback done.
+            # A second event, so that on a CPU the callback has run before a wait for this event ends.
             self._held[handle] = _Held(owner, self._outward.record())
         return handle
 
     def room_nbytes(self, wanted_nbytes: int) -> int:
-        """How much of a put of that size would find room, in whole slots; what is about to come free is waited for.
+        """Returns how many bytes of a put of that size would fit, in whole slots. Waits for slots that are being freed.
 
         Raises:
-            ActivationTimeoutError: that hangs.
+            ActivationTimeoutError: the wait timed out.
         """
         num_slots = -(-wanted_nbytes // self._slots.slot_nbytes)
         with self._changed:
@@ -112,7 +118,7 @@ class HostActivations:
             return min(wanted_nbytes, self._num_free * self._slots.slot_nbytes)
 
     def prefetch(self, handle: SwapHandle, into: torch.Tensor | None = None) -> None:
-        """See ActivationStore. `into`: device memory of the same size, for who has some."""
+        """See ActivationStore. `into`: device memory of the same size to copy into, else new memory."""
         with self._changed:
             held = self._held[handle]
             if held.back is not None:
@@ -167,7 +173,7 @@ class HostActivations:
             return self._counter.counts
 
     def stop(self) -> None:
-        """Ends the streams, after what they were given, and the waits of others."""
+        """Ends the streams after their queued work, and ends the waits of other threads."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -175,7 +181,7 @@ class HostActivations:
         self._inward.close()
 
     def close(self) -> None:
-        """Lets go of what is held; after `stop`, when the threads of the streams have ended."""
+        """Releases all slots. Call it after `stop`, when the threads of the streams have ended."""
         with self._changed:
             for handle in list(self._taken):
                 self._num_returning += 1
@@ -226,14 +232,14 @@ class HostActivations:
             self._changed.notify_all()
 
     def _is_back(self, handle: SwapHandle, target: torch.Tensor, owner: object, begun: Event, copied: Event) -> None:
-        """Holding the target until now has kept its memory from being used again where it was dropped meanwhile."""
+        """Frees the slots. The callback holds `target` until here, so that its memory is not reused during the copy."""
         self._watch.moved(owner, begun.time_s(), copied.time_s(), target.nbytes, is_out=False)
         with self._changed:
             self._counter.in_nbytes += target.nbytes
         self._release(handle)
 
     def _release(self, handle: SwapHandle) -> None:
-        """Nothing reads or writes its slots any more."""
+        """Frees the slots of a handle. No copy may still read or write them."""
         with self._changed:
             self._slots.release(self._taken.pop(handle))
             self._counter.held_nbytes -= handle.nbytes
@@ -242,7 +248,7 @@ class HostActivations:
 
 
 def _pieces(memory: torch.Tensor, spans: list[Span], tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equal size, host and device: one for each run of neighbouring slots. `spans` are in order."""
+    """Returns pairs (host, device) of equal size, one for each run of adjacent slots. `spans` are sorted by offset."""
     runs: list[list[int]] = []
     for span in spans:
         if runs and runs[-1][1] == span.offset:

@@ -1,4 +1,4 @@
-"""One block and one micro-batch, from the forward pass to the backward pass."""
+"""Computes one block for one micro-batch: its forward pass and its backward pass."""
 
 import torch
 
@@ -10,13 +10,13 @@ from windlass.engine.memory_plan import BlockActivations
 
 
 class Unit:
-    """Holds what a policy says in the forward pass, and goes backward with it."""
+    """The forward and backward pass of one block and micro-batch, with the activations that a policy holds."""
 
     def __init__(
         self, policy: BlockActivations, store: ActivationStore | None, params: LentParams, *, copies: bool
     ) -> None:
-        """`copies`: hold copies of what operators put out, for a layer known to have Python autograd functions."""
-        self.has_function = copies  # a Python autograd function; known after the forward pass
+        """`copies`: hold copies of operators' outputs, for a layer that is known to have Python autograd functions."""
+        self.has_function = copies  # the layer has a Python autograd function; known after the forward pass
         self._policy = policy
         self._swaps = UnitSwaps(store)
         self._params = params
@@ -25,10 +25,10 @@ class Unit:
         self._graph: SavedGraph | None = None
 
     def forward(self, layer: Layer, entering: torch.Tensor) -> torch.Tensor:
-        """The layer's output, without a graph. The input is held only as the policy says."""
+        """Returns the layer's output without a graph. The policy decides whether the input is held."""
         policy = self._policy
         if policy.recompute:
-            # It comes first in the backward pass too.
+            # Swapped first, because the backward pass needs it first.
             self._entering = self._swaps.leave(entering) if policy.swap_input else entering
         if not policy.recompute:
             output, self._graph = keep_graph(layer, entering, policy, self._swaps, self._params)
@@ -42,11 +42,11 @@ class Unit:
         return output
 
     def prefetch(self) -> None:
-        """Begins to bring back what is swapped, in the order in which it will be asked for."""
+        """Starts to copy swapped storages back, in the order in which the backward pass needs them."""
         self._swaps.prefetch(latest_first=self._graph is not None)
 
     def backward(self, layer: Layer, grad: torch.Tensor) -> torch.Tensor:
-        """Goes backward, once; returns the gradient of the input."""
+        """Runs the backward pass and returns the gradient of the input. May be called once."""
         try:
             if self._graph is not None:
                 return self._graph.backward(grad)
@@ -55,7 +55,7 @@ class Unit:
             self.drop()
 
     def drop(self) -> None:
-        """Lets go of everything."""
+        """Releases all held activations."""
         self._swaps.drop_all()
         self._entering = self._replay = self._graph = None
 

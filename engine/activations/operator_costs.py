@@ -1,4 +1,4 @@
-"""What the operators of a layer put out and cost, found by their shapes alone."""
+"""The output sizes and FLOPs of a layer's operators, derived from shapes alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from windlass.engine.activations.selective_recompute import Layer, OperatorFacts, OperatorMode, storage_ref, tensors_in
 
 _aten = torch.ops.aten
-# Torch has no formula for this one; it takes the same arguments.
+# PyTorch has no FLOP formula for the CPU operator. The formula of the GPU operator takes the same arguments.
 _SAME_FLOPS = {_aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention}
 
 
@@ -21,8 +21,8 @@ class OperatorCost:
     """One call of an operator in the forward pass."""
 
     name: str  # as policies name it: "aten.mm.default#2"
-    outputs_nbytes: tuple[int, ...]  # of the storages that hold its outputs, as they would be kept or swapped
-    num_flops: int  # a multiplication and an addition are two; what is no product or convolution has none
+    outputs_nbytes: tuple[int, ...]  # of the storages that hold its outputs: whole storages are kept or swapped
+    num_flops: int  # a multiply-add counts as two; only matrix products, attention and convolutions have any
     is_saved: bool  # autograd saves its output
     reads: tuple[int, ...]  # the operators before it whose outputs it reads
 
@@ -32,11 +32,11 @@ class LayerCost:
     """A layer's forward pass."""
 
     operators: list[OperatorCost]
-    saves_input: bool  # autograd does
+    saves_input: bool  # autograd saves the layer's input
 
 
 def list_operators(layer: Layer, entering: torch.Tensor) -> LayerCost:
-    """The operators of a layer in their order; `entering` and the layer's params may be fake."""
+    """Lists the operators of a layer in call order. `entering` and the layer's params may be fake tensors."""
     entering = entering.detach().requires_grad_()
     mode = _Lister(storage_ref(entering))
     with torch.enable_grad(), saved_tensors_hooks(mode.note_saved, lambda packed: entering), mode:

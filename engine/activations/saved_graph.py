@@ -1,8 +1,8 @@
-"""A block's graph, held from its forward pass to its backward pass: nothing is computed again.
+"""Keeps a block's autograd graph from its forward pass to its backward pass, so that nothing is recomputed.
 
-What autograd saves goes through hooks. Params are not held: their buffers are lent to other blocks in between, so a
-saved tensor that lies in one is noted by its place and read from the buffer that is lent in the backward pass. The
-rest is kept or goes to the store.
+Hooks see each tensor that autograd saves. Param buffers serve other blocks between the two passes. So a saved tensor
+inside the params is recorded by its place, and read from the buffer that is installed in the backward pass. Each other
+tensor is kept or put into the store.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from windlass.storage.ids import BlockIndex
 
 
 class ParamsNotLentError(RuntimeError):
-    """A backward pass needs the params of a block that are not installed."""
+    """A backward pass needs the params of a block, and they are not installed."""
 
 
 class SavedTensorChangedError(RuntimeError):
-    """A tensor that the backward pass needs was changed in place after it was saved."""
+    """A tensor was changed in place after autograd had saved it for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +39,27 @@ class ParamView:
 
 
 class PlacedParams(Protocol):
-    """The params of a layer whose parts come and go while it is computed."""
+    """The params of a layer that is streamed: its pieces are installed and removed while it is computed."""
 
     @property
     def block(self) -> BlockIndex: ...
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
-        """The offset of a tensor that lies in params that are there now, in bytes of the flat vector."""
+        """Returns the byte offset in the flat vector of a tensor in the installed params, None for other tensors."""
 
     def flat_at(self, offset: int) -> tuple[torch.Tensor, int]:
-        """The params around an offset in bytes, for the graph's node that runs now, and the offset where they begin."""
+        """Returns the params around a byte offset, for the graph node that runs now, and their first byte's offset."""
 
 
 class LentParams:
-    """The flat params that are installed now, and a layer's that come in pieces."""
+    """The installed params: whole flat vectors by block, and the params of a layer that is streamed in pieces."""
 
     def __init__(self) -> None:
         self.flats: dict[BlockIndex, torch.Tensor] = {}
         self.streamed: PlacedParams | None = None
 
     def find(self, tensor: torch.Tensor) -> ParamView | None:
-        """The place of a tensor that lies in one of them."""
+        """Returns the place of a tensor that lies in the installed params, None for other tensors."""
         storage = tensor.untyped_storage()._cdata
         for block, flat in self.flats.items():
             first = int(tensor.storage_offset()) * tensor.itemsize - int(flat.storage_offset()) * flat.itemsize
@@ -71,10 +71,10 @@ class LentParams:
         return None
 
     def view(self, place: ParamView) -> torch.Tensor:
-        """The tensor at a place, in the params installed now.
+        """Returns the tensor at a place, as a view of the installed params.
 
         Raises:
-            ParamsNotLentError: those of its block are not.
+            ParamsNotLentError: the params of its block are not installed.
         """
         if self.streamed is not None and place.block == self.streamed.block:
             flat, start = self.streamed.flat_at(place.offset * place.dtype.itemsize)
@@ -90,9 +90,11 @@ class LentParams:
         return flat.as_strided(place.shape, place.stride, first)
 
     def noted_by_place(self, entering: torch.Tensor) -> AbstractContextManager[object]:
-        """For a graph of which backward goes through all at once: what it saves of params in pieces is noted by place.
+        """Returns a context in which autograd records streamed params by their place.
 
-        They are there only while their modules run. Nothing is done about whole params, which stay until `remove`.
+        The backward pass must go through the whole graph in one call.
+        The pieces of a streamed layer are installed only while their modules run. Params that are installed whole stay
+        until `remove`, so autograd may save them as usual.
         """
         if self.streamed is None:
             return contextlib.nullcontext()
@@ -107,7 +109,7 @@ class _Kept:
 
 
 class _Entry(torch.autograd.Function):
-    """Where the graph ends: takes the gradient of the hidden state. A leaf would hold its memory; this does not."""
+    """The start of the graph: collects the gradient of the hidden state. Unlike a leaf, it does not keep that state."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
@@ -121,14 +123,14 @@ class _Entry(torch.autograd.Function):
 
 
 class SavedGraph:
-    """The graph of one block and micro-batch."""
+    """The autograd graph of one block and micro-batch."""
 
     def __init__(self, edge: GradientEdge, grads: list[torch.Tensor]) -> None:
         self._edge = edge
         self._grads = grads
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
-        """Goes backward through it, once; returns the gradient of the hidden state that entered."""
+        """Runs the backward pass and returns the gradient of the input hidden state. May be called once."""
         torch.autograd.backward(self._edge, grad)
         return self._grads.pop()
 
@@ -136,7 +138,7 @@ class SavedGraph:
 def keep_graph(
     layer: Layer, entering: torch.Tensor, policy: BlockActivations, swaps: UnitSwaps, params: LentParams
 ) -> tuple[torch.Tensor, SavedGraph]:
-    """Computes a layer and holds its graph. `params` are read again when the graph is gone through."""
+    """Computes a layer and keeps its graph. The backward pass reads `params` again."""
     names = Names() if policy.swapped else None
     hooks = _Hooks(entering, policy, swaps, params, names)
     grads: list[torch.Tensor] = []
@@ -186,7 +188,7 @@ class _Hooks:
         ref = storage_ref(tensor)
         if ref == self._entering:
             return self._policy.swap_input
-        # What no operator of the block made, such as a mask, lives on anyway.
+        # A tensor that no operator of the block made, such as a mask, stays on the device anyway.
         maker = self._names.maker.get(ref) if self._names is not None else None
         return maker is not None and self._policy.place_of(*maker) is Place.SWAPPED
 

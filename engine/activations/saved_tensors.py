@@ -1,4 +1,4 @@
-"""Storages that leave the device between the forward and the backward pass of one block and micro-batch."""
+"""Swaps storages off the device between the forward and the backward pass of one block and micro-batch."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from windlass.engine.activations.store import ActivationStore, SwapHandle
 
 
 class UnitSwaps:
-    """What one block of one micro-batch put into the store: each storage, at each version, once."""
+    """The storages that one block of one micro-batch has put into the store: each storage and version once."""
 
     def __init__(self, store: ActivationStore | None) -> None:
         self._store = store
-        # A weak reference keeps the address of a storage from being used again, but not its memory.
+        # A weak reference keeps the address of a storage from being reused, but does not keep its memory.
         self._known: dict[tuple[StorageWeakRef, int], Away] = {}
         self._waiting: dict[SwapHandle, None] = {}
 
     def leave(self, tensor: torch.Tensor) -> "SwappedView":
-        """Puts a tensor's storage into the store, unless it is there; nothing here holds the tensor then."""
+        """Puts a tensor's storage into the store unless it is there. Keeps no reference to the tensor."""
         storage = tensor.untyped_storage()
         key = (StorageWeakRef(storage), tensor._version)  # type: ignore[no-untyped-call]
         if key not in self._known:
@@ -32,36 +32,36 @@ class UnitSwaps:
         )
 
     def seal(self) -> None:
-        """The forward pass is over; from here on a storage lives as long as somebody holds a view of it."""
+        """Ends the forward pass. From here on a swapped storage lives as long as a SwappedView refers to it."""
         self._known.clear()
 
     def prefetch(self, *, latest_first: bool) -> None:
-        """Begins to bring everything back."""
+        """Starts to copy all swapped storages back, in the order of `leave` or in the reverse."""
         for handle in reversed(self._waiting) if latest_first else self._waiting:
             assert self._store is not None
             self._store.prefetch(handle)
 
     def fetch(self, handle: SwapHandle) -> torch.Tensor:
-        """The bytes, once."""
+        """Returns the bytes on the device. May be called once for each handle."""
         assert self._store is not None
         del self._waiting[handle]
         return self._store.get(handle)
 
     def drop(self, handle: SwapHandle) -> None:
-        """Forgets what nobody needs; does nothing if it is back."""
+        """Discards the bytes of a handle. Does nothing if they were fetched."""
         if handle in self._waiting:
             assert self._store is not None
             del self._waiting[handle]
             self._store.drop(handle)
 
     def drop_all(self) -> None:
-        """Forgets whatever is still in the store."""
+        """Discards all bytes that are still in the store."""
         for handle in list(self._waiting):
             self.drop(handle)
 
 
 class Away:
-    """A storage in the store; once back, it lives as long as the views of it."""
+    """A storage in the store. After its return to the device it lives as long as the views of it."""
 
     def __init__(self, swaps: UnitSwaps, handle: SwapHandle) -> None:
         self._swaps = swaps
@@ -69,19 +69,19 @@ class Away:
         self._back: torch.Tensor | None = None
 
     def storage(self) -> torch.UntypedStorage:
-        """The storage on the device."""
+        """Returns the storage on the device; the first call fetches it."""
         if self._back is None:
             self._back = self._swaps.fetch(self._handle)
         return self._back.untyped_storage()
 
     def drop(self) -> None:
-        """Nobody needs it."""
+        """Discards the stored bytes."""
         self._swaps.drop(self._handle)
 
 
 @dataclass(frozen=True, slots=True)
 class SwappedView:
-    """A tensor whose storage is away."""
+    """Describes a tensor whose storage is in the store."""
 
     away: Away
     dtype: torch.dtype
@@ -91,6 +91,6 @@ class SwappedView:
     device: torch.device
 
     def tensor(self) -> torch.Tensor:
-        """The tensor as it was."""
+        """Returns the original tensor on the device; fetches its storage if needed."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(self.away.storage(), self.offset, self.shape, self.stride)

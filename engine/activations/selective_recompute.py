@@ -1,12 +1,16 @@
-"""A second forward pass that computes only what the backward pass lacks.
+"""Runs a second forward pass that recomputes only the outputs that the backward pass lacks.
 
-The first pass is recorded below autograd, operator by operator: which ones it called, what each one read, and the
-outputs that the block's policy holds. In the second pass the n-th operator is the same one. If its output is held, that
-is what it returns; if nothing that must be computed reads its output, it returns memory with undefined contents; else
-it is computed. Both passes run with gradients on, as operators choose their kernels by that.
+The first pass is recorded below autograd, operator by operator: the operators, the inputs of each one, and the outputs
+that the block's policy holds. In the second pass the n-th operator is the same one:
 
-A Python autograd function may launch kernels of its own, which nobody sees read or write in place. In a block that has
-one, copies are held, and all that is not held is computed again.
+- If its output is held, it returns the held output.
+- If no operator that must run reads its output, it returns memory with undefined contents.
+- Else it is computed.
+
+Both passes run with gradients enabled, because operators choose their kernels by that.
+
+A Python autograd function may launch its own kernels. Their reads and in-place writes are not visible here. So for a
+block with such a function copies are held, and all other outputs are recomputed.
 """
 
 import functools
@@ -22,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.engine.activations.saved_tensors import SwappedView, UnitSwaps
 from windlass.engine.memory_plan import ATTENTION, LEAST_SWAPPED_NBYTES, BlockActivations, Place
 
-# By device, types, shapes and version of torch another one of these is called: choices mean all of them alike.
+# The device, dtypes, shapes and PyTorch version decide which of these runs. A policy treats all of them alike.
 _FORMS_OF_ATTENTION = frozenset(
     f"aten._scaled_dot_product_{form}.default"
     for form in (
@@ -38,25 +42,25 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RecomputeMismatchError(RuntimeError):
-    """A block computed by other operators than the first time; what was held is not what it needs."""
+    """A block called other operators than in its first pass, so the held outputs do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorFacts:
-    """What an operator's schema tells."""
+    """The properties of an operator, from its schema."""
 
-    name: str  # as choices name it
+    name: str  # as policies name it
     is_view: bool
-    written: tuple[int | str, ...]  # arguments that it changes
-    returns_written: bool  # one argument is changed and returned, and nothing else
+    written: tuple[int | str, ...]  # arguments that it writes: positions, or names of keyword-only ones
+    returns_written: bool  # it writes exactly one argument and returns only that one
     is_random: bool
 
 
 @functools.cache
 def facts_of(operator: Any) -> OperatorFacts:
-    """The facts of an operator."""
+    """Returns the properties of an operator."""
     schema = getattr(operator, "_schema", None)
-    if schema is None:  # one of higher order
+    if schema is None:  # a higher-order operator
         return OperatorFacts(str(operator), False, (), False, True)
     aliases = [r.alias_info for r in schema.returns]
     written = tuple(
@@ -66,7 +70,7 @@ def facts_of(operator: Any) -> OperatorFacts:
     )
     return OperatorFacts(
         name=ATTENTION if str(operator) in _FORMS_OF_ATTENTION else str(operator),
-        # What asks for a tensor's device computes nothing, and is asked now and then only.
+        # Operators of `prim` query a tensor's device: they compute nothing, and not every pass calls them.
         is_view=operator.namespace == "prim" or any(alias is not None and not alias.is_write for alias in aliases),
         written=written,
         returns_written=len(written) == len(aliases) == 1 and aliases[0] is not None,
@@ -75,7 +79,7 @@ def facts_of(operator: Any) -> OperatorFacts:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results."""
+    """Yields the tensors in nested arguments or results."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -86,21 +90,21 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_ref(tensor: torch.Tensor) -> StorageWeakRef:
-    """Names a tensor's storage; while the name exists, no other storage gets it."""
+    """Returns a weak reference to a tensor's storage. While it exists, no other storage compares equal to it."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def is_worth_swapping(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is to be swapped leaves the device."""
+    """Checks whether a tensor's storage is large enough to be swapped."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() >= LEAST_SWAPPED_NBYTES
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator below autograd, views aside."""
+    """Intercepts each operator below autograd, except views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.paused = False  # while our own hooks call torch
+        self.paused = False  # True while our own hooks call torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -110,12 +114,12 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.operator(facts, func, args, kwargs)
 
     def operator(self, facts: OperatorFacts, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls the operator, or does something instead."""
+        """Calls the operator or replaces its result. Subclasses implement it."""
         raise NotImplementedError
 
 
 class Names(OperatorMode):  # type: ignore[no-untyped-call]
-    """Knows which call of which operator made a storage."""
+    """Records for each storage the operator that made it, and the number of the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ class Names(OperatorMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             ref = storage_ref(tensor)
-            if facts.written or ref not in self.maker:  # some views do not say that they are
+            if facts.written or ref not in self.maker:  # the schemas of some views do not mark them as views
                 self.maker[ref] = (facts.name, call)
         return result
 
@@ -139,14 +143,14 @@ class _Operator:
 
     facts: OperatorFacts
     inputs: tuple[int, ...]  # operators whose outputs it reads
-    is_needed: bool  # at first: whatever reads its output
-    held: list[Any] | None = None  # outputs: tensors, swapped ones, or no tensors
+    is_needed: bool  # by autograd or by the program; `finish` adds operators whose outputs these read
+    held: list[Any] | None = None  # outputs: tensors, swapped tensors, or other values
     is_tuple: bool = False
     empties: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]] = field(default_factory=list)
     random_states: list[torch.Tensor] = field(default_factory=list)  # before it ran
 
     def drop(self) -> None:
-        """Holds nothing any more."""
+        """Discards the held outputs."""
         for item in self.held or ():
             if isinstance(item, SwappedView):
                 item.away.drop()
@@ -154,17 +158,17 @@ class _Operator:
 
 
 class SelectiveRecompute:
-    """A recorded forward pass, to be run once more."""
+    """A recorded forward pass that can run a second time."""
 
     def __init__(self, operators: list[_Operator], generators: Sequence[torch.Generator]) -> None:
         self._operators = operators
         self._generators = generators
 
     def run(self, layer: Layer, entering: torch.Tensor) -> torch.Tensor:
-        """The layer's output with its graph; the output's own contents are undefined. What was held is let go.
+        """Returns the layer's output with its graph. The output's contents are undefined. Discards held outputs.
 
         Raises:
-            RecomputeMismatchError: the layer calls other operators than the first time.
+            RecomputeMismatchError: the layer calls other operators than in its first pass.
         """
         mode = _Player(self._operators, self._generators)
         with torch.enable_grad(), mode:
@@ -175,20 +179,21 @@ class SelectiveRecompute:
 
 @functools.cache
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
-    """What operators on a device, and on the host, take their random numbers from."""
-    # Where tensors are fake, there need not be such a device.
+    """Returns the random generators of operators on the host and on a device."""
+    # With fake tensors the device need not exist.
     if device.type != "cuda" or not torch.cuda.is_available():
         return (torch.default_generator,)
-    current = torch.cuda.current_device()  # CUDA's generators are there once it is in use
+    current = torch.cuda.current_device()  # initialises CUDA, which creates its generators
     return (torch.default_generator, torch.cuda.default_generators[current if device.index is None else device.index])
 
 
 def record(
     layer: Layer, entering: torch.Tensor, policy: BlockActivations, swaps: UnitSwaps, *, copies: bool = False
 ) -> tuple[torch.Tensor, SelectiveRecompute, bool]:
-    """Computes a layer, without a graph, and holds what the policy says; with `copies`, as it was when it was made.
+    """Computes a layer without a graph and holds the outputs that the policy names; with `copies`, copies of them.
 
-    Tells whether the layer has a Python autograd function: then, without copies, nothing is held.
+    The third result tells whether the layer has a Python autograd function. If it has one, nothing is held without
+    `copies`.
     """
     mode = _Recorder(policy, swaps, entering.device, copies=copies)
     with torch.enable_grad(), saved_tensors_hooks(mode.note_saved, _unpack_nothing), mode:
@@ -198,7 +203,7 @@ def record(
 
 
 def has_python_function(output: torch.Tensor) -> bool:
-    """Whether a `torch.autograd.Function` took part in computing a tensor."""
+    """Checks whether a `torch.autograd.Function` in Python took part in computing a tensor."""
     seen, waiting = set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -228,7 +233,7 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._generators = generators_of(device)
 
     def note_saved(self, tensor: torch.Tensor) -> None:
-        """Autograd would save it; the second pass must make it."""
+        """Marks the operator that made a tensor as needed, because autograd would save the tensor."""
         maker = self._maker.get(storage_ref(tensor))
         if maker is not None:
             self._operators[maker].is_needed = True
@@ -242,9 +247,9 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             maker = self._maker.get(storage_ref(tensor))
             if maker is not None:
-                self._operators[maker].drop()  # the tensor as it was is nowhere else
+                self._operators[maker].drop()  # the write changes the held tensor itself
             else:
-                operator.is_needed = True  # it changes what is not the block's own
+                operator.is_needed = True  # it writes a tensor that the block did not make
         result = func(*args, **kwargs)
         made = {storage_ref(tensor) for tensor in tensors_in(result)}
         self._hold(operator, result, is_fresh=not facts.written and made.isdisjoint(read))
@@ -257,7 +262,7 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         items = list(result) if isinstance(result, (list, tuple)) else [result]
         tensors = [item for item in items if isinstance(item, torch.Tensor)]
         facts = operator.facts
-        # What is no floating-point tensor may steer the program.
+        # The program's control flow may depend on a result that is no floating-point tensor.
         is_plain = bool(tensors) and len(tensors) == len(items) and all(t.is_floating_point() for t in tensors)
         if not is_plain or isinstance(result, list) or (facts.written and not facts.returns_written):
             operator.is_needed = True
@@ -280,7 +285,7 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         return item.detach()
 
     def finish(self, *, sees_all: bool) -> SelectiveRecompute:
-        """Decides which operators are computed again, and lets go of what the second pass does not ask for."""
+        """Decides which operators are recomputed, and discards held outputs that the second pass does not need."""
         if not sees_all:
             for operator in self._operators:
                 operator.is_needed = True
@@ -337,7 +342,7 @@ class _Player(OperatorMode):  # type: ignore[no-untyped-call]
         return tuple(empties) if operator.is_tuple else empties[0]
 
     def check_end(self) -> None:
-        """Raises RecomputeMismatchError where operators were not called again."""
+        """Raises RecomputeMismatchError if operators of the first pass were not called again."""
         if self._next < len(self._operators):
             raise RecomputeMismatchError(
                 f"a block called {len(self._operators)} operators the first time and {self._next} now; its forward "

@@ -1,4 +1,4 @@
-"""Where activations are while they are away from the device."""
+"""The interface of a store that holds activations while they are away from the device."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SwapHandle:
-    """Bytes in a store."""
+    """Identifies the bytes of one `put` in a store."""
 
     index: int  # unique within its store
     nbytes: int
@@ -16,17 +16,17 @@ class SwapHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapCounts:
-    """What a store moved, in bytes, since it was made."""
+    """The bytes that a store has moved and held since its creation."""
 
     out_nbytes: int  # left the device
     in_nbytes: int  # came back
-    held_nbytes: int  # put and neither back nor dropped
+    held_nbytes: int  # now in the store: put, and neither returned nor dropped
     peak_held_nbytes: int
 
 
 @dataclass(slots=True)
 class SwapCounter:
-    """Counts for a store, under whatever lock the store has."""
+    """Mutable counts of a store. The store's own lock protects them."""
 
     out_nbytes: int = 0
     in_nbytes: int = 0
@@ -34,13 +34,13 @@ class SwapCounter:
     peak_held_nbytes: int = 0
 
     def hold(self, nbytes: int) -> None:
-        """So much was put."""
+        """Adds the bytes of one put and updates the peak."""
         self.held_nbytes += nbytes
         self.peak_held_nbytes = max(self.peak_held_nbytes, self.held_nbytes)
 
     @property
     def counts(self) -> SwapCounts:
-        """As they are now."""
+        """A snapshot of the counts."""
         return SwapCounts(
             out_nbytes=self.out_nbytes,
             in_nbytes=self.in_nbytes,
@@ -50,20 +50,20 @@ class SwapCounter:
 
 
 class SwapWatch(Protocol):
-    """Is told of a store's work, by whichever of its threads did it. Times are those of `time.monotonic`."""
+    """Receives a store's measurements, on any of the store's threads. Times are those of `time.monotonic`."""
 
     def owner(self) -> object:
-        """What is being computed; asked in each `put` and `get`. Bytes belong to what puts them."""
+        """Returns the operation that is being computed. Each `put` and `get` calls it; bytes belong to their `put`."""
 
     def moved(self, owner: object, start_s: float, end_s: float, nbytes: int, *, is_out: bool) -> None:
-        """Bytes of an owner have left the device, or come back."""
+        """Records a copy of an owner's bytes: from the device if `is_out`, else back to it."""
 
     def waited(self, owner: object, start_s: float, end_s: float) -> None:
-        """What called `put` or `get` had to wait."""
+        """Records that a call of `put` or `get` had to wait."""
 
 
 class Unwatched:
-    """A SwapWatch that does not look."""
+    """A SwapWatch that ignores all measurements."""
 
     def owner(self) -> object:
         """See SwapWatch."""
@@ -82,25 +82,25 @@ NOTHING_SWAPPED = SwapCounts(out_nbytes=0, in_nbytes=0, held_nbytes=0, peak_held
 class ActivationStore(Protocol):
     """Holds bytes away from the device. `put` and `prefetch` return before the bytes have moved.
 
-    One thread puts and prefetches; `get` may come from another one. A handle is used up by `get` or by `drop`.
+    One thread calls `put` and `prefetch`; another one may call `get`. A handle is invalid after `get` or `drop`.
     """
 
     def put(self, tensor: torch.Tensor) -> SwapHandle:
-        """Takes a flat uint8 tensor of the device, which the caller changes no more and need not hold.
+        """Copies a flat uint8 tensor from the device. The caller must not change it afterwards and need not hold it.
 
-        It is read after all that the current stream was given before. May wait for earlier puts, so that what is on
-        its way does not pile up on the device.
+        The copy begins after all work that is queued on the current stream. The call may wait for earlier puts,
+        because the bytes in flight still occupy device memory.
         """
 
     def prefetch(self, handle: SwapHandle) -> None:
-        """Begins to bring the bytes back, into device memory of their own. They come in the order of the calls."""
+        """Starts to copy the bytes back into new device memory. Copies run in the order of the calls."""
 
     def get(self, handle: SwapHandle) -> torch.Tensor:
-        """The bytes on the device, ready for the current stream, in a storage of their own; now the caller's."""
+        """Returns the bytes on the device, ready for the current stream, in a storage that the caller owns."""
 
     def drop(self, handle: SwapHandle) -> None:
-        """Forgets bytes that nobody needs."""
+        """Discards the bytes."""
 
     @property
     def counts(self) -> SwapCounts:
-        """What was moved so far."""
+        """A snapshot of the bytes moved and held so far."""

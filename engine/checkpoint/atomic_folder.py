@@ -1,4 +1,4 @@
-"""The hidden folder beside its place in which a model is written, until it is whole. Imports no torch."""
+"""Hidden folders in which models are written; a complete one is renamed to its final name. Imports no torch."""
 
 import re
 import shutil
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def make_partial_folder(target: Path) -> Path:
-    """A new one for a model that is to be `target`, under a name of its own.
+    """Creates a hidden folder, with a unique name, for a model that will be renamed to `target`.
 
-    A lost runner that wakes up must not write into its successor's folder.
+    The name is unique because a lost runner that wakes up must not write into its successor's folder.
     """
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
@@ -17,9 +17,9 @@ def make_partial_folder(target: Path) -> Path:
 
 
 def remove_partial_folders(target: Path, *, and_checkpoints: bool = False) -> None:
-    """Remove what killed processes left of exports to `target`, and to no other name that begins like it.
+    """Removes the partial folders that killed exports to `target` left, and none of longer names with that prefix.
 
-    `and_checkpoints`: and to `{target}-step-{n}` with any number.
+    `and_checkpoints`: removes also those of exports to `{target}-step-{n}` with any number n.
     """
     step = r"(-step-\d+)?" if and_checkpoints else ""
     name = re.compile(rf"\.{re.escape(target.name)}{step}\.[0-9a-f]{{32}}\.partial")

@@ -1,7 +1,8 @@
-"""Can this model be trained? `python -m windlass.engine.checkpoint.check_model`, a limited subprocess of the service.
+"""Checks whether a model can be trained: `python -m windlass.engine.checkpoint.check_model`.
 
-Builds the model without its weights, checks its architecture against plain autograd at a tiny size, checks that its
-weights are all there, and writes its layout, which the other actors read instead of loading torch.
+The service runs it as a subprocess with limits. It builds the model without its weights, and checks its architecture
+against plain autograd at a tiny size. It checks that no weights are missing. Then it writes the model's layout, so that
+the other actors need not load torch to know it.
 """
 
 import argparse
@@ -21,7 +22,13 @@ from windlass.storage.ids import Precision
 
 
 def check_model(model_dir: Path, precision: Precision, *, with_weights: bool, layout_file: Path) -> dict[str, Any]:
-    """What the service keeps of a model: {"num_params", "num_blocks", "architecture"}. Writes the layout."""
+    """Checks a model, writes its layout, and returns {"num_params", "num_blocks", "architecture", "warnings"}.
+
+    Raises:
+        UnsupportedArchitectureError: windlass cannot train the architecture.
+        CheckpointError: weights are missing, damaged, or not those of the architecture.
+        OSError, ValueError: the folder cannot be read.
+    """
     config = load_config(model_dir)
     check_architecture(config)
     model = build_meta_model(config, precision)

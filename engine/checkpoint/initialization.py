@@ -1,4 +1,4 @@
-"""Weights from scratch: the architecture's own initialisation, one block in memory at a time."""
+"""Initialises weights by the architecture's own rules, with one block in memory at a time."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from torch import nn
 from windlass.engine.model import BlockLayout, ModelLayout
 from windlass.storage.ids import BlockIndex, ChunkKey
 
-# The library's mark of a module that needs no initialisation.
+# The transformers library sets this attribute on modules that need no initialisation.
 _DONE_MARK = "_is_hf_initialized"
 
 
@@ -21,10 +21,10 @@ class InitializationError(Exception):
 
 
 class BlockInitializer:
-    """Initial weights of a transformers model as chunks of a layout.
+    """Makes the initial weights of a transformers model, chunk by chunk.
 
-    `model` has its parameters on the meta device and is left as it was. A block depends on (seed, block index) only,
-    so chunks may be asked for in any order; in order, each block is made once.
+    `model` has its parameters on the meta device and is unchanged afterwards. A block depends only on (seed, block
+    index), so chunks may be requested in any order. In the layout's order each block is initialised once.
     """
 
     def __init__(self, model: Any, layout: ModelLayout, seed: int) -> None:
@@ -36,19 +36,19 @@ class BlockInitializer:
     def fill_chunk(self, key: ChunkKey, out: torch.Tensor) -> None:
         """Writes the chunk's weights to the front of `out` (1-D, fp32) and zeros behind them."""
         if self._made is None or self._made[0] != key.block:
-            self._made = None  # before the next one is made: two would be in memory at once
+            self._made = None  # freed first: else two blocks would be in memory at once
             self._made = (key.block, self._initialize(self._layout.blocks[key.block]))
         start, stop = self._layout.chunk_range(key)
         out[: stop - start].copy_(self._made[1][start:stop])
         out[stop - start :].zero_()
 
     def close(self) -> None:
-        """Lets go of the block that was kept."""
+        """Frees the last block."""
         self._made = None
 
     def _initialize(self, block: BlockLayout) -> torch.Tensor:
-        """The block's flat vector, fp32."""
-        # What the architecture forgets to initialise is found by its NaNs.
+        """Returns the block's flat vector, fp32."""
+        # NaNs mark the parameters that the architecture does not initialise.
         flat = torch.full((block.numel,), math.nan, dtype=torch.float32)
         with self._materialized(block, flat), self._only_modules_with(block):
             state = np.random.SeedSequence([self._seed, block.index]).generate_state(1, np.uint64)
@@ -60,7 +60,7 @@ class BlockInitializer:
 
     @contextlib.contextmanager
     def _materialized(self, block: BlockLayout, flat: torch.Tensor) -> Iterator[None]:
-        """The block's parameters are views of `flat` while this lasts."""
+        """Replaces the block's parameters by views of `flat` for the duration of the context."""
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
             for param in block.params:
@@ -77,10 +77,10 @@ class BlockInitializer:
 
     @contextlib.contextmanager
     def _only_modules_with(self, block: BlockLayout) -> Iterator[None]:
-        """The library skips modules with nothing of the block in them while this lasts.
+        """Makes the library skip modules without parameters of the block, for the duration of the context.
 
-        Ancestors of the block's modules run too: a parent may set its children's weights, as GPT-2's attention does.
-        What they do to parameters of other blocks happens on the meta device, where it costs and changes nothing.
+        Ancestors of the block's modules are initialised too, because a parent may set its children's weights, as in
+        GPT-2. They may also set parameters of other blocks; these are on the meta device, where this has no effect.
         """
         sites = [self._site(param.name) for param in block.params]
         own = {id(module._parameters[attribute]) for module, attribute in sites}

@@ -1,4 +1,4 @@
-"""A model's whole folder: how big it is, a copy of it, its end. Imports no torch."""
+"""Measures, copies and removes a model's folder. Imports no torch."""
 
 import contextlib
 import errno
@@ -14,30 +14,33 @@ from windlass.engine.checkpoint.atomic_folder import make_partial_folder
 from windlass.storage.files import sync_path, sync_tree
 
 _FICLONE = 0x40049409  # from linux/fs.h
-_COPY_NBYTES = 16 << 20
-# What the kernel or the file system has no such copy for.
+_COPY_NBYTES = 16 << 20  # bytes that one read of a copy loads into memory
+# Errors of a file system or kernel that cannot link these files or share their blocks.
 _CANNOT = frozenset(
     (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EPERM, errno.EMLINK, errno.ENOSYS)
 )
 
 
 def folder_nbytes(folder: Path) -> int:
-    """Bytes of all files of a folder; 0 where there is none."""
+    """Returns the bytes of all files of a folder, 0 if it does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def copy_model_folder(
     source: Path, target: Path, *, links: bool, on_progress: Callable[[int], None] = lambda nbytes: None
 ) -> None:
-    """Copies a folder, durably; `target` appears when it is whole, and a failure leaves nothing.
+    """Copies a folder and syncs the copy to the disk. `target` appears only when complete; a failure leaves nothing.
 
-    `links`: files become other names of the same bytes where the file system can do that, for folders that nobody
-    writes to. Else they share their blocks where it can do that, and are copied where not. `on_progress` gets the bytes
-    that are there.
+    Args:
+        source: the folder to copy.
+        target: the copy's path.
+        links: make hard links if the file system can; only for folders whose files never change. Without links, or
+            if they are impossible, files share their blocks if the file system can do that, else bytes are copied.
+        on_progress: is called with the bytes that are complete so far.
 
     Raises:
-        FileExistsError: there is something at `target`.
-        OSError: it cannot be read or written.
+        FileExistsError: `target` exists.
+        OSError: a file cannot be read or written.
     """
     if target.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
@@ -62,7 +65,7 @@ def copy_model_folder(
 
 
 def remove_model_folder(folder: Path) -> None:
-    """Removes a folder, at once for all who look for it; nothing where there is none."""
+    """Removes a folder; it disappears under its name in one step. Does nothing if it does not exist."""
     doomed = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
     try:
         folder.rename(doomed)
@@ -73,7 +76,7 @@ def remove_model_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _unless_it_cannot() -> Iterator[None]:
-    """What follows is done where the file system cannot do this."""
+    """Suppresses the errors of a file system that lacks an operation. The code after the context is the fallback."""
     try:
         yield
     except OSError as error:
@@ -86,7 +89,7 @@ def _add(on_progress: Callable[[int], None], done: int, nbytes: int) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Whether the file system could do it."""
+    """Makes a hard link. Returns False if the file system cannot."""
     with _unless_it_cannot():
         target.hardlink_to(source)
         return True
@@ -94,11 +97,11 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def copy_file(source: Path, target: Path, *, on_progress: Callable[[int], None] = lambda nbytes: None) -> None:
-    """Copies a file's content to a new one; they share their blocks where the file system can do that.
+    """Copies a file to a new one. The two share their blocks if the file system can do that.
 
     Raises:
-        FileExistsError: there is something at `target`.
-        OSError: it cannot be read or written.
+        FileExistsError: `target` exists.
+        OSError: a file cannot be read or written.
     """
     with source.open("rb") as file, target.open("xb") as copy:
         with _unless_it_cannot():

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make which parameters of a model, by the transformers library's own rules.
+"""Maps the tensors of a checkpoint to the parameters of a model, by the transformers library's own rules.
 
-Checkpoints often use other names than today's modules, lack or carry the base model's prefix, or hold in several
-tensors what is one parameter now (each expert of a mixture). The rules are the library's; this file applies them to
-names, and to shapes on the meta device, before a byte is read.
+A checkpoint may use other names than the current modules, or differ in the base model's prefix. It may also hold one
+parameter in several tensors, such as one for each expert. This file applies the library's rules to names, and to
+shapes on the meta device, so that no weights need to be read.
 """
 
 import copy
@@ -17,14 +17,14 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedGroup:
-    """Checkpoint tensors that are converted together into one parameter or several."""
+    """Checkpoint tensors that are converted together into one or more parameters."""
 
     target: str  # the first parameter they make
-    converter: Any  # the library's WeightConverter; copied for each use, as it keeps what it is given
+    converter: Any  # the library's WeightConverter; it keeps the tensors given to it, so each use copies it
     sources: tuple[tuple[str, str], ...]  # (the converter's pattern that matched, checkpoint name), in order
 
     def convert(self, tensors: dict[str, Any], model: Any) -> dict[str, Any]:
-        """Parameters by name, from checkpoint tensors by name; `tensors` is emptied."""
+        """Converts checkpoint tensors, by name, into parameters by name. Empties `tensors`."""
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.target, name, pattern, tensors.pop(name))
@@ -34,15 +34,15 @@ class ConvertedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameMatch:
-    """How a checkpoint's names meet a model's."""
+    """A checkpoint's tensor names, matched with a model's parameters."""
 
-    direct: dict[str, list[str]]  # parameter: checkpoint names that are it as they stand; more than one is a fault
+    direct: dict[str, list[str]]  # parameter: checkpoint tensors that hold it unchanged; more than one is an error
     groups: tuple[ConvertedGroup, ...]
-    unused: tuple[str, ...]  # checkpoint names that no parameter takes, without those the library ignores
+    unused: tuple[str, ...]  # checkpoint names without a parameter, except those that the library ignores
 
 
 class NameRules:
-    """The library's rules for one model."""
+    """Applies the library's naming rules for one model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -59,7 +59,7 @@ class NameRules:
         direct: dict[str, list[str]] = {}
         grouped: dict[str, list[tuple[str, str]]] = {}
         unused = []
-        # The converters take their sources (experts, say) in this order.
+        # The converters expect their sources, such as experts, in this order.
         for name in sorted(names, key=dot_natural_key):
             target, pattern = self._rename(name)
             if target not in self._params:
@@ -76,7 +76,7 @@ class NameRules:
         return NameMatch(direct=direct, groups=groups, unused=tuple(unused))
 
     def loads_as_itself(self, name: str) -> bool:
-        """Whether a checkpoint tensor of a parameter's own name becomes that parameter unchanged."""
+        """Checks whether a checkpoint tensor with a parameter's own name becomes that parameter unchanged."""
         return self._rename(name) == (name, None)
 
     def _rename(self, name: str) -> tuple[str, str | None]:
@@ -87,7 +87,7 @@ class NameRules:
         return target, pattern
 
     def _is_ignored(self, name: str, target: str) -> bool:
-        """Buffers that older versions saved, and what the architecture says to skip."""
+        """Checks for buffers that older versions saved, and for names that the architecture says to skip."""
         if target in self._buffers or name.endswith((".rotary_emb.inv_freq", ".position_ids")):
             return True
         return any(pattern.search(name) or pattern.search(target) for pattern in self._ignored)

@@ -1,7 +1,7 @@
-"""Streams a model folder's weights into chunks: never the whole model in memory, never a pickle opened.
+"""Streams a model folder's weights into chunks. It never loads the whole model and never opens a pickle.
 
-A parameter that is one tensor of the checkpoint is read by the exact elements a chunk needs. Parameters that the
-library makes from several tensors (experts that are merged) are made one group at a time, and the last group is kept.
+For a parameter that is one tensor of the checkpoint, only the elements of the chunk are read. Parameters that the
+library makes from several tensors, such as merged experts, are made one group at a time. The last group is cached.
 """
 
 import json
@@ -20,7 +20,7 @@ from windlass.storage.ids import ChunkKey
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_COMPARE_NUMEL = 4 * 2**20
+_COMPARE_NUMEL = 4 * 2**20  # elements of two tied tensors that are compared at a time
 
 
 class CheckpointError(Exception):
@@ -28,10 +28,10 @@ class CheckpointError(Exception):
 
 
 class CheckpointReader:
-    """The weights of a model folder as chunks of a layout.
+    """Reads the weights of a model folder as chunks of a layout.
 
-    `model` is the architecture with its parameters on the meta device. Everything but the tensors' bytes is checked
-    when the reader is made: raises `CheckpointError` naming the tensors at fault.
+    `model` is the architecture with its parameters on the meta device. The constructor checks names, shapes and dtypes,
+    and that tied tensors are equal. It raises `CheckpointError` with the names of the tensors at fault.
     """
 
     def __init__(self, model_dir: str | Path, layout: ModelLayout, model: Any) -> None:
@@ -56,7 +56,7 @@ class CheckpointReader:
         out[stop - start :].zero_()
 
     def close(self) -> None:
-        """Closes files and lets go of what was kept."""
+        """Closes the files and frees the cached group."""
         self._reader.close()
         self._made = None
 
@@ -100,7 +100,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self._folder}: {path.name} is not a readable safetensors file: {error}") from error
 
     def _match(self) -> dict[str, tuple[int, ...]]:
-        """Finds each parameter's source; returns the shapes that the checkpoint has for them."""
+        """Finds each parameter's source in the checkpoint and returns the parameters' shapes there."""
         match = NameRules(self._model).match(self._stored)
         self._refuse(match.unused, "the architecture has no place for the tensors")
         doubled = [" and ".join(names) for names in match.direct.values() if len(names) > 1]
@@ -123,7 +123,7 @@ class CheckpointReader:
         }
         try:
             return group.convert(sources, self._model)
-        # Conversions are the library's, and fail in their own ways on tensors that do not fit together.
+        # The library's conversions raise various errors if tensors do not fit together.
         except Exception as error:
             names = [name for _, name in group.sources]
             raise CheckpointError(
@@ -131,7 +131,7 @@ class CheckpointReader:
             ) from error
 
     def _resolve_tied(self) -> dict[str, str]:
-        """Stored name to the further name that the checkpoint has it under, where it lacks the stored one."""
+        """Maps the name of each tied parameter that the checkpoint lacks to the tied name that it has instead."""
         alias = {}
         for further, name in self._layout.tied.items():
             if not self._has(name) and self._has(further):
@@ -154,7 +154,7 @@ class CheckpointReader:
         self._refuse(sorted(unused), "the architecture has no place for the tensors")
 
     def _check_tied_copies(self) -> None:
-        """A tied parameter stored twice must be the same twice, else the config is not this checkpoint's."""
+        """Checks that the copies of a tied parameter are equal. Else the config does not belong to the checkpoint."""
         params: dict[str, ParamSlice] = {param.name: param for block in self._layout.blocks for param in block.params}
         for further, name in self._layout.tied.items():
             source = self._alias.get(name, name)
@@ -176,7 +176,7 @@ class CheckpointReader:
             return self._reader.read(self._direct[name], first, count)
         group = self._group_of[name]
         if self._made is None or self._made[0] is not group:
-            self._made = None  # before the next one is made: two would be in memory at once
+            self._made = None  # freed first: else two groups would be in memory at once
             tensors = {}
             for _, source in group.sources:
                 stored = self._stored[source]
@@ -192,6 +192,6 @@ class CheckpointReader:
 
 
 def _some(names: list[str], limit: int = 5) -> str:
-    """The first few names, and how many more there are."""
+    """Lists the first few names and the number of further ones."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -1,6 +1,6 @@
 """The safetensors format: 8 bytes of header length, a JSON header, and the tensors' bytes, little-endian, in order.
 
-Files are read by `pread`, not mapped: mapped pages of a model's weights would count as this process's memory.
+Files are read by `pread` and not mapped, because mapped pages would count as this process's memory.
 """
 
 import json
@@ -29,16 +29,16 @@ class StoredTensor:
 
     path: Path
     name: str
-    dtype: str  # in the format's words: "BF16"
+    dtype: str  # as the format names it: "BF16"
     shape: tuple[int, ...]
     offset: int  # of its first byte, from the file's start
     nbytes: int
 
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises `SafetensorError` or `OSError` for a file that is none."""
-    # The library checks what we then rely on: offsets within the file, in order, as long as shape and type say. For
-    # numpy, as for torch it maps the file a second time.
+    """Lists the tensors of a file by name. Raises `SafetensorError` or `OSError` if it is no safetensors file."""
+    # The library checks that offsets are in order, within the file, and match shapes and dtypes; the code below relies
+    # on it. "np", because with "pt" the library maps the file a second time.
     with safe_open(str(path), framework="np"):
         pass
     with path.open("rb") as file:
@@ -68,7 +68,7 @@ class TensorReader:
         self._descriptor = -1
 
     def read(self, tensor: StoredTensor, first: int, count: int) -> torch.Tensor:
-        """Elements [first, first + count) of the flattened tensor, in its own dtype, which must be one of `DTYPES`."""
+        """Returns elements [first, first + count) of the flattened tensor. Its dtype must be one of `DTYPES`."""
         self._open(tensor.path)
         out = torch.empty(count, dtype=DTYPES[tensor.dtype])
         view = out.view(torch.uint8).numpy().data
@@ -95,7 +95,7 @@ class TensorReader:
 
 
 def encode_header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
-    """A file's first bytes for tensors of one dtype in this order, and the place of each tensor's first byte."""
+    """Returns a file's header for tensors of one dtype in this order, and the file offset of each tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     position = 0

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face model folder from chunks, in whatever order they come, without the model in memory."""
+"""Writes a Hugging Face model folder from chunks in any order, without the whole model in memory."""
 
 import copy
 import json
@@ -20,9 +20,8 @@ from windlass.storage.ids import ChunkKey, Precision
 from windlass.storage.memory import is_for_want_of_room, require_disk_room
 
 MAX_SHARD_NBYTES = 5 * 10**9
-# For the small files beside the weights, when asking whether the disk has room.
-_MARGIN_NBYTES = 64 * 2**20
-# What belongs to a tokenizer, whatever its kind. Never code.
+_MARGIN_NBYTES = 64 * 2**20  # disk space required for the small files beside the weights
+# The files of all kinds of tokenizers. Code is never copied.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,24 +40,26 @@ _TOKENIZER_FILES = (
 
 
 class ExportError(Exception):
-    """A model folder cannot be written, or is not complete."""
+    """A model folder cannot be written, or is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter's first element goes."""
+    """The place of a parameter's first element: file and byte offset."""
 
     shard: int
     offset: int
 
 
 class ModelExporter:
-    """A model folder in the making; it appears under its name in one step, complete, when `finish` returns.
+    """Writes a model folder. The folder appears under its name only when `finish` returns, and is then complete.
 
-    Until then it is a hidden folder beside its place. So a folder that exists is a whole one: asked to export to it
-    again, this refuses (`ExportError`), as it does when the library would not load a tensor of the architecture back
-    under the name it has in the model. Where the disk is too small it raises `InsufficientSpaceError`. `config` is not
-    changed.
+    Until then the files are in a hidden folder beside it. `config` is not changed.
+
+    Raises:
+        ExportError: the target folder exists, or it cannot be written. Also if the library, on loading, would rename
+            or convert a tensor that has its model's name.
+        InsufficientSpaceError: the disk is too small.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ModelExporter:
         except OSError as error:
             self.abort()
             if is_for_want_of_room(error):
-                raise  # it may pass
+                raise  # the caller may retry: space may become free
             raise ExportError(f"cannot write the model to {self._path}: {error}") from error
 
     def write_chunk(self, key: ChunkKey, tensor: torch.Tensor) -> None:
@@ -102,7 +103,7 @@ class ModelExporter:
         self._written.add(key)
 
     def finish(self) -> None:
-        """Completes the folder, durably, and puts it in its place. Raises `ExportError` if chunks are missing."""
+        """Completes the folder, syncs it and renames it to its name. Raises `ExportError` if chunks are missing."""
         keys = [key for block in self._layout.blocks for key in self._layout.chunk_keys(block.index)]
         missing = [key for key in keys if key not in self._written]
         if missing:
@@ -122,7 +123,7 @@ class ModelExporter:
         sync_path(self._path.parent)
 
     def abort(self) -> None:
-        """Removes what has been written. After `finish`, does nothing."""
+        """Removes the partial folder. Does nothing after `finish`."""
         self._close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
@@ -137,7 +138,7 @@ class ModelExporter:
             )
 
     def _cut_shards(self, max_shard_nbytes: int) -> list[list[ParamSlice]]:
-        """The parameters of each file, in the layout's order; one that is larger than a file may be has its own."""
+        """Returns the parameters of each file, in the layout's order. One above the size limit has its own file."""
         shards: list[list[ParamSlice]] = [[]]
         nbytes = 0
         for block in self._layout.blocks:
@@ -156,7 +157,7 @@ class ModelExporter:
         needed = self._layout.numel * self._dtype.itemsize + _MARGIN_NBYTES
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            remove_partial_folders(self._path)  # of an attempt that died
+            remove_partial_folders(self._path)  # left by a failed attempt
             require_disk_room("the exported model", self._path.parent, needed)
             self._partial = make_partial_folder(self._path)
         except OSError as error:
@@ -211,7 +212,7 @@ def _file_names(num_shards: int) -> list[str]:
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """One call may write less than it was given."""
+    """Writes all bytes. It loops, because one `pwrite` may write fewer bytes than requested."""
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)

@@ -1,4 +1,4 @@
-"""Training data: files of examples in, token files out, and the data set that maps them."""
+"""Training data: reads files of examples, writes token files, and maps these as a data set."""
 
 from windlass.exports import lazy_exports
 

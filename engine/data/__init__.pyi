@@ -1,4 +1,4 @@
-"""Training data: files of examples in, token files out, and the data set that maps them."""
+"""Training data: reads files of examples, writes token files, and maps these as a data set."""
 
 from windlass.engine.data.data_check import MAX_CHECK_S as MAX_CHECK_S
 from windlass.engine.data.data_check import check_data as check_data

@@ -1,7 +1,7 @@
-"""Checks a training file as far as seconds go: `python -m windlass.engine.data.data_check`, a process of its own.
+"""Checks a training file within a time limit: `python -m windlass.engine.data.data_check`, a process of its own.
 
-It looks at what can be told without a model: that each line is JSON in one of the forms that are taken. Whatever it has
-not come to is checked when a job's data is prepared, which reads the file by the same rules.
+It needs no model: it checks that each line is JSON in one of the accepted formats. The preparation of a job's data
+checks the rest of the file later, by the same rules.
 """
 
 import argparse
@@ -11,29 +11,28 @@ from pathlib import Path
 
 from windlass.engine.data.examples import DataError, DataFile
 
-# A file that is larger is still checked as far as this goes.
-MAX_CHECK_S = 5.0
+MAX_CHECK_S = 5.0  # seconds that the check of a file may take; the rest of a larger file is not checked
 
 
 def check_data(file: DataFile, limit_s: float = MAX_CHECK_S) -> bool:
-    """Read a file's examples, and tell whether that came to the file's end in time. Raises `DataError` at a bad one."""
+    """Reads a file's examples. Returns False if the limit ended the check. Raises `DataError` at a bad example."""
     until_s = time.monotonic() + limit_s
     return all(time.monotonic() < until_s for _ in file.examples())
 
 
 def main() -> None:
-    """Print {"error": null}, or {"error": {code, message, param}}, as JSON."""
+    """Prints {"error": null} or {"error": {code, message, param}} as JSON."""
     parser = argparse.ArgumentParser(description="Check a training file.")
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--name", required=True, help="what messages call it")
     parser.add_argument("--param", required=True, help="the request's field")
     options = parser.parse_args()
-    told = None
+    fault = None
     try:
         check_data(DataFile(path=options.file, param=options.param, name=options.name))
     except DataError as error:
-        told = {"code": error.code, "message": error.message, "param": error.param}
-    print(json.dumps({"error": told}))
+        fault = {"code": error.code, "message": error.message, "param": error.param}
+    print(json.dumps({"error": fault}))
 
 
 if __name__ == "__main__":

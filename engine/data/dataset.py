@@ -1,4 +1,4 @@
-"""Prepared training data: token files mapped into memory, cut into batches in an order that the seed alone decides."""
+"""Reads prepared training data: token files mapped into memory, and batches in an order that only the seed decides."""
 
 import json
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ import torch
 from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
 from windlass.engine.memory_plan import ExampleLengths
 
-# Widths are multiples of this: few different shapes, and aligned matrix products.
+# Tokens: widths of micro-batches are multiples of this, for few different shapes and aligned matrix products.
 WIDTH_GRANULE = 8
-# Steps of a job whose batches are looked at for their mean widths; they are in random order, so that more tell no more.
+# Steps of a job whose batches give the mean widths. Batches are random, so more steps would not change the means.
 MAX_SAMPLED_STEPS = 1000
 
 
@@ -25,10 +25,10 @@ class DatasetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Examples computed at once, padded on the right.
+    """Examples that are computed together, padded on the right.
 
-    There is no attention mask: the models are causal, so no real position sees the padding after it, and padded
-    positions carry no target, so what they compute goes nowhere.
+    There is no attention mask, because the models are causal: no real position attends to the padding after it. Padded
+    positions have no target, so their outputs are unused.
     """
 
     input_ids: torch.Tensor  # (B, T) int64
@@ -36,44 +36,44 @@ class MicroBatch:
 
     @property
     def num_targets(self) -> int:
-        """Target tokens, over which the step's loss is averaged."""
+        """The number of target tokens. A step's loss is the mean over them."""
         return int((self.targets != NO_TARGET).sum())
 
 
 class ExampleOrder:
-    """The lengths of a split's examples, and the batches that they come in; maps no tokens."""
+    """The lengths of a split's examples, and their order in batches. It maps no tokens."""
 
     def __init__(self, *, offsets: npt.NDArray[np.int64], sequence_length: int) -> None:
         self._offsets = offsets
         self.sequence_length = sequence_length
-        # The order of the epoch that was asked for last.
+        # The last requested epoch as (seed, epoch), and its order.
         self._order: tuple[tuple[int, int], npt.NDArray[np.int64]] | None = None
 
     @classmethod
     def of_folder(cls, directory: Path, split: str) -> "ExampleOrder":
-        """That of a split of a prepared folder. Raises `DatasetError`."""
+        """Opens the order of a split of a prepared folder. Raises `DatasetError`."""
         meta, counts = _counts_of(directory, split)
         offsets = _map(directory / f"{split}.offsets", np.int64, counts["num_examples"] + 1)
         return ExampleOrder(offsets=offsets, sequence_length=meta["sequence_length"])
 
     @property
     def num_examples(self) -> int:
-        """Examples of the split."""
+        """The number of examples in the split."""
         return len(self._offsets) - 1
 
     @property
     def longest_width(self) -> int:
-        """Tokens of the widest micro-batch that can occur: one with the longest example."""
+        """The width in tokens of a micro-batch with the longest example."""
         return self._width(int(np.diff(self._offsets).max()))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Steps that see every example once; the last may be smaller."""
+        """Returns the number of steps that use every example once. The last one may be smaller."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         return -(-self.num_examples // batch_size)
 
     def largest_shapes(self, batch_size: int, num_microbatches: int) -> list[tuple[int, int]]:
-        """(B, T) of each micro-batch of a step, if all were as long as the longest example."""
+        """Returns (B, T) of each micro-batch of a step, as if all were as wide as the longest example."""
         examples = np.arange(min(batch_size, self.num_examples))
         parts = np.array_split(examples, num_microbatches)
         width = self.longest_width
@@ -82,10 +82,10 @@ class ExampleOrder:
     def mean_widths(
         self, batch_size: int, num_microbatches: int, seed: int, *, num_steps: int, max_steps: int = MAX_SAMPLED_STEPS
     ) -> tuple[float, float]:
-        """The mean of a row's tokens with its padding, and of their square, over a job's first steps.
+        """Returns the mean of a row's tokens, padding included, and the mean of their square, over a job's first steps.
 
-        These are the steps that `PreparedDataset.batch` makes; each is taken to have `num_microbatches` micro-batches
-        of as many rows as the fullest, of which those that are not there have no tokens. `num_steps`: of the job.
+        The steps are those of `PreparedDataset.batch`. Each counts as `num_microbatches` micro-batches with as many
+        rows as the fullest one; missing rows have no tokens. `num_steps`: the number of steps of the job.
         """
         num_steps = min(num_steps, max_steps)
         rows_of_step = num_microbatches * -(-batch_size // num_microbatches)
@@ -98,13 +98,13 @@ class ExampleOrder:
         return tokens / (num_steps * rows_of_step), squares / (num_steps * rows_of_step)
 
     def _parts(self, step: int, batch_size: int, num_microbatches: int, seed: int) -> list[npt.NDArray[np.int64]]:
-        """The examples of each micro-batch of a step."""
+        """Returns the example indices of each micro-batch of a step."""
         epoch, place = divmod(step, self.steps_per_epoch(batch_size))
         examples = self._epoch_order(seed, epoch)[place * batch_size : (place + 1) * batch_size]
         return [part for part in np.array_split(examples, num_microbatches) if len(part)]
 
     def _longest(self, examples: npt.NDArray[np.int64]) -> int:
-        """Tokens of the longest of some examples."""
+        """Returns the tokens of the longest of the given examples."""
         return int((self._offsets[examples + 1] - self._offsets[examples]).max())
 
     def _epoch_order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -114,12 +114,12 @@ class ExampleOrder:
         return self._order[1]
 
     def _width(self, longest: int) -> int:
-        """Tokens of a micro-batch whose longest example is so long."""
+        """Returns the width in tokens of a micro-batch whose longest example has `longest` tokens."""
         return min(-(-longest // WIDTH_GRANULE) * WIDTH_GRANULE, self.sequence_length)
 
 
 class PreparedDataset(ExampleOrder):
-    """One split of a folder that `windlass.engine.data.prepare` wrote. Reads examples as needed."""
+    """One split of a folder that `windlass.engine.data.prepare` wrote. It reads examples on demand."""
 
     def __init__(
         self,
@@ -149,13 +149,16 @@ class PreparedDataset(ExampleOrder):
         )
 
     def batch(self, step: int, batch_size: int, num_microbatches: int, seed: int) -> list[MicroBatch]:
-        """The micro-batches of a step, from 0: at most `num_microbatches`, none empty, same for the same arguments."""
+        """Returns the micro-batches of a step, counted from 0: at most `num_microbatches`, none of them empty.
+
+        The same arguments give the same micro-batches.
+        """
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, not {num_microbatches}")
         return [self._microbatch(part) for part in self._parts(step, batch_size, num_microbatches, seed)]
 
     def evaluation_batches(self, batch_size: int) -> Iterator[MicroBatch]:
-        """All examples in the file's order, `batch_size` at a time."""
+        """Yields all examples in the file's order, `batch_size` at a time."""
         for place in range(self.steps_per_epoch(batch_size)):
             stop = min((place + 1) * batch_size, self.num_examples)
             yield self._microbatch(np.arange(place * batch_size, stop))
@@ -163,7 +166,7 @@ class PreparedDataset(ExampleOrder):
     def _microbatch(self, examples: npt.NDArray[np.int64]) -> MicroBatch:
         starts, stops = self._offsets[examples], self._offsets[examples + 1]
         width = self._width(self._longest(examples))
-        # Any id will do for padding; 0 is one in every vocabulary.
+        # Any id can serve as padding; 0 is in every vocabulary.
         input_ids = np.zeros((len(examples), width), dtype=np.int64)
         targets = np.full((len(examples), width), NO_TARGET, dtype=np.int64)
         for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
@@ -173,7 +176,7 @@ class PreparedDataset(ExampleOrder):
 
 
 def _counts_of(directory: Path, split: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """A prepared folder's description, and the counts of one of its splits."""
+    """Returns a prepared folder's description, and the counts of one of its splits."""
     meta = _meta_of(directory)
     if split not in meta["splits"]:
         raise DatasetError(f'{directory} has no split "{split}", only {sorted(meta["splits"])}')
@@ -181,13 +184,13 @@ def _counts_of(directory: Path, split: str) -> tuple[dict[str, Any], dict[str, i
 
 
 def _map(path: Path, dtype: type[np.generic], size: int) -> npt.NDArray[Any]:
-    """A file of `size` numbers, mapped into memory."""
+    """Maps a file of `size` numbers into memory."""
     expected = size * np.dtype(dtype).itemsize
     if not path.is_file() or path.stat().st_size != expected:
         raise DatasetError(f"{path} is missing or not {expected} bytes long; prepare the dataset again")
     try:
         return np.memmap(path, dtype=dtype, mode="r")
-    except OSError as error:  # the planner's process may map only so much
+    except OSError as error:  # for example the planner's process has reached its limit of mapped memory
         raise DatasetError(f"{path} cannot be mapped into memory: {error}") from error
 
 
@@ -204,12 +207,13 @@ def _meta_of(directory: Path) -> dict[str, Any]:
 def example_lengths(
     directory: Path, *, batch_size: int, num_microbatches: int, seed: int, num_steps: int
 ) -> ExampleLengths:
-    """The widths of a job's micro-batches, from the lengths of its examples alone: the tokens may be larger than what
-    the planner's process may map. `directory`: a folder that `windlass.engine.data.prepare` wrote; see
-    `ExampleOrder.mean_widths` for the rest.
+    """Returns the widths of a job's micro-batches, from the lengths of its examples alone.
+
+    It does not map the tokens, because they may exceed the mapping limit of the planner's process. `directory`: a
+    folder that `windlass.engine.data.prepare` wrote. The other arguments are those of `ExampleOrder.mean_widths`.
 
     Raises:
-        DatasetError: there is no such folder, or it is incomplete.
+        DatasetError: the folder is missing or incomplete.
     """
     train = ExampleOrder.of_folder(directory, "train")
     mean, mean_square = train.mean_widths(batch_size, num_microbatches, seed, num_steps=num_steps)

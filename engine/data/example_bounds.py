@@ -1,7 +1,7 @@
-"""Bounds on what one training example may take while it is prepared, and its file on the disk.
+"""Limits of the time, memory and disk space that the preparation of training data may use.
 
-A chat template is a program of the model's maker, and a line is as long as its author likes. Without bounds one of them
-takes hours and all memory; with them it gets an error that names the line.
+A chat template is a program of the model's author, and a line may have any length. Without limits a single line could
+take hours and all memory. With them the user gets an error that names the line.
 """
 
 import resource
@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from windlass.amounts import bytes_text
 
-# CPU seconds of all threads in which the chat template renders one line of the file, however often it has to.
+# CPU seconds of all threads for all renderings of one line of the file.
 MAX_RENDER_CPU_S = 60.0
-# Characters of one rendered example. The largest sequence length is 2**20 tokens; a tokenizer takes some 300 bytes of
-# memory a character.
+# Characters of one rendered example. The largest sequence length is 2**20 tokens, and a tokenizer needs about 300 bytes
+# of memory for each character.
 MAX_NUM_CHARS = 8 * 2**20
 
-# What a file may become on the disk: so many times its own bytes, or this, whichever is more.
+# Limit of a file's tokens on the disk: this multiple of the file's bytes, or the bytes below if these are more.
 MAX_GROWTH = 64
 ALWAYS_ALLOWED_NBYTES = 2**30
 
@@ -27,17 +27,18 @@ _Item = TypeVar("_Item")
 
 
 class RenderTimeError(BaseException):
-    """Rendering a line took longer than it may.
+    """The rendering of a line exceeded its CPU time.
 
-    Not an `Exception`: it is raised in the middle of a chat template, whose own errors are caught as such.
+    It is no `Exception`, because it is raised inside a chat template, and handlers of the template's own errors must
+    not catch it.
     """
 
 
 def within_cpu_time(items: Iterator[_Item], limit_s: float) -> Iterator[_Item]:
-    """Pass on what an iterator gives; RenderTimeError once making it has taken `limit_s` seconds of CPU time in all.
+    """Yields an iterator's items. Raises RenderTimeError when the iterator has used `limit_s` seconds of CPU time.
 
-    Time in which the consumer computes does not count. Only for the main thread, as signals are handled there; a call
-    into C is interrupted when it returns.
+    The consumer's own time does not count. Call it in the main thread only, because signals are handled there. A call
+    into C is interrupted only when it returns.
     """
     left_s = limit_s
     while True:
@@ -47,19 +48,19 @@ def within_cpu_time(items: Iterator[_Item], limit_s: float) -> Iterator[_Item]:
             except StopIteration:
                 return
         left_s -= timer.spent_s
-        if left_s <= 0:  # the handler would be called for the next one at once
+        if left_s <= 0:  # a timer of 0 seconds would never fire
             raise RenderTimeError
         yield item
 
 
 def memory_limit() -> str:
-    """Tell what memory this process may take, in brackets; nothing where it has no limit."""
+    """Returns this process's memory limit as text in brackets, an empty string without a limit."""
     limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return "" if limit_nbytes == resource.RLIM_INFINITY else f" ({bytes_text(limit_nbytes)})"
 
 
 class _CpuTimer:
-    """Raises RenderTimeError inside its block after so much CPU time of the process."""
+    """Raises RenderTimeError inside its block when the process has used `limit_s` seconds of CPU time in it."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

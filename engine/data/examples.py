@@ -1,6 +1,7 @@
-"""Training files: JSON lines as people write them, read one at a time and checked.
+"""Reads training files, which are JSON lines, and checks each line.
 
-Three formats: chat (`messages`), text, and prompt with completion. An error names the file, the line and the field.
+There are three formats: chat (`messages`), text, and prompt with completion. An error names the file, the line and the
+field.
 """
 
 import json
@@ -14,14 +15,14 @@ from typing import Any
 from windlass.engine.data.hints import HEAD_NBYTES, Hint, foreign_file, near_encoding, near_record, told
 
 FORMAT_VERSION = 1  # of the prepared folder
-NO_TARGET = -100  # what PyTorch's cross-entropy ignores
-# A line is held in memory whole; a file without line ends must not be.
+NO_TARGET = -100  # PyTorch's cross-entropy ignores targets with this value
+# Bytes of a line. Memory holds a whole line, so a file without line ends must be refused.
 MAX_LINE_NBYTES = 64 * 2**20
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The names that people write an assistant message's reasoning under; the first is the one kept.
+# The field names for an assistant message's reasoning in training files. The parser stores it under the first one.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Fields that change what a conversation means and that no chat template is given.
+# Fields that change the meaning of a conversation but do not reach the chat template.
 _UNSUPPORTED = {
     "functions": 'it is the old form; write "tools" instead',
     "chat_template_kwargs": "options of the chat template are not supported; remove it",
@@ -29,7 +30,7 @@ _UNSUPPORTED = {
 
 
 class DataErrorCode(StrEnum):
-    """What is wrong with the training data, or with the model folder it is to be tokenized with."""
+    """The kinds of errors in training data, or in the model folder whose tokenizer is used."""
 
     UNREADABLE_FILE = "unreadable_file"
     EMPTY_FILE = "empty_file"
@@ -47,7 +48,7 @@ class DataErrorCode(StrEnum):
 
 
 class DataError(Exception):
-    """The data cannot be trained on. `param` is the request's field at fault: a file's, or "model"."""
+    """The data cannot be used for training. `param` is the request's field at fault: that of a file, or "model"."""
 
     def __init__(self, code: DataErrorCode, message: str, param: str) -> None:
         super().__init__(code, message, param)
@@ -63,26 +64,26 @@ class DataError(Exception):
 class ChatExample:
     """A conversation.
 
-    Each message has a `content`: a text, or None beside tool calls. Parts of text are joined, fields that are null and
-    empty lists of tool calls are gone, and reasoning is in `reasoning_content`. The arguments of tool calls are as
-    written: an object, or JSON in a string.
+    Each message has a `content`: a text, or None beside tool calls. Text parts are joined. Null fields and empty lists
+    of tool calls are removed. Reasoning is in `reasoning_content`. The arguments of tool calls are unchanged: an
+    object, or JSON in a string.
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None
-    weights: tuple[int, ...]  # 0 or 1 of each message; 0 of those that are not the assistant's
+    weights: tuple[int, ...]  # 0 or 1 for each message; 0 for messages of roles other than assistant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextExample:
-    """A text that is learned from its first token to its end."""
+    """A text of which all tokens are learned."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionExample:
-    """A prompt, and the completion to learn."""
+    """A prompt, and the completion that is learned."""
 
     prompt: str
     completion: str
@@ -93,14 +94,14 @@ Example = ChatExample | TextExample | CompletionExample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A JSONL file, the request's field that named it, and the name that people know it by."""
+    """A JSONL file, the request's field that names it, and its name in messages to the user."""
 
     path: Path
     param: str
     name: str | None = None  # else the path's last part
 
     def error(self, code: DataErrorCode, message: str, *, line: int | None = None, field: str = "") -> DataError:
-        """A `DataError` whose message begins with file, line and field."""
+        """Returns a `DataError` whose message begins with file, line and field."""
         place = self.told_name
         if line is not None:
             place += f", line {line}"
@@ -110,18 +111,18 @@ class DataFile:
 
     @property
     def told_name(self) -> str:
-        """The name for messages."""
+        """The file's name in messages."""
         return self.name or self.path.name
 
     def nbytes(self) -> int:
-        """The file's size. Raises `DataError` where it cannot be read."""
+        """Returns the file's size in bytes. Raises `DataError` if it cannot be read."""
         try:
             return self.path.stat().st_size
         except OSError as error:
             raise self._unreadable(error) from error
 
     def examples(self) -> Iterator[tuple[int, int, Example]]:
-        """The file's examples in order: (line from 1, bytes read so far, example). Raises `DataError` at a bad one.
+        """Yields the file's examples as (line from 1, bytes read so far, example). Raises `DataError` at a bad one.
 
         Blank lines are skipped. All lines must be of one format.
         """
@@ -140,7 +141,7 @@ class DataFile:
                     )
                 yield line, nbytes_read, example
         except DataError as error:
-            # Before the first example the whole file may be of another form.
+            # An error in the first line may mean that the whole file has another format.
             if first is None and (form := self.foreign_form()) is not None:
                 raise self.hinted(error, form) from None
             raise
@@ -148,7 +149,7 @@ class DataFile:
             raise self.error(DataErrorCode.EMPTY_FILE, "the file holds no examples; write one JSON object a line")
 
     def foreign_form(self) -> Hint | None:
-        """The form that the file has instead of JSON lines; None where that is not known, or where it has that form."""
+        """Recognizes a format other than JSON lines. Returns None for JSON lines and for unknown formats."""
         try:
             with self.path.open("rb") as file:
                 return foreign_file(file.read(HEAD_NBYTES))
@@ -156,8 +157,8 @@ class DataFile:
             return None
 
     def hinted(self, error: DataError, hint: Hint) -> DataError:
-        """An error that also tells the form that is needed."""
-        # A job's messages have the uploaded file's id behind its name; the command is for the sender's own file.
+        """Returns the error with a hint appended that shows the expected format."""
+        # In a job's messages the file's id follows its name. The hint's command is for the user's own file.
         name = self.told_name.partition(" (file-")[0]
         return DataError(error.code, f"{error.message}; {told(hint, name, is_accepted)}", error.param)
 
@@ -189,7 +190,7 @@ _FORMAT_NAMES: dict[type[Example], str] = {
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line on its way from bytes to a checked example."""
+    """Parses one line into a checked example."""
 
     file: DataFile
     number: int
@@ -206,7 +207,7 @@ class _Line:
             raise self.file.hinted(error, near) from None
 
     def example(self, record: dict[str, Any]) -> Example:
-        """The example that a decoded line holds."""
+        """Returns the example in a decoded line."""
         for name in ("preferred_output", "non_preferred_output", "chosen", "rejected"):
             if name in record:
                 raise self._error(
@@ -232,9 +233,9 @@ class _Line:
 
     def _decode(self, raw: bytes) -> Any:
         try:
-            # A byte order mark is allowed where editors put it: at the file's start.
+            # A byte order mark is allowed at the file's start, because editors write it there.
             text = raw.decode("utf-8-sig" if self.number == 1 else "utf-8")
-            # Without its end: columns are counted from the last one.
+            # Without the line end, because the decoder counts columns from the last line break.
             return json.loads(text.rstrip("\r\n"))
         except UnicodeDecodeError as error:
             found = self._error(
@@ -319,7 +320,7 @@ class _Line:
                     f"only assistant messages call tools, not those of role {role}", f"{field}.tool_calls"
                 )
             parsed["tool_calls"] = calls
-        # Beside tool calls, people write a missing content as null, as an empty text, or not at all.
+        # Beside tool calls, training files write a missing content as null, as an empty text, or not at all.
         is_missing = bool(calls) and message.get("content") in (None, "", [])
         parsed["content"] = None if is_missing else self._content(message, f"{field}.content")
         if (reasoning := self._reasoning(message, role, field)) is not None:
@@ -339,7 +340,7 @@ class _Line:
         return message[names[0]] if names else None
 
     def _check_links(self, messages: list[dict[str, Any]]) -> None:
-        """A tool's answer must be to a call before it, where both have ids."""
+        """Checks that a tool's answer refers to an earlier call, if both have ids."""
         ids: set[Any] = set()
         for i, message in enumerate(messages):
             ids |= {call["id"] for call in message.get("tool_calls", ()) if isinstance(call.get("id"), str)}
@@ -384,7 +385,7 @@ class _Line:
         return [self._tool_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
 
     def _tool_call(self, call: Any, field: str) -> dict[str, Any]:
-        """A call as it is written; its arguments are an object, or JSON of one in a string as OpenAI writes them."""
+        """Checks a tool call. Its arguments are an object, or a string with the object's JSON, as OpenAI has them."""
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise self._error('expected an object with "function", an object with "name"', field)
@@ -400,7 +401,7 @@ class _Line:
 
 
 def _kind(value: Any) -> str:
-    """A JSON value's type, in JSON's words."""
+    """Returns the name of a JSON value's type, such as "an object"."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -411,7 +412,7 @@ def _kind(value: Any) -> str:
 
 
 def is_accepted(record: dict[str, Any]) -> bool:
-    """Whether a record is one of training files."""
+    """Checks whether a record is a valid line of a training file."""
     try:
         _Line(DataFile(path=Path(), param=""), 1).example(record)
     except DataError:

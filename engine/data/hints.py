@@ -1,6 +1,7 @@
-"""Hints for training files of another form: their name, their first record as a training file has it, a command.
+"""Hints for files that have another format: its name, the first record in the expected format, and a command.
 
-Nothing is converted here. A hint is a proposal: `told` shows a record only where the parser of training files takes it.
+The command converts the file; nothing is converted here. `told` shows a record only if the parser of training files
+accepts it.
 """
 
 import csv
@@ -11,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# A hint is made of so many bytes of a file's beginning.
-HEAD_NBYTES = 2**20
-# Limits of the record that a message shows: characters of each text, and of the whole.
+HEAD_NBYTES = 2**20  # bytes of a file's start from which its format is recognized
+# Limits of the record in a message: characters of each text, and of the whole record.
 _MAX_TEXT_CHARS = 80
 _MAX_RECORD_CHARS = 1000
 _CONVERTED = "converted.jsonl"
@@ -25,7 +25,7 @@ _CSV_ROWS = (
     'python -c \'import csv, json, sys; file = open(sys.argv[1], encoding="utf-8-sig", newline=""); '
     "[print(json.dumps(row)) for row in csv.DictReader(file{delimiter})]' {{name}}"
 )
-# First bytes, form, and the command that makes text of it; {name} is the file.
+# First bytes of a file, its format, and the command that converts it to text; {name} is the file.
 _MAGIC: tuple[tuple[bytes, str, str | None], ...] = (
     (b"PAR1", "a Parquet file", f"{_PANDAS.format(reader='read_parquet')} {{name}} {_CONVERTED}"),
     (b"ARROW1", "an Arrow file", f"{_PANDAS.format(reader='read_feather')} {{name}} {_CONVERTED}"),
@@ -42,7 +42,7 @@ _MAGIC: tuple[tuple[bytes, str, str | None], ...] = (
 _ZIP = b"PK\x03\x04"
 _IN_WORKBOOKS = (b"[Content_Types].xml", b"xl/")
 
-# Names that other formats give to what training files call messages, role, content, prompt, completion and text.
+# Names in other formats for messages, role, content, prompt, completion and text of training files.
 _CONVERSATIONS = ("messages", "conversations", "conversation", "message", "dialogue", "dialog", "chat", "turns")
 _ROLES = ("role", "from", "speaker", "author")
 _CONTENTS = ("content", "value", "text", "message")
@@ -55,17 +55,17 @@ _TEXTS = ("text", "content", "document", "body", "sentence")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """The form that a file or a record has, and how it becomes one of training files."""
+    """The format of a file or a record, and the conversion to a training file."""
 
     form: str  # completes the sentence "this is …"
-    record: dict[str, Any] | None = None  # the first record in a form of training files
-    jq: str | None = None  # jq's filter that makes such records of the file
+    record: dict[str, Any] | None = None  # the first record in a format of training files
+    jq: str | None = None  # the jq filter that makes such records from the file
     source: str | None = None  # the command whose output jq reads; None: it reads the file itself
-    command: str | None = None  # for what jq does not read; {name} is the file
+    command: str | None = None  # converts a file that jq cannot read; {name} is the file
 
 
 def foreign_file(head: bytes) -> Hint | None:
-    """Recognize a file by its first `HEAD_NBYTES` bytes; None for JSON lines, and for what is not known."""
+    """Recognizes a file by its first `HEAD_NBYTES` bytes. Returns None for JSON lines and for unknown formats."""
     for magic, form, command in _MAGIC:
         if head.startswith(magic):
             return Hint(form=form, command=command)
@@ -74,7 +74,7 @@ def foreign_file(head: bytes) -> Hint | None:
             command = f"{_PANDAS.format(reader='read_excel')} {{name}} {_CONVERTED}"
             return Hint(form="an Excel workbook", command=command)
         return Hint(form="a zip archive", command=f"unzip -p {{name}} > {_CONVERTED}")
-    # The last character may be cut in two.
+    # Errors are ignored, because the head may end inside a character.
     text = head.decode("utf-8-sig", errors="ignore").lstrip()
     if text.startswith("["):
         return _json_array(text)
@@ -91,7 +91,7 @@ def foreign_file(head: bytes) -> Hint | None:
 
 
 def near_encoding(line: bytes) -> Hint | None:
-    """A hint for a line that is no UTF-8: None where it is no JSON object in an encoding of one byte a character."""
+    """Returns a hint for a line that is not UTF-8, None if it is no JSON object in a single-byte encoding either."""
     try:
         is_object = isinstance(json.loads(line.decode("latin-1")), dict)
     except (ValueError, RecursionError):
@@ -101,7 +101,7 @@ def near_encoding(line: bytes) -> Hint | None:
 
 
 def near_record(record: Mapping[str, Any]) -> Hint | None:
-    """A record with names of another format, in the nearest form of training files; None where none is near."""
+    """Returns a hint for a record of another format, with the nearest accepted format; None if none is near."""
     keys = {key.casefold(): key for key in reversed(list(record)) if isinstance(key, str)}
     if (hint := _conversation(record, keys) or _two_lists(record)) is not None or {"messages", "text"} & record.keys():
         return hint
@@ -109,7 +109,7 @@ def near_record(record: Mapping[str, Any]) -> Hint | None:
 
 
 def told(hint: Hint, name: str, accepts: Callable[[dict[str, Any]], bool]) -> str:
-    """A hint's sentence for the end of an error's message about the file `name`."""
+    """Returns a hint as text for the end of an error message about the file `name`."""
     parts = [f"this is {hint.form}; a training file has one JSON object a line"]
     if hint.record is not None and (line := _one_line(hint.record, accepts)) is not None:
         parts[0] += f", such as {line}"
@@ -127,15 +127,15 @@ def told(hint: Hint, name: str, accepts: Callable[[dict[str, Any]], bool]) -> st
 
 
 def _in(hint: Hint | None, record: dict[str, Any], *, form: str, jq: str, source: str | None = None) -> Hint:
-    """The hint for records that are inside another form; `hint` is that for the first of them."""
+    """Returns the hint for records inside another format. `hint` is the hint for the first record."""
     if hint is None:
         return Hint(form=form, record=record, jq=jq, source=source)
     inner = hint.jq if jq == "." else f"{jq} | {hint.jq}"
     if hint.form.endswith("'s form"):
-        each = f"records in {hint.form}"
+        records = f"records in {hint.form}"
     else:
-        each = f"{hint.form.removeprefix('a record with ')} in each record"
-    return replace(hint, form=f"{form}, with {each}", jq=inner, source=source)
+        records = f"{hint.form.removeprefix('a record with ')} in each record"
+    return replace(hint, form=f"{form}, with {records}", jq=inner, source=source)
 
 
 def _json_array(text: str) -> Hint:
@@ -151,7 +151,7 @@ def _json_array(text: str) -> Hint:
 
 
 def _json_objects(text: str) -> Hint | None:
-    """A hint for objects that do not have a line each."""
+    """Returns a hint for JSON objects that are not one on each line."""
     try:
         first, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
@@ -170,7 +170,7 @@ def _json_objects(text: str) -> Hint | None:
 
 
 def _table(text: str) -> Hint | None:
-    """A hint for comma-separated values, with the columns' names in the first line."""
+    """Returns a hint for a table of separated values whose first line holds the names of columns."""
     begin = text.split("\n", 1)[0]
     delimiter = next((mark for mark in "\t;," if mark in begin), ",")
     try:
@@ -181,7 +181,7 @@ def _table(text: str) -> Hint | None:
     record = dict(zip((name.strip() for name in names), first, strict=False))
     near = near_record(record)
     known = {*_QUESTIONS, *_ANSWERS, *_TEXTS}
-    # Prose has commas too: the names of columns tell a table from it.
+    # Prose has commas too, so a table needs a known column name.
     if len(names) != len(first) or not any(name.casefold() in known for name in record):
         return None
     option = "" if delimiter == "," else f", delimiter={json.dumps(delimiter)}"
@@ -216,13 +216,13 @@ def _conversation(record: Mapping[str, Any], keys: Mapping[str, str]) -> Hint | 
 
 
 def _role(turn: Mapping[str, Any], key: str) -> Any:
-    """A message's role under the name that training files have for it."""
+    """Returns a message's role by the name that training files use."""
     name = turn.get(key)
     return _ROLE_NAMES.get(name, name) if isinstance(name, str) else name
 
 
 def _two_lists(record: Mapping[str, Any]) -> Hint | None:
-    """A conversation that is divided into a prompt and a completion, each a list of messages."""
+    """Returns a hint for a conversation in a prompt and a completion that are both lists of messages."""
     prompt, completion = record.get("prompt"), record.get("completion")
     if not (_is_objects(prompt) and _is_objects(completion)):
         return None
@@ -234,8 +234,8 @@ def _two_lists(record: Mapping[str, Any]) -> Hint | None:
 
 def _pair(record: Mapping[str, Any], keys: Mapping[str, str]) -> Hint | None:
     def named(names: tuple[str, ...], *, but: str | None = None) -> str | None:
-        there = (keys[name] for name in names if name in keys)
-        return next((key for key in there if key != but and isinstance(record[key], str)), None)
+        present = (keys[name] for name in names if name in keys)
+        return next((key for key in present if key != but and isinstance(record[key], str)), None)
 
     question, answer = named(_QUESTIONS), named(_ANSWERS)
     if question is None or answer is None or (question, answer) == ("prompt", "completion"):
@@ -244,14 +244,14 @@ def _pair(record: Mapping[str, Any], keys: Mapping[str, str]) -> Hint | None:
     if question.casefold() == "prompt":
         pair = {"prompt": record[question], "completion": record[answer]}
         return Hint(form=form, record=pair, jq=f"{{prompt: .{question}, completion: .{answer}}}")
-    asked, told_by = record[question], f".{question}"
+    content, content_jq = record[question], f".{question}"
     if (context := named(_CONTEXTS, but=question)) is not None:
-        asked = f"{asked}\n\n{record[context]}" if record[context] else asked
-        told_by = f'([.{question}, .{context}] | map(select(. != null and . != "")) | join("\\n\\n"))'
+        content = f"{content}\n\n{record[context]}" if record[context] else content
+        content_jq = f'([.{question}, .{context}] | map(select(. != null and . != "")) | join("\\n\\n"))'
     if (question, answer) == ("instruction", "output"):
         form = "Alpaca's form"
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": record[answer]}]
-    jq = f'{{messages: [{{role: "user", content: {told_by}}}, {{role: "assistant", content: .{answer}}}]}}'
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": record[answer]}]
+    jq = f'{{messages: [{{role: "user", content: {content_jq}}}, {{role: "assistant", content: .{answer}}}]}}'
     return Hint(form=form, record={"messages": messages}, jq=jq)
 
 
@@ -268,7 +268,7 @@ def _is_objects(value: Any) -> bool:
 
 
 def _decode(text: str) -> Any:
-    """The first JSON value of a text; None where there is none, or where it is cut off."""
+    """Returns the first JSON value of a text, None if there is none or it is cut off."""
     try:
         return json.JSONDecoder().raw_decode(text)[0]
     except (ValueError, RecursionError):
@@ -276,20 +276,20 @@ def _decode(text: str) -> Any:
 
 
 def _one_line(record: dict[str, Any], accepts: Callable[[dict[str, Any]], bool]) -> str | None:
-    """A record in one line of JSON, with its texts cut; None where the parser would refuse it."""
+    """Returns a record as one line of JSON with shortened texts; None if the parser refuses it or it is too long."""
     short = _cut(record)
     if isinstance(messages := short.get("messages"), list):
         short["messages"] = _first_exchange(messages)
     if not accepts(short):
         return None
     line = json.dumps(short, ensure_ascii=False)
-    # Terminals obey characters that nobody sees.
+    # Escaped, because terminals interpret unprintable characters.
     line = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
     return line if len(line) <= _MAX_RECORD_CHARS else None
 
 
 def _first_exchange(messages: list[Any]) -> list[Any]:
-    """The messages up to the assistant's first."""
+    """Returns the messages up to the assistant's first one."""
     for number, message in enumerate(messages, start=1):
         if isinstance(message, dict) and message.get("role") == "assistant":
             return messages[:number]

@@ -1,7 +1,7 @@
 """Turns training files into token files: `python -m windlass.engine.data.prepare`, a process of its own.
 
-It runs the model's chat template and reads what people uploaded, so nothing else lives in its process. It streams: its
-memory does not grow with the files. What it writes is what `windlass.engine.data.dataset` maps into memory.
+It runs in a separate process, because it executes the model's chat template and reads files that users uploaded. It
+streams, so its memory does not grow with the files. `windlass.engine.data.dataset` maps the results into memory.
 """
 
 import argparse
@@ -40,30 +40,30 @@ from windlass.engine.data.examples import (
 )
 from windlass.storage.files import sync_tree
 
-# A batch for the tokenizer ends at whichever comes first.
+# Limits of a batch for the tokenizer; it ends at the first one that it reaches.
 BATCH_NUM_EXAMPLES = 64
 BATCH_NUM_CHARS = 4 * 2**20
-PROGRESS_INTERVAL_S = 1.0
-_MAX_NUM_NOTES = 10  # different ones of a file
+PROGRESS_INTERVAL_S = 1.0  # seconds between two progress reports
+_MAX_NUM_NOTES = 10  # distinct notes of a file that become warnings
 
 Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
 class Progress:
-    """Tells how far the files have been read: to the process's output, and to a file that others look at.
+    """Reports the progress of reading the files, on standard output and in a progress file.
 
-    The file is a JSON object: `percent` of all files' bytes, `line` of `file` (their name for people) that is being
-    read. It is written once a second, and always whole.
+    The progress file is a JSON object: `percent` of all files' bytes, and the current `line` of `file` (its name in
+    messages). It is replaced atomically, once a second.
     """
 
-    path: Path | None  # None: it is not told
+    path: Path | None  # None: no progress file is written
     total_nbytes: int  # of all files
     _read_before_nbytes: int = 0  # of the files before this one
     _next_s: float = 0.0
 
     def tell(self, file: DataFile, line: int, nbytes_read: int, *, num_examples: int) -> None:
-        """Note which line is next, unless that was done within the last second."""
+        """Reports the current line, unless the last report is less than a second old."""
         if (now := time.monotonic()) < self._next_s:
             return
         self._next_s = now + PROGRESS_INTERVAL_S
@@ -73,24 +73,24 @@ class Progress:
         print(f"{file.param}: {num_examples} examples, line {line}, {percent} percent", flush=True)
 
     def end_file(self, file: DataFile) -> None:
-        """Note that all of a file was read."""
+        """Records that a whole file was read."""
         self._read_before_nbytes += file.nbytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSplit:
-    """What one file became."""
+    """The counts of one prepared file."""
 
     num_examples: int
     num_tokens: int  # input positions
     num_targets: int
     num_cut: int  # examples longer than the sequence length
     num_dropped: int  # examples left without a target
-    warnings: tuple[str, ...]  # on what else became of the file
+    warnings: tuple[str, ...]  # further warnings about the file
 
 
 def load_tokenizer(model_dir: Path) -> Any:
-    """The tokenizer of a model folder; never runs code from it. Raises `DataError` of the request's "model"."""
+    """Loads the tokenizer of a model folder without running code from it. Raises `DataError` with param "model"."""
     if not (model_dir / "tokenizer_config.json").exists() and not (model_dir / "tokenizer.json").exists():
         raise DataError(
             DataErrorCode.INVALID_TOKENIZER,
@@ -117,7 +117,7 @@ def load_tokenizer(model_dir: Path) -> Any:
 
 
 def vocabulary_size(model_dir: Path) -> int | None:
-    """How many token ids the model embeds, by its config; None where it does not say so plainly."""
+    """Returns the number of token ids in the model's config, None if the config does not state it."""
     try:
         config = json.loads((model_dir / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -132,7 +132,7 @@ def vocabulary_size(model_dir: Path) -> int | None:
 
 
 class ExampleEncoder:
-    """Tokenizes examples of one file: token ids, and for each whether it is to be learned.
+    """Tokenizes the examples of one file, and marks the tokens to learn.
 
     `day` is the date that chat templates print.
     """
@@ -144,7 +144,7 @@ class ExampleEncoder:
         self._vocabulary_size = vocabulary_size
 
     def render(self, line: int, example: Example) -> Iterator[RenderedText]:
-        """The line's training examples as texts with their characters to learn. Raises `DataError` naming the line."""
+        """Yields the line's examples as texts with the characters to learn. Raises `DataError` that names the line."""
         for item in self._render(line, example):
             if len(item.text) > MAX_NUM_CHARS:
                 raise self._file.error(
@@ -200,10 +200,10 @@ class ExampleEncoder:
     def encode(
         self, rendered: Sequence[RenderedText], form: type[Example]
     ) -> Iterator[tuple[Tokens, npt.NDArray[np.bool_]]]:
-        """(token ids, whether to learn each) for each text; all came from examples of the type `form`.
+        """Yields token ids, and a mask of those to learn, for each text. All texts are from examples of type `form`.
 
-        A chat template writes all special tokens itself. Else the tokenizer adds its own, and the end-of-text token
-        is appended and learned.
+        A chat template writes all special tokens itself. For the other types the tokenizer adds its special tokens, and
+        the end-of-text token is appended and learned.
         """
         is_chat = form is ChatExample
         encoding = self._tokenizer(
@@ -217,9 +217,10 @@ class ExampleEncoder:
         for item, ids, offsets in zip(rendered, encoding["input_ids"], encoding["offset_mapping"], strict=True):
             tokens = np.array(ids, dtype=np.int32)
             spans = _whole_spans(np.array(offsets, dtype=np.int64).reshape(-1, 2))
-            # Of a plain text everything is learned, tokens that stand for no character included.
+            # All tokens of a plain text are learned, also those without characters.
             learn = np.full(len(tokens), form is TextExample, dtype=np.bool_)
-            # A token that straddles a boundary belongs to the part that is learned: a leading space often is one.
+            # A token across a boundary is learned, because a part's first word often shares a token with the space
+            # before it.
             for start, stop in item.targets:
                 learn |= (spans[:, 0] < stop) & (spans[:, 1] > start)
             if not is_chat:
@@ -229,7 +230,7 @@ class ExampleEncoder:
 
     def _end(self, tokens: Tokens, learn: npt.NDArray[np.bool_]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
         eos = self._tokenizer.eos_token_id
-        if len(tokens) and tokens[-1] == eos:  # the tokenizer adds it, or the text spells it
+        if len(tokens) and tokens[-1] == eos:  # added by the tokenizer, or spelled in the text
             learn[-1] = True
             return tokens, learn
         return np.append(tokens, np.int32(eos)), np.append(learn, True)
@@ -246,9 +247,9 @@ class ExampleEncoder:
 
 
 def _whole_spans(spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Tokens' character ranges, with the spaces that some tokenizers leave out of them: (num_tokens, 2).
+    """Extends tokens' character ranges, (num_tokens, 2), by the spaces that some tokenizers omit from them.
 
-    Such a tokenizer gives a token of spaces an empty range past its end, which is in no part to learn.
+    Such a tokenizer gives a token of spaces an empty range after the spaces, which would be in no part to learn.
     """
     starts, stops = spans[:, 0], spans[:, 1]
     ends_before = np.concatenate((np.zeros(1, dtype=np.int64), np.maximum.accumulate(stops)))[:-1]
@@ -259,7 +260,7 @@ def _whole_spans(spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 class SplitWriter:
     """Appends examples to a split's three files: `{name}.tokens`, `{name}.targets` (int32), `{name}.offsets` (int64).
 
-    targets[t] is the token to predict after position t, or -100. offsets has one entry more than there are examples.
+    targets[t] is the token to predict after position t, or -100. There is one more offset than examples.
     """
 
     directory: Path
@@ -283,7 +284,7 @@ class SplitWriter:
             file.close()
 
     def append(self, tokens: Tokens, learn: npt.NDArray[np.bool_]) -> None:
-        """Adds an example; its last token is a target only, as nothing is predicted after it."""
+        """Adds an example. Its last token is only a target, because no token follows it."""
         inputs = tokens[:-1]
         targets = np.where(learn[1:], tokens[1:], np.int32(NO_TARGET)).astype(np.int32)
         self.num_cut += len(inputs) > self.sequence_length
@@ -301,11 +302,11 @@ class SplitWriter:
 
     @property
     def nbytes(self) -> int:
-        """What has been written of tokens and targets."""
+        """The bytes of tokens and targets written so far."""
         return self.num_tokens * 2 * np.dtype(np.int32).itemsize
 
     def summary(self, warnings: Iterable[str] = ()) -> PreparedSplit:
-        """The counts of what has been written."""
+        """Returns the counts of the written examples."""
         return PreparedSplit(
             num_examples=self.num_examples,
             num_tokens=self.num_tokens,
@@ -318,18 +319,18 @@ class SplitWriter:
 
 @dataclass(slots=True)
 class ChatRecord:
-    """Counts the chats that became several examples, and the renderer's notes on chats."""
+    """Counts the chats that were split into several examples, and collects the renderer's notes."""
 
-    num_split: int = 0  # chats of several examples
-    num_examples: int = 0  # of those chats
-    num_tokens: int = 0  # of those examples, whole
-    num_tokens_at_least: int = 0  # of the longest example of each of those chats
+    num_split: int = 0  # chats with several examples
+    num_examples: int = 0  # examples of those chats
+    num_tokens: int = 0  # tokens of those examples, uncut
+    num_tokens_at_least: int = 0  # tokens of the longest example of each of those chats
     _line: int = 0
-    _lengths: list[int] = field(default_factory=list)  # of the line's examples, in tokens
+    _lengths: list[int] = field(default_factory=list)  # tokens of each example of the line
     _notes: dict[str, tuple[int, int]] = field(default_factory=dict)  # note: (first line, number of examples)
 
     def add(self, line: int, item: RenderedText, num_tokens: int) -> None:
-        """Counts an example; the examples of a line come one after the other."""
+        """Counts an example. All examples of a line must be added consecutively."""
         if line != self._line:
             self._end_line()
             self._line = line
@@ -348,28 +349,28 @@ class ChatRecord:
         self._lengths = []
 
     def warnings(self) -> list[str]:
-        """The warnings on a file, once its last line was counted."""
+        """Returns the warnings about a file. Call it after its last line."""
         self._end_line()
-        found = [
+        warnings = [
             f"line {line}{f' and {count - 1} examples more' if count > 1 else ''}: {note}"
             for note, (line, count) in self._notes.items()
         ]
         if self.num_split:
             ratio = self.num_tokens / self.num_tokens_at_least
-            found.append(
+            warnings.append(
                 f"{self.num_split} chats became {self.num_examples} examples with {self.num_tokens} tokens in all, "
                 f"{ratio:.1f} times the tokens of the chats, because the chat template renders an assistant message "
                 "differently when more follows"
             )
-        return found
+        return warnings
 
 
 def _batches(
     file: DataFile, encoder: ExampleEncoder, tell: Callable[[int, int], None]
 ) -> Iterator[tuple[list[int], list[RenderedText], type[Example]]]:
-    """(lines, rendered examples, their type), in batches the tokenizer takes at once.
+    """Yields batches for the tokenizer: (lines, rendered examples, their type).
 
-    `tell` is called for each line before it is rendered: its number, and the bytes read so far.
+    `tell` is called before each line is rendered, with the line's number and the bytes read so far.
     """
     lines: list[int] = []
     rendered: list[RenderedText] = []
@@ -400,7 +401,7 @@ def prepare_split(
     day: date | None = None,
     progress: Progress | None = None,
 ) -> PreparedSplit:
-    """Tokenizes one file into `output_dir`. Raises `DataError` for data that cannot be trained on."""
+    """Tokenizes one file into `output_dir`. Raises `DataError` if the data cannot be used for training."""
     encoder = ExampleEncoder(tokenizer, file, vocabulary_size, day)
     record = ChatRecord()
     progress = progress or Progress(None, file.nbytes())
@@ -472,13 +473,20 @@ def prepare(
     validation_name: str | None = None,
     progress_path: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes the dataset folder and returns what the result file says of it. Raises `DataError`.
+    """Writes the dataset folder and returns the content of the result file. Raises `DataError`.
 
-    Messages tell the files by their names where these are given, else by the last parts of their paths. Chat templates
-    that print the current date print `day`, today without it. The same arguments give the same folder. How far it is
-    is told in the file `progress_path` (see `Progress`).
+    The same arguments give the same folder. `meta.json` is written last: a folder without it is not a dataset.
 
-    `meta.json` is written last: a folder without it is not a dataset.
+    Args:
+        model_dir: the folder of the model with its tokenizer.
+        training_file: the JSONL file to train on.
+        validation_file: the JSONL file to evaluate on.
+        sequence_length: tokens at which longer examples are cut.
+        output_dir: the dataset folder.
+        day: the date that chat templates print; default: today.
+        training_name: the training file's name in messages; default: the last part of its path.
+        validation_name: the validation file's name in messages.
+        progress_path: the progress file (see `Progress`).
     """
     if sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, not {sequence_length}")
@@ -513,7 +521,7 @@ def prepare(
             for name, s in splits.items()
         },
     }
-    sync_tree(output_dir)  # a power loss must not leave files of the right length and with other tokens
+    sync_tree(output_dir)  # before meta.json: after a power loss, files of the right length could hold other tokens
     _write_json(meta_path, meta)
     return {
         "ok": True,
@@ -526,14 +534,14 @@ def prepare(
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes the file whole or not at all."""
+    """Replaces the file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(value, indent=2) + "\n")
     partial.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The process's entry: the answer, good or bad, is in the result file; the exit status is 0 in both."""
+    """Runs the preparation and writes its result or its error to the result file. Returns exit status 0 for both."""
     parser = argparse.ArgumentParser(prog="windlass.engine.data.prepare", description="Tokenizes training files.")
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--training-file", type=Path, required=True)

@@ -1,5 +1,6 @@
-"""Flat buffers on a device that are handed from stream to stream: made once, and no thread waits for a device to reuse
-one, only streams do.
+"""A pool of flat buffers on a device, allocated once.
+
+For reuse of a buffer no thread waits for the device: the next stream waits for the last one that used the buffer.
 """
 
 import threading
@@ -11,31 +12,31 @@ import torch
 from windlass.engine.device.device import Device
 from windlass.engine.device.streams import Event, Stream
 
-# Elements and their type.
+# The number of elements and their dtype.
 BufferClass = tuple[int, torch.dtype]
 
 
 class DeviceBuffers:
-    """So many buffers of each class as were planned. Safe from many threads."""
+    """The planned number of buffers of each class. All methods are thread-safe."""
 
     def __init__(self, device: Device, planned: Mapping[BufferClass, int], *, name: str, deadline_s: float) -> None:
-        """Makes all of them. `name`: what they are for, in errors. `deadline_s`: of a wait for one."""
+        """Allocates all buffers. `name`: their purpose, for errors. `deadline_s`: timeout of a wait for a buffer."""
         self._device = device
         self._name = name
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
         self._closed = False
-        # Each with the event after which nobody uses it.
+        # Each buffer with the event that ends its last use.
         self._free: dict[BufferClass, list[tuple[torch.Tensor, Event]]] = defaultdict(list)
         for (numel, dtype), num_buffers in planned.items():
             for _ in range(num_buffers):
                 self.give(torch.empty(numel, dtype=dtype, device=device.device), device.compute)
 
     def take(self, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """A buffer with undefined contents, for what `stream` is given from now on.
+        """Acquires a buffer with undefined contents, for work that is queued on `stream` from now on.
 
         Raises:
-            TimeoutError: none was given back in time.
+            TimeoutError: no buffer was released in time.
             InterruptedError: `close` was called.
         """
         with self._changed:
@@ -47,12 +48,12 @@ class DeviceBuffers:
                 )
             if self._closed:
                 raise InterruptedError("the job was stopped")
-            buffer, unused = free.pop(0)  # the one that has been free for longest
+            buffer, unused = free.pop(0)  # the one that has been free longest: its last use most likely has ended
         stream.wait(unused)
         return buffer
 
     def give(self, buffer: torch.Tensor, stream: Stream) -> None:
-        """Takes a buffer back; what `stream` was given so far is all that uses it."""
+        """Releases a buffer. Only work that is already queued on `stream` may still use it."""
         self._device.poison(buffer, stream)
         unused = stream.record()
         with self._changed:
@@ -60,7 +61,7 @@ class DeviceBuffers:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the waits."""
+        """Ends all waits for buffers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""CUDA's streams and events in the form of `streams`: a thin layer over torch.cuda.
+"""Implements the interface of `streams` by CUDA streams and events, as a thin layer over torch.cuda.
 
-A thread for each stream waits for events and calls back. Waiting blocks it in the driver, without Python's lock.
+One thread for each stream waits for events and runs callbacks. The wait blocks in the driver, without the GIL.
 """
 
 import functools
@@ -14,22 +14,22 @@ import torch
 
 from windlass.engine.device.streams import Event, StartThreads, Stream
 
-# CUDA tells times as milliseconds in 32 bits, and its clock drifts from the machine's: after so long, count anew.
+# Seconds between two base events. CUDA returns milliseconds as 32-bit floats, and its clock drifts from the machine's.
 _REBASE_S = 10.0
-# More than clocks drift apart, per second.
+# Seconds per second: upper limit of the drift between the two clocks.
 _MAX_DRIFT = 1e-4
 
 
 class CudaClock:
-    """CUDA's events on the machine's clock. An event is seen as over when it is or a little later, never before."""
+    """Converts the times of CUDA events to the machine's clock. The result may be a little late, never early."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Events and when they came, at the earliest known; older ones are told by the first.
+        # Base events with the earliest known time of each. The first one also serves for events before the second.
         self._bases: deque[tuple[torch.cuda.Event, float]] = deque(maxlen=2)
 
     def see(self, event: torch.cuda.Event) -> None:
-        """It came a moment ago."""
+        """Learns from an event that has just ended."""
         with self._lock:
             now_s = time.monotonic()
             if not self._bases:
@@ -37,14 +37,14 @@ class CudaClock:
                 return
             base, base_s = self._bases[-1]
             since_s = base.elapsed_time(event) / 1e3
-            # What is seen with the least delay is nearest to the truth.
+            # The observation with the smallest delay is the most accurate.
             base_s = min(base_s, now_s - since_s)
             self._bases[-1] = (base, base_s)
             if since_s > _REBASE_S:
                 self._bases.append((event, min(now_s, base_s + since_s * (1 + _MAX_DRIFT))))
 
     def time_s(self, event: torch.cuda.Event) -> float:
-        """When an event came that is over, in seconds of CLOCK_MONOTONIC; an earlier one must have been seen."""
+        """Returns the time of an ended event in seconds of CLOCK_MONOTONIC. `see` must have seen an earlier event."""
         with self._lock:
             base, base_s = self._bases[0]
         return float(base_s + base.elapsed_time(event) / 1e3)
@@ -63,7 +63,7 @@ class CudaEvent:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, deadline_s: float) -> None:
-        """See Event. The deadline is the scheduler's to watch: CUDA's own wait has none."""
+        """See Event. Ignores the deadline, because CUDA's wait has none; the scheduler watches for timeouts."""
         self.event.synchronize()
         self._clock.see(self.event)
 
@@ -73,7 +73,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream, and a thread that waits for it once somebody is to be called back."""
+    """A CUDA stream, with a thread for its callbacks that the first `then` starts."""
 
     def __init__(
         self, stream: torch.cuda.Stream, *, clock: CudaClock, deadline_s: float, start_threads: StartThreads
@@ -117,7 +117,10 @@ class CudaStream:
             pass
 
     def _call_next(self) -> bool:
-        """A function of its own: no variable holds a callback, and memory with it, while the next is awaited."""
+        """Waits for one event and runs its callback. Returns False when the stream is closed.
+
+        It is a separate function so that no variable holds a callback, and its memory, during the next wait.
+        """
         item = self._callbacks.get()
         if item is None:
             return False
@@ -128,14 +131,14 @@ class CudaStream:
 
 
 class CudaStreams:
-    """One device's. Kernels run in the stream in which torch starts them unless it is told otherwise."""
+    """The streams of one CUDA device. `compute` is the default stream, in which torch starts kernels."""
 
     def __init__(self, device: torch.device, deadline_s: float, start_threads: StartThreads) -> None:
         self._device = device
         clock = CudaClock()
         self._make = functools.partial(CudaStream, clock=clock, deadline_s=deadline_s, start_threads=start_threads)
         self.compute: Stream = self._make(torch.cuda.default_stream(device))
-        self.compute.record().wait(deadline_s)  # all times are told from here on
+        self.compute.record().wait(deadline_s)  # gives the clock its first base event
         self.h2d: Stream = self.open()
         self.d2h: Stream = self.open()
 

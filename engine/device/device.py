@@ -1,7 +1,6 @@
-"""The device a rank computes on: its streams, and copies between it and host memory.
+"""The device that a rank computes on: its streams, and copies between it and host memory.
 
-On a machine without a GPU the device is the CPU; "device memory" is then ordinary memory, and everything else is the
-same.
+On a machine without a GPU the device is the CPU, and "device memory" is ordinary memory.
 """
 
 import threading
@@ -21,9 +20,9 @@ class PinError(RuntimeError):
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Between host and device, or within one of them; same type. Work for a stream: it may return before it is done."""
+    """Copies between tensors of the same dtype on the host or the device. For use as a stream's work: may be async."""
     if target.device.type == source.device.type == "cpu":
-        # NumPy's copy lets other threads run and starts none of its own.
+        # NumPy's copy releases the GIL and starts no threads.
         np.copyto(_bytes_of(target), _bytes_of(source))
     else:
         target.copy_(source, non_blocking=True)
@@ -35,7 +34,7 @@ def _start_daemons(targets: Iterable[Callable[[], None]]) -> None:
 
 
 class Device:
-    """Its streams, flat buffers on it, and host memory that it reaches."""
+    """A device with its streams, its flat buffers, and the host memory that is pinned for it."""
 
     def __init__(
         self,
@@ -45,9 +44,13 @@ class Device:
         deadline_s: float = 120.0,
         start_threads: StartThreads = _start_daemons,
     ) -> None:
-        """`poison_released` fills buffers with NaN as they are released: reading one too late shows at once.
+        """Opens the three streams.
 
-        `deadline_s`: of waits for what was given to a stream. `start_threads`: for streams that need one.
+        Args:
+            device: the GPU or the CPU.
+            poison_released: fill buffers with NaN at their release, so that a late read shows at once.
+            deadline_s: timeout of waits for a stream's work.
+            start_threads: starts the threads of streams that need one.
         """
         self.device = device
         self.is_cuda = device.type == "cuda"
@@ -60,7 +63,7 @@ class Device:
         self._lock = threading.Lock()
 
     def open_stream(self) -> Stream:
-        """A stream beside the three, with a thread of its own on a CPU; its caller closes it."""
+        """Opens a further stream, which has its own thread on a CPU. The caller closes it."""
         return self._streams.open()
 
     def close(self) -> None:
@@ -68,56 +71,56 @@ class Device:
         self._streams.close()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Flat bytes of torch's allocator for the compute stream, with undefined contents.
+        """Allocates flat uint8 memory for the compute stream, with undefined contents.
 
-        Another stream must wait for the compute stream before it writes there: queued work may still read what the
-        memory held before.
+        Another stream must wait for the compute stream before it writes there, because queued work may still read
+        the memory's previous contents.
         """
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def after_now(self) -> Callable[[], None]:
-        """A function that waits, in any thread, for all that the compute stream was given until now."""
+        """Returns a function that waits, in any thread, for all work queued on the compute stream until now."""
         event = self.compute.record()
         return lambda: event.wait(self._deadline_s)
 
     def poison(self, buffer: torch.Tensor, stream: Stream) -> None:
-        """Fills a buffer that is being released, if that was asked for, after what the stream was given before."""
+        """Fills a released buffer with NaN if `poison_released` is set, after the stream's queued work."""
         if self.poisons_released:
             stream.run(lambda: buffer.fill_(float("nan")))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small tensor of the host's on the device. Work for the compute stream."""
+        """Returns a small host tensor on the device. For use as work of the compute stream."""
         if not self.is_cuda:
             return tensor
-        # Torch keeps pinned memory until it has been copied, and then for the next time.
+        # PyTorch keeps the pinned memory until the copy is over, and caches it for the next one.
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def download(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Numbers, each a 0-dim tensor, in host memory as fp64. Work for the compute stream, and there when it is done.
+        """Copies 0-dim tensors to the host, as one fp64 tensor. For use as work of the compute stream.
 
-        On a CPU a tensor of the values; on a GPU pinned memory that torch keeps for the next time.
+        On a GPU the result is pinned memory, and its values are valid once the stream has reached this point.
         """
-        found = torch.stack([value.double() for value in values])
+        stacked = torch.stack([value.double() for value in values])
         if not self.is_cuda:
-            return found
-        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        return host.copy_(found, non_blocking=True)
+            return stacked
+        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+        return host.copy_(stacked, non_blocking=True)
 
-    # --- for who waits for each thing -------------------------------------------------------------------------------
+    # --- blocking calls -----------------------------------------------------------------------------------------------
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat buffer with undefined contents, for the compute stream or for `copy_in`: a used one, or a new one."""
+        """Acquires a flat buffer, reused or new, with undefined contents, for the compute stream or for `copy_in`."""
         with self._lock:
             free = self._free[(numel, dtype)]
             if free:
                 return free.pop()
         fresh = torch.empty(numel, dtype=dtype, device=self.device)
-        # Its memory may be that of a tensor which queued kernels still read.
+        # Queued kernels may still read the tensor that had this memory.
         self.h2d.wait(self.compute.record())
         return fresh
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Takes a buffer back that no work reads or writes any more; it may be handed out again at once."""
+        """Releases a buffer that no queued work reads or writes. It may be reused at once."""
         if self.poisons_released:
             self.poison(buffer, self.compute)
             self.synchronize()
@@ -125,11 +128,11 @@ class Device:
             self._free[(buffer.numel(), buffer.dtype)].append(buffer)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Host to device, same type; when it returns, the source may be reused."""
+        """Copies from host to device, same dtype. Returns when the source may be reused."""
         self._copy_now(self.h2d, target, source)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Device to host, same type; when it returns, the source may be reused."""
+        """Copies from device to host, same dtype. Returns when the source may be reused."""
         self._copy_now(self.d2h, target, source)
 
     def _copy_now(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -143,10 +146,10 @@ class Device:
     # --- pinned memory ----------------------------------------------------------------------------------------------
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Registers host memory with CUDA, at its exact size: no rounding, unlike torch's pinned allocator.
+        """Registers host memory with CUDA at its exact size, because PyTorch's pinned allocator would round it up.
 
-        The tensor is kept until `unpin`, so that its memory cannot be unmapped while CUDA knows it. Without a GPU
-        nothing is registered, and everything else is the same.
+        The device keeps the tensor until `unpin`, so that its memory is not unmapped while it is registered. Without
+        a GPU the call only keeps the tensor.
 
         Raises:
             PinError: CUDA refuses, or the memory is registered already.
@@ -165,9 +168,9 @@ class Device:
         self._pinned[address] = memory
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Undoes `pin`; copies to and from the memory must have ended.
+        """Undoes `pin`. Copies to and from the memory must have ended.
 
-        Where CUDA cannot, because an earlier error broke it, the memory stays mapped until the process ends.
+        If CUDA fails because of an earlier error, the memory stays mapped until the process ends.
 
         Raises:
             PinError: the memory is not registered.
@@ -183,6 +186,6 @@ class Device:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The bytes of a contiguous CPU tensor, without a copy; NumPy knows no bf16."""
+    """Returns the bytes of a contiguous CPU tensor without a copy. Bytes, because NumPy has no bf16."""
     array: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
     return array

@@ -1,19 +1,19 @@
-"""The device that a process computes on: the GPU that it was given, or the CPU."""
+"""Chooses the device that a process computes on: its assigned GPU, or the CPU."""
 
 import torch
 
 
 class GpuUnusableError(ValueError):
-    """PyTorch cannot use the GPU that a process was given; the text says why and what to do."""
+    """PyTorch cannot use the GPU that a process was assigned. The message says why and what to do."""
 
 
 def compute_device(*, uses_gpu: bool) -> torch.device:
-    """Returns the first visible GPU for a process that was given one, else the CPU.
+    """Returns the first visible GPU if the process was assigned one, else the CPU.
 
-    Nothing falls back to the CPU: a job planned for a GPU would take days there.
+    There is no fallback to the CPU, because a job planned for a GPU would take days there.
 
     Raises:
-        GpuUnusableError: the process was given a GPU, and PyTorch cannot use it.
+        GpuUnusableError: the process was assigned a GPU, and PyTorch cannot use it.
     """
     if not uses_gpu:
         return torch.device("cpu")

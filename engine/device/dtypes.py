@@ -1,4 +1,4 @@
-"""The torch types of a job's number formats."""
+"""The torch dtypes of a job's number formats."""
 
 import torch
 
@@ -8,7 +8,7 @@ TORCH_DTYPE = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Pr
 
 
 def state_dtype(formats: Formats, kind: StateKind) -> torch.dtype:
-    """Of one of the states that the formats have."""
+    """Returns the dtype of one kind of state."""
     if kind is StateKind.PARAM:
         return TORCH_DTYPE[formats.precision]
     if kind is StateKind.RESIDUAL:

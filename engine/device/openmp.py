@@ -1,4 +1,4 @@
-"""OpenMP's threads of this process, as torch computes with them on a CPU."""
+"""Ends the OpenMP threads with which torch computes on a CPU."""
 
 import contextlib
 import ctypes
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 _LIBRARIES = ("libgomp", "libomp", "libiomp5")
-_PAUSE_SOFT = 1  # `omp_pause_soft`: the threads go, the settings stay
+_PAUSE_SOFT = 1  # `omp_pause_soft`: ends the threads and keeps the settings
 
 
 def release_team() -> None:
-    """Ends the threads that OpenMP keeps for the calling thread; what it computes in parallel next starts them again.
+    """Ends the threads that OpenMP keeps for the calling thread. Its next parallel region starts them again.
 
-    Between parallel regions such threads spin for a moment, unless the process has more of them than cores: then they
-    sleep at once, and every region waits for them to wake. So of a process that computes steps on a CPU only the thread
-    that computes may keep its own (measured on two cores: 17,000 wakes a step, and a step 15 percent longer).
+    Between parallel regions OpenMP's threads spin for a moment. If the process has more of them than cores, they sleep
+    at once, and every region waits for them to wake. So in a process that trains on a CPU, only the thread that
+    computes may keep its team. Measured on two cores, the wakes made a step 15 percent longer.
     """
     pause = _pause()
     if pause is not None:
@@ -24,7 +24,10 @@ def release_team() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """`omp_pause_resource_all` (OpenMP 5.0, section 3.2.44) of the library that torch has loaded; None without one."""
+    """Returns `omp_pause_resource_all` of the OpenMP library that torch has loaded, None without one.
+
+    Source: OpenMP 5.0, section 3.2.44.
+    """
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     for path in sorted(mapped):
         if Path(path).name.startswith(_LIBRARIES):

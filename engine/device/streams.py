@@ -1,8 +1,8 @@
-"""Work that is given to a device and done later, in order: streams, and events, which are points in them.
+"""Streams, which are ordered queues of work for a device, and events, which are points in a stream.
 
-Streams wait for each other's events, and the thread that gives work goes on. On a GPU they are CUDA's
-(`streams_cuda`). On a CPU there are two kinds: one whose work is done by the thread that gives it, before the call
-returns, and one with a thread of its own.
+Streams wait for each other's events, while the thread that submits work continues. On a GPU they are CUDA's
+(`cuda_streams`). On a CPU there are two kinds. A `DirectStream` runs work in the submitting thread before the call
+returns. A `ThreadStream` has a thread of its own.
 """
 
 import queue
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-# Starts a thread for each function; what one raises is the starter's to tell.
+# Starts a thread for each function, and reports the exceptions that they raise.
 StartThreads = Callable[[Iterable[Callable[[], None]]], None]
 
 
@@ -21,55 +21,57 @@ class Event(Protocol):
     """A point in a stream."""
 
     def is_over(self) -> bool:
-        """Whether the stream has come there; false where something failed before."""
+        """Checks whether the stream has reached the event; false if earlier work failed."""
 
     def wait(self, deadline_s: float) -> None:
-        """The calling thread waits until the stream has come there.
+        """Blocks the calling thread until the stream has reached the event.
 
         Raises:
-            TimeoutError: it did not within `deadline_s`. What failed in the stream before raises its own error.
+            TimeoutError: the stream did not reach it within `deadline_s`. Failed earlier work raises its own error.
         """
 
     def time_s(self) -> float:
-        """When the stream came there, in seconds of CLOCK_MONOTONIC; it must have."""
+        """Returns the time at which the stream reached the event, in seconds of CLOCK_MONOTONIC. It must be over."""
 
 
 class Stream(Protocol):
-    """A queue of work. Safe from many threads; the work of each is done in the order in which it gave it."""
+    """A queue of work. Its methods are thread-safe, and the work of each thread runs in the order of its calls."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Gives work. On a GPU `work` is called at once and only starts kernels and copies: the memory that they use
-        must stay as it is until the stream is through with them."""
+        """Queues work. On a GPU `work` is called at once and only launches kernels and copies.
+
+        The memory that they use must not change until the stream has run them.
+        """
 
     def wait(self, event: Event) -> None:
-        """What the stream is given from now on is done after the event."""
+        """Makes all work that is queued from now on wait for the event."""
 
     def record(self) -> Event:
-        """The point that comes after all the work given so far."""
+        """Returns an event after all work that is queued so far."""
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Calls back once the work given so far is done, from a thread of the device; in the order of the calls."""
+        """Calls back in a thread of the device when all work queued so far is over. Callbacks run in call order."""
 
     def close(self) -> None:
-        """Ends the stream's thread, after what it was given; what it is given later is not done."""
+        """Ends the stream's thread after its queued work. Work that is queued later is discarded."""
 
 
 class Streams(Protocol):
     """The streams of a device."""
 
-    compute: Stream  # where kernels run
+    compute: Stream  # runs kernels
     h2d: Stream  # copies from host memory
-    d2h: Stream  # and to it
+    d2h: Stream  # copies to host memory
 
     def open(self) -> Stream:
-        """A further stream, which its caller closes; on a CPU, one with a thread."""
+        """Opens a further stream, which has a thread on a CPU. The caller closes it."""
 
     def close(self) -> None:
-        """Closes the three."""
+        """Closes the three streams."""
 
 
 class _Past:
-    """An event that came as it was recorded."""
+    """An event that is over when it is recorded."""
 
     def __init__(self) -> None:
         self._time_s = time.monotonic()
@@ -85,16 +87,16 @@ class _Past:
 
 
 class DirectStream:
-    """Does work in the thread that gives it: at once, but for what other threads are doing in it.
+    """Runs work in the submitting thread, one piece of work at a time.
 
-    What computes in parallel would wait for its own threads, were two of them to compute on the same cores: updates of
-    states on the device took seven times as long beside a forward pass (measured on two cores).
+    A lock orders the threads, because two parallel computations on the same cores would wait for each other's threads.
+    Updates of states on the device took seven times as long beside a forward pass (measured on two cores).
     """
 
     def __init__(self, deadline_s: float) -> None:
-        """`deadline_s`: of waits for events of streams with a thread."""
+        """`deadline_s`: timeout of waits for events of streams with a thread."""
         self._deadline_s = deadline_s
-        self._turn = threading.RLock()  # work may give work
+        self._turn = threading.RLock()  # reentrant: work may submit work
 
     def run(self, work: Callable[[], object]) -> None:
         """See Stream."""
@@ -102,7 +104,7 @@ class DirectStream:
             work()
 
     def wait(self, event: Event) -> None:
-        """See Stream. Raises as the event's own `wait`."""
+        """See Stream. Raises the errors of `Event.wait`."""
         event.wait(self._deadline_s)
 
     def record(self) -> Event:
@@ -146,13 +148,13 @@ class _Mark:
 
 
 class ThreadStream:
-    """Does work in a thread of its own. After a failure it does nothing more, and its events raise what failed."""
+    """Runs work in a thread of its own. After a failure it discards all work, and its events raise the failure."""
 
     def __init__(self, deadline_s: float, start_threads: StartThreads) -> None:
-        """`deadline_s`: of waits for events of other streams."""
+        """`deadline_s`: timeout of waits for events of other streams."""
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
-        self._failure: Exception | None = None  # or that it was closed: nothing is taken any more
+        self._failure: Exception | None = None  # set after a failure or `close`: the stream accepts no more work
         self._tasks: queue.SimpleQueue[Callable[[], object] | _Mark | None] = queue.SimpleQueue()
         start_threads((self._run,))
 
@@ -200,7 +202,10 @@ class ThreadStream:
             raise
 
     def _do_next(self) -> bool:
-        """A function of its own: no variable holds a task, and memory with it, while the next is awaited."""
+        """Waits for one task and runs it. Returns False when the stream is closed.
+
+        It is a separate function so that no variable holds a task, and its memory, during the next wait.
+        """
         task = self._tasks.get()
         if task is None:
             return False
@@ -212,7 +217,7 @@ class ThreadStream:
 
 
 class CpuStreams:
-    """The three do their work in the thread that gives it."""
+    """The streams of a CPU. The three standard ones run work in the submitting thread."""
 
     def __init__(self, deadline_s: float, start_threads: StartThreads) -> None:
         self._deadline_s = deadline_s
@@ -230,10 +235,10 @@ class CpuStreams:
 
 
 def open_streams(device: torch.device, deadline_s: float, start_threads: StartThreads) -> Streams:
-    """The streams of a device. `deadline_s`: of a thread's waits for events."""
+    """Opens the streams of a device. `deadline_s`: timeout of waits for events."""
     if device.type != "cuda":
         return CpuStreams(deadline_s, start_threads)
-    # Imported here: a machine without a GPU needs none of it.
+    # Imported here, because a machine without a GPU does not need it.
     from windlass.engine.device.cuda_streams import CudaStreams
 
     return CudaStreams(device, deadline_s, start_threads)

@@ -1,4 +1,4 @@
-"""Estimates of the memory that a model's layers take on the device, by dry runs without data."""
+"""Estimates the device memory of a model's layers by dry runs without data."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""How much room a choice of activations needs, found by shapes alone."""
+"""Estimates the store size that a choice of activations needs, from shapes alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,37 +12,41 @@ from windlass.storage.ids import BlockIndex
 
 
 class ActivationNeedUnknownError(RuntimeError):
-    """A layer cannot be gone through by shapes alone."""
+    """A layer cannot be run by shapes alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationNeed:
-    """What a store must have room for at once."""
+    """The capacity that a store needs."""
 
     nbytes: int = 0  # of the tensors
-    num_slots: int = 0  # each put begins a new one
+    num_slots: int = 0  # each put starts a new slot
 
     def plus(self, other: "ActivationNeed") -> "ActivationNeed":
-        """Both at once."""
+        """Returns the capacity for both at the same time."""
         return ActivationNeed(nbytes=self.nbytes + other.nbytes, num_slots=self.num_slots + other.num_slots)
 
     def or_more(self, other: "ActivationNeed") -> "ActivationNeed":
-        """One or the other."""
+        """Returns the capacity for either one at a time."""
         return ActivationNeed(nbytes=max(self.nbytes, other.nbytes), num_slots=max(self.num_slots, other.num_slots))
 
 
 def activation_need(
     runner: BlockRunner, choices: Sequence[BlockActivations], shapes: Sequence[tuple[int, int]], slot_nbytes: int
 ) -> ActivationNeed:
-    """The most that is swapped at once in a step, with one of `choices` for each layer; nothing is computed.
+    """Returns the peak of swapped activations in a step, without computing anything. The result is exact.
 
-    `shapes`: (examples, tokens) of the micro-batches that go forward before the first of them goes backward. The
-    runner's own choices do not matter; no params may be installed. Exact; in layers with Python autograd functions the
-    first step needs less.
+    In layers with Python autograd functions the first step needs less.
+
+    Args:
+        runner: the block runner, without installed params. Its own choices have no effect.
+        choices: the choice for each layer.
+        shapes: (examples, tokens) of the micro-batches that run forward before the first one runs backward.
+        slot_nbytes: the slot size of the store.
 
     Raises:
-        ActivationNeedUnknownError: a layer has operators whose output shapes torch does not know without computing, or
-            a Python autograd function that starts kernels of its own.
+        ActivationNeedUnknownError: a layer has operators whose output shapes torch cannot derive without computing, or
+            a Python autograd function that launches its own kernels.
     """
     held = peak = ActivationNeed()
     for block, choice in enumerate(choices, start=1):
@@ -55,7 +59,7 @@ def activation_need(
 
 
 class _Scales:
-    """A store that holds nothing, and knows how much it would."""
+    """A store that holds nothing and only counts the bytes."""
 
     def __init__(self, slot_nbytes: int) -> None:
         self.held = self.peak = ActivationNeed()
@@ -94,11 +98,11 @@ class _Scales:
 def _measure(
     runner: BlockRunner, block: BlockIndex, choice: BlockActivations, shape: tuple[int, int], slot_nbytes: int
 ) -> _Scales:
-    """What one unit puts in its forward pass, and what of it stays until its backward pass."""
+    """Counts the bytes that one unit puts in its forward pass, and those that stay until its backward pass."""
     has_function = False
     while True:
         scales = _Scales(slot_nbytes)
-        # Of params nothing is swapped, whether they are known to be some or not.
+        # An empty LentParams is enough, because params are never swapped.
         unit = Unit(choice, scales, LentParams(), copies=has_function)
         try:
             with runner.imagined(block, *shape) as (layer, entering):
@@ -110,4 +114,4 @@ def _measure(
             ) from error
         if unit.has_function == has_function:
             return scales
-        has_function = True  # which a runner knows from the second micro-batch on
+        has_function = True  # repeated, because a runner knows this from the second micro-batch on

@@ -1,4 +1,4 @@
-"""How much device memory a job needs at its peak, found by shapes alone."""
+"""Estimates the peak of a job's device memory, from shapes alone."""
 
 from collections.abc import Sequence
 
@@ -37,16 +37,25 @@ def device_need(
     device: str = "cpu",
     rehearsed: DryRunResult | None = None,
 ) -> DeviceNeed:
-    """What a job has on its device at the worst moment of a step or of an evaluation.
+    """Returns the device memory of a job at the worst moment of a step or of an evaluation.
 
-    `shapes`: (examples, tokens) of the micro-batches of a step's largest group, `evaluation_shapes` of an evaluation's.
-    `grad_precision`: of gradients on their way to the optimizer. `num_microbatches`: of a step. `num_ahead`: operations
-    whose params may have been asked for (`Ordering.max_prefetched`). `max_tokens`: the most that a micro-batch may ever
-    have, in evaluation too: buffers are made for that. `rehearsed`: what was found before, and grows. No runner of the
-    partition may be in use.
+    No other runner of the partition may be in use.
+
+    Args:
+        partition: the model's blocks.
+        plan: the plan that the job obeys.
+        shapes: (examples, tokens) of the micro-batches of a step's largest group.
+        formats: the number formats of the model states.
+        grad_precision: of gradients that are sent to the optimizer.
+        num_microbatches: the micro-batches of a step.
+        num_ahead: operations whose params may be prefetched (`Ordering.max_prefetched`).
+        max_tokens: the largest number of tokens of any micro-batch, evaluations included; sizes the buffers.
+        evaluation_shapes: (examples, tokens) of the micro-batches of an evaluation's group.
+        device: the device type, because operators choose their kernels by it.
+        rehearsed: results of earlier dry runs; new ones are added.
 
     Raises:
-        DeviceNeedUnknownError: a block cannot be gone through by shapes alone.
+        DeviceNeedUnknownError: a block cannot be run by shapes alone.
     """
     layout = partition.layout
     choices = {BlockIndex(i): choice for i, choice in enumerate(plan.layer_activations, start=1)}
@@ -92,14 +101,17 @@ def device_need(
 def _units(
     rehearsal: DryRun, shapes: Sequence[tuple[int, int]], *, train: bool = True
 ) -> tuple[list[list[UnitNeed]], list[int]]:
-    """Of the embedding and each layer, per micro-batch; and the head's peaks. Micro-batches of one shape are alike."""
-    found = {shape: rehearsal.units(*shape, train=train) for shape in dict.fromkeys(shapes)}
-    by_microbatch = [found[shape][0] for shape in shapes]
-    return [list(row) for row in zip(*by_microbatch, strict=True)], [found[shape][1] for shape in shapes]
+    """Returns the needs of the embedding and each layer, per micro-batch, and the head's peaks, per micro-batch.
+
+    Micro-batches of the same shape have the same needs.
+    """
+    needs = {shape: rehearsal.units(*shape, train=train) for shape in dict.fromkeys(shapes)}
+    by_microbatch = [needs[shape][0] for shape in shapes]
+    return [list(row) for row in zip(*by_microbatch, strict=True)], [needs[shape][1] for shape in shapes]
 
 
 def _params_numel(partition: Partition, plan: Plan, num_ahead: int, formats: Formats) -> int:
-    """Elements of all buffers for params: for whole blocks, for what of streamed ones comes whole, for their pieces."""
+    """Returns the elements of all buffers for params: whole blocks, unstreamed parts of streamed blocks, and pieces."""
     layout = partition.layout
     bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in plan.streamed_blocks])
     in_pieces = {block: cuts[-1] for block, cuts in zip(plan.streamed_blocks, bounds, strict=True)}

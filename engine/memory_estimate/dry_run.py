@@ -1,8 +1,7 @@
-"""What a model's operations need on the device, found by shapes alone: no weights are read, nothing is computed.
+"""Estimates the device memory of a model's operations from shapes alone. It reads no weights and computes nothing.
 
-The block runner goes through its operations with fake tensors, and a tracker counts the bytes of those that are alive.
-The memory that a kernel takes for itself while it runs is not known, but for one case (`LiveStorageTracker`). An
-allocator's rounding is not counted.
+The block runner runs its operations with fake tensors, and a tracker counts the bytes of live tensors. A kernel's
+temporary memory is unknown, except in one case (`LiveStorageTracker`). The allocator's rounding is not counted.
 """
 
 import contextlib
@@ -21,11 +20,11 @@ from windlass.storage.ids import BlockIndex
 
 
 class DeviceNeedUnknownError(RuntimeError):
-    """A block cannot be gone through by shapes alone."""
+    """A block cannot be run by shapes alone."""
 
 
 class _ImaginedStore:
-    """An ActivationStore whose tensors are gone as they are put."""
+    """An ActivationStore that drops the tensors at once and returns new empty ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +60,7 @@ class _ImaginedStore:
         return NOTHING_SWAPPED
 
     def bring_back(self) -> tuple[int, ...]:
-        """Has everything come back; returns the sizes."""
+        """Prefetches everything and returns the sizes in bytes."""
         for handle in self._back:
             self.prefetch(handle)
         return tuple(handle.nbytes for handle in self._back)
@@ -69,7 +68,7 @@ class _ImaginedStore:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """What a rehearsal went through, but for its layers' choices of activations."""
+    """The arguments of a dry run, without the layers' choices of activations."""
 
     num_examples: int
     num_tokens: int
@@ -81,23 +80,23 @@ class _Passes:
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """What does not depend on the choices."""
+    """The results of a dry run that do not depend on the choices."""
 
     embedding: UnitNeed
     head_peak_nbytes: int
-    kinds: list[object]  # of each layer: equal ones need the same under the same choice
+    kinds: list[object]  # of each layer: layers of equal kind and choice need the same memory
 
 
 @dataclass(slots=True, kw_only=True)
 class DryRunResult:
-    """What rehearsals of one partition on one device have found, so that later ones need not go through it again."""
+    """The cached results of dry runs of one partition on one device. Later dry runs reuse them."""
 
     found: dict[_Passes, _Found] = field(default_factory=dict)
     layers: dict[tuple[_Passes, object, BlockActivations], UnitNeed] = field(default_factory=dict)
 
 
 class DryRun:
-    """Operations of a model, gone through with fake tensors. No other runner of the partition may be in use."""
+    """Runs the operations of a model with fake tensors. No other runner of the partition may be in use."""
 
     def __init__(
         self,
@@ -109,25 +108,30 @@ class DryRun:
         device: str = "cpu",
         rehearsed: DryRunResult | None = None,
     ) -> None:
-        """`activations`: as a BlockRunner's. `grad_dtype`: of gradients on their way to the optimizer.
+        """Prepares a dry run.
 
-        `is_summed`: gradients are added to what other micro-batches left. `device`: where it will be computed, as
-        operators choose their kernels by that. `rehearsed`: what others of the partition have found; it grows.
+        Args:
+            partition: the model's blocks.
+            activations: the choice for each layer, as for a BlockRunner.
+            grad_dtype: of gradients that are sent to the optimizer.
+            is_summed: gradients are added to those of earlier micro-batches.
+            device: the device type of the job, because operators choose their kernels by it.
+            rehearsed: cached results for the partition; new ones are added.
         """
         self._partition = partition
         self._activations = activations
         self._grad_dtype = grad_dtype
-        self._in_fp32: set[int] = set()  # blocks whose gradients are summed in that
+        self._in_fp32: set[int] = set()  # blocks whose gradients are summed in fp32
         self._is_summed = is_summed
         self._rehearsed = DryRunResult() if rehearsed is None else rehearsed
         self._device = torch.device(device)
         self._store = _ImaginedStore(self._device)
         self._runner = BlockRunner(partition, self._device, seed=0, activations=activations, store=self._store)
         self._living = LiveStorageTracker(self._device)
-        # Else a kernel of the model's own would get addresses at which there is nothing.
+        # Without the patch, a custom kernel of the model would get invalid addresses.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self._fake = fake_tensors()
-        # Its cache would hold the storages that swapped tensors are put together from.
+        # Disabled for swapped tensors, because the cache would keep their storages alive.
         self._fake.cache_enabled = not any(choice.swaps for choice in activations.values())
 
     @property
@@ -136,14 +140,13 @@ class DryRun:
         return self._runner.num_tokens_of_head_slice
 
     def units(self, num_examples: int, num_tokens: int, *, train: bool = True) -> tuple[list[UnitNeed], int]:
-        """What the embedding and each layer need for one micro-batch, and the head's peak; without `train`, what they
-        need in an evaluation.
+        """Returns the needs of the embedding and each layer for one micro-batch, and the head's peak in bytes.
 
-        Layers of one kind, under the same choice, are gone through once.
+        Without `train`, they are those of an evaluation. Layers of the same kind and choice run once.
 
         Raises:
-            DeviceNeedUnknownError: a block has operators whose output shapes torch does not know without computing, or
-                a Python autograd function that starts kernels of its own.
+            DeviceNeedUnknownError: a block has operators whose output shapes torch cannot derive without computing, or
+                a Python autograd function that launches its own kernels.
         """
         is_sliced = num_examples * num_tokens > self.num_tokens_of_head_slice
         self._in_fp32 = summed_in_fp32(self._partition.layout.shared, is_sliced=is_sliced)
@@ -158,7 +161,7 @@ class DryRun:
         return [found.embedding, *layers], found.head_peak_nbytes
 
     def _go_through(self, passes: _Passes) -> _Found:
-        """Through all that is not known yet."""
+        """Runs all operations whose results are not cached yet."""
         head, train, rehearsed = self._partition.head, passes.train, self._rehearsed
         self._runner.model.train(train)
         with self._fake:
@@ -188,15 +191,15 @@ class DryRun:
         self._runner.forget()
         return rehearsed.found[passes]
 
-    # --- inside: all of it is done with fake tensors ----------------------------------------------------------------
+    # --- private: all calls use fake tensors --------------------------------------------------------------------------
 
     def _choice(self, block: int) -> BlockActivations:
         return self._activations.get(BlockIndex(block), RECOMPUTE_ALL)
 
     def _kind(self, block: BlockIndex) -> object:
-        """Equal for layers that go through the same operators, as far as their modules and arguments show.
+        """Returns a key that is equal for layers that call the same operators under the same choice of activations.
 
-        With the same choice of activations, that is.
+        It compares the modules' descriptions, the parameters' shapes and the arguments.
         """
         call = self._runner.calls[0][block - 1]
         layer = self._partition.layers[block - 1]
@@ -204,15 +207,15 @@ class DryRun:
         return repr(layer), shapes, block in self._in_fp32, _kind_of((call.args, call.kwargs))
 
     def _forward_of_embedding(self, batch: list[torch.Tensor], *, keep: bool) -> tuple[int, int, int]:
-        """What it puts out, holds, and takes at its peak."""
+        """Returns the embedding's output bytes, held bytes and peak bytes."""
         before_nbytes, peak_nbytes = self._watch_forward(BlockIndex(0), batch, keep=keep)
         output_nbytes = _storage_nbytes(self._runner.inputs[-1][0])
         return output_nbytes, self._living.nbytes - before_nbytes - output_nbytes, peak_nbytes
 
     def _layer(self, block: BlockIndex, hidden: torch.Tensor, batch: list[torch.Tensor]) -> UnitNeed:
-        """`hidden`: like what enters it."""
+        """Measures one layer's forward and backward pass. `hidden` has the shape and dtype of its input."""
         policy = self._choice(block)
-        # Only after its first forward pass does a runner know whether a layer has Python autograd functions.
+        # Twice, because a runner knows only after the first forward pass whether a layer has Python autograd functions.
         for _ in range(2 if policy.recompute and policy.needs_grad else 1):
             self._enter(hidden)
             input_nbytes = _storage_nbytes(self._runner.inputs[0][0])
@@ -234,7 +237,7 @@ class DryRun:
         )
 
     def _evaluated_layer(self, block: BlockIndex, hidden: torch.Tensor, batch: list[torch.Tensor]) -> UnitNeed:
-        """Nothing of it is held."""
+        """Measures one layer's forward pass in an evaluation, which holds nothing."""
         self._enter(hidden)
         _, forward_peak_nbytes = self._watch_forward(block, batch, keep=False)
         return UnitNeed(
@@ -250,7 +253,7 @@ class DryRun:
             self._runner.inputs = [[torch.empty_like(hidden)]]
 
     def _watch_forward(self, block: BlockIndex, batch: list[torch.Tensor], *, keep: bool = True) -> tuple[int, int]:
-        """What was alive before it, and its peak beyond that."""
+        """Runs a forward pass. Returns the bytes alive before it, and its peak beyond them."""
         self._install(block, goes_backward=False)
         before_nbytes = self._living.begin()
         with self._living:
@@ -259,7 +262,7 @@ class DryRun:
         return before_nbytes, self._living.peak_nbytes - before_nbytes
 
     def _backward(self, block: BlockIndex, output: torch.Tensor, batch: list[torch.Tensor]) -> int:
-        """The peak of a backward pass; `output`: like what the block put out."""
+        """Returns the peak bytes of a backward pass. `output` has the shape and dtype of the block's output."""
         with self._living:
             self._runner.grads = [torch.empty_like(output, device=self._device)]
         self._install(block, goes_backward=True)
@@ -271,7 +274,7 @@ class DryRun:
         return self._living.peak_nbytes - before_nbytes
 
     def _head(self, hidden: torch.Tensor, *, train: bool) -> int:
-        """Its peak; of many slices of tokens two are gone through, as all others are like the second."""
+        """Returns the head's peak bytes. Only two slices of tokens run, because all later ones equal the second."""
         num_tokens, width = hidden.shape[:-1].numel(), hidden.shape[-1]
         num_watched = min(num_tokens, 2 * self._runner.num_tokens_of_head_slice)
         target = torch.zeros(1, num_watched, dtype=torch.long, device=self._device)
@@ -284,7 +287,7 @@ class DryRun:
             self._runner.head(0, [target], train=train, sums=sums)
         self._runner.remove(self._partition.head)
         self._runner.grads = []
-        # The gradient of the hidden state is there for all tokens.
+        # The gradient of the hidden state exists for all tokens, not only for the measured slices.
         num_more = num_tokens - num_watched if train else 0
         return self._living.peak_nbytes - before_nbytes + num_more * width * hidden.itemsize
 
@@ -317,7 +320,7 @@ def _storage_nbytes(tensor: torch.Tensor) -> int:
 
 
 def _kind_of(value: Any) -> object:
-    """Of an argument: tensors by their form, plain values by themselves."""
+    """Returns a key for an argument: a tensor's shape, stride and dtype, or a plain value itself."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What operators put out and somebody still holds: bytes on a device, of real tensors or of fake ones."""
+"""Tracks the bytes of operators' outputs that are still alive on a device, for real or fake tensors."""
 
 import functools
 from collections.abc import Iterator
@@ -14,11 +14,10 @@ _aten = torch.ops.aten
 
 
 class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows each storage that an operator makes on a device while the mode is on, until nobody holds it any more.
+    """Tracks each storage that an operator makes on a device while the mode is on, until the storage is freed.
 
-    What operators only look into or write to is not counted, nor what a kernel takes for itself while it runs, but for
-    the one thing that grows with its operands: on a CPU, pointwise kernels copy operands of another type than the one
-    they compute in.
+    Storages that operators only read or write are not counted. A kernel's temporary memory is not counted either, with
+    one exception, because it grows with the operands: on a CPU, pointwise kernels convert operands of other dtypes.
     Source: PyTorch, aten/src/ATen/TensorIterator.cpp.
     """
 
@@ -30,19 +29,19 @@ class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
-        """Of all that is alive now."""
+        """The bytes of all tracked storages that are alive now."""
         for ref in [ref for ref in self._alive if ref.expired()]:  # type: ignore[no-untyped-call]
             self._nbytes -= self._alive.pop(ref)
         return self._nbytes
 
     def begin(self) -> int:
-        """The peak counts from here; returns what is alive."""
+        """Restarts the peak and returns the bytes that are alive now."""
         self._peak_nbytes = self.nbytes
         return self._peak_nbytes
 
     @property
     def peak_nbytes(self) -> int:
-        """The most that was alive at once since `begin`."""
+        """The largest number of bytes alive at once since `begin`."""
         return max(self._peak_nbytes, self.nbytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,16 +49,16 @@ class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak_nbytes = self.peak_nbytes
         result = func(*args, **kwargs)
         given = {StorageWeakRef(storage) for storage in _storages_in((args, kwargs))}  # type: ignore[no-untyped-call]
-        # A constant of the program's: real ones are made without an operator.
+        # `lift_fresh` is excluded: it makes a constant of the program, and real constants are made without an operator.
         made = () if func is _aten.lift_fresh.default else tensors_in(result)
         for tensor in made:
             ref = storage_ref(tensor)
             if tensor.device.type == self._device.type and ref not in given and ref not in self._alive:
                 self._alive[ref] = tensor.untyped_storage().nbytes()
                 self._nbytes += self._alive[ref]
-        # While no mode looks on, the engine adds gradients up in place where nobody else holds the first; under a mode
-        # it does not (`can_accumulate_inplace`, torch/csrc/autograd/input_buffer.cpp). So a sum is not counted beside a
-        # summand that dies at once.
+        # Without a dispatch mode the autograd engine adds gradients in place if it holds the only reference to the
+        # first one. Under a mode it does not (`can_accumulate_inplace`, torch/csrc/autograd/input_buffer.cpp). So such
+        # a sum does not count in addition to its summand.
         if not (func is _aten.add.Tensor and _is_in_node_of_torch()):
             self._peak_nbytes = max(self._peak_nbytes, self._nbytes + self._nbytes_of_casts(func, args, kwargs))
         return result
@@ -76,7 +75,7 @@ class LiveStorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_in_node_of_torch() -> bool:
-    """Whether a backward pass runs a node of torch's own, in which Python code calls no operators."""
+    """Checks whether the backward pass now runs a node of PyTorch's own, and not a Python function."""
     node = torch._C._current_autograd_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 

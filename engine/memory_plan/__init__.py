@@ -1,4 +1,4 @@
-"""The plan that a job obeys: where states rest, how many buffers there are, what happens to activations."""
+"""The plan that a job obeys: the places of states, the number of buffers, and the policies for activations."""
 
 from windlass.exports import lazy_exports
 

@@ -1,8 +1,8 @@
-"""What the forward pass leaves for the backward pass: kept on the device, swapped out of it, or computed again.
+"""Policies for activations between the forward and backward pass: kept on the device, swapped out, or recomputed.
 
-An operator is named as torch names it, `aten.mm.default`; `aten.mm.default#2` is its third call in the block, and `*`
-stands for all. Views are no operators: they follow what they look into. Scaled-dot-product attention has one name,
-whichever kernel of torch's computes it: plans for GPUs are made where there is none.
+An operator has PyTorch's name, `aten.mm.default`; `aten.mm.default#2` is its third call in the block, and `*` stands
+for all operators. Views do not count as operators, because they share their base's memory. Scaled-dot-product attention
+has one name for all of PyTorch's kernels, because plans for GPUs are made on machines without one.
 """
 
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from enum import Enum, StrEnum
 
 EVERY_OPERATOR = "*"
 ATTENTION = "aten.scaled_dot_product_attention.default"
-# What is smaller stays on the device also where its operator is swapped: seeds of random numbers, of which some kernels
-# of attention put out two. A slot and a copy for each would cost more than they spare.
+# Bytes: smaller storages stay on the device even if their operator is swapped, because a slot and a copy would cost
+# more than they save. Examples are the random seeds that some attention kernels return.
 LEAST_SWAPPED_NBYTES = 64
 
 
 class Place(Enum):
-    """Where an operator's output is between the forward pass and the backward pass."""
+    """The place of an operator's output between the forward pass and the backward pass."""
 
     KEPT = "kept"  # on the device
     SWAPPED = "swapped"  # in the store
-    NOWHERE = "nowhere"  # computed again
+    NOWHERE = "nowhere"  # discarded and recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockActivations:
-    """The choice for one block; by default its input is kept and everything else is computed again.
+    """The policy for one block. By default its input is kept and everything else is recomputed.
 
-    With `recompute`, outputs of `kept` and `swapped` operators are held, and backward begins with a second forward pass
-    that computes what they and the input do not give. Without it, all that autograd saves is held, the outputs of
-    `swapped` operators in the store and the rest on the device, and backward computes nothing again.
+    With `recompute`, the outputs of `kept` and `swapped` operators are held. The backward pass begins with a second
+    forward pass that computes the missing outputs. Without it, all tensors that autograd saves are held: outputs of
+    `swapped` operators in the store, the others on the device. Then the backward pass recomputes nothing.
     """
 
     swap_input: bool = False
@@ -49,16 +49,16 @@ class BlockActivations:
 
     @property
     def swaps(self) -> bool:
-        """Whether anything goes to the store."""
+        """True if any activation goes to the store."""
         return self.swap_input or bool(self.swapped)
 
     @property
     def needs_grad(self) -> bool:
-        """Whether the forward pass runs as autograd would run it, with gradients on."""
+        """True if the forward pass runs with gradients enabled."""
         return not self.recompute or bool(self.kept or self.swapped)
 
     def place_of(self, name: str, call: int) -> Place:
-        """Where the output of an operator's call goes; a single call's choice precedes its operator's."""
+        """Returns the place of the output of an operator's call. A choice for a single call precedes its operator's."""
         for key in (f"{name}#{call}", name, EVERY_OPERATOR):
             if key in self.swapped:
                 return Place.SWAPPED
@@ -71,16 +71,16 @@ RECOMPUTE_ALL = BlockActivations()
 
 
 class ActivationChoice(StrEnum):
-    """The same for every layer, by a name."""
+    """The named policies, each the same for every layer."""
 
-    RECOMPUTE = "recompute"  # a layer's input stays on the device, the rest is computed again
-    # A layer's input goes to the store, the rest is computed again: what ZeRO-Infinity and MemAscend do.
+    RECOMPUTE = "recompute"  # a layer's input stays on the device, the rest is recomputed
+    # A layer's input goes to the store, the rest is recomputed, as in ZeRO-Infinity and MemAscend.
     RECOMPUTE_SWAP_INPUT = "recompute_swap_input"
-    KEEP = "keep"  # all that autograd saves stays on the device
-    SWAP = "swap"  # all that autograd saves goes to the store
+    KEEP = "keep"  # all tensors that autograd saves stay on the device
+    SWAP = "swap"  # all tensors that autograd saves go to the store
 
     def of_layers(self, num_layers: int) -> tuple[BlockActivations, ...]:
-        """For a placement."""
+        """Returns the policy of each layer, for a placement."""
         return (_CHOICES[self],) * num_layers
 
 
@@ -93,5 +93,5 @@ _CHOICES = {
 
 
 def in_words(choice: BlockActivations) -> str:
-    """Its name, or all that it says."""
+    """Returns a policy's name, or its full description if it has none."""
     return next((name.value for name, named in _CHOICES.items() if named == choice), str(choice))

@@ -1,23 +1,24 @@
-"""How many buffers for params and gradients a device needs, by their size: two of a size let one be filled while the
-other is computed with.
+"""Counts the buffers for params and gradients that a device needs, by size.
+
+Two buffers of a size allow one to be filled during the computation with the other.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-# Gradients of so many blocks may lie on the device, where nobody says otherwise: one is summed while another is copied
-# out. With one, the next block's backward pass waits for the copies.
+# Default number of blocks whose gradients may be on the device: one is summed while another is copied to the host. With
+# only one, the next block's backward pass would wait for the copies.
 MAX_GRAD_BUFFERS = 2
 
 
 def param_buffers(
     block_numels: Sequence[int], shared: Sequence[Sequence[int]], *, resident: Collection[int], num_ahead: int
 ) -> Counter[int]:
-    """Buffers by their number of elements: as many as `num_ahead` operations of a step that follow each other need.
+    """Counts buffers by number of elements: enough for any `num_ahead` consecutive operations of a step.
 
     `shared`: per block, the blocks whose params its operation reads. `resident` blocks have their params on the device.
-    Where a step, one of its groups of micro-batches or an evaluation ends and the next begins, the first params are
-    wanted once more; they wait for a buffer.
+    At the boundary of steps, groups of micro-batches or evaluations, the first params are needed once more and wait for
+    a buffer.
     """
     forward = list(range(len(block_numels)))
     operations = forward + forward[-2::-1]
@@ -29,9 +30,9 @@ def param_buffers(
 
 
 def grad_buffers(block_numels: Mapping[int, int], *, resident: Collection[int], num_waiting: int) -> Counter[int]:
-    """Buffers by their number of elements, for the gradients of some blocks that are on the device at once.
+    """Counts buffers by number of elements, for gradients of the given blocks that are on the device at once.
 
-    Those of `resident` blocks all stay there until their update; of the others `num_waiting` at most.
+    All gradients of `resident` blocks stay there until their update, and at most `num_waiting` of the others.
     """
     offloaded = Counter(numel for block, numel in block_numels.items() if block not in resident)
     most = Counter({numel: min(num_waiting, number) for numel, number in offloaded.items()})
@@ -48,26 +49,36 @@ def grad_buffers_of_job(
     num_groups: int,
     num_grad_buffers: int = MAX_GRAD_BUFFERS,
 ) -> Counter[tuple[int, int]]:
-    """Buffers by their number of elements and the bytes of one: for sums of each use of a block, and for what sums
-    become in the type in which they travel, which takes `itemsize`.
+    """Counts a job's gradient buffers by (number of elements, bytes of an element).
 
-    `summed_in_fp32`: blocks whose gradients may be, whatever they travel in. `num_groups`: of a step's micro-batches.
-    `num_grad_buffers`: blocks whose gradients may be on their way out.
+    They hold the sums for each use of a block, and the gradients in the format in which they leave the device.
+
+    Args:
+        block_numels: the elements of each block.
+        shared: per block, the blocks whose params its operation reads.
+        itemsize: bytes of an element of a gradient that leaves the device.
+        summed_in_fp32: blocks whose gradients are summed in fp32 regardless of `itemsize`.
+        resident: blocks whose states are on the device.
+        num_groups: the groups of micro-batches of a step.
+        num_grad_buffers: blocks whose gradients may be in flight to the host.
     """
-    # What the next group goes on with comes while others are added to and copied out.
+    # One more buffer, because the next group's partial sum arrives while others are summed and copied out.
     num_waiting = num_grad_buffers + (1 if num_groups > 1 else 0)
     most: Counter[tuple[int, int]] = Counter()
-    for each, blocks in ((itemsize, range(len(block_numels))), (4, summed_in_fp32)):
+    for element_nbytes, blocks in ((itemsize, range(len(block_numels))), (4, summed_in_fp32)):
         numels = {block: block_numels[block] for block in blocks}
         numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)
-        most |= Counter({(numel, each): number for numel, number in numbers.items()})
-    # Each is where it is until the last.
+        most |= Counter({(numel, element_nbytes): number for numel, number in numbers.items()})
+    # The sum of a tied use keeps its buffer until the block's last use has run.
     most.update((block_numels[block], 4) for blocks in shared for block in blocks[1:])
     return most
 
 
 def summed_in_fp32(shared: Sequence[Sequence[int]], *, is_sliced: bool) -> set[int]:
-    """Blocks whose gradients are sums over tied uses, or, where the head `is_sliced`, over slices of tokens; those over
-    micro-batches are fp32 unless the job wants less."""
+    """Returns the blocks whose gradients are always summed in fp32: sums over tied uses or over slices of the head.
+
+    The head's slices count only if it `is_sliced`. Sums over micro-batches are not included, because the job may choose
+    a smaller format for them.
+    """
     tied = {block for blocks in shared for block in blocks[1:]}
     return tied.union(shared[-1] if is_sliced else ())

@@ -1,7 +1,7 @@
-"""How much device memory a job needs at its peak, from what each of its operations needs. All sizes are in bytes.
+"""Computes the peak of a job's device memory from the needs of its operations. All sizes are in bytes.
 
-What a job makes at set-up stays: buffers for params and gradients, states that rest on the device. What a step adds
-changes from moment to moment; a moment is one operation's work for one micro-batch.
+Some memory is allocated at setup and stays: buffers for params and gradients, and states resident on the device. The
+rest changes during a step. A moment is one operation on one micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,74 +12,74 @@ from windlass.amounts import describe_largest
 
 
 class Pass(StrEnum):
-    """What is done with a block at a moment."""
+    """The pass that a block is in at a moment."""
 
     FORWARD = "forward"
-    HEAD = "head"  # goes forward and backward at once
+    HEAD = "head"  # forward and backward in one operation
     BACKWARD = "backward"
-    EVALUATE = "evaluate"  # forward, and nothing is held; the head too
+    EVALUATE = "evaluate"  # forward without holding activations, also for the head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitNeed:
-    """The embedding or a layer, for one micro-batch. A peak is beyond what was alive before that pass began."""
+    """The needs of the embedding or of a layer, for one micro-batch. Peaks exclude memory in use before the pass."""
 
-    output_nbytes: int  # the hidden state that leaves it; the gradient that comes back takes the same
-    held_nbytes: int  # on the device from the end of its forward pass to its backward pass, its output aside
-    swapped: tuple[int, ...]  # what leaves the device in its forward pass and is back before its backward pass begins
+    output_nbytes: int  # the hidden state that it returns; its gradient has the same size
+    held_nbytes: int  # on the device between its forward and its backward pass, without its output
+    swapped: tuple[int, ...]  # size of each tensor that is off the device between its forward and its backward pass
     forward_peak_nbytes: int
     backward_peak_nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentNeed:
-    """What a step has on the device at a moment."""
+    """The memory that a step uses on the device at a moment."""
 
-    held_nbytes: int  # by units whose backward pass is to come
+    held_nbytes: int  # activations of units before their backward pass
     hidden_nbytes: int  # hidden states between two blocks, and gradients of them
-    returning_nbytes: int  # of this unit and the next: back, or with memory to come back to
-    leaving_nbytes: int  # swapped, and at most so much of it still there: how much depends on how fast it is copied
+    returning_nbytes: int  # swapped activations of this unit and the next that are back or have memory reserved
+    leaving_nbytes: int  # upper bound of swapped activations still on the device; copying may be faster
     operation_nbytes: int  # the operation's own peak
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.settled_nbytes + self.leaving_nbytes
 
     @property
     def settled_nbytes(self) -> int:
-        """All but what is leaving."""
+        """The sum of all parts except activations that are leaving the device."""
         return self.held_nbytes + self.hidden_nbytes + self.returning_nbytes + self.operation_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Where in a step."""
+    """A point of a step: one operation on one micro-batch."""
 
     direction: Pass
     block: int
-    microbatch: int  # of its group
+    microbatch: int  # index in its group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNeed:
-    """A job's peak, by what takes it."""
+    """The peak of a job's device memory, by purpose."""
 
-    params_nbytes: int  # buffers that params come to, whole blocks and pieces of them
-    grads_nbytes: int  # buffers that gradients are summed in, and leave from
-    states_nbytes: int  # that rest on the device
+    params_nbytes: int  # buffers for params, of whole blocks and of pieces
+    grads_nbytes: int  # buffers in which gradients are summed and from which they are copied out
+    states_nbytes: int  # states resident on the device
     constants_nbytes: int  # the model's own constants, and a group's token ids and targets
-    activations: MomentNeed  # at the worst moment,
-    moment: Moment  # which is this one
-    settled_activations_nbytes: int  # at the worst moment if whatever is swapped left the device at once
+    activations: MomentNeed  # at the worst moment
+    moment: Moment  # the worst moment
+    settled_activations_nbytes: int  # at the worst moment if swapped activations left the device at once
 
     @property
     def lasting_nbytes(self) -> int:
-        """What is there at all times."""
+        """The memory that is in use at all times."""
         return self.params_nbytes + self.grads_nbytes + self.states_nbytes + self.constants_nbytes
 
     def in_words(self) -> str:
-        """The parts that take most, and what each takes."""
+        """Describes the largest parts with their sizes."""
         activations, moment = self.activations, self.moment
         passes = {
             Pass.FORWARD: f"the forward pass of block {moment.block}",
@@ -101,12 +101,12 @@ class DeviceNeed:
 
     @property
     def nbytes(self) -> int:
-        """The most that there can be."""
+        """The upper bound of the peak."""
         return self.lasting_nbytes + self.activations.nbytes
 
     @property
     def settled_nbytes(self) -> int:
-        """The most that there is where copies keep up with what is swapped."""
+        """The peak if copies to the host keep up with swapping."""
         return self.lasting_nbytes + self.settled_activations_nbytes
 
 
@@ -117,11 +117,13 @@ def step_moments(
     leaving_nbytes: int,
     has_ssd_store: bool = False,
 ) -> Iterator[tuple[Moment, MomentNeed]]:
-    """What each moment of a group of micro-batches needs, in their order.
+    """Yields the need at each moment of a group of micro-batches, in order.
 
-    `units`: of the embedding and of each layer, per micro-batch; `head_peaks`: of the head, per micro-batch.
-    `leaving_nbytes`: of what was swapped, the plan's limit on what still lies on the device. `has_ssd_store`: swapped
-    activations go on to SSDs where host memory is full.
+    Args:
+        units: the needs of the embedding and of each layer, per micro-batch.
+        head_peaks: the peaks of the head, per micro-batch.
+        leaving_nbytes: the plan's limit of swapped activations that are still on the device.
+        has_ssd_store: swapped activations go to SSDs when host memory is full.
     """
     limit = leaving_limit(units, leaving_nbytes, has_ssd_store=has_ssd_store)
     held = hidden = put = 0
@@ -140,7 +142,7 @@ def step_moments(
             put += sum(unit.swapped)
             yield Moment(direction=Pass.FORWARD, block=block, microbatch=m), need(unit.forward_peak_nbytes)
             held += unit.held_nbytes
-            # What entered is gone, or counted as held.
+            # The input is freed, or is counted as held.
             hidden += unit.output_nbytes - (units[block - 1][m].output_nbytes if block else 0)
     returning = [sum(unit.swapped) for row in reversed(units) for unit in row] + [0]
     for m, peak in enumerate(head_peaks):
@@ -149,7 +151,7 @@ def step_moments(
     for i, (block, m) in enumerate(backward):
         unit, moment = units[block][m], Moment(direction=Pass.BACKWARD, block=block, microbatch=m)
         yield moment, need(unit.backward_peak_nbytes, returning[i] + returning[i + 1])
-        if block:  # what the embedding holds is needed until all of the group is over
+        if block:  # the embedding's held memory stays until the whole group is over
             held -= unit.held_nbytes
             hidden += units[block - 1][m].output_nbytes
         hidden -= unit.output_nbytes
@@ -158,9 +160,9 @@ def step_moments(
 def evaluation_moments(
     units: Sequence[Sequence[UnitNeed]], head_peaks: Sequence[int]
 ) -> Iterator[tuple[Moment, MomentNeed]]:
-    """As `step_moments`, for a group of micro-batches of an evaluation.
+    """Yields the need at each moment of a group of micro-batches of an evaluation.
 
-    What enters a layer stays until all micro-batches are through it.
+    The inputs of a layer stay until all micro-batches have passed it.
     """
     held = hidden = 0
 
@@ -186,9 +188,9 @@ def evaluation_moments(
 
 
 def leaving_limit(units: Sequence[Sequence[UnitNeed]], leaving_nbytes: int, *, has_ssd_store: bool) -> int:
-    """Of what was swapped, the most that may lie on the device yet. One tensor is always let through.
+    """Returns the largest number of swapped bytes that may still be on the device. A store always accepts one tensor.
 
-    With SSDs there are two stores, each with half of the room; what goes to the SSDs is let go of as a whole.
+    With SSDs there are two stores with half of the limit each, and a tensor for the SSDs is freed only as a whole.
     """
     largest = max((nbytes for row in units for unit in row for nbytes in unit.swapped), default=0)
     if not has_ssd_store:

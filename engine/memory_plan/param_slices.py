@@ -1,22 +1,22 @@
-"""How a layer's matrices are cut into pieces, where two whole layers do not fit on the device.
+"""Cuts a layer's matrices into pieces, for devices on which two whole layers do not fit.
 
-A layer's flat vector begins with its matrices, in the order in which its modules hold them. They come to the device in
-pieces; norms and biases, which end the vector and are small, come as a whole.
+A layer's flat vector begins with its matrices, in the order of its modules. These are copied to the device in pieces.
+Norms and biases are at the vector's end; they are small and are copied as a whole.
 """
 
 import itertools
 from collections.abc import Sequence
 
-# One piece is computed with while the next one comes.
+# Buffers for pieces on the device: one piece is used while the next one is copied.
 NUM_PIECE_BUFFERS = 2
 
 
 def cut_layers(layers: Sequence[Sequence[Sequence[int]]]) -> list[tuple[int, ...]]:
-    """Where each layer is cut: the first element of each of its pieces, and the end of the last.
+    """Returns the bounds of each layer's pieces: the first element of each piece, and the end of the last one.
 
-    `layers`: of each layer, per module that holds matrices itself, their numbers of elements, in the order of the flat
-    vector. No matrix is cut, so the largest of all is as large as a piece gets; others are joined up to that, those of
-    one module first.
+    `layers`: for each layer and each module with own matrices, the elements of each matrix, in the order of the flat
+    vector. No matrix is cut, so the largest one sets the size of a piece. Smaller ones are joined up to that size,
+    those of one module first.
     """
     limit = max((numel for modules in layers for module in modules for numel in module), default=0)
     return [_cut(modules, limit) for modules in layers]
@@ -33,5 +33,5 @@ def _cut(modules: Sequence[Sequence[int]], limit: int) -> tuple[int, ...]:
 
 
 def largest_piece(layers: Sequence[Sequence[int]]) -> int:
-    """Elements of the largest piece of layers that are cut so: the size of a buffer."""
+    """Returns the elements of the largest piece, which is the size of a buffer. `layers`: bounds of `cut_layers`."""
     return max((stop - start for bounds in layers for start, stop in itertools.pairwise(bounds)), default=0)

@@ -1,4 +1,4 @@
-"""Placements as JSON keeps them, between who plans a job and who runs it."""
+"""Converts placements to and from JSON, for the way from the planner to the runner."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ _PLACEMENT = TypeAdapter(Placement)
 
 
 def to_json(placement: Placement) -> dict[str, Any]:
-    """Plain values only."""
-    found: dict[str, Any] = _PLACEMENT.dump_python(placement, mode="json")
-    return found
+    """Converts a placement to plain JSON values."""
+    values: dict[str, Any] = _PLACEMENT.dump_python(placement, mode="json")
+    return values
 
 
 def from_json(stored: dict[str, Any]) -> Placement:
-    """Raises ValueError for what is no placement."""
+    """Converts JSON values to a placement. Raises ValueError if they are not one."""
     return _PLACEMENT.validate_python(stored)

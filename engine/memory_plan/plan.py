@@ -1,6 +1,7 @@
-"""How much memory a job takes, to the byte, and how it is cut into slots.
+"""Computes the memory of a job to the byte, and its division into slots.
 
-Arithmetic only. Sizes follow from the model's blocks and the machine's budget; the engine allocates what the plan says.
+This is arithmetic only. Sizes follow from the model's blocks and the machine's budget. The engine allocates exactly the
+memory of the plan.
 """
 
 from collections.abc import Iterator
@@ -11,28 +12,26 @@ from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS
 from windlass.engine.memory_plan.queue_depths import MIN_STATE_DEPTH, QueueDepths
 
-# Chunks of states that rest on the device, on their way to or from the SSDs: one is copied while one is written.
+# Slots for chunks of device-resident states in flight to or from the SSDs: one is copied while another is written.
 TRANSIT_DEPTH = 2
-# What activations in host memory take is a multiple of this. Small beside a layer's input of any size worth swapping;
-# large enough for an SSD to be fast.
+# Bytes of a slot for activations. It is small compared with a layer's input, and large enough for SSDs to be fast.
 ACTIVATION_SLOT_NBYTES = 2**20
-# Of these, what an SSD moves of a tensor at once, at most: with a few megabytes it is as fast as it can be.
+# Slots that an SSD transfers in one request, at most: SSDs reach full speed with a few megabytes.
 ACTIVATION_PART_SLOTS = 4
-# Of a sum that one group of micro-batches leaves to the next: fp32, as sums of tied uses and slices of the head always
-# are, and those over micro-batches unless the job wants less.
+# Bytes of an element of the sums that a group of micro-batches passes to the next one: fp32.
 PARTIAL_GRAD_ITEMSIZE = 4
-# Typical blocks whose params stay in host memory from one use to the next, where nobody says otherwise.
+# Default number of typical blocks whose params stay cached in host memory between uses.
 CACHED_BLOCKS = 2
-# Typical blocks whose gradients have room on their way through host memory, at least: one comes, one is updated.
+# Minimum number of typical blocks whose gradients fit in host memory: one arrives while another is updated.
 MIN_PASSING_BLOCKS = 2
-# Steps between commits where states rest in memory: each writes all of them, and a crash loses what is not committed.
+# Steps between commits if states rest in memory. Each commit writes all states; a crash loses the steps after the last.
 COMMIT_EVERY = 10
 
 
 class PlanError(ValueError):
-    """No plan fits, or a placement is impossible; the text says what is missing and what to change.
+    """No plan fits, or a placement is impossible. The message says what is missing and what to change.
 
-    `param`: the field of a request that says how much there may be, where that is too little.
+    `param`: the request's field with the budget, if the budget is too small.
     """
 
     code = "does_not_fit"
@@ -44,56 +43,59 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """A model as the planner sees it: elements of each block's flat vector, embedding first, head last."""
+    """The sizes of a model that the planner uses: elements of each block's flat vector, embedding first, head last."""
 
     block_numels: tuple[int, ...]
     chunk_numel: int
     param_itemsize: int  # bytes: 2 in bf16, 4 in fp32
-    state_itemsize: int  # bytes of all states of one parameter at rest: 14 in bf16, 12 in fp32
-    shared_blocks: tuple[int, ...] = ()  # that other blocks' operations use as well: named once for each of these
+    state_itemsize: int  # bytes of all stored states of one parameter: 14 in bf16, 12 in fp32
+    shared_blocks: tuple[int, ...] = ()  # blocks that other blocks' operations also use, once for each such use
 
     def num_chunks(self, block: int) -> int:
-        """Chunks of a block."""
+        """Returns the number of chunks of a block."""
         return max(1, -(-self.block_numels[block] // self.chunk_numel))
 
     @property
     def total_chunks(self) -> int:
-        """Chunks of the model."""
+        """The number of chunks of the model."""
         return sum(self.num_chunks(block) for block in self.blocks)
 
     @property
     def blocks(self) -> range:
-        """All blocks."""
+        """The indices of all blocks."""
         return range(len(self.block_numels))
 
     @property
     def typical_chunks(self) -> int:
-        """Chunks of a block as most are."""
+        """The median number of chunks of a block."""
         return sorted(self.num_chunks(block) for block in self.blocks)[len(self.block_numels) // 2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where things rest; what is None, the budget decides. Blocks that are not named rest on the SSDs."""
+    """The places of a job's states and activations. The budget decides fields that are None.
 
-    host_blocks: tuple[int, ...] = ()  # whose model states rest in host memory
-    device_blocks: tuple[int, ...] = ()  # whose model states rest on the device
-    streamed_blocks: tuple[int, ...] = ()  # layers whose params come to the device in pieces: two whole ones do not fit
-    num_host_grad_blocks: int | None = None  # kept gradients: the first so many blocks' in host memory, else on SSDs
-    num_cached_params: int | None = None  # chunks of params that stay in host memory from one use to the next
-    commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY where states rest in memory
-    group_size: int | None = None  # micro-batches that go through the blocks together; None: all of a step
-    # Of each layer in order; (): a layer's input stays on the device, and the rest is computed again.
+    The states of blocks that are not named rest on the SSDs.
+    """
+
+    host_blocks: tuple[int, ...] = ()  # blocks whose model states are resident in host memory
+    device_blocks: tuple[int, ...] = ()  # blocks whose model states are resident on the device
+    streamed_blocks: tuple[int, ...] = ()  # layers whose params are copied to the device in pieces, to save its memory
+    num_host_grad_blocks: int | None = None  # first blocks whose kept gradients stay in host memory; others' spill
+    num_cached_params: int | None = None  # chunks of params that stay in host memory between uses
+    commit_every: int | None = None  # steps; None: 1, or COMMIT_EVERY if states rest in memory
+    group_size: int | None = None  # micro-batches that pass each block together; None: all of a step
+    # The policy of each layer in order; (): a layer's input stays on the device, and the rest is recomputed.
     activations: tuple[BlockActivations, ...] = ()
-    host_activation_nbytes: int = 0  # what is swapped goes to so much host memory first,
-    ssd_activation_nbytes: int = 0  # and then to so much space on the SSDs together
-    num_grad_buffers: int = MAX_GRAD_BUFFERS  # blocks whose gradients may lie on the device on their way out
-    depths: QueueDepths = field(default_factory=QueueDepths)  # of the buffers that things pass through
+    host_activation_nbytes: int = 0  # host memory for swapped activations, which is filled first
+    ssd_activation_nbytes: int = 0  # space for swapped activations on all SSDs together, which is filled second
+    num_grad_buffers: int = MAX_GRAD_BUFFERS  # blocks whose gradients may be on the device, in flight to the host
+    depths: QueueDepths = field(default_factory=QueueDepths)  # the sizes of buffers for data in flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """A range of the arena, cut into slots of one size."""
+    """A range of the arena, divided into slots of equal size."""
 
     offset: int
     slot_nbytes: int
@@ -101,56 +103,57 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """The bytes of all slots."""
         return self.slot_nbytes * self.num_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The arena of a job, its share of the SSDs, and where each block's things rest."""
+    """The arena of a job, its share of the SSDs, and the place of each block's states."""
 
-    params: Pool  # the GPU worker's: params on their way to the device, and those that stay
-    grads: Pool  # the GPU worker's, lent to the optimizers with each gradient
-    states: tuple[Pool, ...]  # one for each optimizer: all states of a chunk in one slot, then a gradient if any spill
-    host_states: Pool  # all states of a chunk in one slot, of the chunks of `host_blocks` in order
-    transit: Pool  # the GPU worker's: all states of a chunk in one slot, on their way between device and SSDs
-    partial_grads: Pool  # the GPU worker's: a slot for each use of a chunk whose sum one group leaves to the next
-    num_cached_params: int  # of the slots of `params`
+    params: Pool  # owned by the GPU worker: params in flight to the device, and cached ones
+    grads: Pool  # owned by the GPU worker; an optimizer holds a gradient's slots until its update
+    states: tuple[Pool, ...]  # one for each optimizer: a slot holds a chunk's states, and its gradient if any spill
+    host_states: Pool  # a slot holds a chunk's states, for the chunks of `host_blocks` in order
+    transit: Pool  # owned by the GPU worker: a slot holds a chunk's states in flight between device and SSDs
+    partial_grads: Pool  # owned by the GPU worker: a slot for each use of a chunk, for the sum passed to the next group
+    num_cached_params: int  # slots of `params` for cached chunks
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
-    streamed_blocks: tuple[int, ...]  # whose params come to the device in pieces; until they are used they stay in host
-    # memory, in slots of `params`, or where they rest
-    spilled_blocks: tuple[int, ...]  # whose kept gradients go to the SSDs
+    # Blocks whose params are copied to the device in pieces. While in use, they stay in slots of `params` or in
+    # `host_states`.
+    streamed_blocks: tuple[int, ...]
+    spilled_blocks: tuple[int, ...]  # blocks whose kept gradients spill to the SSDs
     commit_every: int  # steps
-    group_size: int  # micro-batches that go through the blocks together
-    num_groups: int  # of a step
+    group_size: int  # micro-batches that pass each block together
+    num_groups: int  # groups of a step
     ssd_nbytes: int  # model states on all SSDs, both generations
-    layer_activations: tuple[BlockActivations, ...]  # of each layer in order, or none: the default
-    activations: Pool  # the GPU worker's: those that stay in host memory, then those on their way to or from the SSDs
-    num_staged_activations: int  # of the slots of `activations`
+    layer_activations: tuple[BlockActivations, ...]  # policy of each layer in order; empty: the default
+    activations: Pool  # owned by the GPU worker: slots that stay in host memory, then slots in flight to or from SSDs
+    num_staged_activations: int  # slots of `activations` in flight to or from the SSDs; the last ones
     num_ssd_activations: int  # slots of the same size on all SSDs together
-    num_grad_buffers: int  # blocks whose gradients may lie on the device on their way out
-    num_fetched_params: int  # chunks that may be on their way from the SSDs at once: so many slots of `params`
-    leaving_nbytes: int  # swapped activations that may still lie on the device
+    num_grad_buffers: int  # blocks whose gradients may be on the device, in flight to the host
+    num_fetched_params: int  # chunks that may be in flight from the SSDs, and their slots of `params`
+    leaving_nbytes: int  # swapped activations that may still be on the device
 
     @property
     def fetch_batch(self) -> int:
-        """Chunks of params asked for at a time: so many that the next ones are on their way while these are copied."""
+        """The chunks of params in one request: half of those in flight, so that the next are read during the copy."""
         return max(1, self.num_fetched_params // 2)
 
     @property
     def num_host_activations(self) -> int:
-        """Slots of `activations` whose contents stay in host memory; the first ones."""
+        """The first slots of `activations`, whose contents stay in host memory."""
         return self.activations.num_slots - self.num_staged_activations
 
     @property
     def max_leaving_nbytes(self) -> int:
-        """Activations on their way to host memory that may still lie on the device; as many more on theirs to SSDs."""
+        """The limit of each store for bytes that are leaving the device: host memory, and SSDs if there are any."""
         return self.leaving_nbytes // (2 if self.num_ssd_activations else 1)
 
     @property
     def arena_nbytes(self) -> int:
-        """Size of the shared memory."""
+        """The bytes of the shared memory."""
         return self.activations.offset + self.activations.nbytes
 
 
@@ -166,14 +169,21 @@ def make_plan(
     is_naive: bool = False,
     placement: Placement | None = None,
 ) -> Plan:
-    """The arena of a job: what fits into the budget, the fastest first.
+    """Makes the plan of a job: the fastest arena that fits the budget.
 
-    `keep_grads`: every gradient is needed before the first update. `is_naive`: an optimizer has one chunk at a time.
-    `num_microbatches`: of a step.
-    `free_nbytes`: what may be taken where there is no budget; what is not needed then is left to others.
+    Args:
+        model: the sizes of the model.
+        num_optimizers: the number of optimizer actors.
+        grad_itemsize: bytes of an element of a gradient in host memory.
+        keep_grads: the first update needs all gradients.
+        host_memory_nbytes: the budget; its unused rest caches params. None: no budget.
+        num_microbatches: the micro-batches of a step.
+        free_nbytes: the limit if there is no budget; the plan uses only as much of it as it needs.
+        is_naive: an optimizer has only one chunk at a time.
+        placement: the places of states and activations.
 
     Raises:
-        PlanError: the budget is smaller than the least that the job needs, or the placement is impossible.
+        PlanError: the budget is below the minimum for the job, or the placement is impossible.
     """
     placement = placement or Placement()
     limit_nbytes = free_nbytes if host_memory_nbytes is None else host_memory_nbytes
@@ -191,7 +201,7 @@ def make_plan(
 
 
 def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool) -> PlanError:
-    """`plan`: the smallest one."""
+    """Returns the error that no plan fits. `plan`: the smallest plan."""
     parts = {
         "params": plan.params.nbytes,
         "gradients": plan.grads.nbytes + plan.partial_grads.nbytes,
@@ -217,13 +227,13 @@ def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """What a budget decides."""
+    """The sizes that the budget decides."""
 
     depth: int  # chunks at an optimizer
-    num_cached: int  # chunks of params
+    num_cached: int  # cached chunks of params
     num_host_grad_blocks: int | None  # None: gradients are not kept
-    num_held_blocks: int = 2  # streamed ones whose params are in host memory at once
-    num_passing_blocks: int = MIN_PASSING_BLOCKS  # typical ones, whose gradients that are not kept have room
+    num_held_blocks: int = 2  # streamed blocks whose params are in host memory at once
+    num_passing_blocks: int = MIN_PASSING_BLOCKS  # typical blocks whose gradients fit, if gradients are not kept
 
 
 def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
@@ -269,16 +279,20 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
 
 
 def _may_spill(placement: Placement, *, keep_grads: bool) -> bool:
-    """A gradient lies where the next states of its chunk will be written: that place must be free."""
+    """Checks whether gradients may spill to the SSDs.
+
+    A spilled gradient is stored in the place of its chunk's next states, so that place must be free.
+    """
     return (
         keep_grads and not placement.host_blocks and not placement.device_blocks and placement.commit_every in (None, 1)
     )
 
 
 def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_naive: bool) -> Iterator[_Choice]:
-    """From the fastest to the smallest.
+    """Yields choices from the fastest to the smallest.
 
-    First fewer gradients wait for their update, then params stay no longer, then buffers shrink, then gradients spill.
+    First fewer gradients may wait for their update. Then no params are cached, then buffers shrink, then gradients
+    spill.
     """
     num_blocks = len(model.blocks)
     kept = placement.num_host_grad_blocks if placement.num_host_grad_blocks is not None else num_blocks
@@ -305,18 +319,18 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
 
 
 def most_passing_blocks(num_blocks: int) -> int:
-    """Typical blocks whose gradients may wait for their update, where nothing is faster with more.
+    """Returns the number of typical blocks whose gradients may wait for their update. More would not be faster.
 
-    No gradient comes while the next forward pass runs: what waits then keeps the optimizers busy until the next one
-    does. A forward pass takes at most a third of a step's compute. So where the updates take as long as the compute, a
-    third of the blocks is enough; where they take longer, less is, and where they take less, they are no bottleneck.
-    What is beyond are gradients on their way and in the update.
+    During the next forward pass no gradients arrive, so the waiting ones keep the optimizers busy. A forward pass takes
+    at most a third of a step's compute. If updates take as long as the compute, a third of the blocks is enough. If
+    they take longer, fewer are enough; if they take less, updates are no bottleneck. The additional blocks are for
+    gradients in flight and in the update.
     """
     return -(-num_blocks // 3) + MIN_PASSING_BLOCKS
 
 
 def _num_grads(model: ModelSize, placement: Placement, choice: _Choice) -> int:
-    """Slots for gradients: all that are kept, and of those that pass through some typical blocks or the largest one."""
+    """Returns the slots for gradients: all kept ones, and room for some typical blocks or for the largest other one."""
     num_host_grad_blocks = choice.num_host_grad_blocks
     offloaded = [block for block in model.blocks if block not in placement.device_blocks]
     if num_host_grad_blocks is None:
@@ -332,17 +346,17 @@ def _num_grads(model: ModelSize, placement: Placement, choice: _Choice) -> int:
 
 
 def _num_held(model: ModelSize, placement: Placement, choice: _Choice) -> int:
-    """Slots for params that are copied from host memory again and again while their block is computed.
+    """Returns the slots for params of streamed blocks, which are copied to the device several times while in use.
 
-    Who asks for a block's chunks does so in the operations' order, so a block that has none to itself waits for those
-    before it and for nothing else.
+    The GPU worker requests chunks in the order of operations. So a block without slots of its own waits only for
+    earlier blocks, and there is no deadlock.
     """
     streamed = (model.num_chunks(block) for block in placement.streamed_blocks if block not in placement.host_blocks)
     return sum(sorted(streamed)[-choice.num_held_blocks :])
 
 
 def _num_partial_grads(model: ModelSize, placement: Placement) -> int:
-    """Slots for the sums of one group: of what rests on the device they stay there."""
+    """Returns the slots for one group's sums. Sums of device-resident blocks stay on the device and need none."""
     uses = (*model.blocks, *model.shared_blocks)
     return sum(model.num_chunks(block) for block in uses if block not in placement.device_blocks)
 

@@ -1,4 +1,4 @@
-"""Conversations: rendered by a model's chat template, checked, and marked with what is learned."""
+"""Renders conversations by a model's chat template, checks them, and marks the characters to learn."""
 
 from windlass.exports import lazy_exports
 

@@ -1,7 +1,7 @@
-"""Checks that a chat template's text holds what the conversation says.
+"""Checks that a chat template renders all parts of a conversation.
 
-A template is a program, so the checks ask it: they write a mark into a part of the conversation, render it again and
-look for the mark. A part whose mark is missing was dropped.
+A template is a program, so the checks test it: they write a mark into a part of the conversation, render it again and
+search the text for the mark. If the mark is missing, the template drops that part.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import Any
 from windlass.engine.data.chat.parts import Part, marked, parts_of, reasoning_in, tool_description, with_call
 from windlass.engine.data.chat.template import ChatTemplate, ChatTemplateError, Conversation, with_arguments
 
-# Templates may leave out tool_call_id, and a tool's name in its answer, because the order tells which call it answers.
+# Fields that need no warning. Templates may omit tool_call_id and a tool's name, because the order identifies the call.
 _KNOWN_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
 
 
 class ConversationChecks:
-    """The checks of one chat template. It remembers which roles and unknown fields it has asked the template about."""
+    """The checks of one chat template. Each role and each unknown field is tested once and remembered."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -27,13 +27,14 @@ class ConversationChecks:
     def check(
         self, conversation: Conversation, learned: frozenset[int], text: str, *, is_marked: bool = False
     ) -> tuple[str, ...]:
-        """Raises `ChatTemplateError` where `text`, the conversation rendered, lacks something the conversation says.
+        """Raises `ChatTemplateError` if `text`, the rendered conversation, lacks a part of the conversation.
 
-        A template may drop the reasoning of earlier assistant messages, and the content of those that are not learned,
-        if it renders them while the message is the last one. `is_marked`: the text is one example because the template
-        has `{% generation %}` marks, so messages to learn may lack reasoning, too.
+        A template may drop two things if it renders them while their message is the last one: the reasoning of earlier
+        assistant messages, and the content of messages that are not learned. `is_marked`: the template has
+        `{% generation %}` marks, so the text is one example. Then messages to learn may lack their reasoning too.
 
-        Returns warnings: what is dropped without being an error.
+        Returns:
+            Warnings about parts that are dropped without being an error.
         """
         parts = parts_of(conversation, learned)
         marked_text = self._template.try_render(marked(conversation, parts)) or ""
@@ -48,7 +49,7 @@ class ConversationChecks:
             if self._shows(conversation, cut):
                 continue
             if whole and self._template.try_render(cut.put(conversation, cut.mark)) is None:
-                continue  # the template takes the text as it is and fails on the marked one
+                continue  # the template renders the unmarked text and fails on the marked one
             is_lost = is_marked and not is_context and part.is_said and part.mark not in marked_text
             if part.message is not None and conversation.messages[part.message]["role"] == "developer":
                 raise ChatTemplateError(
@@ -56,7 +57,7 @@ class ConversationChecks:
                 )
             if is_lost or part.message is None or part.text is None or not _is_assistant(conversation, part):
                 raise _dropped(cut.field, cut.text)
-            # A text without marks holds each message to learn as the template renders it when it is the last.
+            # Without generation marks, each example ends with the last of its messages to learn.
             if not self._shows(conversation.first(part.message + 1), cut):
                 raise _dropped(cut.field, cut.text)
             if is_marked and not is_context:
@@ -74,23 +75,23 @@ class ConversationChecks:
 
     @staticmethod
     def _is_whole(part: Part, squeezed: str) -> bool:
-        """Whether the text holds all of the part but for white space, as it is or inside a JSON string."""
+        """Checks whether the text holds the whole part, plain or inside a JSON string; ignores white space."""
         if part.text is None:
             return True
         spellings = (part.text, *(json.dumps(part.text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
         return any(_squeeze(spelling) in squeezed for spelling in spellings)
 
     def _check_tools(self, conversation: Conversation, text: str) -> None:
-        """Tools without a name cannot be marked one by one."""
+        """Checks tools without names all at once, because they cannot be marked one by one."""
         if not conversation.tools or any(isinstance(tool_description(t).get("name"), str) for t in conversation.tools):
             return
         if self._template.try_render(replace(conversation, tools=None)) == text:
             raise _dropped("tools")
 
     def _check_roles(self, conversation: Conversation, text: str) -> None:
-        """A template that shows one role as another hides who speaks. Each role is asked about once.
+        """Checks, once for each role, that the template distinguishes it from other roles.
 
-        A template that fails on the other role reads the role.
+        A template that fails with another role distinguishes the two.
         """
         for role in {message["role"]: None for message in conversation.messages}:
             if role in self._told_apart:
@@ -106,7 +107,7 @@ class ConversationChecks:
             self._told_apart.add(role)
 
     def _check_python_values(self, conversation: Conversation, text: str) -> None:
-        """A template that prints values in Python's spelling instead of JSON's, `None` for null among them."""
+        """Raises `ChatTemplateError` if the template prints values in Python's notation, such as `None` for null."""
         if "None" in text and _has_null(conversation):
             without = self._template.try_render(_without_nulls(conversation))
             if without is not None and without.count("None") < text.count("None"):
@@ -126,7 +127,7 @@ class ConversationChecks:
                         )
 
     def _prints_of_call(self, conversation: Conversation, index: int, number: int, words: str, text: str) -> bool:
-        """Whether words in the text come from a call's arguments; else another part of the conversation has them."""
+        """Checks whether words in the text come from a call's arguments, and not from another part."""
         call = conversation.messages[index]["tool_calls"][number]
         without = self._template.try_render(
             with_call(conversation, index, number, with_arguments(call, {}, as_text=False))
@@ -134,9 +135,9 @@ class ConversationChecks:
         return without is None or without.count(words) < text.count(words)
 
     def check_form(self, conversation: Conversation, text: str) -> None:
-        """Raises `ChatTemplateError` where the template does not take tool calls and missing contents as written here.
+        """Raises `ChatTemplateError` if the template needs tool calls or missing contents in another form.
 
-        `text` is the conversation rendered.
+        `text` is the rendered conversation.
         """
         nulls = [i for i, message in enumerate(conversation.messages) if message["content"] is None]
         if nulls and ("None" in text or "null" in text):
@@ -160,7 +161,7 @@ class ConversationChecks:
                 raise ChatTemplateError("the chat template encodes it as JSON twice", part.field)
 
     def _notes_on_fields(self, conversation: Conversation, text: str) -> tuple[str, ...]:
-        """Tells of each field that the template does not read, at the first conversation that has it."""
+        """Returns a warning for each unknown field that the template does not read, once for each field."""
         notes = []
         unknown = {key for message in conversation.messages for key in _unknown_fields(message)}
         for key in sorted(unknown - self._asked_fields):
@@ -198,7 +199,7 @@ def _squeeze(text: str) -> str:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """The objects and lists in a value."""
+    """Yields the objects and lists in a JSON value, the value itself included."""
     if isinstance(value, dict | list):
         yield value
         for item in value.values() if isinstance(value, dict) else value:

@@ -1,4 +1,4 @@
-"""Conversations as text: the model's own chat template, and which characters the assistant wrote."""
+"""Renders conversations by the model's chat template, and finds the characters that the assistant wrote."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from windlass.engine.data.chat.template import (
 
 __all__ = ["ChatRenderer", "ChatTemplateError", "RenderedText"]
 
-# An answer to compare others with. It begins with a private-use character, which no prompt goes on with by chance.
+# An answer for comparison. It begins with a private-use character, with which no real message begins.
 _OTHER_MESSAGE = {"role": "assistant", "content": "\ue000"}
 _QUESTION = Conversation(messages=({"role": "user", "content": "a"},), tools=None)
 
@@ -29,29 +29,30 @@ class RenderedText:
 
     text: str
     targets: tuple[tuple[int, int], ...]  # (first character, past-last character), ascending
-    notes: tuple[str, ...] = ()  # warnings for the user, in the same words for the same cause
+    notes: tuple[str, ...] = ()  # warnings for the user; the same cause has the same text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """An assistant message as the conversation's last one."""
+    """An assistant message, rendered as the conversation's last one."""
 
     index: int  # of its message
-    text: str  # the conversation up to its end, as the model is prompted with it and goes on
-    start: int  # of its part to learn
-    missing_prompt: str  # what the generation prompt has and the turn lacks
+    text: str  # the conversation up to the message's end: the prompt and the model's answer
+    start: int  # first character of its part to learn
+    missing_prompt: str  # end of the generation prompt that the rendered message lacks
 
 
 class ChatRenderer:
     """Renders conversations with the chat template of a tokenizer.
 
-    What is learned of an assistant's turn is its text and whatever ends the turn, not the header before it. A template
-    that marks this with `{% generation %}` is believed. Otherwise the turn is what the template adds to the
-    conversation before it and to the generation prompt when the turn is put in as the last message. Turns share an
-    example as long as the template renders them in the same way when more follows; else each begins one of its own,
-    which is the prompt that the model is given at that point, and the turn.
+    The model learns the text of an assistant's turn and the token that ends the turn, not the header before it. If the
+    template marks this part with `{% generation %}`, the marks decide. Otherwise the template renders the turn as the
+    last message, and the part to learn begins after the generation prompt.
 
-    `day` is the date that templates print; without it, the day on which the renderer is made.
+    Turns share an example as long as the template renders them the same way when more messages follow. Otherwise a turn
+    begins a new example: the prompt that the model gets at that point, and the turn.
+
+    `day` is the date that templates print; the default is the day on which the renderer is made.
     """
 
     def __init__(self, tokenizer: Any, day: date | None = None) -> None:
@@ -60,14 +61,16 @@ class ChatRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has any chat template."""
+        """True if the tokenizer has any chat template."""
         return self._template.exists
 
     def render(self, example: ChatExample) -> Iterator[RenderedText]:
-        """The conversation as one or more training examples, with the assistant's parts that have weight 1.
+        """Renders a conversation as one or more training examples. Messages of weight 1 are learned.
 
-        A conversation without a message to learn gives one text without targets. Raises `ChatTemplateError`, which
-        names the part of the conversation that the template fails on or drops.
+        A conversation without a message to learn gives one text without targets.
+
+        Raises:
+            ChatTemplateError: the template fails on a part of the conversation or drops it; the error names the part.
         """
         conversation = self._in_supported_form(example)
         learned = tuple(i for i, weight in enumerate(example.weights) if weight)
@@ -79,7 +82,7 @@ class ChatRenderer:
             yield from self._render_turns(conversation, learned)
 
     def _in_supported_form(self, example: ChatExample) -> Conversation:
-        """The conversation as the template takes tool calls: their arguments as objects or text, contents missing."""
+        """Returns the conversation in the first form whose tool calls and missing contents the template renders."""
         forms = list(conversations_of(example))
         if len(forms) == 1:
             return forms[0]
@@ -91,7 +94,7 @@ class ChatRenderer:
                 errors.append(error)
             else:
                 return conversation
-        # The template's own refusal says most; then the last form, which is the one that fewest templates fail on.
+        # The template's own refusal explains most. Else the error of the last form, on which the fewest templates fail.
         found = [error for error in errors if error.__cause__ is None]
         raise next(filter(is_refusal, errors), (found or errors)[-1])
 
@@ -109,7 +112,7 @@ class ChatRenderer:
 
     def _render_turns(self, conversation: Conversation, learned: tuple[int, ...]) -> Iterator[RenderedText]:
         whole = self._render(conversation)
-        turns: list[_Turn] = []  # that share an example
+        turns: list[_Turn] = []  # those that share the current example
         ends: list[int] = []
         for index in learned:
             turn = self._turn(conversation, index)
@@ -154,7 +157,8 @@ class ChatRenderer:
         start = min(self._num_shared(prompt, other) for other in others)
         if start > self._token_start(prompt, conversation_end):
             return _Turn(index=index, text=text, start=start, missing_prompt=prompt[start:])
-        # The template changes what it rendered before, such as gpt-oss, which drops the reasoning before an answer.
+        # The template renders earlier messages differently now. gpt-oss, for example, drops the reasoning before an
+        # answer.
         opening = prompt[conversation_end:]
         place = text.rfind(opening, 0, self._num_shared(*others)) if opening else -1
         if place < 0:
@@ -167,7 +171,10 @@ class ChatRenderer:
         return _Turn(index=index, text=prompt + generated, start=len(prompt), missing_prompt="")
 
     def _greeting(self, text: str, other: str) -> _Turn:
-        """The conversation's first message. Most templates fail on no messages, so a question's prompt is taken."""
+        """Renders an assistant message that is the first message.
+
+        Most templates fail on an empty conversation, so the generation prompt is that of a one-letter question.
+        """
         prompt = self._template.try_render(_QUESTION, prompt=True) or ""
         opening = prompt[_num_common(prompt, self._template.try_render(_QUESTION) or prompt) :]
         num_shared = self._num_shared(text, other)
@@ -176,12 +183,12 @@ class ChatRenderer:
         return _Turn(index=0, text=text, start=start, missing_prompt="")
 
     def _num_shared(self, text: str, other: str) -> int:
-        """The number of characters that two texts begin with in common, without a part of a special token."""
+        """Returns the length of two texts' common prefix, cut before a special token that it would split."""
         num_common = _num_common(text, other)
         return min(self._token_start(each, num_common) for each in (text, other))
 
     def _token_start(self, text: str, place: int) -> int:
-        """The place, or the beginning of the special token that it is in the middle of."""
+        """Returns the start of the special token around a place, or the place itself if no token is around it."""
         for token in self._template.special_tokens:
             start = text.find(token, max(0, place - len(token) + 1), place + len(token) - 1)
             if 0 <= start < place:
@@ -189,9 +196,9 @@ class ChatRenderer:
         return place
 
     def _end_within(self, conversation: Conversation, turn: _Turn, text: str) -> int | None:
-        """The end of a turn's part to learn in a text where more follows; None if the text does not begin with it.
+        """Returns the end of a turn's part to learn in a longer text, None if the text does not begin with the turn.
 
-        Some templates close each conversation with a token, such as end-of-text, which is not there when more follows.
+        Some templates end each conversation with a token such as end-of-text. The longer text lacks it after the turn.
         """
         if text.startswith(turn.text):
             return self._end_of_turn(text, turn.start, len(turn.text))
@@ -206,15 +213,15 @@ class ChatRenderer:
         return self._end_of_turn(text, turn.start, place) if before.endswith(closing) else None
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """The end of a turn without the line breaks after its end-of-turn token, past which no model generates."""
+        """Returns the end of a turn without white space after its end-of-turn token, where generation stops."""
         kept = text[start:end].rstrip()
         return start + len(kept) if kept.endswith(self._template.special_tokens) else end
 
 
 def _num_common(text: str, other: str) -> int:
-    """The number of characters that two texts have in common at their beginnings."""
+    """Returns the length of two texts' common prefix."""
     low, high = 0, min(len(text), len(other))
-    while low < high:  # compares slices, because a loop over characters takes seconds for long texts
+    while low < high:  # bisects by slices, because a loop over characters takes seconds for long texts
         middle = (low + high + 1) // 2
         if text[low:middle] == other[low:middle]:
             low = middle

@@ -1,4 +1,4 @@
-"""The characters to learn in a text whose chat template marks them with `{% generation %}`."""
+"""Finds the characters to learn in a text whose chat template marks them with `{% generation %}`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ Span = tuple[int, int]  # (first character, past-last character)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The first place where a part of the conversation stands in the text."""
+    """The first place of a part of the conversation in the text."""
 
     start: int
     part: Part
@@ -18,11 +18,11 @@ class _Place:
 
 
 def marked_targets(template: ChatTemplate, conversation: Conversation, learned: frozenset[int]) -> tuple[Span, ...]:
-    """The generation blocks of the messages to learn.
+    """Returns the generation blocks of the messages to learn. The template's marks decide where a turn begins and ends.
 
-    The template is believed as to where a turn begins and ends. Raises `ChatTemplateError` where its blocks lack the
-    content or a tool call of a message to learn, hold a message of another role, or cannot be told apart by message
-    though some messages are not to be learned.
+    Raises:
+        ChatTemplateError: the blocks lack the content or a tool call of a message to learn. Or they hold a message of
+            another role. Or some messages are not to be learned, and it is unclear which blocks are theirs.
     """
     _, spans = template.render_with_marks(conversation)
     parts = [part for part in parts_of(conversation, learned) if part.message is not None]
@@ -58,9 +58,9 @@ def marked_targets(template: ChatTemplate, conversation: Conversation, learned: 
 
 
 def _is_learned(span: Span, places: list[_Place], roles: list[str], learned: frozenset[int]) -> bool | None:
-    """Whether a generation block is of a message to learn; None if that cannot be said."""
+    """Checks whether a generation block belongs to a message to learn; None if that is unclear."""
     inside = {place.message for place in places if span[0] <= place.start < span[1]}
-    if not inside:  # a block with an end-of-turn token only, say
+    if not inside:  # for example a block that holds only an end-of-turn token
         before = [place.message for place in places if place.start < span[0]][-1:]
         after = [place.message for place in places if place.start >= span[1]][:1]
         inside = {message for message in before + after if roles[message] == "assistant"}

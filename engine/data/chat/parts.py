@@ -9,18 +9,18 @@ from windlass.engine.data.chat.template import Conversation, arguments_object, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of a conversation that must not be lost, and how to write a mark into it."""
+    """A part of a conversation that must not be lost, with a function that writes a mark into it."""
 
     field: str  # such as messages[2].content
     message: int | None  # the message's index; None: the part is a tool
     is_said: bool  # content or a tool call, not reasoning
-    text: str | None  # what must be in the rendered text but for white space; None: the mark is enough
+    text: str | None  # must be in the rendered text, apart from white space; None: the mark is enough
     mark: str
-    put: Callable[[Conversation, str], Conversation]  # the conversation with the mark at the part's end
+    put: Callable[[Conversation, str], Conversation]  # returns the conversation with a mark at the part's end
 
 
 def parts_of(conversation: Conversation, learned: frozenset[int]) -> list[Part]:
-    """The parts that must not be lost: contents, tool calls, tools, and the reasoning of the learned messages."""
+    """Lists the parts that must not be lost: contents, tool calls, tools, and the reasoning of learned messages."""
     parts: list[Part] = []
 
     def add(field: str, message: int | None, put: Callable[[Conversation, str], Conversation], **more: Any) -> None:
@@ -44,7 +44,7 @@ def parts_of(conversation: Conversation, learned: frozenset[int]) -> list[Part]:
 
 
 def marked(conversation: Conversation, parts: list[Part]) -> Conversation:
-    """The conversation with the mark of each of the parts in it."""
+    """Returns the conversation with the marks of all given parts."""
     for part in parts:
         conversation = part.put(conversation, part.mark)
     return conversation
@@ -105,7 +105,7 @@ def _put_tool(number: int) -> Callable[[Conversation, str], Conversation]:
 
 
 def reasoning_in(part: Part) -> Part:
-    """The part up to the end of the reasoning in it, or up to its middle: the place where a template may cut."""
+    """Returns the part cut after its reasoning, or at its middle without one: there a template may cut it too."""
     assert part.text is not None, "only texts can be cut"
     assert part.message is not None, "only messages have texts"
     end = part.text.find("</think>")

@@ -1,4 +1,4 @@
-"""Conversations in the form that chat templates take, and the template's own rendering of them."""
+"""Converts conversations into the forms that chat templates expect, and renders them by a template."""
 
 import json
 import re
@@ -17,9 +17,9 @@ _STRFTIME_DIRECTIVES = "aAbBcdHIjmMpSUwWxXyYZ"
 
 
 class ChatTemplateError(Exception):
-    """The chat template cannot render a conversation, drops a part of it, or does not tell the assistant's part.
+    """The chat template cannot render a conversation, drops a part of it, or leaves the assistant's part unclear.
 
-    `field` is the part of the line that the error is about, such as `messages[2]`.
+    `field` is the part of the line at fault, such as `messages[2]`.
     """
 
     def __init__(self, message: str, field: str = "messages") -> None:
@@ -33,13 +33,13 @@ class ChatTemplateError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A way to write what chat templates expect in different ways."""
+    """A way to write the parts of a conversation for which chat templates expect different forms."""
 
-    null_content: str | None  # stands for the missing content of a message with tool calls
+    null_content: str | None  # replaces the missing content of a message with tool calls
     arguments_as_text: bool  # a tool call's arguments are JSON in a string, as OpenAI writes them; else an object
 
 
-# In the order that they are tried.
+# In the order of the attempts.
 _FORMS = tuple(
     Form(null_content=content, arguments_as_text=as_text) for as_text in (False, True) for content in (None, "")
 )
@@ -47,22 +47,22 @@ _FORMS = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What a chat template is given: messages in one form, and tools."""
+    """The input of a chat template: messages in one form, and tools."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None
 
     def first(self, num_messages: int) -> "Conversation":
-        """The conversation's beginning, with the same tools."""
+        """Returns the conversation's first messages with the same tools."""
         return replace(self, messages=self.messages[:num_messages])
 
     def with_message(self, index: int, message: dict[str, Any]) -> "Conversation":
-        """The conversation with one message put in another's place, or at the end."""
+        """Returns the conversation with one message replaced, or appended if `index` is past the last."""
         return replace(self, messages=(*self.messages[:index], message, *self.messages[index + 1 :]))
 
 
 def conversations_of(example: ChatExample) -> Iterator[Conversation]:
-    """The conversation in each form in which it differs, the likeliest first."""
+    """Yields the conversation in each distinct form, the most likely first."""
     has_null = any(message["content"] is None for message in example.messages)
     has_calls = any(message.get("tool_calls") for message in example.messages)
     for form in _FORMS:
@@ -72,14 +72,14 @@ def conversations_of(example: ChatExample) -> Iterator[Conversation]:
 
 
 def arguments_object(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call's arguments, whichever way they are written."""
+    """Returns a tool call's arguments as an object, from an object or from JSON in a string."""
     arguments = call["function"].get("arguments", {})
     parsed: dict[str, Any] = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     return parsed
 
 
 def with_arguments(call: dict[str, Any], arguments: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """A tool call with other arguments."""
+    """Returns a tool call with other arguments."""
     written = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
     return {**call, "function": {**call["function"], "arguments": written}}
 
@@ -97,15 +97,15 @@ def _message_in_form(message: dict[str, Any], form: Form) -> dict[str, Any]:
 
 def _call_in_form(call: dict[str, Any], form: Form) -> dict[str, Any]:
     if form.arguments_as_text and isinstance(call["function"].get("arguments"), str):
-        return call  # as its author wrote it
+        return call  # unchanged, so that the author's spelling of the JSON is kept
     return with_arguments(call, arguments_object(call), as_text=form.arguments_as_text)
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, run in transformers' sandbox.
+    """The chat template of a tokenizer. It runs in the sandbox of transformers.
 
-    `strftime_now`, which some templates print the current day with, always gives `day` at midnight: the same
-    file then gives the same tokens on every day.
+    Some templates print the current day by `strftime_now`. Here it always returns `day` at midnight, so that a file
+    gives the same tokens on every day.
     """
 
     def __init__(self, tokenizer: Any, day: date) -> None:
@@ -116,30 +116,30 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether the tokenizer has any chat template."""
+        """True if the tokenizer has any chat template."""
         return bool(self._tokenizer.chat_template)
 
     def has_marks(self, conversation: Conversation) -> bool:
-        """Whether the template that is used for the conversation marks the assistant's part itself."""
+        """Checks whether the conversation's template marks the assistant's part by `{% generation %}`."""
         return bool(_GENERATION_TAG.search(self._source(conversation)))
 
     def render(self, conversation: Conversation, *, prompt: bool = False) -> str:
-        """The conversation's text; with `prompt`, the generation prompt follows. Raises `ChatTemplateError`."""
+        """Renders a conversation, with `prompt` followed by the generation prompt. Raises `ChatTemplateError`."""
         return self._run(conversation, prompt=prompt, marks=False)[0]
 
     def render_with_marks(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The text and the character ranges of its `{% generation %}` blocks. Raises `ChatTemplateError`."""
+        """Returns the text and the character ranges of `{% generation %}` blocks. Raises `ChatTemplateError`."""
         return self._run(conversation, prompt=False, marks=True)
 
     def try_render(self, conversation: Conversation, *, prompt: bool = False) -> str | None:
-        """The same; None where the template fails on the conversation."""
+        """Renders like `render`, but returns None if the template fails on the conversation."""
         try:
             return self.render(conversation, prompt=prompt)
         except ChatTemplateError:
             return None
 
     def locate(self, conversation: Conversation, error: ChatTemplateError) -> ChatTemplateError:
-        """The same error, naming the message at which it first comes up, or the tools."""
+        """Returns the error with the field at fault: the tools, or the first message with which it occurs."""
         if conversation.tools and self._error_on(replace(conversation, tools=None)) != str(error):
             return ChatTemplateError(error.message, "tools")
         for num_messages in range(1, len(conversation.messages) + 1):
@@ -178,23 +178,23 @@ class ChatTemplate:
         except MemoryError as error:
             why = f"MemoryError: it takes more memory than a preparation gets{memory_limit()}"
             raise ChatTemplateError(f"the chat template fails: {why}") from error
-        # A template is a program of the model's maker: what it raises is not ours to foresee.
+        # A template is a program of the model's author and may raise any exception.
         except Exception as error:
-            # The template's own refusal is for the reader; of any other exception its type says more.
+            # The text of the template's own refusal is for the user. Other exceptions need their type too.
             refusal = str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
             raise ChatTemplateError(f"the chat template fails: {refusal}") from error
         return texts[0], [(start, stop) for start, stop in ranges[0]] if marks else []
 
 
 def is_refusal(error: ChatTemplateError) -> bool:
-    """Whether the template itself refused the conversation, by `raise_exception`."""
+    """Checks whether the template itself refused the conversation, by `raise_exception`."""
     return type(error.__cause__) is TemplateError
 
 
 def _strftime_macro(moment: datetime) -> str:
-    """A Jinja macro that hides `strftime_now`, with the text of each directive put in for it."""
+    """Returns a Jinja macro that replaces `strftime_now`: it inserts the fixed text of each directive."""
     replacements = {f"%{letter}": moment.strftime(f"%{letter}") for letter in _STRFTIME_DIRECTIVES}
     replacements |= {"%-d": str(moment.day), "%-m": str(moment.month), "%%": "%"}
     chain = "".join(f" | replace({json.dumps(key)}, {json.dumps(value)})" for key, value in replacements.items())
-    # The empty expression keeps a line break that the template begins with: Jinja drops one after a block's tag.
+    # The empty expression keeps a line break at the template's start, because Jinja drops one after a block's tag.
     return "{% macro strftime_now(format) %}{{ format" + chain + " }}{% endmacro %}{{ '' }}"
