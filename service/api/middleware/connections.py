@@ -1,7 +1,7 @@
 """Bounds on the connections of the API's clients: how many there are, and how long one may keep the service waiting.
 
 Without them a client that opens connections, and sends or reads nothing, holds them open for ever. Then the service
-can accept no other client.
+can accept no other client. Where all places are taken, such connections make room, those of whoever has most first.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr, is_ssl
@@ -26,7 +26,7 @@ from windlass.service.validation import ApiError
 _LOG = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 5
-_LOG_INTERVAL_S = 60.0  # between two lines on refused connections
+_LOG_INTERVAL_S = 60.0  # between two lines on connections that are refused or cut
 # Refused connections whose TLS handshake is in progress. Without one the client cannot be told why it is refused.
 _MOST_REFUSED_HANDSHAKES = 50
 # An address of IPv6 is a network of those that one client may choose from.
@@ -46,6 +46,8 @@ class ConnectionBounds:
     body_s: float = 60.0
     min_body_nbytes: int = 4096
     write_s: float = 60.0  # for the client to read something of what waits to be sent
+    # Of a body `min_body_nbytes`, or of an answer anything, must pass within so long, or the connection may make room.
+    stall_s: float = 10.0
 
     @classmethod
     def of(cls, settings: Settings) -> "ConnectionBounds":
@@ -57,49 +59,89 @@ class ConnectionBounds:
         )
 
 
+class Displaceable(Protocol):
+    """A connection that may be closed for another one."""
+
+    def may_be_cut(self, now_s: float) -> bool:
+        """Whether the client keeps the service waiting; `now_s` of the monotonic clock."""
+
+    def cut(self) -> None:
+        """Close it now, and forget it."""
+
+
 @dataclass(slots=True)
 class OpenConnections:
-    """Counts the connections that are open."""
+    """Counts the connections that are open, and knows which of them may make room for others."""
 
     bounds: ConnectionBounds
     total: int = 0
     by_client: Counter[str] = field(default_factory=Counter)
     num_refused_handshakes: int = 0
+    # By client, in the order in which they began to: those that wait for it, or may.
+    _waiting: dict[str, dict[Displaceable, None]] = field(default_factory=dict)
     _logged_at_s: float = -_LOG_INTERVAL_S  # of the monotonic clock
 
     def admit(self, host: str) -> str | None:
-        """Count one more of a client; why it is refused instead, where there are too many."""
+        """Count one more of a client, if need be in the place of another; why it is refused instead."""
         client = self.client_of(host)
-        if self.total >= self.bounds.most:
-            self._log_refusal(host, "max_connections", self.bounds.most)
-            return (
-                f"the service has {self.total} connections open, and takes no more; try again later, or ask the "
-                "administrator to raise max_connections"
-            )
         if client is not None and self.by_client[client] >= self.bounds.most_per_address:
-            self._log_refusal(host, "max_connections_per_address", self.bounds.most_per_address)
+            self._log("connections are refused", host, "max_connections_per_address", self.bounds.most_per_address)
             return (
                 f"your address has {self.by_client[client]} connections open, and gets no more; close some, or ask the "
                 "administrator to raise max_connections_per_address"
+            )
+        if self.total >= self.bounds.most and not self._make_room():
+            self._log("connections are refused", host, "max_connections", self.bounds.most)
+            return (
+                f"the service has {self.total} connections open, and takes no more; try again later, or ask the "
+                "administrator to raise max_connections"
             )
         self.total += 1
         if client is not None:
             self.by_client[client] += 1
         return None
 
-    def forget(self, host: str) -> None:
+    def forget(self, host: str, connection: Displaceable | None = None) -> None:
         """Count one less of a client that was admitted."""
         self.total -= 1
+        if connection is not None:
+            self.no_longer_waits(host, connection)
         if (client := self.client_of(host)) is not None:
             self.by_client[client] -= 1
             if not self.by_client[client]:
                 del self.by_client[client]
 
-    def _log_refusal(self, host: str, setting: str, limit: int) -> None:
+    def waits(self, host: str, connection: Displaceable) -> None:
+        """Let one that was admitted make room from now on, whenever it may be cut."""
+        self._waiting.setdefault(self.client_of(host) or host, {}).setdefault(connection)
+
+    def no_longer_waits(self, host: str, connection: Displaceable) -> None:
+        """Keep it."""
+        client = self.client_of(host) or host
+        if (of_client := self._waiting.get(client)) is not None:
+            of_client.pop(connection, None)
+            if not of_client:
+                del self._waiting[client]
+
+    def _make_room(self) -> bool:
+        """Cut that which has waited longest, of the client for which most wait; False where none may be cut."""
+        now_s = time.monotonic()
+        for client in sorted(self._waiting, key=self._num_waiting, reverse=True):
+            for connection in self._waiting[client]:
+                if connection.may_be_cut(now_s):
+                    self._log("connections make room for others", client, "max_connections", self.bounds.most)
+                    connection.cut()
+                    return True
+        return False
+
+    def _num_waiting(self, client: str) -> int:
+        return len(self._waiting[client])
+
+    def _log(self, what: str, host: str, setting: str, limit: int) -> None:
         """Tell the administrator, but not once for each of thousands of connections."""
         if time.monotonic() - self._logged_at_s >= _LOG_INTERVAL_S:
             self._logged_at_s = time.monotonic()
-            _LOG.warning("connections are refused, of %s for example: %s is %d", host, setting, limit)
+            _LOG.warning("%s, of %s for example: %s is %d", what, host, setting, limit)
 
     def client_of(self, host: str) -> str | None:
         """The address, or network, that connections are counted for; None for one that has no limit of its own."""
@@ -135,12 +177,18 @@ class _Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_unsent_bytes = 0  # when the write timer was set
+        self._unread_since_s = 0.0  # of the monotonic clock: when it was
+        self._socket: asyncio.Transport | None = None  # below TLS, if there is any
         self._counted_for: str | None = None
         self._refusal: str | None = None
         self._is_refused_handshake = False
         self._is_in_head = True  # or before one
         self._num_head_bytes = 0
         self._num_body_bytes = 0  # since the timer was set
+        # When the last so many bytes of a body were there that make no stall, and how many came since then.
+        self._body_moved_s = 0.0
+        self._num_bytes_since = 0
+        self._is_body_held_up = False  # by the service
 
     # --- what the transport tells ---
 
@@ -150,7 +198,10 @@ class _Connection(HttpToolsProtocol):
             client = get_remote_addr(transport)
             host = client[0] if client else ""
             self._refusal = self.counts.admit(host)
-            self._counted_for = host if self._refusal is None else None
+            self._socket = transport
+            if self._refusal is None:
+                self._counted_for = host
+                self.counts.waits(host, self)
             if self.tls is not None:
                 self._shake_hands(transport, self.tls)
                 return
@@ -177,8 +228,52 @@ class _Connection(HttpToolsProtocol):
         """Count the connection no more; also called where its handshake failed, so that it never was one to uvicorn."""
         self._end_refused_handshake()
         if self._counted_for is not None:
-            self.counts.forget(self._counted_for)
+            self.counts.forget(self._counted_for, self)
             self._counted_for = None
+
+    def may_be_cut(self, now_s: float) -> bool:
+        """Whether it waits for its client, and no request of it is being answered."""
+        if self.transport is None:
+            return True  # its handshake is not done
+        num_unsent = self._count_unsent()
+        if num_unsent:
+            if num_unsent < self._num_unsent_bytes:
+                self._await_reader()
+            return now_s - self._unread_since_s >= self.bounds.stall_s
+        return not self._is_being_asked() or self._body_stalls(now_s)
+
+    def cut(self) -> None:
+        """Close it with what waits to be sent, as its client takes nothing of that."""
+        self.socket_lost()
+        if self._socket is not None:
+            self._socket.abort()
+
+    def _is_being_asked(self) -> bool:
+        """Whether there is a request that is not answered in full."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _body_stalls(self, now_s: float) -> bool:
+        if self._is_in_head:
+            return False  # all of it is there
+        is_held_up = self.flow.read_paused or self.cycle.waiting_for_100_continue
+        if is_held_up or self._is_body_held_up:
+            self._is_body_held_up, self._body_moved_s = is_held_up, now_s
+        return now_s - self._body_moved_s >= self.bounds.stall_s
+
+    def _count_unsent(self) -> int:
+        num_unsent = self.transport.get_write_buffer_size()
+        if self.tls is not None and self._socket is not None:
+            num_unsent += self._socket.get_write_buffer_size()  # encrypted
+        return num_unsent
+
+    def _tell_who_waits(self) -> None:
+        """Tell whether the service waits for the client, or may soon."""
+        if self._counted_for is None:
+            return
+        if not self._is_being_asked() or not self._is_in_head or self.flow.write_paused:
+            self.counts.waits(self._counted_for, self)
+        else:
+            self.counts.no_longer_waits(self._counted_for, self)
 
     def _end_refused_handshake(self) -> None:
         self.counts.num_refused_handshakes -= self._is_refused_handshake
@@ -208,17 +303,20 @@ class _Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._await_reader()
+        self._tell_who_waits()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_write_timer()
         if self.cycle is not None and self.cycle.response_complete:
             self._await_reader()
+        self._tell_who_waits()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # What is left of the answer keeps the connection open, also where uvicorn has closed it.
         self._await_reader()
+        self._tell_who_waits()
 
     # --- what the parser tells ---
 
@@ -227,15 +325,22 @@ class _Connection(HttpToolsProtocol):
         self._is_in_head = False
         self._await_body()
         super().on_headers_complete()
+        self._body_moved_s, self._num_bytes_since = time.monotonic(), 0
+        self._is_body_held_up = self.cycle.waiting_for_100_continue
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
+        self._num_bytes_since += len(body)
+        if self._num_bytes_since >= self.bounds.min_body_nbytes:
+            self._body_moved_s, self._num_bytes_since = time.monotonic(), 0
         super().on_body(body)
+        self._is_body_held_up |= self.flow.read_paused
 
     def on_message_complete(self) -> None:
         self._stop_timer()
         self._is_in_head, self._num_head_bytes = True, 0
         super().on_message_complete()
+        self._tell_who_waits()
 
     # --- time ---
 
@@ -248,7 +353,7 @@ class _Connection(HttpToolsProtocol):
 
     def _await_reader(self) -> None:
         self._stop_write_timer()
-        self._num_unsent_bytes = self.transport.get_write_buffer_size()
+        self._num_unsent_bytes, self._unread_since_s = self._count_unsent(), time.monotonic()
         if self._num_unsent_bytes:
             self._write_timer = self.loop.call_later(self.bounds.write_s, self._on_reader_late)
 
@@ -280,7 +385,7 @@ class _Connection(HttpToolsProtocol):
 
     def _on_reader_late(self) -> None:
         # Only the app, which waits while writing is paused, and a further answer make the buffer longer.
-        if self.transport.get_write_buffer_size() < self._num_unsent_bytes:
+        if self._count_unsent() < self._num_unsent_bytes:
             self._await_reader()
         else:
             self.transport.abort()  # to close would wait until all is sent

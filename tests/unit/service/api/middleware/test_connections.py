@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from ipaddress import ip_network
 from typing import Any
 
@@ -84,7 +85,12 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def _serving(
-    *, tls: ssl.SSLContext | None = None, ws: Any = "auto", loop: Any = "auto", **bounds: float
+    *,
+    tls: ssl.SSLContext | None = None,
+    ws: Any = "auto",
+    loop: Any = "auto",
+    keep_alive_s: int = 75,
+    **bounds: float,
 ) -> Iterator[int]:
     """Its port."""
     given = {"most": 100, "most_per_address": 100, **bounds}
@@ -94,7 +100,7 @@ def _serving(
         ws=ws,
         loop=loop,
         log_level="error",
-        timeout_keep_alive=1,
+        timeout_keep_alive=keep_alive_s,
         lifespan="off",
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -110,8 +116,8 @@ def _serving(
 
 
 @contextmanager
-def _connected(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+def _connected(port: int, *, source: str = "127.0.0.1", timeout_s: float = 30) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout_s, source_address=(source, 0)) as connection:
         yield connection
 
 
@@ -156,7 +162,7 @@ def _error(answer: bytes) -> tuple[int, str]:
 
 @pytest.mark.parametrize("sent", [b"", b"GET", _HEAD, _GET + _HEAD, _GET + b"\r\n"])
 def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
-    with _serving(head_s=0.3) as port, _connected(port) as connection:
+    with _serving(head_s=0.3, keep_alive_s=1) as port, _connected(port) as connection:
         connection.sendall(sent)
         assert _is_answered(port), "others are served meanwhile"
         answer = _read_all(connection)
@@ -210,9 +216,8 @@ def test_a_stream_stays_open_beyond_all_limits() -> None:
         assert b"7\n" in _read_all(connection)
 
 
-@pytest.mark.parametrize("bound", ["most", "most_per_address"])
-def test_so_many_connections_are_open_at_once_and_a_closed_one_makes_room(bound: str) -> None:
-    with _serving(**{bound: 3}) as port, contextlib.ExitStack() as opened:
+def test_so_many_connections_an_address_has_at_once_and_a_closed_one_makes_room() -> None:
+    with _serving(most_per_address=3) as port, contextlib.ExitStack() as opened:
         held = [opened.enter_context(_connected(port)) for _ in range(3)]
         for each in held:
             each.sendall(_GET)
@@ -222,6 +227,9 @@ def test_so_many_connections_are_open_at_once_and_a_closed_one_makes_room(bound:
             answer = _read_all(one_more)
             assert _error(answer) == (503, "too_many_connections")
             assert b"retry-after: 5" in answer.lower()
+        with _connected(port, source="127.0.0.2") as other:
+            other.sendall(_GET)
+            assert b"200 OK" in other.recv(65536)
         held[0].close()
         _await_room(port)
 
@@ -291,10 +299,13 @@ def tls(authority: trustme.CA) -> ssl.SSLContext:
 
 
 @contextmanager
-def _connected_by_tls(port: int, authority: trustme.CA) -> Iterator[ssl.SSLSocket]:
+def _connected_by_tls(port: int, authority: trustme.CA, *, source: str = "127.0.0.1") -> Iterator[ssl.SSLSocket]:
     context = ssl.create_default_context()
     authority.configure_trust(context)
-    with _connected(port) as plain, context.wrap_socket(plain, server_hostname="localhost") as connection:
+    with (
+        _connected(port, source=source) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as connection,
+    ):
         yield connection
 
 
@@ -330,13 +341,152 @@ def test_client_by_tls_that_does_not_read_its_answer_is_cut_off(authority: trust
 def test_handshake_that_does_not_come_counts_as_a_connection_and_ends(
     authority: trustme.CA, tls: ssl.SSLContext, loop: str
 ) -> None:
-    with _serving(tls=tls, most=1, head_s=0.5, loop=loop) as port, _connected(port) as silent:
+    with _serving(tls=tls, most_per_address=1, head_s=0.5, loop=loop) as port, _connected(port) as silent:
         with _connected_by_tls(port, authority) as connection:
             assert _error(_read_all(connection)) == (503, "too_many_connections")
         assert _read_all(silent) == b""
         with _connected_by_tls(port, authority) as connection:
             connection.sendall(_GET)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+# --- room for others -----------------------------------------------------------------------------------------------
+
+_OTHERS = [f"127.0.0.{number}" for number in range(2, 7)]
+_EACH = 8  # connections
+_FULL = {"most": _EACH * len(_OTHERS), "most_per_address": _EACH}
+_BODY_HEAD = b"POST /upload HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
+
+
+@contextmanager
+def _full(port: int, sent: bytes = b"", answer: bytes = b"") -> Iterator[list[socket.socket]]:
+    """All places are taken by five addresses, which have sent so much and read an answer that ends so."""
+    with contextlib.ExitStack() as opened:
+        held = []
+        for source in _OTHERS * _EACH:
+            held.append(opened.enter_context(_connected(port, source=source)))
+            held[-1].sendall(sent)
+            if answer:
+                _read_until(held[-1], answer)
+        time.sleep(0.3)  # until the service has seen all of it
+        yield held
+
+
+def _closed(connections: list[socket.socket]) -> list[int]:
+    """The numbers of those that the service closes, of connections that have nothing left to read."""
+    found = []
+    for number, each in enumerate(connections):
+        each.settimeout(0.02)
+        with contextlib.suppress(TimeoutError):
+            assert not _read_all(each)
+            found.append(number)
+    return found
+
+
+def _ask(connection: socket.socket) -> bytes:
+    connection.sendall(_GET)
+    return connection.recv(65536)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [(b"", b""), (_HEAD, b""), (_GET, b'"done"'), (_GET + _HEAD, b'"done"'), (_BODY_HEAD + b"x" * 50, b"")],
+    ids=["silent", "in the head", "idle", "in the next head", "in the body"],
+)
+def test_five_addresses_that_take_all_places_lock_nobody_out(loop: str, sent: bytes, answer: bytes) -> None:
+    with (
+        _serving(loop=loop, stall_s=0.1, **_FULL) as port,
+        _full(port, sent, answer) as held,
+        _connected(port, timeout_s=5) as first,
+        _connected(port, timeout_s=5) as second,
+    ):
+        for each in (first, second):
+            assert _ask(each).startswith(b"HTTP/1.1 200 OK")
+        assert _closed(held) == [0, 1], "the oldest of one address, then of another, which has more by then"
+
+
+def test_oldest_of_the_address_that_has_most_makes_room() -> None:
+    with _serving(most=6) as port, contextlib.ExitStack() as opened:
+        sources = ("127.0.0.3", "127.0.0.2", "127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.2")
+        held = [opened.enter_context(_connected(port, source=source)) for source in sources]
+        for each in (*held, held[1]):  # so that the second has been idle for less time than all others
+            assert _ask(each).startswith(b"HTTP/1.1 200 OK")
+        for _ in range(2):
+            assert _ask(opened.enter_context(_connected(port))).startswith(b"HTTP/1.1 200 OK")
+        assert _closed(held) == [2, 4]
+
+
+def test_address_with_as_many_connections_as_it_may_have_takes_nobodys_place() -> None:
+    with (
+        _serving(most=2, most_per_address=1) as port,
+        _connected(port, source="127.0.0.2") as other,
+        _connected(port) as held,
+        _connected(port) as one_more,
+    ):
+        assert _error(_read_all(one_more)) == (503, "too_many_connections")
+        assert _closed([other, held]) == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n", b"POST /late HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody"],
+)
+def test_connection_whose_request_is_being_answered_is_never_cut(sent: bytes) -> None:
+    with _serving(most=1, stall_s=0) as port, _connected(port) as held:
+        held.sendall(sent)
+        time.sleep(0.2)
+        with _connected(port, source="127.0.0.2") as other:
+            assert _error(_read_all(other)) == (503, "too_many_connections")
+        answer = _read_until(held, b"0\r\n\r\n" if b"stream" in sent else b"4")
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_body_that_moves_or_is_held_up_by_the_service_makes_no_room() -> None:
+    with _serving(most=1, stall_s=0.3, min_body_nbytes=100) as port:
+        with _connected(port) as held:
+            held.sendall(_BODY_HEAD)
+            for _ in range(10):
+                assert not _is_answered(port)
+                held.sendall(b"x" * 500)
+                time.sleep(0.1)
+            assert b"5000" in held.recv(65536)
+        _await_room(port)
+        with _connected(port) as held:
+            held.sendall(b"POST /late HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n")
+            time.sleep(0.4)
+            assert not _is_answered(port)
+            assert held.recv(65536).startswith(b"HTTP/1.1 100 Continue")
+            held.sendall(b"body")
+            assert held.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize("path", [b"/large", b"/endless"])
+def test_client_that_reads_nothing_of_its_answer_makes_room_and_one_that_reads_does_not(path: bytes) -> None:
+    with _serving(most=1, stall_s=0.5) as port, socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_NBYTES)
+        held.connect(("127.0.0.1", port))
+        held.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        for _ in range(10):
+            assert held.recv(2000)
+            assert not _is_answered(port)
+            time.sleep(0.1)
+        _await_room(port)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("has_shaken_hands", [False, True])
+def test_five_addresses_lock_nobody_out_of_tls(
+    authority: trustme.CA, tls: ssl.SSLContext, loop: str, has_shaken_hands: bool
+) -> None:
+    with _serving(tls=tls, loop=loop, **_FULL) as port, contextlib.ExitStack() as opened:
+        connect = partial(_connected_by_tls, authority=authority) if has_shaken_hands else _connected
+        held = [opened.enter_context(connect(port, source=source)) for source in _OTHERS * _EACH]
+        time.sleep(0.3)
+        for _ in range(2):
+            connection = opened.enter_context(_connected_by_tls(port, authority))
+            assert _ask(connection).startswith(b"HTTP/1.1 200 OK")
+        assert _closed(held) == [0, 1]
 
 
 def test_clients_are_addresses_networks_of_ipv6_and_no_proxies() -> None:
