@@ -1,4 +1,7 @@
-"""A chunk's update is that of its place in the model: the cut into chunks changes no bit, and no place comes twice."""
+"""A chunk's update equals that of its place in the model: the cut into chunks changes no bit.
+
+No two elements of the model are rounded with the same random bits.
+"""
 
 from typing import Any
 
@@ -34,7 +37,7 @@ def layout() -> ModelLayout:
 
 
 def states() -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
-    """A gradient and the bf16 states of a block in the midst of training: the same for all blocks."""
+    """A gradient and the bf16 states of a block in the middle of training, the same for all blocks."""
     generator = torch.Generator().manual_seed(0)
     grad, param, exp_avg = torch.randn(3, NUMEL, generator=generator)
     exp_avg_sq = 0.1 * torch.rand(NUMEL, generator=generator)
@@ -43,7 +46,7 @@ def states() -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
 
 
 def command(block: int) -> UpdateBlock:
-    """Step 7, the fifth that was not skipped."""
+    """The update of a block in step 7, the fifth that was not skipped."""
     return UpdateBlock(
         job=JobId("ftjob-1"),
         step=Step(7),
@@ -101,7 +104,7 @@ def test_chunk_updater_on_chunks_gives_the_bits_of_whole_block(block: int, optim
 
 
 def test_chunk_updater_rounds_every_element_of_model_with_bits_of_its_own() -> None:
-    """Also where all elements are equal."""
+    """Holds also if all elements are equal."""
     hyper = {"precision": Precision.BF16, "state_precision": StatePrecision.BF16, **HYPER}
     updater = ChunkUpdater(make_context(make_spec(hyperparameters=hyper), layout(), "/dev/shm/none"))
     windows = []

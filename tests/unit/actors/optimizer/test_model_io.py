@@ -1,4 +1,4 @@
-"""Weights into the store and out of it, chunk by chunk through a few slots."""
+"""Loading weights into the store and exporting them, chunk by chunk through a few slots."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ NUM_SLOTS = 2
 
 
 class Bench:
-    """Slots, and a store, in plain memory; a slot that is written keeps its contents until its write is settled."""
+    """Slots and a store in plain memory. A slot that is written keeps its contents until its write is answered."""
 
     def __init__(self, directory: Path, **changes: Any) -> None:
         self.spec = make_spec(directory, **changes)
@@ -37,7 +37,7 @@ class Bench:
         self.io = ModelIo(context, self.slots, self.view, self.read, self.write)
 
     def view(self, slot: Span, key: ChunkKey, kind: StateKind) -> torch.Tensor:
-        """What a slot holds of a state: garbage at first."""
+        """The part of a slot that holds a state; at first it holds NaN or -1."""
         start, stop = self.layout.chunk_range(key)
         dtype = state_dtype(self.formats, kind)
         whole = torch.full((self.layout.chunk_numel,), float("nan") if dtype.is_floating_point else -1, dtype=dtype)
@@ -52,7 +52,7 @@ class Bench:
             on_done()
 
     def write(self, slot: Span, key: ChunkKey, step: Step, on_done: Callable[[], None]) -> None:
-        """Takes the states a moment later, in a thread, as an SSD server would."""
+        """Stores the states a moment later, in another thread, as an SSD server would."""
 
         def settle() -> None:
             for kind in self.formats.itemsizes:
@@ -62,13 +62,13 @@ class Bench:
         threading.Timer(0.001, settle).start()
 
     def state(self, kind: StateKind, block: int) -> torch.Tensor:
-        """A stored state of a block, whole."""
+        """A stored state of a whole block."""
         return torch.cat(
             [self.store[(Step(0), key, kind)] for key in self.layout.chunk_keys(self.layout.blocks[block].index)]
         )
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """What the fp32 master of each parameter is, or the bf16 one where that is all there is."""
+        """The fp32 master of each parameter, or the bf16 one if there is no other."""
         if self.formats.states is StatePrecision.SPLIT:
             kinds = (StateKind.PARAM, StateKind.RESIDUAL, StateKind.EXP_AVG_SQ)
             states = [dict(self.names_and_states(kind)) for kind in kinds]
@@ -126,7 +126,7 @@ def test_random_weights_need_no_file(tmp_path: Path) -> None:
     assert (masters["model.norm.weight"] == 1.0).all()
 
 
-def test_a_load_that_is_aborted(tmp_path: Path) -> None:
+def test_load_that_is_aborted_raises(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     loading = bench.io.load()
     next(loading)
@@ -137,7 +137,7 @@ def test_a_load_that_is_aborted(tmp_path: Path) -> None:
 
 
 def test_an_export_that_is_aborted_leaves_nothing(tmp_path: Path) -> None:
-    """Also while it waits for a chunk: the deadline is longer than the test may take."""
+    """Also while the export waits for a chunk: the timeout is longer than the test may take."""
     bench = Bench(tmp_path, deadline_s=3600.0)
     list(bench.io.load())
     bench.answers_reads = False

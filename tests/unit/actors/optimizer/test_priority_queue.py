@@ -1,4 +1,4 @@
-"""The order in which chunks that wait in a worker are taken."""
+"""The order in which a worker takes waiting chunks."""
 
 import itertools
 

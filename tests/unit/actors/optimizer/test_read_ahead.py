@@ -1,4 +1,4 @@
-"""How far ahead of the updates chunks begin."""
+"""The number of chunks that may be read ahead of the updates."""
 
 import threading
 
@@ -15,28 +15,28 @@ def may_begin(ahead: ReadAhead) -> bool:
     return True
 
 
-def test_while_nothing_is_at_hand_all_may_begin() -> None:
+def test_read_ahead_with_no_arrived_chunk_may_begin_all() -> None:
     ahead = ReadAhead()
     assert all(may_begin(ahead) for _ in range(5))
 
 
-def test_while_something_is_at_hand_one_more_may() -> None:
+def test_read_ahead_with_arrived_chunk_may_begin_one_more() -> None:
     ahead = ReadAhead()
     for _ in range(2):
         ahead.begin(0.0)
     ahead.arrived()
     assert not may_begin(ahead)
-    ahead.updating()  # one is updated, the other still comes
+    ahead.updating()  # one is being updated, the other still arrives
     assert not may_begin(ahead)
     ahead.arrived()
     ahead.updated()
-    assert not may_begin(ahead)  # the other is at hand
+    assert not may_begin(ahead)  # the other has arrived and waits
     ahead.updating()
     assert may_begin(ahead)
     assert not may_begin(ahead)
 
 
-def test_once_all_are_updated_the_next_may_begin_together() -> None:
+def test_read_ahead_with_all_chunks_updated_may_begin_all() -> None:
     ahead = ReadAhead()
     ahead.begin(0.0)
     ahead.arrived()
@@ -45,7 +45,7 @@ def test_once_all_are_updated_the_next_may_begin_together() -> None:
     assert all(may_begin(ahead) for _ in range(3))
 
 
-def test_who_waits_is_told_of_a_turn_and_of_the_end() -> None:
+def test_read_ahead_waiter_continues_at_its_turn_and_at_close() -> None:
     ahead = ReadAhead()
     for _ in range(2):
         ahead.begin(0.0)

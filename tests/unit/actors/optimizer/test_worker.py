@@ -83,7 +83,7 @@ KEYS = LAYOUT.chunk_keys(BlockIndex(0))
 
 
 class Bench:
-    """An optimizer that has begun, its arena and its SSDs; step 2's states are stored."""
+    """A started optimizer, its arena and its SSDs, which store the states of step 2."""
 
     def __init__(
         self,
@@ -95,7 +95,8 @@ class Bench:
         ordering: Ordering | None = None,
         **hyperparameters: Any,
     ) -> None:
-        # Gradients of fp32 in any precision: there are two micro-batches. Clipping keeps slots for all of them.
+        # Gradients are fp32 in any precision, because there are two micro-batches. Clipping reserves slots for all of
+        # them.
         hyper = {"precision": formats.precision, "state_precision": formats.states, "clip_norm": 1.0}
         spec = make_spec(num_cpu_optimizers=1, hyperparameters={**hyper, **hyperparameters})
         spec = replace(spec, placement=placement or Placement(), ordering=ordering or Ordering())
@@ -119,7 +120,7 @@ class Bench:
                     self.ssds.put(2, key, kind, state[start:stop])
 
     def grad_chunks(self) -> tuple[GradChunk, ...]:
-        """The gradient, laid into grad slots."""
+        """Writes the gradient into grad slots."""
         pool = self.context.plan.grads
         chunks = []
         for i, key in enumerate(KEYS):
@@ -132,7 +133,7 @@ class Bench:
         return tuple(chunks)
 
     def update(self, grad_scale: float = 1.0) -> UpdateBlock:
-        """The third step, after one that was skipped."""
+        """The update of step 3, after a step that was skipped."""
         return UpdateBlock(
             job=self.context.spec.job,
             step=Step(3),
@@ -145,7 +146,7 @@ class Bench:
         )
 
     def new_states(self) -> dict[StateKind, torch.Tensor]:
-        """The states of the whole block, as step 3 left them."""
+        """The states of the whole block as of step 3."""
         formats = self.context.formats
         return {
             kind: torch.cat([self.ssds.state(3, key, kind, state_dtype(formats, kind)) for key in KEYS])
@@ -153,7 +154,7 @@ class Bench:
         }
 
     def expected(self, grad_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Master, exp_avg and exp_avg_sq that torch's own optimizer makes of the stored ones."""
+        """The master, exp_avg and exp_avg_sq after torch's own optimizer has updated the stored ones."""
         is_adamw = self.context.spec.hyperparameters.optimizer is Optimizer.ADAMW
         kind = torch.optim.AdamW if is_adamw else torch.optim.Adam
         parts = []
@@ -187,7 +188,7 @@ def _at_rest(
 def _as_fp32(
     formats: Formats, states: dict[StateKind, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Master, exp_avg and exp_avg_sq."""
+    """Returns master, exp_avg and exp_avg_sq in fp32."""
     exp_avg, exp_avg_sq = states[StateKind.EXP_AVG].float(), states[StateKind.EXP_AVG_SQ].float()
     match formats.states:
         case StatePrecision.FP32:
@@ -212,7 +213,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 
 
 def check_update(bench: Bench, grad_scale: float = 1.0) -> None:
-    """Updates the block, and compares with torch."""
+    """Updates the block, and compares the result with torch's."""
     bench.optimizer.post(bench.update(grad_scale))
     (updated,) = bench.ssds.receive(BlockUpdated)
     assert (updated.step, updated.block, updated.actor) == (3, 0, "optimizer-0")
@@ -221,7 +222,7 @@ def check_update(bench: Bench, grad_scale: float = 1.0) -> None:
 
 def check_new_states(bench: Bench, grad_scale: float = 1.0) -> None:
     formats, states = bench.context.formats, bench.new_states()
-    # Of bf16 states, which are rounded at random, at most one unit in the last place.
+    # bf16 states are rounded stochastically: at most one unit in the last place.
     rtol, atol = (2**-7, 1e-6) if formats.states is StatePrecision.BF16 else (1e-6, 1e-7)
     for found, expected in zip(_as_fp32(formats, states), bench.expected(grad_scale), strict=True):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
@@ -235,12 +236,12 @@ def test_an_update_is_adamw(bench: Bench, grad_scale: float) -> None:
 
 
 @pytest.mark.parametrize("formats", ALL_FORMATS)
-def test_an_update_is_adam_where_that_is_wanted(tmp_path: Path, formats: Formats) -> None:
+def test_update_of_adam_job_is_adam(tmp_path: Path, formats: Formats) -> None:
     for bench in _started(Bench(tmp_path, formats, optimizer=Optimizer.ADAM)):
         check_update(bench)
 
 
-def test_it_says_which_kernel_it_runs(bench: Bench) -> None:
+def test_optimizer_reports_its_kernel(bench: Bench) -> None:
     (chosen,) = bench.ssds.of(KernelChosen)
     assert (chosen.actor, chosen.kernel) == ("optimizer-0", Kernel.FUSED)
 
@@ -264,7 +265,7 @@ def test_no_more_chunks_in_flight_than_slots(bench: Bench) -> None:
     reads = bench.ssds.receive(ReadChunks, num_slots)
     kinds = set(bench.context.formats.itemsizes)
     num_read = len(kinds - {StateKind.PARAM} if StateKind.MASTER in kinds else kinds)  # it follows from the master
-    # Each read is answered only now, and a slot comes free only when its write has been.
+    # Each read is answered only now. A slot becomes free only when its write has been answered.
     spans = {part.span.offset for read in reads for item in read.items for part in item.parts}
     assert len(spans) == num_read * num_slots
     for read in tuple(bench.ssds.held):
@@ -289,7 +290,7 @@ def test_reads_are_as_urgent_as_their_step_and_block(bench: Bench) -> None:
 
 
 def update_of(bench: Bench, block: int) -> UpdateBlock:
-    """With the gradient of block 0; both blocks' may lie in the same slots."""
+    """An update with the gradient of block 0; the gradients of both blocks may be in the same slots."""
     chunks = tuple(GradChunk(ChunkKey(BlockIndex(block), each.key.chunk), each.span) for each in bench.grad_chunks())
     return replace(bench.update(), block=BlockIndex(block), chunks=chunks)
 
@@ -297,7 +298,7 @@ def update_of(bench: Bench, block: int) -> UpdateBlock:
 @pytest.mark.parametrize(
     ("queues", "expected"),
     [
-        # Three slots are taken when the more urgent block comes; no further chunk of the other goes before it.
+        # Three slots are in use when the more urgent block arrives; no further chunk of the other block goes first.
         (QueueOrder.PRIORITY, [1, 1, 1, 0, 0, 0, 0, 0, 1, 1]),
         (QueueOrder.FIFO, [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]),
     ],
@@ -340,7 +341,7 @@ def test_a_slot_that_never_comes_free_is_an_error(tmp_path: Path) -> None:
 
 
 def test_stopping_does_not_wait_for_slots(tmp_path: Path) -> None:
-    """The deadline, which is longer than the test may take, is for jobs that go on."""
+    """The timeout is longer than the test may take, so the stop itself must end the waits."""
     bench = Bench(tmp_path, FP32)
     bench.optimizer.spec = replace(bench.optimizer.spec, deadline_s=3600.0)
     bench.optimizer.setup()
@@ -351,7 +352,7 @@ def test_stopping_does_not_wait_for_slots(tmp_path: Path) -> None:
     assert bench.ssds.of(ActorFailed) == []
 
 
-def test_what_it_has_no_use_for(bench: Bench) -> None:
+def test_optimizer_with_foreign_message_raises(bench: Bench) -> None:
     stray = LossComputed(
         job=JobId("ftjob-1"), step=Step(1), phase=Phase.HEAD, loss_sum=1.0, num_targets=1, num_correct=0, group=0
     )
@@ -369,11 +370,11 @@ def test_a_key_belongs_to_one_ssd(bench: Bench) -> None:
     assert [receivers[key] for key in KEYS] == [{f"ssd-{i % 2}"} for i in range(len(KEYS))]
 
 
-# --- params updated in slots that the GPU worker lends ----------------------------------------------------------------
+# --- params updated in slots of the GPU worker ----------------------------------------------------------------------
 
 
 class Lender:
-    """Slots of the GPU worker's for some of the chunks, and what lies in them."""
+    """The GPU worker's slots for some of the chunks, and their content."""
 
     def __init__(self, bench: Bench, is_filled: dict[ChunkKey, bool]) -> None:
         self.bench = bench
@@ -385,7 +386,7 @@ class Lender:
             buffer = bench.arena.buffer(self.spans[key])
             buffer[:] = b"\xff" * len(buffer)
             if is_full:
-                state = bench.ssds.states.pop((Step(2), key, self.kind))  # nowhere else
+                state = bench.ssds.states.pop((Step(2), key, self.kind))  # the SSDs no longer have it
                 buffer[: len(state)] = state
         self.loans = tuple(ParamSlotLease(key, self.spans[key], is_full) for key, is_full in is_filled.items())
 
@@ -411,7 +412,7 @@ def test_params_are_updated_in_lent_slots_and_stay_there(bench: Bench, is_filled
     assert kinds.index(BlockUpdated) > max(i for i, kind in enumerate(kinds) if kind is ParamSlotReleased)
 
 
-def test_what_lies_in_a_lent_slot_is_not_read_again(bench: Bench) -> None:
+def test_params_in_lent_slot_are_not_read_from_ssd(bench: Bench) -> None:
     bench.ssds.lend = Lender(bench, {KEYS[0]: True, KEYS[2]: False})
     bench.optimizer.post(bench.update())
     bench.ssds.receive(BlockUpdated)
@@ -421,7 +422,7 @@ def test_what_lies_in_a_lent_slot_is_not_read_again(bench: Bench) -> None:
 
 
 def test_a_slot_is_returned_only_when_its_params_are_written(bench: Bench) -> None:
-    """Until then the SSD server reads from it."""
+    """Until then the SSD server reads from the slot."""
     bench.ssds.lend = Lender(bench, {KEYS[0]: False})
     bench.ssds.hold = True
     bench.optimizer.post(bench.update())
@@ -433,7 +434,7 @@ def test_a_slot_is_returned_only_when_its_params_are_written(bench: Bench) -> No
     bench.ssds.receive(ParamSlotReleased)
 
 
-def test_nothing_is_borrowed_where_nothing_is_kept(tmp_path: Path) -> None:
+def test_optimizer_without_param_cache_acquires_no_slots(tmp_path: Path) -> None:
     for bench in _started(Bench(tmp_path, FP32, placement=Placement(num_cached_params=0))):
         check_update(bench)
         assert bench.ssds.of(AcquireParamSlots) == []
@@ -450,7 +451,7 @@ def test_a_worker_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     bench.optimizer.stop()
 
 
-# --- gradients that were kept on an SSD -------------------------------------------------------------------------------
+# --- gradients on an SSD -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("formats", ALL_FORMATS)
@@ -466,7 +467,7 @@ def test_a_gradient_on_an_ssd_is_read_beside_the_states(tmp_path: Path, formats:
         assert bench.ssds.of(GradSlotsReleased) == []
 
 
-# --- states that rest in host memory ----------------------------------------------------------------------------------
+# --- states resident in host memory --------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=ALL_FORMATS, ids=lambda formats: f"{formats.precision}-{formats.states}-states")
@@ -509,8 +510,8 @@ def test_a_flush_is_told_when_everything_is_written(resident: Bench) -> None:
 
 
 def test_a_flush_waits_for_no_chunks(tmp_path: Path) -> None:
-    """Each of them waits for its turn."""
-    bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))  # its threads have not begun
+    """Chunks wait for their turn; a flush does not."""
+    bench = Bench(tmp_path, FP32, placement=Placement(host_blocks=(0,)))  # its threads have not started
     bench.optimizer.post(bench.update())
     message = FlushBlock(job=bench.context.spec.job, step=Step(2), block=BlockIndex(0))
     bench.optimizer.post(message)

@@ -1,4 +1,4 @@
-"""States of 6 bytes a parameter: they train the demo's model about as well, and the same way twice."""
+"""States of 6 bytes a parameter train the demo's model about as well, and repeat exactly."""
 
 import dataclasses
 from pathlib import Path
@@ -29,7 +29,7 @@ def assert_same(first: JobSpec, second: JobSpec) -> None:
     assert [name for name in params if not torch.equal(params[name], others[name])] == []
 
 
-# The compiler takes its time.
+# The compiled kernel takes long to build.
 @pytest.mark.parametrize("kernel", [Kernel.FUSED, pytest.param(Kernel.COMPILED, marks=pytest.mark.long)])
 def test_a_seed_gives_the_same_model_twice(tmp_path: Path, kernel: Kernel, request: pytest.FixtureRequest) -> None:
     changes: dict[str, Any] = {"precision": Precision.BF16, "total_steps": 10, "evaluate_every": None}
@@ -85,7 +85,7 @@ def test_three_hundred_steps_of_the_demo_end_within_one_percent(tmp_path: Path) 
     fp32, bf16, again = specs
     assert_same(bf16, again)
     last = [sum(losses_of(spec)[-30:]) / 30 for spec in (fp32, bf16)]
-    assert last[0] < 0.75 * losses_of(fp32)[0]  # it has learned
+    assert last[0] < 0.75 * losses_of(fp32)[0]  # the loss has fallen
     assert last[1] == pytest.approx(last[0], rel=0.01)
     valid = [metrics_of(spec, "valid_loss")[300] for spec in (fp32, bf16)]
     print("\ntraining, validation loss with fp32 and bf16 states:", last, valid)

@@ -1,4 +1,4 @@
-"""Room for one block's gradient on the device, where two do not fit: the same bits, in less memory."""
+"""One gradient buffer on the device instead of two: the same bits, in less memory."""
 
 from itertools import product
 from pathlib import Path
@@ -14,14 +14,14 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import Precision
 
 CASES = list(product((None, 0.5), (False, True), (1, 2), (Precision.BF16, Precision.FP32)))
-# Any two values occur together in these.
+# Any two values of the factors occur together in one of these cases.
 QUICK = [CASES[i] for i in (0b0000, 0b0111, 0b1011, 0b1101, 0b1110)]
 
 
 def run(
     root: Path, monkeypatch: pytest.MonkeyPatch, num_grad_buffers: int, **changes: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, params, and the elements of all buffers for gradients."""
+    """The losses, the params, and the number of elements in all gradient buffers."""
     spec = make_spec(root, placement=Placement(num_grad_buffers=num_grad_buffers), total_steps=3, **changes)
     made: dict[str, dict[BufferClass, int]] = {}
     make = DeviceBuffers.__init__

@@ -1,4 +1,4 @@
-"""A job that computes with kernels of other packages: it begins with those that are right, and keeps to them."""
+"""A job that computes with kernels of other packages: it starts with those that are correct, and keeps using them."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +25,7 @@ CHOSEN = "gpu-0 computes with liger"
 
 @pytest.fixture
 def liger(monkeypatch: pytest.MonkeyPatch) -> FakeLiger:
-    """On this machine's CPU, which jobs take for a device that can have it."""
+    """A fake Liger, which jobs consider available on this machine's CPU."""
     liger = FakeLiger()
     liger.install(monkeypatch)
     monkeypatch.setattr(settled_kernels, "kernels_here", lambda *_: (LIGER,))
@@ -46,7 +46,7 @@ def told(spec: JobSpec) -> list[str]:
     return [message for message in messages if "computes with" in message or "torch's own" in message]
 
 
-def test_a_job_computes_with_what_its_device_can_have(tmp_path: Path, liger: FakeLiger) -> None:
+def test_job_uses_kernels_available_on_its_device(tmp_path: Path, liger: FakeLiger) -> None:
     spec = job(tmp_path / "job")
     assert run(spec)["status"] == "succeeded"
     assert told(spec) == [CHOSEN]
@@ -58,7 +58,7 @@ def test_a_job_computes_with_what_its_device_can_have(tmp_path: Path, liger: Fak
     assert losses_of(spec) == pytest.approx(losses_of(plain), rel=1e-4)
 
 
-def test_kernels_that_are_not_right_are_told_of_and_not_used(tmp_path: Path, liger: FakeLiger) -> None:
+def test_wrong_kernels_are_reported_and_not_used(tmp_path: Path, liger: FakeLiger) -> None:
     liger.change_grad = torch.zeros_like
     spec = job(tmp_path / "job")
     assert run(spec)["status"] == "succeeded"
@@ -87,7 +87,7 @@ def test_flash_attention_is_for_micro_batches_of_several_examples(
 
 
 def cut_off(spec: JobSpec) -> JobSpec:
-    """The job's first attempt, which ends in its last step; what the second one is told."""
+    """Cuts the first attempt off in its last step. Returns the spec of the second attempt."""
 
     def look(to: ActorName, message: Message) -> None:
         if isinstance(message, UpdateBlock) and message.step == NUM_STEPS:
@@ -99,10 +99,10 @@ def cut_off(spec: JobSpec) -> JobSpec:
 
 
 @pytest.mark.parametrize("begins_with_liger", [True, False])
-def test_a_job_that_goes_on_keeps_to_what_it_began_with(
+def test_resumed_job_keeps_its_kernels(
     tmp_path: Path, liger: FakeLiger, monkeypatch: pytest.MonkeyPatch, begins_with_liger: bool
 ) -> None:
-    """Also where a package came or went since."""
+    """Also if a package was installed or removed in between."""
     whole = job(tmp_path / "whole", model_kernels=None if begins_with_liger else ())
     run(whole)
     there: tuple[ModelKernel, ...] = (LIGER,) if begins_with_liger else ()
@@ -114,7 +114,7 @@ def test_a_job_that_goes_on_keeps_to_what_it_began_with(
     assert losses_of(again) == losses_of(whole)
 
 
-def test_a_job_that_cannot_have_what_it_began_with_ends(tmp_path: Path, liger: FakeLiger) -> None:
+def test_resumed_job_without_its_kernels_fails(tmp_path: Path, liger: FakeLiger) -> None:
     again = cut_off(job(tmp_path / "job"))
     liger.model_types = set()
     with pytest.raises(KernelUnavailable, match="Liger has no kernels for models of type qwen2"):

@@ -90,13 +90,13 @@ def assert_params_agree(
         if precision is Precision.FP32:
             torch.testing.assert_close(param, masters[name], rtol=1e-4, atol=2e-5)
         elif not name.endswith("k_proj.bias"):
-            # Attention does not change when a constant is added to all keys: that bias has no gradient but rounding
-            # errors, which AdamW turns into steps as large as the others'.
+            # Attention ignores a constant added to all keys, so the gradient of that bias is only rounding errors.
+            # AdamW turns them into steps as large as the others'.
             torch.testing.assert_close(param, masters[name].bfloat16(), rtol=2**-7, atol=2e-3)
 
 
 def test_evaluation_of_model_with_dropout_equals_plain_pytorch_and_leaves_no_trace(tmp_path: Path) -> None:
-    """Dropout is off in evaluations, and on again in the steps that follow."""
+    """Dropout is off in evaluations, and on again in later steps."""
     options: dict[str, Any] = {"dropout": 0.5, "total_steps": 2, "num_microbatches": 2, "num_ssds": 1}
     spec = make_spec(tmp_path / "evaluated", evaluate_every=1, checkpoint_every=1, **options)
     other = make_spec(tmp_path / "not", evaluate_every=None, num_validation_examples=0, **options)
@@ -113,7 +113,7 @@ def test_evaluation_of_model_with_dropout_equals_plain_pytorch_and_leaves_no_tra
 
 
 def test_micro_batches_differ_in_their_targets(tmp_path: Path) -> None:
-    """Else a loss averaged over each micro-batch would pass for one averaged over the step."""
+    """Otherwise a loss averaged over each micro-batch would pass for one averaged over the step."""
     spec = make_spec(tmp_path)
     dataset = PreparedDataset.open(spec.dataset_dir, "train")
     for step in range(5):

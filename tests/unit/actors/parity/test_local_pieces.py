@@ -1,4 +1,4 @@
-"""Whole jobs with layers whose params come to the device in pieces: the same numbers as with whole ones, to the bit."""
+"""Whole jobs with layers whose params are streamed to the device in pieces: the same bits as with whole layers."""
 
 import contextlib
 from dataclasses import replace
@@ -76,12 +76,12 @@ def train(spec: JobSpec, **options: Any) -> Run:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in JOBS]
 )
-def test_no_bit_changes(tmp_path: Path, name: str) -> None:
+def test_job_with_streamed_layers_gives_bits_of_whole_layers(tmp_path: Path, name: str) -> None:
     whole = train(spec_of(tmp_path / "whole", (), **JOBS[name]))
     train(spec_of(tmp_path / "pieces", LAYERS, **JOBS[name])).assert_equals(whole)
 
 
-def test_plain_pytorch_comes_to_the_same(tmp_path: Path) -> None:
+def test_job_with_streamed_layers_agrees_with_plain_pytorch(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, LAYERS, total_steps=6, evaluate_every=3)
     found, plain = train(spec), train_plainly(spec)
     assert found.losses == pytest.approx(plain.losses, rel=1e-5)
@@ -91,7 +91,7 @@ def test_plain_pytorch_comes_to_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unchecked_activations")
 def test_host_memory_for_one_layer_is_enough(tmp_path: Path) -> None:
-    """However many operations are given at once."""
+    """Regardless of the number of operations in flight."""
     options: dict[str, Any] = {"placement": Placement(num_cached_params=0), "ordering": Ordering(max_prefetched=5)}
     spec, budget = spec_of(tmp_path / "pieces", LAYERS, **options), 1 << 40
     layout = make_partition(spec).layout
@@ -137,8 +137,9 @@ def test_the_device_has_no_buffer_for_a_whole_layer_and_everything_comes_in_piec
     assert planned["params"] == {
         (numel, torch.float32): number for numel, number in ((embedding.numel, 1), (small, 2), (head.numel, 1))
     }
-    assert pieces == [(64 * 128, 2)]  # an MLP's matrix; a layer has three, and as much again for attention
-    # Forward, once more, and backward. What poison leaves for the second use is nothing.
+    assert pieces == [(64 * 128, 2)]  # a matrix of the MLP; a layer has three, and as much again for attention
+    # Streamed for the forward pass, the recomputation and the backward pass. Released buffers are filled with NaN, so
+    # no pass can reuse an earlier transfer.
     assert all(nbytes[block] > 2 * 4 * layer.numel for block in LAYERS)
 
 

@@ -1,4 +1,4 @@
-"""All actors in one process: what must not change a result does not change a bit of it."""
+"""All actors in one process: settings that must not change a result do not change a bit of it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Result:
 
 
 def job(root: Path, *, num_ssds: int = 2, seed: int = 5, dropout: float = 0.0, num_cpu_optimizers: int = 1) -> JobSpec:
-    """Six steps of the hardest kind: tied, clipped, in bf16 masters and params, two micro-batches."""
+    """A job of six steps of the hardest kind: tied, clipped, bf16 masters and params, two micro-batches."""
     return make_spec(
         root,
         tied=True,
@@ -71,12 +71,12 @@ def test_number_of_ssds(tmp_path: Path, baseline: Result, num_ssds: int) -> None
 
 
 def test_device_buffers_kept_as_they_were(tmp_path: Path, baseline: Result) -> None:
-    """The baseline fills them with NaN when they are released."""
+    """The baseline fills released buffers with NaN."""
     assert_same(train(job(tmp_path), poison_released=False), baseline)
 
 
 def test_arena_slots_filled_with_nan(tmp_path: Path, baseline: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Params, gradients and states of the optimizer: nothing reads a slot that was given back."""
+    """Slots for params, gradients and optimizer states: nothing reads a released slot."""
     spec = job(tmp_path)
     filled: list[Span] = []
     release = SlotPool.release

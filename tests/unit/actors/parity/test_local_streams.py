@@ -1,4 +1,4 @@
-"""A whole job on a device whose streams run behind: the same numbers as on one that does everything at once."""
+"""A whole job on a device whose streams run late gives the same numbers as on one that does everything at once."""
 
 import functools
 import threading
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("small_activation_slots")
 
 NUM_STEPS = 4
 STREAMS = ("compute", "h2d", "d2h")
-# What a job can differ in, as far as streams are concerned.
+# The factors of a job that affect its streams.
 JOBS: dict[str, dict[str, Any]] = {
     "active": {"precision": Precision.BF16},
     "kept": {"clip_norm": 0.5, "num_microbatches": 3, "tied": True},
@@ -83,7 +83,7 @@ ORDERS = [*permutations(STREAMS), 1, 2]
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a job. Numbers are compared bit for bit."""
+    """The results of a job. Numbers are compared bit for bit."""
 
     losses: list[float]
     validation_losses: dict[int, float]
@@ -96,7 +96,7 @@ class Result:
 
 
 def run(root: Path, job: str, on_message: Callable[[ActorName, Message], None] | None = None) -> Result | None:
-    """None where the job failed."""
+    """Runs a job; returns None if it failed."""
     spec = make_spec(root, total_steps=NUM_STEPS, evaluate_every=2, **JOBS[job])
     outcome = run_local(
         spec,
@@ -112,7 +112,7 @@ def run(root: Path, job: str, on_message: Callable[[ActorName, Message], None] |
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
-    """What a job comes to on streams that do everything at once."""
+    """The results of a job on streams that do everything at once."""
 
     @functools.cache
     def of(job: str) -> Result:
@@ -124,7 +124,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result
 
 
 class Late:
-    """Has a worker's device run behind, on `streams`."""
+    """Gives a worker a device that runs late, on `streams`."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -134,7 +134,7 @@ class Late:
         self._patch.setattr(device_module, "open_streams", self.open)
         for module in (gpu_worker, computation):
             self._patch.setattr(module, "squared_norm", self.squared_norm)
-        # Computes in the thread that calls it, on a device of its own.
+        # The check computes in its calling thread, on a device of its own.
         self._patch.setattr(gpu_worker, "check_architecture", lambda *_: None)
         return self
 
@@ -146,13 +146,13 @@ class Late:
         return self.streams
 
     def squared_norm(self, grad: torch.Tensor) -> torch.Tensor:
-        """What it does on a CPU is not what it does on a GPU."""
+        """Computed without counting, because the CPU's version uses other operators than the GPU's."""
         with self.streams.uncounted():
             return squared_norm(grad)
 
 
 def cases() -> list[Any]:
-    """Each job that takes little in one order; the rest takes long."""
+    """One case for each fast job in one order; the other cases are slow."""
     return [
         pytest.param(
             job,
@@ -178,15 +178,15 @@ def test_streams_that_run_behind_change_no_number(
     [
         ("active", ("compute", "h2d"), ("compute", "d2h", "h2d")),
         ("active", ("compute", "d2h"), ("compute", "h2d", "d2h")),
-        # Evaluation: the embedding is wanted by the next group while the head still computes with it.
+        # Evaluation: the next group needs the embedding while the head still computes with it.
         ("kept", ("h2d", "compute"), ("h2d", "d2h", "compute")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
-def test_a_wait_that_is_forgotten_shows(
+def test_streams_with_a_missing_wait_change_a_number(
     tmp_path: Path, expected: Callable[[str], Result], job: str, forgotten: tuple[str, str], order: Any
 ) -> None:
-    """On a busy machine only a device that runs far behind."""
+    """On a busy machine an error shows only if the device runs far behind."""
 
     def shows(quiet_s: float) -> bool:
         with Late(order=order, forgets=lambda *pair: pair == forgotten, quiet_s=quiet_s):
@@ -200,7 +200,7 @@ def test_a_wait_that_is_forgotten_shows(
 def test_no_thread_waits_for_the_device_and_nothing_is_allocated_for_params_or_gradients(
     tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second step on, evaluation and flushes included."""
+    """From the second step on, with evaluation and flushes."""
     waits: list[Counter[str]] = []
     made: list[tuple[int, ...]] = []
     late = Late(order=1)
@@ -219,10 +219,13 @@ def test_no_thread_waits_for_the_device_and_nothing_is_allocated_for_params_or_g
 
 
 @pytest.mark.parametrize("job", ["kept", "mixed"])
-def test_the_threads_of_a_gpu_tell_what_is_done(
+def test_gpu_streams_report_results_from_their_own_threads(
     tmp_path: Path, expected: Callable[[str], Result], job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams as on a GPU, over events that come at once: other threads than those that give work send messages."""
+    """Streams as on a GPU, with events that are reached at once.
+
+    Other threads than those that submit work send the messages.
+    """
     FakeCuda().install(monkeypatch)
     monkeypatch.setattr(device_module, "open_streams", CudaStreams)
     senders: dict[type[Message], set[threading.Thread]] = {BlockComputed: set(), GradOffloaded: set()}

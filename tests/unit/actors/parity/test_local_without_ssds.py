@@ -1,4 +1,4 @@
-"""All actors in one process, and no SSDs: all states rest in host memory, and nothing is kept until the end."""
+"""All actors in one process and no SSDs: all states are in host memory, and nothing is stored until the end."""
 
 import dataclasses
 from pathlib import Path
@@ -37,7 +37,7 @@ def run(spec: JobSpec, **options: Any) -> dict[str, Any]:
     ],
     ids=["active", "split-clipped", "fp16-random"],
 )
-def test_the_model_is_what_it_is_with_ssds(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_job_without_ssds_gives_the_model_of_a_job_with_ssds(tmp_path: Path, options: dict[str, Any]) -> None:
     moved: list[Message] = []
 
     def look(to: ActorName, message: Message) -> None:
@@ -81,6 +81,6 @@ def test_a_lost_attempt_cannot_go_on_and_says_so(tmp_path: Path) -> None:
     ],
     ids=["on-ssds", "on-the-device", "activations"],
 )
-def test_what_needs_ssds_is_refused(tmp_path: Path, placement: Placement) -> None:
+def test_placement_that_needs_ssds_is_refused(tmp_path: Path, placement: Placement) -> None:
     with pytest.raises(PlanError, match="the job has no SSDs"):
         run(job(tmp_path / "job", placement=placement))

@@ -1,8 +1,7 @@
-"""Twelve steps in every mode: the same parameters, bit for bit, and those of plain PyTorch but for rounding.
+"""Twelve steps in every mode give the same parameters, bit for bit, and those of plain PyTorch up to rounding.
 
-Modes are what must not matter: the order of updates, how the master rests, where states, params and gradients lie, and
-what becomes of activations.
-Cases are what does: precision, clipping, micro-batches.
+Modes must not change the result: the update order, the format of the master, the tiers of states, params and gradients,
+and the treatment of activations. Cases may change it: precision, clipping, micro-batches.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("small_activation_slots", "unchecked_activa
 NUM_STEPS = 12
 ACTIVATION_ROOM_NBYTES = 8 << 20
 LOSS_TOLERANCE = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
-# The norms of these steps lie between 1.1 and 2.5.
+# The gradient norms of these steps are between 1.1 and 2.5.
 CLIP_NORMS = {"no clip": None, "always binds": 0.05, "sometimes binds": 1.5}
 
 
@@ -60,11 +59,11 @@ class Case:
 
 
 class Place(StrEnum):
-    """Where things rest. The model has five blocks."""
+    """The tiers of states, params and gradients. The model has five blocks."""
 
     SSD = "SSD"
     CACHED = "cached"  # as SSD, and some params stay in host memory from one use to the next
-    SPILLED = "spilled"  # as SSD, and most gradients wait there too
+    SPILLED = "spilled"  # as SSD, and most gradients spill to the SSDs
     HOST = "host memory"
     MIXED = "mixed"  # some blocks' states on the device, some in host memory, some on the SSDs
 
@@ -78,8 +77,8 @@ PLACEMENTS = {
 }
 
 
-TO_SSDS = "swap to SSDs"  # most of it
-# Of the model's three layers.
+TO_SSDS = "swap to SSDs"  # most of them
+# For the three layers of the model.
 ACTIVATIONS = {
     **{choice.value: choice.of_layers(3) for choice in ActivationChoice},
     "each layer another": (
@@ -114,7 +113,7 @@ CASES = [Case(*each) for each in product(Precision, CLIP_NORMS, (1, 3))]
 
 @functools.cache
 def modes_of(case: Case, activations: str | None = None) -> list[Mode]:
-    """Every mode in which a case can run, or those with one choice of activations; the first is the plainest."""
+    """Every mode in which a case can run, or only those with one choice of activations. The plainest comes first."""
     states = [StatePrecision.FP32] + [StatePrecision.SPLIT] * (case.precision is Precision.BF16)
     orders = [UpdateOrder.KEPT] + [UpdateOrder.ACTIVE] * (not case.needs_all_gradients)
     modes = [Mode(*each) for each in product(states, orders, Place, ACTIVATIONS)]
@@ -123,7 +122,7 @@ def modes_of(case: Case, activations: str | None = None) -> list[Mode]:
 
 
 def quick_runs() -> dict[Case, list[Mode]]:
-    """Few modes, the plainest of each case among them, in which everything that `covered` names occurs."""
+    """A few modes, with the plainest of each case, in which everything that `covered` names occurs."""
     missing = {values for case in CASES for mode in modes_of(case) for values in covered(case, mode)}
     chosen: dict[Case, list[Mode]] = {}
     while missing:
@@ -139,7 +138,7 @@ def quick_runs() -> dict[Case, list[Mode]]:
 
 @functools.cache
 def covered(case: Case, mode: Mode) -> set[frozenset[tuple[str, object]]]:
-    """Each factor's value, and each but the activations' together with the precision."""
+    """Each factor's value, and each pair of a value and a precision, except those of the activations."""
     factors = {**dataclasses.asdict(case), **dataclasses.asdict(mode)}
     with_precision = combinations([item for item in factors.items() if item[0] != "activations"], 2)
     return {frozenset([item]) for item in factors.items()} | {
@@ -198,12 +197,12 @@ def test_every_mode_gives_the_parameters_of_plain_pytorch(tmp_path: Path, case: 
 def assert_params_agree(
     params: dict[str, torch.Tensor], masters: dict[str, torch.Tensor], precision: Precision
 ) -> None:
-    """Within one rounding to the model's precision, where a gradient is more than rounding errors."""
+    """Checks that params agree within one rounding to the precision, where a gradient exceeds rounding errors."""
     assert set(params) == set(masters)
     for name, param in params.items():
         if name.endswith("k_proj.bias") and precision is not Precision.FP32:
-            # Attention does not change when a constant is added to all keys: that bias has no gradient but rounding
-            # errors, which Adam turns into steps as large as the others'.
+            # Attention ignores a constant added to all keys, so the gradient of that bias is only rounding errors. Adam
+            # turns them into steps as large as the others'.
             continue
         eps = max(torch.finfo(TORCH_DTYPE[precision]).eps, 1e-4)
         torch.testing.assert_close(
@@ -223,7 +222,7 @@ def assert_params_agree(
 def test_steps_that_plain_pytorch_skips_are_skipped(
     tmp_path: Path, value: float, optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss of some batches is broken; the scale of the others' goes down with each."""
+    """The loss of some batches is infinite; the loss scale of the later ones is halved each time."""
     spec = make_spec(
         tmp_path,
         total_steps=20,
@@ -253,7 +252,7 @@ def test_steps_that_plain_pytorch_skips_are_skipped(
 
 
 def broken_targets(spec: JobSpec, steps: set[int]) -> set[int]:
-    """What the targets of the first micro-batch of each step add up to; no other micro-batch has these sums."""
+    """The sums of the targets of each step's first micro-batch. No other micro-batch has these sums."""
     hyper, dataset = spec.hyperparameters, PreparedDataset.open(spec.dataset_dir, "train")
     sums = {
         (step, i): int(microbatch.targets.clamp(min=0).sum())

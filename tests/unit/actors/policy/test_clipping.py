@@ -1,4 +1,4 @@
-"""The factor of clipping is torch's, also for norms that are not finite."""
+"""The clipping factor equals torch's, also for norms that are not finite."""
 
 import math
 

@@ -34,7 +34,7 @@ def test_the_program_of_a_small_job() -> None:
         operation(16, 2, 2, Phase.EVALUATE_HEAD, 2, group=1),
         operation(17, 2, 2, None, 0),
     ]
-    # The last step evaluates and exports whatever the intervals say.
+    # The last step evaluates and exports regardless of the intervals.
     last = [(o.phase, o.group) for o in program(shape, 3) if o.version == o.step == 3]
     assert last[-2:] == [(Phase.EVALUATE_HEAD, 1), (None, 0)]
 
@@ -74,14 +74,14 @@ def test_commit_steps_are_every_so_many_the_checkpoints_and_the_last(commit_ever
 
 
 @pytest.mark.parametrize(("num_groups", "expected"), [(0, [0, 4, 7]), (2, [0, 3, 4, 6, 7])])
-def test_where_evaluations_decide_their_steps_are_committed(num_groups: int, expected: list[int]) -> None:
+def test_evaluation_steps_that_decide_are_committed(num_groups: int, expected: list[int]) -> None:
     options: dict[str, Any] = {"evaluate_every": 3, "evaluation_decides": True, "num_evaluation_groups": num_groups}
     shape = make_shape(total_steps=7, commit_every=4, **options)
     assert [step for step in range(8) if shape.is_commit_step(step)] == expected
     assert [shape.commit_after(step - 1) for step in expected] == expected
 
 
-def test_who_holds_a_block() -> None:
+def test_holders_of_a_block_are_the_actors_that_update_it() -> None:
     shape = make_shape(chunks_per_block=(3, 2, 1), num_optimizers=3, device_blocks=frozenset({1}))
     assert [shape.holders(block) for block in range(3)] == [shape.optimizers, (GPU,), shape.optimizers[:1]]
 

@@ -1,4 +1,4 @@
-"""When order matters: the policy beside resources that take as long as a test says. No clock, no chance."""
+"""The gain of an order of updates: the policy with resources of given speeds. No clock, no randomness."""
 
 import heapq
 import itertools
@@ -34,15 +34,15 @@ NUM_BLOCKS = 42
 NUM_STEPS = 12
 NUM_DEVICE_GRADS = 2
 GPU, LINK, OPTIMIZER = "gpu", "link", "optimizer"
-# Of a block: forward, and backward with its recomputation; the step's compute takes 4 a block.
+# Seconds for a block: forward; backward with recomputation; offload. The step's compute takes 4 s a block.
 FORWARD_S, BACKWARD_S, OFFLOAD_S = 1.0, 3.0, 0.2
 
 
 class Timed:
-    """Three resources, each doing one thing after the other in the order in which it is told.
+    """Three resources, each of which executes its tasks in the order of the instructions.
 
-    But the optimizer does `num_chunks` parts of a block one by one, the most urgent block's first in order of priority.
-    `room`: blocks whose gradients have a place in host memory, each part until it is updated.
+    The optimizer executes a block as `num_chunks` chunks; with priority order, the most urgent block's chunks go first.
+    `room`: number of blocks whose gradients fit into host memory; each chunk of one stays until it is updated.
     """
 
     def __init__(self, update_s: float, room: int, num_chunks: int = 4, **options: Any) -> None:
@@ -51,7 +51,7 @@ class Timed:
         self.update_s = update_s
         self.room = room
         self.num_chunks = num_chunks
-        self.num_left: dict[int, int] = {}  # of the blocks that are being updated
+        self.num_left: dict[int, int] = {}  # for the blocks in update
         self.now_s = 0.0
         self.events: list[tuple[float, int, list[Message], str]] = []
         self.waiting: dict[str, deque[Message]] = {name: deque() for name in (GPU, LINK, OPTIMIZER)}
@@ -60,7 +60,7 @@ class Timed:
         self.numbers = itertools.count()
 
     def step_s(self) -> float:
-        """Of a step, once they follow each other evenly."""
+        """The period of steps in the steady state."""
         ends = []
         self.take(self.pipeline.start(0.0))
         while self.events:
@@ -99,7 +99,7 @@ class Timed:
         heapq.heappush(self.events, (self.now_s + in_s, next(self.numbers), events, resource))
 
     def pump(self) -> None:
-        """Starts what can be started."""
+        """Starts all tasks that can start."""
         for name, waiting in self.waiting.items():
             if name not in self.busy and waiting and self.may_start(waiting[0]):
                 if name == OPTIMIZER:
@@ -146,7 +146,7 @@ COMPUTE_S = NUM_BLOCKS * (FORWARD_S + BACKWARD_S)
 
 
 def step_s(over_compute: float, *, room: int = NUM_BLOCKS, **options: Any) -> float:
-    """Of a job whose updates take so many times what its compute takes."""
+    """The step time of a job whose updates take `over_compute` times its compute."""
     return Timed(over_compute * COMPUTE_S / NUM_BLOCKS, room, **options).step_s()
 
 
@@ -156,14 +156,14 @@ def gain(over_compute: float, **options: Any) -> float:
 
 @pytest.mark.parametrize(("over_compute", "least"), [(1.0, 1.18), (1.25, 1.16), (1.5, 1.14)])
 def test_priority_is_worth_most_of_a_forward_pass_where_the_optimizer_binds(over_compute: float, least: float) -> None:
-    """In order of arrival the first block, which the next forward pass begins with, is updated last."""
+    """In order of arrival, the first block is updated last, although the next forward pass begins with it."""
     most = (over_compute + 0.25) / over_compute
     assert least < gain(over_compute) < most
 
 
 @pytest.mark.parametrize("over_compute", [0.1, 0.5, 1.0, 1.25, 1.5, 2.0, 4.0])
 def test_steps_take_little_longer_than_the_busiest_resource_and_what_must_come_after_it(over_compute: float) -> None:
-    """Between the first gradient and the next one all blocks are updated, and the head goes forward and backward."""
+    """All blocks are updated between the first gradients of two steps, and the head goes forward and backward."""
     bound_s = max(COMPUTE_S, over_compute * COMPUTE_S + FORWARD_S + BACKWARD_S)
     assert bound_s <= step_s(over_compute) < 1.05 * bound_s
 
@@ -181,18 +181,18 @@ def test_with_clipping_only_the_last_blocks_forward_pass_comes_after_the_updates
     assert bound_s <= step_s(over_compute, keeps_grads=True) < 1.05 * bound_s
 
 
-def test_without_room_for_gradients_nothing_waits_and_no_order_is_better() -> None:
-    """The backward pass waits for the updates, so that each is asked for as soon as its gradient comes."""
+def test_order_without_space_for_gradients_gains_nothing() -> None:
+    """The backward pass waits for the updates, so each update is requested once its gradient arrives."""
     assert gain(1.25, room=2) < 1.03
     assert gain(1.25, room=NUM_BLOCKS // 2) > 1.15
 
 
 @pytest.mark.parametrize("over_compute", [0.5, 0.75, 0.9, 1.0, 1.25, 1.5, 2.0])
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_the_room_that_a_plan_gives_is_enough_and_no_more(
+def test_planned_space_for_gradients_is_enough_and_no_more(
     over_compute: float, recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is recomputed, the forward pass is a third of the compute and not a quarter."""
+    """Without recomputation, the forward pass is a third of the compute instead of a quarter."""
     if not recomputes:
         monkeypatch.setattr(f"{__name__}.BACKWARD_S", 2 * FORWARD_S)
         monkeypatch.setattr(f"{__name__}.COMPUTE_S", NUM_BLOCKS * 3 * FORWARD_S)

@@ -1,4 +1,4 @@
-"""The queues' order, its ties, and settings that would do nothing for ever."""
+"""The queues' order and its ties, and settings that would stop the job forever."""
 
 import itertools
 from typing import Any
@@ -27,7 +27,7 @@ def test_queues_are_in_order_of_urgency_or_of_arrival(arrivals: tuple[tuple[int,
     assert drained(QueueOrder.FIFO, arrivals) == list(arrivals)
 
 
-def test_what_comes_later_is_compared_with_what_still_waits() -> None:
+def test_block_pushed_later_is_ordered_among_waiting_blocks() -> None:
     priority, fifo = BlockQueue(QueueOrder.PRIORITY), BlockQueue(QueueOrder.FIFO)
     for queue in (priority, fifo):
         queue.push(1, 4)

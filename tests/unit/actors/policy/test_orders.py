@@ -1,4 +1,4 @@
-"""Whatever the order in which actors finish, the policy keeps the promises that exactness and restarts rest on."""
+"""For any order in which actors finish, the policy keeps the rules on which exactness and restarts depend."""
 
 import random
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "clipped-alone": {"clip_norm": 1.0, "keeps_grads": True, "overlaps_steps": False},
     "active-steps-alone": {"clip_norm": None, "keeps_grads": False, "overlaps_steps": False},
 }
-# Where states rest and how often they are committed. Blocks 0 and 1 are there in every job.
+# The tiers of states and the commit interval. Blocks 0 and 1 exist in every job.
 TIERS: list[dict[str, Any]] = [
     {},
     {"spilled_blocks": frozenset({1, 2, 3, 4, 5})},
@@ -40,7 +40,7 @@ TIERS: list[dict[str, Any]] = [
 
 
 def tiered_shape(order: dict[str, Any], tiers: dict[str, Any], **options: Any) -> SchedulerConfig:
-    """A small job; of the tiers, what it has blocks for. Only gradients that are kept are spilled."""
+    """A small job, with those of the tiers' blocks that it has. Only kept gradients can spill."""
     if "spilled_blocks" in tiers and not order["keeps_grads"]:
         tiers = {}
     there = frozenset(range(len(options["chunks_per_block"])))
@@ -70,8 +70,8 @@ shapes = st.builds(
     max_updating_on_device=st.integers(1, 3),
     max_flushing=st.integers(1, 3),
 )
-# Some actors are slow: their events come only now and then while there are others.
-# (step, block) of gradients that are not finite; mostly few, at times all of several steps.
+# Events of slow actors come only now and then while there are others. Bad gradients are (step, block); mostly few,
+# sometimes all of several steps.
 bad_gradients = st.one_of(
     st.just(frozenset[tuple[int, int]]()),
     st.frozensets(st.tuples(st.integers(1, 7), st.integers(0, 3)), max_size=4),
@@ -91,7 +91,10 @@ def run(
     stop_at: int | None = None,
     want_at: frozenset[int] = frozenset(),
 ) -> None:
-    """Delivers events in a random order until nothing is left. `want_at`: when it is time for a checkpoint."""
+    """Delivers events in a random order until none is left.
+
+    `want_at`: the number of events after which a checkpoint is due.
+    """
     world.start()
     num = 0
     while choices := world.choices():
@@ -129,7 +132,7 @@ def test_a_stop_at_any_moment_ends_after_the_step_that_had_begun(
 def test_a_resumed_job_goes_on_at_the_next_step(
     shape: SchedulerConfig, seed: int, slow: set[str], data: st.DataObject, bad: frozenset[tuple[int, int]]
 ) -> None:
-    """Also where the steps before were skipped: the trainer's counts go on, too."""
+    """Also if the previous steps were skipped: the trainer's counts continue, too."""
     initial_step = data.draw(st.integers(0, shape.total_steps - 1))
     world = World(shape, initial_step, bad=bad, scales_loss=True)
     run(world, random.Random(seed), slow)
@@ -184,7 +187,7 @@ def test_an_event_that_comes_twice_is_refused(
 
 
 class _CopyableProgram(Iterator[Operation]):
-    """The job's program as a place in a list: a generator cannot be copied."""
+    """The job's program as a position in a list, because a generator cannot be copied."""
 
     def __init__(self, operations: tuple[Operation, ...]) -> None:
         self.operations, self.place = operations, 0
@@ -207,7 +210,7 @@ HOST, DEVICE, MIXED = ({0, 1, 2}, ()), ((), {0, 1, 2}), ({0}, {2})
 
 
 def resident(where: tuple[Any, Any], commit_every: int, **options: Any) -> dict[str, Any]:
-    """Three blocks, of which some rest in memory."""
+    """Three blocks, some of which are resident in memory."""
     host, device = map(frozenset, where)
     num_steps = {"total_steps": commit_every + 1, "chunks_per_block": (1,) * 3}
     return {**num_steps, "host_blocks": host, "device_blocks": device, "commit_every": commit_every, **options}
@@ -292,9 +295,9 @@ LONG = {
 
 
 def explore(root: World, *, wants: bool = False) -> tuple[int, int]:
-    """Every state that a world can get into, and a stop in each. How many ends and states there are.
+    """Visits every state that a world can reach, with a stop in each. Returns the number of ends and of states.
 
-    `wants`: it may be time for a checkpoint at any moment, once.
+    `wants`: a checkpoint may be due at any moment, once.
     """
     seen: set[tuple[frozenset[str], frozenset[str], Any]] = set()
     frontier: list[tuple[World, frozenset[str]]] = [(root, frozenset())]
@@ -302,7 +305,7 @@ def explore(root: World, *, wants: bool = False) -> tuple[int, int]:
     while frontier:
         world, history = frontier.pop()
         choices = world.choices()
-        # What has happened and what is outstanding decide everything that follows, and with FIFO who came first.
+        # Past events and pending instructions determine all that follows; with FIFO order, also the order of arrival.
         state = (history, frozenset(choice.answers for choice in choices), world.arrivals())
         if state in seen:
             continue
@@ -327,7 +330,8 @@ def explore(root: World, *, wants: bool = False) -> tuple[int, int]:
 @pytest.fixture
 def copyable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_module, "program", lambda s, first: _CopyableProgram(tuple(program(s, first))))
-    for frozen in (Message, GradChunk):  # shared by all copies of a world, which is most of the work of copying it
+    # shared by all copies of a world, because copying them would dominate the run time
+    for frozen in (Message, GradChunk):
         monkeypatch.setattr(frozen, "__deepcopy__", lambda it, _memo: it, raising=False)
 
 
@@ -338,7 +342,7 @@ def copyable(monkeypatch: pytest.MonkeyPatch) -> None:
     [pytest.param(*case, marks=[pytest.mark.long] if name in LONG else [], id=name) for name, case in TINY.items()],
 )
 def test_all_orders_of_a_tiny_job(options: dict[str, Any], bad: Bad, num: int) -> None:
-    """Every state that a few blocks and steps can get into, and a stop in each of them."""
+    """Every state that a few blocks and steps can reach, with a stop in each of them."""
     num_blocks = len(options.get("chunks_per_block", (1,) * 4))
     several = {"num_optimizers": num, "num_ssds": num, "max_prefetched": num + 1}
     shape = make_shape(tied=True, **(several | options | {"chunks_per_block": (num,) * num_blocks}))
@@ -354,7 +358,7 @@ DECIDES: dict[str, Any] = {
     "evaluation_decides": True,
     "num_evaluation_groups": 1,
     "evaluate_every": 1,
-    "max_prefetched": 4,  # more than an evaluation has operations
+    "max_prefetched": 4,  # more than the operations of an evaluation
     "total_steps": 2,
 }
 

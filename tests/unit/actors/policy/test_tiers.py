@@ -1,4 +1,4 @@
-"""States that rest in memory, commits every so many steps, gradients that are spilled: what each is good for."""
+"""Resident states, commits every few steps, and spilled gradients: the effect of each."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_resident_blocks_are_flushed_as_soon_as_each_is_updated() -> None:
 
 
 def test_a_commit_that_waits_for_its_flush_is_not_overtaken_by_a_skipped_steps() -> None:
-    """And it keeps what the trainer was, though the trainer has gone on."""
+    """It also keeps the trainer's state of its step, although the trainer has advanced."""
     bad = frozenset({(4, 0)})
     world = begun(keeps_grads=True, commit_every=3, checkpoint_every=4, total_steps=5, host_blocks=ALL, bad=bad)
     deliver_all_but(world, "flush 3 0")
@@ -130,7 +130,7 @@ def test_a_stop_after_a_skipped_step_renames_nothing_that_is_read() -> None:
     world.check_end()
 
 
-# --- where gradients and states are ---------------------------------------------------------------------------------
+# --- places of gradients and states -------------------------------------------------------------------------------
 
 
 def test_gradients_of_device_blocks_stay_where_they_are() -> None:
@@ -181,7 +181,7 @@ def test_a_stop_before_anything_is_computed_restores_nothing() -> None:
     world.check_end()
 
 
-# --- deadlines ------------------------------------------------------------------------------------------------------
+# --- timeouts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ def torchs_state(scaler: torch.amp.GradScaler) -> tuple[float, int]:
 
 @pytest.mark.parametrize(("mean_run", "num_steps"), [(3, 300), (900, 9000), (4000, 9000)])
 def test_the_loss_scale_is_torchs(mean_run: int, num_steps: int) -> None:
-    """Over random runs of good steps between bad ones, some so long that the scale grows."""
+    """Over random runs of good steps between bad ones, some long enough that the scale grows."""
     chance = random.Random(mean_run)
     scaler, trainer = torch.amp.GradScaler("cpu"), TrainerState(scales_loss=True)
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -22,7 +22,7 @@ def test_the_loss_scale_is_torchs(mean_run: int, num_steps: int) -> None:
     scales = set()
     for _ in range(num_steps):
         is_bad = chance.random() < 1 / mean_run
-        scaler.scale(parameter)  # the scale comes to be when it is first used
+        scaler.scale(parameter)  # the scale is created at its first use
         assert scaler.get_scale() == trainer.next_loss_scale
         parameter.grad = torch.tensor([chance.choice([float("inf"), float("nan")]) if is_bad else 1.0])
         scaler.step(optimizer)
@@ -46,7 +46,7 @@ def test_halves_at_every_bad_step_and_doubles_after_2000_good_ones() -> None:
     assert trainer.next_loss_scale == 32768.0
     for _ in range(1999):
         trainer.end_step(StepResult.UPDATED)
-    trainer.end_step(StepResult.SKIPPED)  # one short of another
+    trainer.end_step(StepResult.SKIPPED)  # one step too few for another doubling
     assert trainer.next_loss_scale == 16384.0
 
 
@@ -66,7 +66,7 @@ def test_without_scaling_the_loss_stays_as_it_is() -> None:
         assert trainer.next_loss_scale == 1.0
 
 
-def test_a_restart_takes_up_everything() -> None:
+def test_trainer_state_restored_equals_saved() -> None:
     chance = random.Random(5)
     trainer = TrainerState(scales_loss=True)
     for _ in range(5000):

@@ -1,4 +1,4 @@
-"""What each actor of a job imports while it waits for its set-up."""
+"""The modules that each actor of a job imports while it waits for its set-up."""
 
 import importlib.util
 
@@ -23,7 +23,7 @@ MODELS = "transformers.modeling_utils"
         (optimizer_name(1), 1, ["windlass.actors.optimizer.worker"]),
     ],
 )
-def test_each_imports_what_it_needs_and_who_loads_the_weights_also_models(
+def test_actors_import_their_modules_and_weight_loader_also_models(
     name: ActorName, attempt: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imported: list[str] = []

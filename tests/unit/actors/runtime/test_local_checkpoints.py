@@ -1,4 +1,4 @@
-"""All actors in one process: checkpoints that evaluations ask for, and jobs that end before their last step."""
+"""All actors in one process: checkpoints requested by evaluations, and jobs that end before their last step."""
 
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"early_stopping": EarlyStopping(patience=2), "final_m
 
 
 def job(root: Path, **changes: Any) -> JobSpec:
-    """Whose losses soon rise: the learning rate is far too high."""
+    """A job whose losses soon rise, because the learning rate is far too high."""
     options: dict[str, Any] = {
         "precision": Precision.BF16,
         "num_microbatches": 2,
@@ -75,7 +75,10 @@ def each_step(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
 
 
 def expected_best(spec: JobSpec) -> tuple[int, int]:
-    """The step with the lowest validation loss before the job ends, and the one after which two did not improve it."""
+    """The step with the lowest validation loss before the job ends, and the step at which it ends.
+
+    The job ends after two evaluations that did not improve the loss.
+    """
     best = (0, float("inf"))
     for step, loss in sorted(metrics_of(spec, "valid_loss").items()):
         if loss < best[1]:
@@ -86,7 +89,7 @@ def expected_best(spec: JobSpec) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("placement", [Placement(), HOST, MIXED], ids=["ssd", "host", "mixed"])
-def test_the_best_and_the_last_are_the_models_of_their_steps(
+def test_best_and_last_checkpoints_equal_models_of_their_steps(
     tmp_path: Path, each_step: JobSpec, placement: Placement
 ) -> None:
     best, last = expected_best(each_step)
@@ -141,7 +144,7 @@ def test_without_ssds_the_best_is_kept_too(tmp_path: Path, each_step: JobSpec) -
     assert_same(exported_params(spec), params_of(Path(f"{each_step.output_dir}-step-{best}")))
 
 
-def test_steps_that_decide_are_committed(tmp_path: Path) -> None:
+def test_steps_whose_evaluation_decides_are_committed(tmp_path: Path) -> None:
     spec = job(tmp_path, placement=HOST, keep_best=True, evaluate_every=3, total_steps=7)
     committed: list[int] = []
 

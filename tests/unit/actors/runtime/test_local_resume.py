@@ -1,4 +1,4 @@
-"""All actors in one process: an attempt that is cut off, and the next one, which goes on as if nothing had happened."""
+"""All actors in one process: an attempt is cut off, and the next one gives the results of an undisturbed job."""
 
 import dataclasses
 from collections import Counter
@@ -116,7 +116,7 @@ def swapping(choice: ActivationChoice) -> Placement:
 @pytest.mark.parametrize(
     "attempts",
     [
-        # With commits at the steps 2, 4 and 6 (for checkpoints), and 3 where every third is committed.
+        # Commits at the steps 2, 4 and 6 (for checkpoints), and at 3 if every third step is committed.
         [(SPILLED, (OffloadGrad, 3)), (SPILLED, (UpdateBlock, 5)), (SPILLED, None)],
         [(HOST, (UpdateBlock, 4)), (HOST, (FlushBlock, 4)), (HOST, (CommitStore, 6)), (HOST, None)],
         [(MIXED, (RestoreStates, 0)), (MIXED, (FlushBlock, 3)), (MIXED, (UpdateBlock, 5)), (MIXED, None)],
@@ -130,7 +130,7 @@ def swapping(choice: ActivationChoice) -> Placement:
     ],
     ids=["spilled", "host", "mixed", "each attempt another", "each attempt with other activations"],
 )
-def test_an_attempt_goes_on_wherever_things_rest(
+def test_attempt_resumes_with_states_in_any_tier(
     tmp_path: Path, uninterrupted: Result, attempts: list[tuple[Placement, tuple[type[Message], int] | None]]
 ) -> None:
     spec = job(tmp_path)
@@ -138,7 +138,7 @@ def test_an_attempt_goes_on_wherever_things_rest(
         outcome = run_attempt(dataclasses.replace(spec, placement=placement), number, cut)
         assert (outcome is None) == (cut is not None)
     losses, params, trained_tokens = uninterrupted
-    # Steps that were not committed are trained, and told, again.
+    # Steps that were not committed are trained and reported again.
     told = [(record.data["step"], record.data["train_loss"]) for record in journal_of(spec) if is_of_a_step(record)]
     assert set(told) == set(enumerate(losses, start=1))
     for name, param in params.items():
@@ -171,7 +171,7 @@ def test_a_paused_attempt_is_followed_by_one_with_another_plan_and_no_step_is_tr
         stop = StopRequest()
 
         def look(to: ActorName, message: Message, stop: StopRequest = stop, last_step: int = 2 * number) -> None:
-            # Of the last attempt that is the last step: too late.
+            # In the last attempt that is the last step: too late for a pause.
             if isinstance(message, ComputeBlock) and message.step == last_step:
                 stop.pause()
 
@@ -188,7 +188,7 @@ def test_a_paused_attempt_is_followed_by_one_with_another_plan_and_no_step_is_tr
 
 
 def test_a_resumed_job_keeps_the_weights_it_began_with(tmp_path: Path) -> None:
-    """They tell where its chunks lie; the SSDs are measured anew meanwhile, and found alike."""
+    """The kept weights determine where chunks are stored. The SSDs are measured again in between, and found equal."""
     spec = job(tmp_path)
     facts = tuple(SsdFacts(io=DEFAULT_IO, weight=weight) for weight in (1, 3))
     direct = has_direct_io(tmp_path)

@@ -17,7 +17,7 @@ def message(number: int) -> LoadModel:
 
 
 class Gate:
-    """A receiver that takes nothing until it is opened, and keeps what it got."""
+    """A receiver that blocks until it is opened, and keeps all messages."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[ActorName, list[int]]] = []
@@ -29,13 +29,13 @@ class Gate:
         assert self.opened.wait(WAIT_S)
 
 
-def test_what_comes_during_a_delivery_goes_out_together_with_the_next_and_nobody_waits() -> None:
+def test_messages_sent_during_a_delivery_go_out_in_one_batch() -> None:
     gate = Gate()
     outbox = Outbox(gate.deliver)
     outbox.send(A, message(1))
     assert gate.entered.wait(WAIT_S)
     for number, to in ((2, A), (3, B), (4, A)):
-        outbox.send(to, message(number))  # returns, though the receiver takes nothing
+        outbox.send(to, message(number))  # returns although the receiver blocks
     gate.opened.set()
     outbox.close()
     assert gate.calls == [(A, [1]), (A, [2, 4]), (B, [3])]
@@ -62,7 +62,7 @@ def test_many_threads_lose_nothing_and_keep_each_ones_order() -> None:
             assert mine == sorted(mine)
 
 
-def test_a_receiver_that_is_gone_keeps_nobody_elses_messages_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_receiver_does_not_delay_messages_to_others(caplog: pytest.LogCaptureFixture) -> None:
     arrived: list[ActorName] = []
 
     def deliver(to: ActorName, messages: Sequence[Message]) -> None:

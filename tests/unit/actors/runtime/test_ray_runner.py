@@ -1,4 +1,4 @@
-"""The shells that Ray runs, without Ray."""
+"""The actor shells that Ray runs, tested without Ray."""
 
 import os
 import queue
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """These tests start no cluster, and what a shell sets for its process is undone."""
+    """Fails if a test starts a cluster, and undoes a shell's settings of its process."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a unit test called ray.init")
@@ -38,7 +38,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Peer:
-    """The scheduler of a shell: what is sent to its mailbox is kept, and it can send to the shell's."""
+    """A stand-in for a shell's scheduler: it keeps the messages it receives, and can send messages to the shell."""
 
     def __init__(self) -> None:
         self.received: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -66,7 +66,7 @@ def scheduler() -> Iterator[Peer]:
 
 @pytest.fixture
 def shell(tmp_path: Path, scheduler: Peer) -> ActorShell:
-    """Of the first SSD server of a small job whose directories do not exist yet."""
+    """A shell of the first SSD server of a small job whose directories do not exist yet."""
     spec = make_spec(ssd_dirs=(str(tmp_path / "ssd"),))
     context = make_context(spec, make_layout(2048, 5000), str(tmp_path / "arena"))
     Arena.create(context.arena_path, context.plan.arena_nbytes).close()
@@ -124,7 +124,7 @@ def test_a_failed_setup_reaches_the_caller(shell: ActorShell) -> None:
 
 
 def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, scheduler: Peer, tmp_path: Path) -> None:
-    """Nobody waits for the call that brought the message."""
+    """No caller waits for the call that brought the message."""
     (tmp_path / "ssd").mkdir()
     shell.setup()
     shell.actor.stop(delete_store=True)
@@ -143,7 +143,7 @@ def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, schedule
         (ray.exceptions.ActorDiedError(), "the process of optimizer-0 died while it started"),
     ],
 )
-def test_who_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+def test_actor_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
     def get(reference: str, timeout: float) -> Any:
         assert timeout > 0
         if reference == "second":

@@ -38,7 +38,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
         (ValueError("the model has no weights"), "failed"),
         (RuntimeError("a bug"), "failed"),
         (OSError(errno.ENOSPC, "No space left on device"), INTERRUPTED),
-        (InsufficientSpaceError("the arena", "/dev/shm", 2, 1, "stop other jobs"), INTERRUPTED),  # of a second attempt
+        (InsufficientSpaceError("the arena", "/dev/shm", 2, 1, "stop other jobs"), INTERRUPTED),  # in a second attempt
     ],
 )
 def test_a_process_that_dies_or_hangs_while_the_attempt_starts_is_no_failure_of_the_job(
@@ -53,7 +53,7 @@ def test_a_process_that_dies_or_hangs_while_the_attempt_starts_is_no_failure_of_
     assert (outcome.kind, outcome.data["status"]) == ("outcome", status)
 
 
-def test_a_job_that_asks_for_more_than_there_is_knows_at_once(
+def test_job_that_needs_more_resources_than_exist_fails_at_once(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attempt() -> None:
@@ -67,7 +67,7 @@ def test_a_job_that_asks_for_more_than_there_is_knows_at_once(
 
 
 @pytest.mark.parametrize("comes_in_time", [True, False])
-def test_the_end_is_told_when_there_is_room_for_it(
+def test_outcome_is_written_once_there_is_disk_space(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_in_time: bool
 ) -> None:
     tries: list[float] = []
@@ -95,7 +95,7 @@ def test_the_end_is_told_when_there_is_room_for_it(
 def test_a_runner_that_waits_for_room_gives_no_sign_of_life(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the service can tell it from one that trains: nothing could be written on the full disk."""
+    """A service can then tell it from a runner that trains, although nothing could be written on the full disk."""
     signs: list[bool] = []
 
     def append_outcome(self: Journal, *arguments: object, **data: object) -> None:
@@ -119,10 +119,8 @@ def test_a_runner_that_waits_for_room_gives_no_sign_of_life(
     assert pulses == [1]
 
 
-def test_what_is_told_before_there_is_a_scheduler_reaches_it_in_order(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Actors tell of themselves while they are set up, and none of them waits for the others."""
+def test_messages_before_scheduler_exists_reach_it_in_order(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors send messages while they are set up, and none of them waits for the others."""
     received: list[Message] = []
 
     class Receiver:
@@ -165,7 +163,7 @@ def test_the_attempt_has_begun_when_start_returns(
     assert close_attempt(tmp_path, Attempt(2))
 
 
-def test_the_runner_tells_that_it_lives_for_as_long_as_it_does(
+def test_runner_gives_signs_of_life_until_it_ends(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deploy, "_PULSE_S", 0.01)
@@ -196,7 +194,7 @@ def test_a_launch_of_a_runner_that_dies_before_it_begins_fails(tmp_path: Path, m
 
 
 def launch_one_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have Ray answer for a runner whose process is gone."""
+    """Makes Ray answer for a runner whose process is gone."""
 
     def get(_reference: object, timeout: float) -> None:
         raise ray.exceptions.ActorDiedError

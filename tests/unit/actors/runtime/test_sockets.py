@@ -76,7 +76,7 @@ def test_several_senders_are_received_one_batch_at_a_time(receiver: Receiver, ma
     threads = [threading.Thread(target=send, args=(1000 * i,)) for i in range(3)]
     for thread in threads:
         thread.start()
-    got = receiver.wait_for(600)  # `post` asserts that it is alone
+    got = receiver.wait_for(600)  # `post` asserts that it runs in one thread at a time
     for thread in threads:
         thread.join(WAIT_S)
     for i in range(3):
@@ -93,8 +93,8 @@ def test_a_sender_learns_that_the_mailbox_is_gone(receiver: Receiver) -> None:
 
 def test_the_address_is_free_once_its_process_was_killed() -> None:
     code = (
-        "import sys, time; from windlass.actors.runtime.sockets import Mailbox; "
-        "print(Mailbox(print).address[1:], flush=True); time.sleep(60)"
+        "import sys, time; from windlass.actors.runtime.sockets import MessageServer; "
+        "print(MessageServer(print).address[1:], flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -112,11 +112,11 @@ def test_another_users_messages_are_not_even_unpickled(
     receiver: Receiver, mailbox: MessageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me = os.getuid()
-    monkeypatch.setattr(mail.os, "getuid", lambda: me + 1)  # who connects is then another user
+    monkeypatch.setattr(mail.os, "getuid", lambda: me + 1)  # the connecting process then belongs to another user
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as intruder:
         intruder.settimeout(WAIT_S)
         intruder.connect(mailbox.address)
-        assert intruder.recv(1) == b""  # the mailbox has hung up
+        assert intruder.recv(1) == b""  # the server has closed the connection
     monkeypatch.undo()
     MessageClient({TO: mailbox.address}).deliver(TO, [message(2)])
     assert receiver.wait_for(1) == [2]
@@ -126,6 +126,6 @@ def test_a_sender_that_dies_within_a_message_harms_nobody(receiver: Receiver, ma
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dying:
         dying.connect(mailbox.address)
         raw = pickle.dumps([message(1)])
-        dying.sendall(len(raw).to_bytes(4, "big") + raw[: len(raw) // 2])  # as Connection frames it
+        dying.sendall(len(raw).to_bytes(4, "big") + raw[: len(raw) // 2])  # with the framing of Connection
     MessageClient({TO: mailbox.address}).deliver(TO, [message(2)])
     assert receiver.wait_for(1) == [2]

@@ -1,4 +1,4 @@
-"""Which checkpoints are made, which stay, and when a job ends early; and that a restart decides the same."""
+"""The checkpoints that are made and kept, and early ends of jobs; a restart makes the same decisions."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ EVALUATED: dict[str, Any] = {"num_validation_examples": 9, "evaluate_every": 1}
 
 
 class Clock:
-    """That goes on by hand."""
+    """A clock that the test moves."""
 
     now = 0.0
 
@@ -90,7 +90,7 @@ def test_the_previous_best_goes_unless_an_interval_made_it_too() -> None:
     assert checkpoints.kept == [(4, ["interval"]), (6, ["best"]), (8, ["interval"])]
 
 
-def test_of_the_interval_ones_only_the_last_stay_but_never_the_best_goes() -> None:
+def test_old_interval_checkpoints_are_deleted_except_the_best() -> None:
     checkpoints = make(keep_best=True, checkpoint_every=2, keep_checkpoints=2)
     checkpoints.evaluated(2, 1.0)
     assert exported(checkpoints, 2, 4, 6, 8, 100) == [4]
@@ -99,14 +99,14 @@ def test_of_the_interval_ones_only_the_last_stay_but_never_the_best_goes() -> No
     assert exported(checkpoints, 9) == [2]
 
 
-def test_minutes_count_from_the_last_one_that_stays() -> None:
+def test_checkpoint_interval_counts_from_last_kept_checkpoint() -> None:
     checkpoints = make(checkpoint_minutes=2.0, checkpoint_every=10, keep_best=True)
-    assert not checkpoints.is_time(1e6)  # loading is no training
+    assert not checkpoints.is_time(1e6)  # loading is not training
     checkpoints.begin(1000.0)
     assert not checkpoints.is_time(1119.0)
     assert checkpoints.is_time(1120.0)
     checkpoints.time_has_come(5)
-    assert not checkpoints.is_time(2000.0)  # it is on its way
+    assert not checkpoints.is_time(2000.0)  # it is in progress
     checkpoints.exported(5, 2000.0, is_last=False)
     assert checkpoints.reasons(5) == ["minutes"]
     checkpoints.evaluated(6, 1.0)
@@ -116,7 +116,7 @@ def test_minutes_count_from_the_last_one_that_stays() -> None:
     assert not checkpoints.is_time(2238.0)
 
 
-def test_time_goes_on_where_an_attempt_left_it() -> None:
+def test_checkpoint_time_continues_in_next_attempt() -> None:
     checkpoints = make(checkpoint_minutes=1.0)
     checkpoints.begin(100.0)
     again = Checkpoints(make_spec(checkpoint_minutes=1.0), checkpoints.to_json(140.0))
@@ -131,10 +131,10 @@ def test_time_goes_on_where_an_attempt_left_it() -> None:
     limit=st.one_of(st.none(), st.integers(1, 3)),
     patience=st.integers(1, 4),
 )
-def test_what_a_commit_keeps_makes_the_same_decisions_again(
+def test_restored_policy_repeats_its_decisions(
     losses: list[float | None], cuts: set[int], limit: int | None, patience: int
 ) -> None:
-    """An attempt is lost after the evaluation and the export of each of `cuts`; the next one does both again."""
+    """An attempt is lost after the evaluation and the export of each of `cuts`; the next one repeats both."""
     spec = make_spec(
         **EVALUATED,
         total_steps=100,
@@ -162,7 +162,7 @@ def test_what_a_commit_keeps_makes_the_same_decisions_again(
 
 
 class Evaluated(Stage):
-    """Whose validation losses are given by step."""
+    """A stage whose validation losses are given by step."""
 
     def __init__(self, directory: Path, valid: dict[int, float], **changes: Any) -> None:
         super().__init__(directory, **(EVALUATED | changes))
@@ -213,7 +213,7 @@ def test_the_jobs_model_can_be_the_best(tmp_path: Path) -> None:
     assert stage.told == [(1, ["best"]), (2, ["best"])]
 
 
-def test_where_the_best_is_gone_the_model_is_the_last_with_a_warning(tmp_path: Path) -> None:
+def test_job_without_its_best_checkpoint_exports_last_with_warning(tmp_path: Path) -> None:
     stage = Evaluated(tmp_path, {1: 1.0}, final_model=FinalModel.BEST)
 
     def remove(message: Message) -> None:
@@ -282,7 +282,7 @@ def test_an_attempt_that_is_lost_is_followed_by_one_that_decides_the_same(
 def test_a_checkpoint_every_so_many_minutes_is_of_the_next_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step takes 25 s, loading 1000 s; every third one is committed."""
+    """A step takes 25 s and loading 1000 s; every third step is committed."""
     clock = Clock()
     monkeypatch.setattr(scheduler, "time", clock)
     placement = Placement(host_blocks=(0,), device_blocks=(2,), commit_every=3)
@@ -297,7 +297,8 @@ def test_a_checkpoint_every_so_many_minutes_is_of_the_next_commit(
     stage.before = look
     stage.run()
     records = [record.data for record in journal_of(stage.spec) if record.kind == "checkpoint"]
-    # Due after 3 steps, when the third has its losses; exported at the next commit, and again 3 steps after that.
+    # A checkpoint is due after 3 steps, when the third has its losses. It is exported at the next commit, and the next
+    # one is due 3 steps later.
     assert [(data["step_number"], data["reasons"]) for data in records][-1] == (12, ["last"])
     assert all(data["reasons"] == ["minutes"] and data["step_number"] % 3 == 0 for data in records[:-1])
     assert len(records) > 1

@@ -55,7 +55,7 @@ def test_progress_told_an_evaluation_group_twice_refuses_it(stage: Stage) -> Non
 
 
 def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_group(stage: Stage) -> None:
-    """A group's number is of the step so far, so that of the last one is the step's."""
+    """A group's number covers the step so far, so that of the last group is the step's."""
     progress = stage.scheduler._progress
     for step, order in enumerate(itertools.permutations(range(3)), start=1):
         for group in order:
@@ -64,7 +64,7 @@ def test_progress_with_groups_in_any_order_tells_the_training_loss_of_the_last_g
         assert kept["metrics"]["train_loss"] == LOSSES[2] / NUM_TARGETS[2]
 
 
-def test_who_updates_is_told_without_a_gpu_that_may_not_be_there(stage: Stage) -> None:
+def test_kernel_message_of_gpu_worker_says_device(stage: Stage) -> None:
     for actor in ("gpu-0", "optimizer-0"):
         stage.scheduler._progress.note(
             KernelChosen(job=stage.spec.job, step=Step(0), actor=ActorName(actor), kernel="compiled")
@@ -73,7 +73,7 @@ def test_who_updates_is_told_without_a_gpu_that_may_not_be_there(stage: Stage) -
     assert told == ["the device updates with the compiled kernel", "optimizer-0 updates with the compiled kernel"]
 
 
-def test_how_much_is_loaded_is_told_now_and_then(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_progress_is_reported_at_intervals(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("windlass.actors.scheduler.progress.time.monotonic", lambda: now[0])
     for number in range(1, 101):

@@ -1,4 +1,4 @@
-"""What the shell tells of losses and gradients that are not finite."""
+"""Reports of losses and gradients that are not finite."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def strict_journal(spec: JobSpec) -> list[dict[str, Any]]:
-    """Every line of the journal, read by a parser that takes no NaN and no Infinity."""
+    """Every line of the journal, read by a parser that accepts no NaN and no Infinity."""
 
     def refuse(name: str) -> float:
         pytest.fail(f"{name} is no JSON")
@@ -70,7 +70,7 @@ def test_a_skipped_step_is_told_with_its_first_block_and_its_scale(tmp_path: Pat
 
 
 def test_a_head_that_overflows_is_the_first_that_did(tmp_path: Path) -> None:
-    """Not its gradient, which the GPU worker tells of before it says that the operation is done."""
+    """Its gradient does not come first, although the GPU worker reports it before the end of the operation."""
     stage = Stage(tmp_path, hyperparameters=FP16)
     stage.break_step(2, block=2)
     stage.run()
@@ -92,7 +92,7 @@ def test_the_first_group_that_was_not_finite_is_told(tmp_path: Path) -> None:
     assert told.startswith("Step 2 skipped: the head of block 2 was not finite")
 
 
-def test_without_loss_scaling_nothing_is_told_of_it(tmp_path: Path) -> None:
+def test_skipped_step_without_loss_scaling_reports_no_scale(tmp_path: Path) -> None:
     stage = Stage(tmp_path, hyperparameters={"clip_norm": 1.0})
     stage.break_step(3, block=0)
     assert stage.run()["status"] == "succeeded"
@@ -101,7 +101,7 @@ def test_without_loss_scaling_nothing_is_told_of_it(tmp_path: Path) -> None:
     assert metrics_of(stage.spec, "skipped_steps") == {1: 0, 2: 0, 3: 1, 4: 1}
 
 
-def test_what_is_not_finite_in_an_evaluation_ends_nothing(tmp_path: Path) -> None:
+def test_evaluation_loss_not_finite_does_not_end_the_job(tmp_path: Path) -> None:
     stage = Stage(tmp_path, num_validation_examples=9, evaluate_every=4)
     stage.loss = math.inf
     stage.losses = dict.fromkeys(range(1, 4), 3.0)
@@ -113,7 +113,7 @@ def test_what_is_not_finite_in_an_evaluation_ends_nothing(tmp_path: Path) -> Non
 
 
 def told_late(stage: Stage, step: int) -> None:
-    """Lets the SSDs say that a step is committed only when the next one's gradients are all known."""
+    """Lets the SSDs report a step as committed only when all gradients of the next one are known."""
 
     def look(message: Message) -> None:
         if isinstance(message, CommitStore) and message.step == step:
@@ -146,7 +146,7 @@ def test_a_steps_metrics_are_its_own_though_the_next_one_has_begun(
     assert metrics_of(stage.spec, "loss_scale") == {1: before, 2: before, 3: before, 4: after}
 
 
-def test_what_a_commit_keeps_is_taken_up(tmp_path: Path) -> None:
+def test_resumed_scheduler_restores_trainer_state_and_metrics(tmp_path: Path) -> None:
     first = Stage(tmp_path / "lost", hyperparameters=FP16)
     first.break_step(2, block=0)
     first.run()
@@ -162,7 +162,7 @@ def test_what_a_commit_keeps_is_taken_up(tmp_path: Path) -> None:
     }
     scales = {(m.step, m.loss_scale) for m in stage.sent(ComputeBlock) if m.phase is Phase.HEAD}
     assert scales == {(3, 32768.0), (4, 32768.0)}
-    # Nobody had told of step 2.
+    # No attempt had reported step 2.
     records = strict_journal(stage.spec)
     assert "Step 2/4: training loss=not finite" in [record["message"] for record in records]
     assert metrics_of(stage.spec, "train_loss") == {2: None, 3: 3.0, 4: 3.0}
@@ -196,7 +196,7 @@ def test_skipped_steps_count_on_over_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_forward", [True, False])
-def test_where_updates_have_begun_what_is_not_finite_ends_the_job(tmp_path: Path, is_forward: bool) -> None:
+def test_bad_gradient_after_updates_began_ends_the_job(tmp_path: Path, is_forward: bool) -> None:
     stage = Stage(tmp_path)
     if is_forward:
         stage.break_step(2, block=1)

@@ -1,4 +1,4 @@
-"""The shell where states rest in memory: not every step is committed."""
+"""The scheduler with states resident in memory: not every step is committed."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ from windlass.storage.ids import Attempt
 
 
 def told_steps(spec: JobSpec, attempt: int = 2) -> list[int]:
-    """Steps in the order in which an attempt told of their training."""
+    """The steps in the order in which an attempt reported their training."""
     records = [each for each in journal_of(spec) if each.attempt == attempt and "train_loss" in each.data]
     return [each.data["step"] for each in records]
 
@@ -70,7 +70,7 @@ def test_steps_are_told_when_they_are_over_or_committed_where_that_is_due(tmp_pa
 
 
 def test_bytes_between_commits_are_those_of_the_last_one(tmp_path: Path) -> None:
-    """What a step writes is the mean since the commit before, and not told before that is known."""
+    """A step's written bytes are the mean since the previous commit, and are not reported earlier."""
     stage = Stage(tmp_path, **TIERED)
     stage.run()
     a_step, last = [50 // 3, 30 // 3], [50, 30]

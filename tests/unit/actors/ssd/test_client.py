@@ -1,4 +1,4 @@
-"""Requests to SSD servers, and who is told of the answers."""
+"""Requests to SSD servers, and the callbacks that get the answers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_each_ssd_gets_one_request_for_its_chunks(bench: Bench) -> None:
     assert sorted(item.key for _, request in bench.sent for item in request.items) == [i.key for i in bench.items]
 
 
-def test_the_asker_is_told_of_every_chunk_as_it_has_moved(bench: Bench) -> None:
+def test_client_calls_back_for_each_chunk_as_it_arrives(bench: Bench) -> None:
     bench.client.write(bench.items, Step(4), (4, 0), bench.done.append)
     requests = [request for _, request in bench.sent]
     assert all(isinstance(request, WriteChunks) for request in requests)
@@ -64,7 +64,7 @@ def test_an_answer_is_that_of_its_request(bench: Bench) -> None:
     assert (len(bench.done), len(others)) == (0, 1)
 
 
-def test_what_each_ssd_server_has_owed_for_longest_is_known(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_describes_oldest_request_of_each_ssd_server(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 50.0
     monkeypatch.setattr(chunk_io.time, "monotonic", lambda: now_s)
     assert bench.client.describe_overdue() == ""
@@ -73,7 +73,7 @@ def test_what_each_ssd_server_has_owed_for_longest_is_known(bench: Bench, monkey
     bench.client.write(bench.items[2:3], Step(5), (5, 1), bench.done.append)
     now_s = 60.0
     first, second = (f"ssd-{i} has owed a read of block 0, chunk {i}, step 4 for 10.0 s: check its SSD" for i in (0, 1))
-    # Asked first is not who hangs: both are named.
+    # The oldest request does not show which server hangs: both are named.
     assert bench.client.describe_overdue() == f"{first}; {second}"
     bench.answer(bench.sent[0][1], bench.items[0].key)
     then = "ssd-0 has owed a write of block 1, chunk 0, step 5 for 1.0 s: check its SSD"
@@ -90,10 +90,10 @@ def test_an_ssd_server_that_never_answers_is_told_of(bench: Bench, monkeypatch: 
     with pytest.raises(TimeoutError, match=r"nothing came from ssd-1 within 0\.01 s"):
         client.watch()
     client.stop()
-    client.watch()  # ends
+    client.watch()  # the test ends it
 
 
-def test_what_was_answered_is_not_expected_again(bench: Bench) -> None:
+def test_second_answer_for_a_chunk_is_refused(bench: Bench) -> None:
     bench.client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
     request = bench.sent[0][1]
     bench.answer(request, bench.items[0].key)
@@ -102,7 +102,7 @@ def test_what_was_answered_is_not_expected_again(bench: Bench) -> None:
 
 
 def test_an_answer_that_comes_before_the_request_is_sent_off_counts(bench: Bench) -> None:
-    """The SSD server's thread may be faster than the asker's."""
+    """The SSD server's thread may be faster than the sender's."""
 
     def answer_at_once(to: ActorName, message: Message) -> None:
         assert isinstance(message, ReadChunks)
@@ -116,7 +116,7 @@ def test_an_answer_that_comes_before_the_request_is_sent_off_counts(bench: Bench
 
 
 def test_watch_leaves_an_ssd_server_the_time_to_tell_of_itself(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows more of a chunk that is late, and looks for such once a second."""
+    """The SSD server knows more about an overdue chunk, and checks for one once a second."""
     now_s = 0.0
     bench.context = replace(bench.context, spec=replace(bench.context.spec, deadline_s=10.0))
     client = ChunkClient(ActorName("optimizer-0"), bench.context, bench._send)
@@ -131,4 +131,4 @@ def test_watch_leaves_an_ssd_server_the_time_to_tell_of_itself(bench: Bench, mon
     client.read(bench.items[:1], Step(4), (5, 1), bench.done.append)
     with pytest.raises(TimeoutError, match="nothing came from ssd-0 within 10 s"):
         client.watch()
-    assert now_s == 13.0  # more than the deadline and two looks
+    assert now_s == 13.0  # more than the timeout and two checks

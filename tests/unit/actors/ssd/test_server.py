@@ -1,4 +1,4 @@
-"""An SSD server: what it moves, in which order, and what it says of what it cannot move."""
+"""An SSD server: its transfers, their order, and its reports of failures."""
 
 import os
 import threading
@@ -77,7 +77,7 @@ class TestTransfers:
         bench.server.stop()
 
     def test_pieces_of_one_chunk_spread_over_the_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        meeting = threading.Barrier(4)  # passes only if four threads are inside the system call at once
+        meeting = threading.Barrier(4)  # passes only if four threads are inside the system call at the same time
         real_write = os.pwritev
         first = iter(range(4))
 
@@ -188,7 +188,7 @@ class TestFailures:
             assert fact in failure.error
         assert "Traceback" in failure.detail
         bench.read([KEYS[1]], id=5)
-        answer = bench.next()[1]  # and nothing of the failed chunk before it
+        answer = bench.next()[1]  # and nothing of the failed chunk comes before it
         assert isinstance(answer, ChunkIoDone)
         assert answer.correlation == 5
         assert bench.server.bytes_read == CHUNK_NBYTES
@@ -221,7 +221,7 @@ class TestCorruption:
 
     @pytest.mark.parametrize("kind", BF16.itemsizes)
     def test_flipped_bit_in_any_segment_of_a_piece_is_an_error(self, tmp_path: Path, kind: StateKind) -> None:
-        """Two states lie in each piece, one behind the other."""
+        """Each piece contains two states, one after the other."""
         bench = Bench(tmp_path, io=IoSettings(backend=Backend.THREADS, num_threads=1, depth=1, piece_nbytes=4 << 20))
         with running(bench):
             bench.write(KEYS[:1])

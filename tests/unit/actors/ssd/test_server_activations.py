@@ -1,4 +1,4 @@
-"""An SSD server's other work: activations on their way to its scratch and back, beside the chunks."""
+"""Transfers of activations to and from an SSD server's scratch, beside those of chunks."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ from windlass.storage.ssd.volume import Volume
 
 MIB = 1 << 20
 NUM_SLOTS = 6
-# Of the arena: in bytes.
+# Spans in the arena, in bytes.
 HERE, THERE = Span(0, 2 * MIB + 4096), Span(8 * MIB, 2 * MIB + 4096)
 
 
@@ -82,7 +82,7 @@ def test_neighbouring_slots_move_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     bench.server.stop()
 
 
-def test_go_among_the_chunks_as_urgent_as_they_say(tmp_path: Path) -> None:
+def test_activations_and_chunks_are_served_by_priority(tmp_path: Path) -> None:
     bench = Bench(tmp_path, num_threads=1, num_scratch_slots=NUM_SLOTS)
     bench.write_activations([0], Span(0, MIB), id=1, priority=(1, 6))
     bench.write(KEYS[1:2], id=2, priority=(1, 5))
@@ -95,8 +95,8 @@ def test_go_among_the_chunks_as_urgent_as_they_say(tmp_path: Path) -> None:
     bench.server.stop()
 
 
-def test_a_commit_has_nothing_to_do_with_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for none, and one that failed is in the way of none."""
+def test_commit_ignores_activations(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit waits for no activation, and a failed one does not prevent it."""
     bench.write_all()
     entered, released = threading.Event(), threading.Event()
     real, scratch = os.pwritev, range(scratch_offset(bench, 0), scratch_offset(bench, NUM_SLOTS))
@@ -120,7 +120,7 @@ def test_a_commit_has_nothing_to_do_with_them(bench: Bench, monkeypatch: pytest.
     assert isinstance(bench.next()[1], StoreCommitted)
 
 
-def test_are_told_to_the_timeline(tmp_path: Path) -> None:
+def test_activations_are_reported_to_the_timeline(tmp_path: Path) -> None:
     bench = Bench(tmp_path, num_scratch_slots=NUM_SLOTS)
     bench.setup()
     bench.write_activations([3, 4], Span(0, MIB + 4096), block=2)
@@ -170,7 +170,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_place(bench: Bench) -> None:
     assert bench.is_silent()
 
 
-def test_what_is_no_slot_or_no_place_in_the_arena_is_refused(bench: Bench) -> None:
+def test_activation_with_invalid_slot_or_span_is_refused(bench: Bench) -> None:
     bench.write_activations([NUM_SLOTS], Span(0, MIB))
     assert "slots (6,) are not all of the 6 of its scratch" in failure_of(bench.next()).error
     bench.write_activations([0], Span(bench.arena.nbytes, MIB))
@@ -179,7 +179,7 @@ def test_what_is_no_slot_or_no_place_in_the_arena_is_refused(bench: Bench) -> No
     assert "cannot read 1048576 bytes: 0 were written there" in failure_of(bench.next()).error
 
 
-def test_a_hanging_ssd_is_named_and_what_lands_late_is_not_told(
+def test_hanging_ssd_is_named_and_late_activation_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path, num_scratch_slots=NUM_SLOTS)
@@ -216,7 +216,7 @@ def test_stop_finishes_what_was_posted(tmp_path: Path) -> None:
     assert bench.arena.buffer(THERE) == content
 
 
-def test_a_newer_attempt_finds_them_gone_and_the_older_one_is_refused(tmp_path: Path) -> None:
+def test_newer_attempt_has_no_activations_and_older_one_is_refused(tmp_path: Path) -> None:
     older = Bench(tmp_path, num_scratch_slots=NUM_SLOTS)
     older.setup()
     older.write_activations([0], Span(0, MIB))

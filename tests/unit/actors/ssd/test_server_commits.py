@@ -1,4 +1,4 @@
-"""When an SSD server commits a step, and when never."""
+"""The conditions under which an SSD server commits a step."""
 
 import os
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class TestCommit:
         bench.write([KEYS[0]], step=0, id=2)
         assert entered.wait(WAIT_S)
         bench.commit(step, states_step=0)
-        # One thread hangs; were the commit runnable, the other would have done it before this read.
+        # One thread hangs. If the commit could run, the other thread would have done it before this read.
         bench.read([KEYS[1]], step=0, id=3)
         answer = bench.next()[1]
         assert isinstance(answer, ChunkIoDone)
@@ -71,7 +71,7 @@ class TestCommit:
         bench.server.stop()
 
     def test_write_of_a_later_step_is_not_waited_for(self, bench: Bench, hang: Hang) -> None:
-        """What it has written over is lost for this commit."""
+        """The states that it has overwritten are lost for this commit."""
         bench.write_all(step=1)
         entered, released = hang("pwritev", num_calls=1)
         bench.write([KEYS[0]], step=2)
@@ -150,13 +150,13 @@ class TestCommit:
         assert bench.content() == content
         changed = bench.fill(3)
         bench.write_all(step=3)
-        bench.read(KEYS[:1], step=2)  # still there while the next one is written
+        bench.read(KEYS[:1], step=2)  # still readable while the next step is written
         assert isinstance(bench.next()[1], ChunkIoDone)
         assert bench.content() == content[:CHUNK_NBYTES] + changed[CHUNK_NBYTES:]
         bench.commit(3)
         assert isinstance(bench.next()[1], StoreCommitted)
 
-    def test_step_that_is_not_as_it_was_cannot_be_skipped(self, bench: Bench) -> None:
+    def test_skipped_step_with_changed_states_cannot_be_committed(self, bench: Bench) -> None:
         bench.commit(1, states_step=0)
         assert "step 1 cannot be committed: the param of chunk 0" in failure_of(bench.next()).error
         bench.write_all()
@@ -189,7 +189,7 @@ class TestCommit:
         bench.wait_done()
         assert bench.content() == content
 
-    def test_older_attempt_is_told(self, bench: Bench) -> None:
+    def test_commit_of_older_attempt_fails(self, bench: Bench) -> None:
         bench.commit(0, attempt=9)
         assert "attempt 9 cannot commit" in failure_of(bench.next()).error
 

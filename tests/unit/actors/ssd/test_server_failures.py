@@ -1,4 +1,4 @@
-"""What an SSD server does, and does no more, once a transfer, a set-up or a stop has gone wrong."""
+"""The behaviour of an SSD server after a failed transfer, set-up or stop."""
 
 import errno
 import os
@@ -20,13 +20,13 @@ from windlass.storage.ssd.volume import Volume
 
 
 def num_open_files(directory: Path) -> int:
-    """Descriptors of this process that lead into a directory."""
-    links = list(Path("/proc/self/fd").iterdir())  # the one that lists them is closed by then
+    """The number of this process's open files in a directory."""
+    links = list(Path("/proc/self/fd").iterdir())  # the descriptor used for listing is closed by then
     return sum(str(directory) in str(link.readlink()) for link in links if link.is_symlink())
 
 
 def test_chunk_whose_first_piece_failed_moves_no_more_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was told of the failure may give the memory to another."""
+    """After the report of the failure, the receiver may reuse the memory."""
     num_calls = 0
 
     def fail_once(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -45,7 +45,7 @@ def test_chunk_whose_first_piece_failed_moves_no_more_pieces(tmp_path: Path, mon
     assert num_calls == 1
 
 
-def test_chunk_that_is_late_and_then_fails_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overdue_chunk_that_fails_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd_server, "_TICK_S", 0.01)
     entered, released = threading.Event(), threading.Event()
 
@@ -103,8 +103,8 @@ def test_span_outside_the_arena_is_refused_and_the_server_lives_on(tmp_path: Pat
 
 
 def test_commit_that_waits_for_the_last_write_is_done_although_the_server_is_asked_to_stop(tmp_path: Path) -> None:
-    """The write is reported before the commit is let go; in between nothing seems to be left to do."""
-    before = set(threading.enumerate())  # an earlier test's server may still be ending
+    """The write is reported before the commit starts; in between the server seems to be idle."""
+    before = set(threading.enumerate())  # the server of an earlier test may still be ending
     bench = Bench(tmp_path)
     reporting, asked = threading.Event(), threading.Event()
     send = bench.server._send
@@ -133,7 +133,7 @@ def test_commit_that_waits_for_the_last_write_is_done_although_the_server_is_ask
     assert isinstance(bench.next()[1], StoreCommitted)
 
 
-def test_commit_where_the_space_cannot_be_told_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_with_unknown_free_space_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_to_tell(volume: Volume, job: JobId) -> int:
         raise StoreIoError("the SSD fails")
 
@@ -149,7 +149,7 @@ def test_commit_where_the_space_cannot_be_told_is_done(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("error", "text"), [(RuntimeError("a defect"), "RuntimeError: a defect"), (StoreError("too old"), "too old")]
 )
-def test_failure_that_nobody_foresaw_is_told_with_its_type(
+def test_unexpected_failure_is_reported_with_its_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
 ) -> None:
     def cut(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""From the start of an SSD server to its end: what it refuses, what it tells of its time, and when an SSD hangs."""
+"""An SSD server from start to end: its refusals, its reports of time, and SSDs that hang."""
 
 import os
 import threading
@@ -76,7 +76,7 @@ class TestSpans:
         moved = sum(span.nbytes for span in bench.spans)
         assert moved == bench.server.bytes_read + bench.server.bytes_written
 
-    def test_without_commits_they_are_told_now_and_then(self, bench: Bench) -> None:
+    def test_spans_without_commits_are_reported_at_intervals(self, bench: Bench) -> None:
         bench.write_all()
         while not bench.spans:
             to, message = bench.sent.get(timeout=WAIT_S)
@@ -119,7 +119,7 @@ class TestLifeCycle:
         successor.server.stop(delete_store=True)
         assert not holds_states(tmp_path)
 
-    def test_goes_back_to_what_every_ssd_of_its_job_has(self, tmp_path: Path) -> None:
+    def test_server_resumes_from_last_common_commit(self, tmp_path: Path) -> None:
         bench = Bench(tmp_path)
         bench.setup()
         contents = []
@@ -174,10 +174,10 @@ class TestDeadlines:
         bench.fill(9)
         released.set()
         bench.server.stop()
-        assert bench.is_silent()  # it did land, and was not reported: the slot still was the server's
+        assert bench.is_silent()  # it arrived and was not reported: the slot still belonged to the server
 
-    def test_a_thread_of_it_that_breaks_is_told_of(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Else its chunks would be waited for until their deadline, and an SSD be blamed that works."""
+    def test_broken_thread_of_server_is_reported(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Otherwise its chunks would be waited for until their timeout, and a working SSD be blamed."""
 
         def breaks(region: StateRegion, *_: object) -> None:
             raise RuntimeError("a defect")
@@ -188,7 +188,7 @@ class TestDeadlines:
         assert failure.kind is FailureKind.UNFORESEEN
         assert failure.error == "RuntimeError: a defect (at write chunks of step 0, block 0)"
 
-    def test_a_stop_that_an_ssd_holds_up_tells_so(self, tmp_path: Path, hang: Hang) -> None:
+    def test_stop_delayed_by_hanging_ssd_reports_it(self, tmp_path: Path, hang: Hang) -> None:
         bench = Bench(tmp_path)
         bench.setup()
         entered, released = hang("pwritev")
@@ -201,7 +201,7 @@ class TestDeadlines:
         released.set()
         bench.server.stop()
 
-    def test_a_full_queue_holds_up_who_asks_and_tells_of_an_ssd_that_hangs(self, tmp_path: Path, hang: Hang) -> None:
+    def test_full_queue_blocks_sender_and_hanging_ssd_is_named(self, tmp_path: Path, hang: Hang) -> None:
         bench = Bench(tmp_path, max_open_chunks=2)
         bench.setup()
         bench.write_all()

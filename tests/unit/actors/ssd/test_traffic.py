@@ -1,4 +1,4 @@
-"""What moves between SSDs and host memory in a step, counted in the requests that actors send."""
+"""The bytes between SSDs and host memory in a step, counted in the actors' requests."""
 
 from collections import Counter
 from pathlib import Path
@@ -13,13 +13,13 @@ from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.storage.ids import ActorName, Precision, StateKind, StatePrecision
 
 NUM_STEPS = 5
-# The head, two chunks of 18, goes forward and backward at once: its params are needed once less.
+# The head (two of 18 chunks) goes forward and backward at once, so its params are needed once less.
 HEAD_SHARE = 2 / 18
 SIZES = {StateKind.PARAM: 2, StateKind.RESIDUAL: 2, StateKind.GRAD: 2}
 
 
 def traffic(root: Path, placement: Placement, states: StatePrecision, order: UpdateOrder) -> float:
-    """Bytes a parameter and step that are read and written, but for the first weights and the model's export."""
+    """Bytes read and written for each parameter and step, without the first weights and the model's export."""
     spec = make_spec(
         root,
         precision=Precision.BF16,
@@ -62,13 +62,16 @@ def test_params_that_all_stay_are_never_read(
 ) -> None:
     found = traffic(tmp_path, Placement(num_cached_params=1000), states, order)
     first = 2 / NUM_STEPS
-    # The forward pass may come before the slot that it would take params from has been returned; it reads them then.
+    # The forward pass may come before the release of the slot that it would use; it then reads the params.
     assert expected + first <= found <= expected + first + 0.5
 
 
 @pytest.mark.parametrize("order", [UpdateOrder.ACTIVE, UpdateOrder.KEPT])
 def test_a_few_slots_spare_reads(tmp_path: Path, order: UpdateOrder) -> None:
-    """Less than a third of the chunks; where gradients are kept, the next forward pass finds what was just updated."""
+    """Slots for less than a third of the chunks.
+
+    If gradients are kept, the next forward pass finds params just updated.
+    """
     assert traffic(tmp_path, Placement(num_cached_params=8), StatePrecision.SPLIT, order) <= 27.0
 
 

@@ -1,4 +1,4 @@
-"""Stretches of time, beside the same done tick by tick."""
+"""Operations on time intervals, compared with the same operations tick by tick."""
 
 import random
 
@@ -10,7 +10,7 @@ NUM_TICKS = 40
 
 
 def some(generator: random.Random) -> list[Interval]:
-    """Intervals of whole ticks, in no order."""
+    """Intervals of whole ticks, in random order."""
     starts = [generator.randrange(NUM_TICKS) for _ in range(generator.randrange(8))]
     return [(start, generator.randrange(start, NUM_TICKS + 1)) for start in starts]
 
@@ -25,7 +25,7 @@ def is_tidy(intervals: list[Interval]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_they_cover_what_their_ticks_cover(seed: int) -> None:
+def test_interval_operations_equal_operations_on_ticks(seed: int) -> None:
     generator = random.Random(seed)
     raw, raw_other = some(generator), some(generator)
     one, other = union(raw), union(raw_other)
@@ -42,12 +42,12 @@ def test_they_cover_what_their_ticks_cover(seed: int) -> None:
         assert ticks(found) == expected
 
 
-def test_union_joins_what_meets() -> None:
+def test_union_joins_adjacent_intervals() -> None:
     assert union([(2.0, 3.0), (0.0, 1.0), (1.0, 2.0), (5.0, 5.0), (6.0, 9.0), (7.0, 8.0)]) == [(0.0, 3.0), (6.0, 9.0)]
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_what_several_cover_is_shared_out_in_equal_parts(seed: int) -> None:
+def test_time_covered_by_several_is_divided_equally(seed: int) -> None:
     generator = random.Random(seed)
     kinds = {name: some(generator) for name in "abc"}
     found = shared_out(kinds)

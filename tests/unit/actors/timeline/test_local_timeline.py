@@ -25,13 +25,13 @@ from windlass.engine.model.layout import ModelLayout
 from windlass.storage.ids import ActorName
 
 NUM_STEPS = 10
-HUGE_PAGE_NBYTES = 2 << 20  # the last one may not be full
+HUGE_PAGE_NBYTES = 2 << 20  # the last page may not be full
 READS = (SpanKind.READ_PARAMS, SpanKind.READ_STATES, SpanKind.READ_GRAD)
 WRITES = (SpanKind.WRITE_STATES, SpanKind.WRITE_GRAD)
 
 
 class Run:
-    """A job that was trained, and all that its actors told of their time."""
+    """A trained job, and all reports of its actors about their time."""
 
     def __init__(self, root: Path, **changes: Any) -> None:
         spec = make_spec(root, total_steps=NUM_STEPS, evaluate_every=None, num_validation_examples=0, **changes)
@@ -90,7 +90,7 @@ def test_every_operation_and_update_is_told_once(run: Run) -> None:
 def test_bytes_are_those_that_the_ssd_servers_counted(run: Run) -> None:
     assert sorted(run.committed) == ["ssd-0", "ssd-1"]
     for actor, committed in run.committed.items():
-        assert committed.step == NUM_STEPS  # nothing else is on its way
+        assert committed.step == NUM_STEPS  # no other transfer is in flight
         moved: Counter[SpanKind] = Counter()
         for span in run.spans_at_commit[actor]:
             moved[span.kind] += span.nbytes
@@ -99,7 +99,7 @@ def test_bytes_are_those_that_the_ssd_servers_counted(run: Run) -> None:
 
 
 def test_compute_is_covered_from_the_first_operation_to_the_last(run: Run) -> None:
-    """It computes, or waits, or is on its way between the two: what is in no span is little."""
+    """The worker computes, waits, or switches between the two: little time is in no span."""
     compute = sorted((span.start_s, span.end_s) for span in run.spans if span.resource == COMPUTE)
     for before, after in pairwise(compute):
         assert before[1] <= after[0]  # one thread
@@ -114,13 +114,13 @@ def test_each_steps_metrics_have_a_summary(run: Run) -> None:
     for step, summary in summaries.items():
         resources = {COMPUTE, TO_DEVICE, FROM_DEVICE, "optimizer-0", "ssd-0", "ssd-1"}
         assert all(0 <= seconds <= summary["period_s"] for seconds in summary["busy_s"].values())
-        # In the first one's period there may be no update yet.
+        # The period of the first step may have no update yet.
         assert step == 1 or {name for name, seconds in summary["busy_s"].items() if seconds} == resources
         busiest_s = max(summary["busy_s"].values())
         assert summary["overlap_efficiency"] == pytest.approx(busiest_s / summary["period_s"], abs=1e-3)
         assert summary["busy_s"][summary["busiest"]] == busiest_s
         assert summary["dependency_bound_s"] > 0
-    # Periods follow each other: together they are the time from the first one's begin to the last one's end.
+    # Periods follow each other: together they are the time from the first one's start to the last one's end.
     first, last = (load_step(run.folder, step) for step in (NUM_STEPS - KEPT_STEPS + 1, NUM_STEPS))
     assert first is not None
     assert last is not None
@@ -141,12 +141,13 @@ def test_the_last_steps_are_held(run: Run) -> None:
 def test_spans_are_told_about_once_a_step(run: Run) -> None:
     head = len(run.layout.blocks) - 1
     assert run.num_told["optimizer-0"] == NUM_STEPS
-    assert NUM_STEPS <= run.num_told["gpu-0"] <= NUM_STEPS * (2 + head)  # and what left the device afterwards
-    # With each commit, once more at the end, and every second.
+    # and one more for transfers from the device afterwards
+    assert NUM_STEPS <= run.num_told["gpu-0"] <= NUM_STEPS * (2 + head)
+    # With each commit, once at the end, and every second.
     assert run.num_told["ssd-0"] >= NUM_STEPS + 1
 
 
-def test_states_that_rest_in_memory_and_gradients_that_spill(tmp_path: Path) -> None:
+def test_timeline_of_resident_states_and_spilled_gradients(tmp_path: Path) -> None:
     resting = Run(tmp_path / "resting", placement=Placement(host_blocks=(0, 1), device_blocks=(2, 3)))
     on_device = [span for span in resting.spans if span.kind is SpanKind.UPDATE and span.resource == COMPUTE]
     assert Counter(span.block for span in on_device) == {2: NUM_STEPS, 3: NUM_STEPS}
@@ -161,9 +162,9 @@ def test_states_that_rest_in_memory_and_gradients_that_spill(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_activation_slots")
-def test_activations_that_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeline_of_swapped_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(target: torch.Tensor, source: torch.Tensor) -> None:
-        time.sleep(0.002)  # for all its tensors that is longer than the block before takes to compute
+        time.sleep(0.002)  # longer than the previous block takes to compute
         copy(target, source)
 
     monkeypatch.setattr(activations_host, "copy", slowly)
@@ -198,8 +199,8 @@ def test_a_disk_that_takes_no_timeline_does_not_end_the_job(tmp_path: Path, monk
     assert "No space left" in told[0].message
 
 
-def test_what_the_job_took_is_told_with_each_step(run: Run) -> None:
-    """Of the arena and the SSDs all is taken when the job begins; of the device as much as the steps came to."""
+def test_resource_usage_is_reported_with_each_step(run: Run) -> None:
+    """Space in the arena and on the SSDs is taken at the start; memory of the device as steps need it."""
     measured = [record.data["measured"] for record in journal_of(run.spec) if "measured" in record.data]
     assert [each["num_steps"] for each in measured] == [0, 0, *range(1, NUM_STEPS - 1)]
     assert measured[1]["step_s"] is None
@@ -209,7 +210,7 @@ def test_what_the_job_took_is_told_with_each_step(run: Run) -> None:
     assert all(set(each) == {"gpu", "host", "ssd"} for each in peaks)
     plan = make_context(run.spec, run.layout, "").plan
     assert all(plan.arena_nbytes <= each["host"] <= plan.arena_nbytes + HUGE_PAGE_NBYTES for each in peaks)
-    # An extent is rounded up to 4096 bytes of each state, and an area has a head.
+    # An extent is rounded up to 4096 bytes for each state, and an area has a header.
     assert all(plan.ssd_nbytes <= each["ssd"] < plan.ssd_nbytes + (64 << 20) for each in peaks)
     assert [each["gpu"] for each in peaks] == sorted(each["gpu"] for each in peaks)
     assert peaks[-1]["gpu"] > 0

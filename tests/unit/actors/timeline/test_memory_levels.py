@@ -1,4 +1,4 @@
-"""Levels of memory: cut to a time, and put together."""
+"""Levels of memory: cut to a time, and added up."""
 
 from windlass.actors.timeline.memory_levels import Level, Tier, memory_of
 
@@ -23,10 +23,10 @@ def test_kinds_of_a_tier_are_put_together_and_what_changes_at_once_is_one_change
         (2.0, {"params": 60, "gradients": 30}),
         (3.0, {"params": 20, "gradients": 50}),
     ]
-    # Were the changes at 3 s two, it would be 110 between them.
+    # If the changes at 3 s were two, the level between them would be 110.
     assert (memory[Tier.HOST].peak_nbytes, memory[Tier.HOST].allocated_nbytes) == (90, 150)
 
 
-def test_of_what_is_not_allocated_in_whole_nobody_knows_how_much_is() -> None:
+def test_partly_allocated_tier_has_unknown_allocation() -> None:
     memory = memory_of([RUNNING, Level(Tier.GPU, "params", 40, ((0.0, 40),))])[Tier.GPU]
     assert (memory.peak_nbytes, memory.allocated_nbytes) == (47, None)

@@ -1,4 +1,4 @@
-"""What actors note: no span is lost or told twice, and none is kept for long."""
+"""The spans that actors record: none is lost or reported twice, and none is held for long."""
 
 import threading
 
@@ -23,7 +23,7 @@ def make_log(receiver: Receiver) -> SpanRecorder:
     return SpanRecorder(ActorName("optimizer-1"), JobId("ftjob-1"), receiver.send)
 
 
-def test_what_was_noted_is_told_once() -> None:
+def test_recorded_span_is_reported_once() -> None:
     receiver = Receiver()
     log = make_log(receiver)
     log.tell(1)
@@ -60,7 +60,7 @@ def test_nothing_is_lost_between_threads() -> None:
     assert sorted(places) == [(block, chunk) for block in range(4) for chunk in range(1000)]
 
 
-def test_what_piles_up_is_told_unasked() -> None:
+def test_many_recorded_spans_are_reported_automatically() -> None:
     receiver = Receiver()
     log = make_log(receiver)
     for chunk in range(5000):
@@ -81,7 +81,7 @@ def test_what_piles_up_is_told_unasked() -> None:
         (False, [StateKind.MASTER, StateKind.EXP_AVG], SpanKind.WRITE_STATES),
     ],
 )
-def test_transfers_are_told_apart_by_what_moves(is_read: bool, states: list[StateKind], kind: SpanKind) -> None:
+def test_transfer_kinds_depend_on_moved_states(is_read: bool, states: list[StateKind], kind: SpanKind) -> None:
     assert transfer_kind(is_read=is_read, states=states, param_kind=StateKind.PARAM) is kind
 
 

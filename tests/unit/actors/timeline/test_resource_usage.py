@@ -1,4 +1,4 @@
-"""What a job has taken, told step by step and over attempts."""
+"""The resources that a job has used, reported step by step and over attempts."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_peaks_are_sums_over_actors_and_never_fall() -> None:
     assert measured.data["peak_bytes"] == {"ssd": 30, "gpu": 7}
 
 
-def test_another_attempt_goes_on_with_what_was_told() -> None:
+def test_next_attempt_continues_from_reported_usage() -> None:
     first = Measured(1, None)
     for number, length_s in ((3, 2.0), (4, 4.0)):
         first.note_step(step_of(number, length_s))
@@ -49,7 +49,7 @@ def test_another_attempt_goes_on_with_what_was_told() -> None:
     first.note_memory(told("ssd-0", MemoryKind.SSD, 30))
     second = Measured(5, first.data)
     assert second.data == first.data
-    second.note_step(step_of(5, 60.0))  # its first ones are not steady either
+    second.note_step(step_of(5, 60.0))  # the first steps of an attempt are not steady either
     second.note_step(step_of(7, 9.0))
     second.note_memory(told("gpu-0", MemoryKind.DEVICE, 6))
     second.note_memory(told("ssd-0", MemoryKind.SSD, 31))

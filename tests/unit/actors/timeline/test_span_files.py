@@ -1,4 +1,4 @@
-"""Spans of the last steps in files: bounded, whole or not there."""
+"""Files with the spans of the last steps: bounded in number, and complete or missing."""
 
 import json
 from dataclasses import replace
@@ -57,6 +57,6 @@ def test_an_attempt_that_goes_back_leaves_no_steps_of_the_one_before(tmp_path: P
     assert held_steps(tmp_path) == [8, 9]
 
 
-def test_nothing_is_held_where_nothing_was_kept(tmp_path: Path) -> None:
+def test_folder_without_files_has_no_steps(tmp_path: Path) -> None:
     assert held_steps(tmp_path / "timeline") == []
     assert load_step(tmp_path / "timeline", 1) is None

@@ -1,4 +1,4 @@
-"""Where a step's time went, from spans made by hand. Times are whole seconds from 100 on."""
+"""The summary of a step's time, from spans made by hand. Times are whole seconds from 100 on."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def compute(kind: SpanKind, start: float, stop: float, block: int = 0, step: int
 
 
 def operations(step: int = 1, at: float = 0.0) -> list[WorkSpan]:
-    """Two blocks: forward 10 to 12, the head 12 to 16, backward 16 to 20."""
+    """The operations of two blocks: forward 10 to 12, the head 12 to 16, backward 16 to 20."""
     return [
         compute(SpanKind.FORWARD, at + 10, at + 12, 0, step),
         compute(SpanKind.HEAD, at + 12, at + 16, 1, step),
@@ -55,10 +55,10 @@ def test_busy_time_is_what_a_resources_spans_cover_within_the_period() -> None:
     found = summary_of(
         [
             span("ssd-0", SpanKind.READ_STATES, -5, 3, nbytes=50),  # begins before the period
-            span("ssd-0", SpanKind.WRITE_STATES, 2, 4, nbytes=7),  # beside the one before
+            span("ssd-0", SpanKind.WRITE_STATES, 2, 4, nbytes=7),  # directly after the previous one
             span("ssd-0", SpanKind.READ_PARAMS, 2.5, 3.5, nbytes=7),
-            span("ssd-0", SpanKind.READ_STATES, 19, 30, nbytes=100),  # goes on after it
-            span("ssd-0", SpanKind.COMMIT, 5, 9, block=NO_BLOCK),  # moves nothing
+            span("ssd-0", SpanKind.READ_STATES, 19, 30, nbytes=100),  # ends after the period
+            span("ssd-0", SpanKind.COMMIT, 5, 9, block=NO_BLOCK),  # moves no bytes
             span("ssd-1", SpanKind.READ_STATES, 8, 9, nbytes=3),
             span("ssd-1", SpanKind.READ_STATES, -3, -1, nbytes=1000),
             compute(SpanKind.UPDATE, 19, 20, block=1),
@@ -127,10 +127,10 @@ def test_a_steps_spans_are_those_of_its_period_and_what_was_done_for_it_later() 
         ),
         (
             [
-                compute(SpanKind.WAIT_ACTIVATIONS, 8, 9),  # before the operation: of one that is not told
+                compute(SpanKind.WAIT_ACTIVATIONS, 8, 9),  # before the operation: belongs to one that is not reported
                 compute(SpanKind.WAIT_ACTIVATIONS, 16, 17),
                 compute(SpanKind.WAIT_ACTIVATIONS, 18.5, 19),
-                compute(SpanKind.UPDATE, 18, 18.75, block=1),  # meanwhile the device works
+                compute(SpanKind.UPDATE, 18, 18.75, block=1),  # the device works meanwhile
             ],
             {Stall.ACTIVATIONS: 2.25, Stall.BETWEEN: 9.0},
         ),
@@ -162,7 +162,7 @@ def test_too_many_spans_are_counted() -> None:
     assert len(kept.spans) == MAX_SPANS
 
 
-def test_what_the_beginning_leaves_behind_is_forgotten() -> None:
+def test_spans_before_the_first_period_are_dropped() -> None:
     timeline = Timeline(2, keeps_grads=False, overlaps_steps=True)
     loading = span("ssd-0", SpanKind.WRITE_STATES, -20, -10, nbytes=5)
     timeline.add([loading, *operations()])
@@ -173,7 +173,7 @@ def test_what_the_beginning_leaves_behind_is_forgotten() -> None:
 
 
 def block_spans(block: int, at: float, chunk: int = 0, read: float = 3.0) -> list[WorkSpan]:
-    """A block's gradient goes out in 1 second; its states are read in `read`, updated in 2 and written in 4."""
+    """The spans of a block's update: gradient offload takes 1 s, reading `read`, the update 2 s, writing 4 s."""
     place: dict[str, Any] = {"block": block, "chunk": chunk}
     return [
         span(FROM_DEVICE, SpanKind.COPY_GRAD_OUT, at, at + 1, **place, nbytes=1),
@@ -222,7 +222,7 @@ class TestDependencyBound:
         # A flush writes them, and nothing waits for it.
         assert summary_of([copied, update, written])["dependency_bound_s"] == 13.0
         on_device = compute(SpanKind.UPDATE, 22, 28, 1)
-        assert summary_of([on_device])["dependency_bound_s"] == 10.0  # 4 + 6: no longer than block 0's
+        assert summary_of([on_device])["dependency_bound_s"] == 10.0  # 4 + 6: not longer than block 0's
         assert summary_of([on_device], keeps_grads=True)["dependency_bound_s"] == 14.0
 
     def test_a_gradient_that_waits_on_an_ssd_is_written_and_read(self) -> None:
@@ -247,7 +247,7 @@ class TestDependencyBound:
         assert summary_of(waits)["dependency_bound_s"] == 8.0
 
     def test_each_group_of_micro_batches_goes_through_all_blocks(self) -> None:
-        # Ten seconds more of compute, and the head's update begins after its second operation.
+        # Ten more seconds of compute, and the head's update begins after its second operation.
         earlier = operations(at=-10)
         assert summary_of(earlier)["dependency_bound_s"] == 20.0
         assert summary_of([*earlier, *block_spans(1, 16)])["dependency_bound_s"] == 4.0 + 10.0 + 10.0

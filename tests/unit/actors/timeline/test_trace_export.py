@@ -1,4 +1,4 @@
-"""Spans as a trace: what viewers of the Trace Event Format rely on."""
+"""Spans as a trace in the Trace Event Format, as its viewers need it."""
 
 import json
 from itertools import pairwise
