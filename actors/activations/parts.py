@@ -1,4 +1,4 @@
-"""Tensors on their way to the SSDs and back, in parts that take turns with the staging buffers. No I/O, no clock."""
+"""Splits offloaded tensors into parts and decides which part gets the next staging buffer. No I/O, no clock."""
 
 import heapq
 import itertools
@@ -11,7 +11,7 @@ from windlass.actors.activations.scratch_slots import ScratchSlots
 from windlass.engine.memory_plan import ACTIVATION_PART_SLOTS
 from windlass.storage.ids import BlockIndex, Span, Step
 
-if TYPE_CHECKING:  # the simulator swaps no tensors
+if TYPE_CHECKING:  # the simulator uses this module without torch
     import torch
 
 
@@ -24,18 +24,18 @@ class Moment(NamedTuple):
 
 
 class At(Enum):
-    """Where a part is."""
+    """The places of a part."""
 
     DEVICE = auto()  # waits for a buffer
-    LEAVING = auto()  # has one: is copied there, and written from there
+    LEAVING = auto()  # has a buffer: is copied into it, and written from it to the SSD
     SSD = auto()
-    RETURNING = auto()  # has a buffer: is read into it, and copied from there
-    GONE = auto()  # back, or dropped: holds nothing
+    RETURNING = auto()  # has a buffer: is read from the SSD into it, and copied from it to the device
+    GONE = auto()  # back on the device, or dropped; holds neither slots nor a buffer
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Some slots' worth of a tensor, on one SSD."""
+    """A part of a tensor, in slots of one SSD."""
 
     swap: "SsdSwap"
     range: slice  # of the tensor, in bytes
@@ -46,71 +46,75 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """The size of the part in bytes."""
         return int(self.range.stop - self.range.start)
 
     @property
     def asked_in(self) -> Moment:
-        """The operation for which the SSD is asked to move it."""
+        """The operation for which the part is transferred."""
         moment = self.swap.wanted_in if self.at is At.RETURNING else self.swap.left_in
-        assert moment is not None, "what returns is wanted"
+        assert moment is not None, "a part returns only after a prefetch"
         return moment
 
     @property
     def priority(self) -> tuple[int, int]:
-        """For the SSD. The operation that needs the bytes is running or comes next: its params are no more urgent. What
-        leaves has until the next operation, whose params come first where they were asked for before.
+        """The priority of the SSD request.
+
+        A read is as urgent as the params of its operation, because that operation is running or comes next. A write has
+        the priority of the next operation; params of that operation that were requested earlier go first.
         """
         step, op, _ = self.asked_in
-        # Params of a step are read as those of the step before.
+        # The params that a step uses are stored under the step before.
         return (step - 1, op if self.at is At.RETURNING else op + 1)
 
 
 @dataclass(slots=True, eq=False)
 class SsdSwap:
-    """A tensor that was put; nothing in it is for its owner."""
+    """An offloaded tensor. The caller of `put` uses it only as a handle."""
 
     nbytes: int
-    left_in: Moment
-    source: "torch.Tensor | None" = None  # until all of it has left the device
-    source_ready: Callable[[], None] = lambda: None  # returns when it may be read
-    wanted_in: Moment | None = None  # since it is to come back
-    target: "torch.Tensor | None" = None  # since then
-    target_ready: Callable[[], None] = lambda: None
-    turn: int = 0  # since then
+    left_in: Moment  # the operation that offloaded it
+    source: "torch.Tensor | None" = None  # None once all of it has left the device
+    source_ready: Callable[[], None] = lambda: None  # returns when the source may be read
+    wanted_in: Moment | None = None  # the operation that prefetched it; None before that
+    target: "torch.Tensor | None" = None  # set by the prefetch
+    target_ready: Callable[[], None] = lambda: None  # returns when the target may be written
+    turn: int = 0  # number of the last put or prefetch, in the order of the calls
     parts: list[Part] = field(default_factory=list)
-    num_on_device: int = 0  # parts that have not left it
-    num_missing: int = 0  # parts that are not back
-    is_demanded: bool = False
+    num_on_device: int = 0  # parts that have not left the device
+    num_missing: int = 0  # parts that are not back on the device
+    is_demanded: bool = False  # the caller is waiting for it
     is_dropped: bool = False
     error: Exception | None = None
 
 
 class BufferQueue:
-    """Who gets the next free buffer: first what is being waited for, then what is to leave the device, which is in the
-    way there, then what is read ahead; each in the order of the calls.
+    """The queue of parts that wait for a staging buffer.
+
+    Parts that the caller waits for go first. Next are parts that leave the device, because they occupy its memory.
+    Prefetched parts are last. Each group is in the order of the calls.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        # Heaps of (turn, place in the tensor, number, part). Parts that have gone on since count no more.
+        # Heaps of (turn, place in the tensor, number, part). An entry is stale once its part has changed its place.
         self._demanded: list[tuple[int, int, int, Part]] = []
         self._leaving: list[tuple[int, int, int, Part]] = []
         self._ahead: list[tuple[int, int, int, Part]] = []
 
     def begin(self, swap: SsdSwap) -> None:
-        """What is to be done with a tensor next is done after all that was begun before."""
+        """Gives a tensor the next turn: its parts queue behind those of all earlier calls."""
         swap.turn = next(self._numbers)
 
     def wait(self, part: Part) -> None:
-        """It waits for a buffer, if it can use one where it is."""
+        """Queues a part for a buffer, if it needs one in its present place."""
         if part.at is At.DEVICE:
             self._push(self._leaving, part)
         elif part.at is At.SSD and part.swap.wanted_in is not None:
             self._push(self._demanded if part.swap.is_demanded else self._ahead, part)
 
     def first(self) -> Part | None:
-        """Whose turn it is; the same until it goes on."""
+        """Returns the next part, without removing it; None if none waits. It stays first until its place changes."""
         for waiting, at in ((self._demanded, At.SSD), (self._leaving, At.DEVICE), (self._ahead, At.SSD)):
             while waiting and waiting[0][-1].at is not at:
                 heapq.heappop(waiting)
@@ -123,15 +127,15 @@ class BufferQueue:
 
 
 def slots_of_part(num_staged: int, num_ssds: int) -> int:
-    """How many slots' worth a part is at most, where so many slots are for staging.
+    """Returns the largest number of slots in a part, for `num_staged` staging slots.
 
-    Each SSD moves one part while it is asked for the next, and one is copied each way.
+    There must be buffers for two parts per SSD, one in transfer and one queued, and for one copy in each direction.
     """
     return max(1, min(ACTIVATION_PART_SLOTS, num_staged // (2 * num_ssds + 2)))
 
 
 def cut(swap: SsdSwap, slots: ScratchSlots, slot_nbytes: int, part_slots: int) -> Iterator[Part]:
-    """The parts of a tensor, each in slots that it takes."""
+    """Yields the parts of a tensor and acquires scratch slots for each."""
     start = 0
     while start < swap.nbytes:
         num_missing = -(-(swap.nbytes - start) // slot_nbytes)

@@ -1,8 +1,8 @@
-"""Activations on the SSDs: out through staging buffers in host memory, and back through the same.
+"""Offloads activations to the SSDs and reads them back, through staging buffers in host memory.
 
-A tensor is cut into parts of a few slots. A part needs one buffer for its way out and one for its way back, takes it
-when nothing else is missing for that way, and gives it back at its end. So parts never wait for each other in a circle,
-however few buffers there are. One thread copies each way; the SSD servers do the rest.
+A tensor is cut into parts of a few slots. A part needs one buffer for its way out and one for its way back. It acquires
+the buffer only when nothing else is missing for that way, and releases it at the end. Therefore parts never deadlock,
+however few buffers there are. One thread copies in each direction; the SSD servers do the rest.
 """
 
 import itertools
@@ -36,12 +36,15 @@ from windlass.engine.device import Device
 from windlass.storage.ids import ActorName, CorrelationId, Span
 from windlass.storage.memory import SlotPool
 
-# What took no longer was no wait.
+# Seconds. Shorter waits are not reported.
 _LEAST_WAIT_S = 1e-4
 
 
 class SsdActivations:
-    """Tensors in the scratch of the job's SSDs. One thread puts and prefetches; another may wait and drop."""
+    """Stores tensors in the scratch space of the job's SSDs.
+
+    One thread calls `put` and `prefetch`; another may call `wait_for` and `drop`.
+    """
 
     def __init__(
         self,
@@ -54,9 +57,10 @@ class SsdActivations:
         *,
         max_leaving_nbytes: int,
     ) -> None:
-        """`memory`: the arena, flat uint8. `name`: who asks the SSD servers; `take` must be given their answers.
+        """`memory` is the arena as flat uint8. `name` is the sender of requests to the SSD servers.
 
-        `max_leaving_nbytes`: bytes on their way out that may still lie on the device; one put is always let through.
+        Their answers must be passed to `take`. `max_leaving_nbytes` limits the bytes that wait on the device for their
+        copies; a single put may exceed it.
         """
         plan, num_ssds = context.plan, len(context.ssds)
         pool, num_staged = plan.activations, plan.num_staged_activations
@@ -77,32 +81,32 @@ class SsdActivations:
         )
         self._num_slots = plan.num_ssd_activations
         self._slots = ScratchSlots(
-            [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [each.weight for each in context.ssds]
+            [context.num_scratch_slots(ssd) for ssd in range(num_ssds)], [facts.weight for facts in context.ssds]
         )
         self._to_copy_out: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
         self._to_copy_in: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        # All below is guarded by `_changed`.
+        # All attributes below are protected by `_changed`.
         self._now = Moment()
         self._turns = BufferQueue()
         self._correlations = itertools.count()
-        self._asked: dict[CorrelationId, tuple[float, Part]] = {}  # of the SSD servers, since when, in that order
-        self._num_settling = 0  # parts of dropped tensors that still hold something
+        self._asked: dict[CorrelationId, tuple[float, Part]] = {}  # pending requests with their times, oldest first
+        self._num_settling = 0  # parts of dropped tensors that still hold slots or a buffer
         self._leaving_nbytes = 0
         self._counter = SwapCounter()
         self._stopping = False
         self._threads = ActorThreads(name, context.spec.job, send, lambda: self._stopping)
         self._threads.start((self._run_out, self._run_in))
 
-    # --- what its owner calls ---------------------------------------------------------------------------------------
+    # --- calls of the owner -----------------------------------------------------------------------------------------
 
     def begin(self, moment: Moment) -> None:
-        """What is put and prefetched from now on belongs to this operation."""
+        """Sets the operation to which later puts and prefetches belong."""
         with self._changed:
             self._now = moment
 
     def put(self, tensor: torch.Tensor) -> SsdSwap:
-        """Takes a flat uint8 tensor of the device, as ActivationStore says.
+        """Offloads a flat uint8 tensor from the device; see ActivationStore.
 
         Raises:
             ActivationMemoryError: there are not enough free slots.
@@ -124,7 +128,7 @@ class SsdActivations:
         return swap
 
     def prefetch(self, swap: SsdSwap, target: torch.Tensor) -> None:
-        """Begins to bring it back, once, into device memory of the same size that is the caller's."""
+        """Starts to read a tensor back into `target`, device memory of the same size. At most one call per tensor."""
         with self._changed:
             swap.target, swap.target_ready, swap.wanted_in = target, self._device.after_now(), self._now
             self._line_up(swap)
@@ -132,10 +136,10 @@ class SsdActivations:
         self._ask(requests)
 
     def wait_for(self, swap: SsdSwap) -> None:
-        """Returns when what was prefetched lies in its target. Its owner forgets it.
+        """Waits until a prefetched tensor is in its target. The handle is invalid afterwards.
 
         Raises:
-            ActivationTimeoutError: it did not come. A failed copy raises its own error.
+            ActivationTimeoutError: the tensor did not arrive in time. A failed copy raises its own error.
             InterruptedError: the job was stopped.
         """
         with self._changed:
@@ -153,12 +157,12 @@ class SsdActivations:
                 self._drop(swap)
 
     def drop(self, swap: SsdSwap) -> None:
-        """Forgets what nobody needs; its owner forgets it too."""
+        """Discards a tensor. The handle is invalid afterwards."""
         with self._changed:
             self._drop(swap)
 
     def take(self, done: ActivationIoDone) -> None:
-        """An SSD server's answer."""
+        """Processes an SSD server's answer."""
         with self._changed:
             _, part = self._asked.pop(done.correlation)
             if part.swap.is_dropped or self._stopping:
@@ -173,25 +177,25 @@ class SsdActivations:
         self._ask(requests)
 
     def describe_overdue(self) -> str:
-        """What each SSD server has owed for longest, the longest first; empty where none owes anything."""
+        """Describes the oldest pending request to each SSD server, oldest first; empty if there is none."""
         oldest: dict[ActorName, str] = {}
         with self._changed:
             for since_s, part in self._asked.values():
                 verb, left_in = "read" if part.at is At.RETURNING else "write", part.swap.left_in
                 what = f"a {verb} of activations of block {left_in.block}, step {left_in.step}"
-                owing_s = time.monotonic() - since_s
+                pending_s = time.monotonic() - since_s
                 ssd = ssd_name(part.ssd)
-                oldest.setdefault(ssd, f"{ssd} has owed {what} for {owing_s:.1f} s: check its SSD")
+                oldest.setdefault(ssd, f"{ssd} has not finished {what} after {pending_s:.1f} s: check its SSD")
         return "; ".join(oldest.values())
 
     @property
     def counts(self) -> SwapCounts:
-        """What was moved so far."""
+        """The bytes transferred and held so far."""
         with self._changed:
             return self._counter.counts
 
     def stop(self) -> None:
-        """Nothing is begun any more, and who waits is told so. What the SSDs were asked for is still taken."""
+        """Starts no further transfers and interrupts waiting callers. Answers of the SSD servers are still accepted."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -199,10 +203,10 @@ class SsdActivations:
         self._to_copy_in.put(None)
 
     def close(self) -> None:
-        """Ends the threads, after `stop`: from then on the memory is not touched from here."""
+        """Ends the threads, after `stop`. From then on this object does not access the memory."""
         self._threads.join(self._spec.deadline_s)
 
-    # --- inside: what waits for what ----------------------------------------------------------------------------------
+    # --- inside: waits ------------------------------------------------------------------------------------------------
 
     def _wait_until(self, condition: Callable[[], bool], lateness: Callable[[], str]) -> None:
         start_s = time.monotonic()
@@ -228,7 +232,7 @@ class SsdActivations:
         self._wait_until(
             lambda: self._slots.num_free >= count or not self._num_settling,
             lambda: (
-                f"activations that nobody needs were not off the SSDs within {self._spec.deadline_s:g} s; the copies "
+                f"dropped activations did not release their SSD slots within {self._spec.deadline_s:g} s; the copies "
                 "or the SSDs are stuck"
             ),
         )
@@ -249,7 +253,7 @@ class SsdActivations:
             f"{self._spec.deadline_s:g} s; see the logs of the SSD servers, and check the disks"
         )
 
-    # --- inside: all these are called under the lock ------------------------------------------------------------------
+    # --- inside: all these are called with the lock held --------------------------------------------------------------
 
     def _line_up(self, swap: SsdSwap) -> None:
         self._turns.begin(swap)
@@ -257,7 +261,7 @@ class SsdActivations:
             self._turns.wait(part)
 
     def _hand_out_buffers(self) -> list[tuple[ActorName, SsdRequest]]:
-        """To those whose turn it is, as long as there are some; returns what the SSDs must be asked for."""
+        """Gives free buffers to the parts whose turn it is; returns the requests to send to the SSD servers."""
         requests: list[tuple[ActorName, SsdRequest]] = []
         while not self._stopping and (part := self._turns.first()) is not None:
             buffers = self._buffers.try_acquire(1)
@@ -291,11 +295,11 @@ class SsdActivations:
         )
 
     def _drop(self, swap: SsdSwap) -> None:
-        """What is under way ends first; everything else is free at once."""
+        """Drops a tensor. Parts in transfer are released at the end of the transfer, all others at once."""
         if swap.num_missing:
             self._counter.held_nbytes -= swap.nbytes
         else:
-            swap.target = None  # the owner's alone
+            swap.target = None  # now only the caller holds it
         for part in swap.parts:
             if part.at in (At.LEAVING, At.RETURNING):
                 self._num_settling += 1
@@ -307,7 +311,7 @@ class SsdActivations:
         self._changed.notify_all()
 
     def _leave(self, part: Part) -> None:
-        """It does not need the source any more."""
+        """Records that a part no longer needs its source."""
         swap = part.swap
         swap.num_on_device -= 1
         self._leaving_nbytes -= part.nbytes
@@ -315,7 +319,7 @@ class SsdActivations:
             swap.source = None
 
     def _free(self, part: Part) -> None:
-        """It holds nothing from here on."""
+        """Releases a part's slots and buffer."""
         part.at = At.GONE
         self._slots.give_back(part.ssd, part.slots)
         self._release_buffer(part)
@@ -367,7 +371,7 @@ class SsdActivations:
             self._ask(requests)
 
     def _copy(self, part: Part, copy: Callable[[Part, torch.Tensor], None]) -> Exception | None:
-        """Whoever waits for the bytes is to hear of a failure."""
+        """Runs a copy of a part; returns its error, to be raised in the waiting thread."""
         assert part.buffer is not None
         try:
             copy(part, self._memory[part.buffer.offset : part.buffer.offset + part.nbytes])

@@ -1,4 +1,4 @@
-"""Where the activations of a job are that leave the device: in host memory first, and beyond it on the SSDs.
+"""Offloads activations of a job to host memory first and, once that is full, to the SSDs.
 
 Source: Ratel (LoHan), IV-D, equation 3.
 """
@@ -22,18 +22,18 @@ from windlass.storage.memory import SlotPool
 
 @dataclass(slots=True)
 class _Held:
-    """The first bytes of a tensor and the rest; either may be none."""
+    """An offloaded tensor."""
 
-    host: SwapHandle | None
-    ssd: SsdSwap | None
+    host: SwapHandle | None  # its first bytes; None if all are on the SSDs
+    ssd: SsdSwap | None  # the other bytes; None if all are in host memory
     host_nbytes: int
-    target: torch.Tensor | None = None  # since it is to come back
+    target: torch.Tensor | None = None  # set by the prefetch
 
 
 class ActivationTiers:
-    """An ActivationStore over the plan's slots. Each put begins a new slot, and takes no more than it fills.
+    """An ActivationStore in the plan's slots. Each put starts a new slot and acquires only as many as it fills.
 
-    What no longer fits into host memory goes to the SSDs, also in the middle of a tensor.
+    Bytes that do not fit into host memory go to the SSDs; a tensor may be split between the two.
     """
 
     def __init__(
@@ -45,7 +45,10 @@ class ActivationTiers:
         name: ActorName,
         spans: SpanRecorder,
     ) -> None:
-        """`memory`: the arena, flat uint8. `send` goes to the SSD servers, whose answers to `name` go to `take`."""
+        """`memory` is the arena as flat uint8. `send` sends requests to the SSD servers in the name of `name`.
+
+        Their answers must be passed to `take`.
+        """
         plan, pool = context.plan, context.plan.activations
         self._watch = ActivationSpans(spans)
         self._device = device
@@ -67,22 +70,22 @@ class ActivationTiers:
         self._peak_held_nbytes = 0
 
     def begin(self, step: Step, op: int, block: BlockIndex) -> None:
-        """What is put and prefetched from now on belongs to this operation, and is as urgent."""
+        """Sets the operation to which later puts and prefetches belong; it decides their priority."""
         self._watch.begin(step, block)
         if self._ssds is not None:
             self._ssds.begin(Moment(step, op, block))
 
     def flush(self) -> None:
-        """The step's last activations are back: its spans may be told."""
+        """Records the last spans of a step, after its last activations are back on the device."""
         self._watch.flush()
 
     def take(self, done: ActivationIoDone) -> None:
-        """An SSD server's answer."""
+        """Processes an SSD server's answer."""
         assert self._ssds is not None
         self._ssds.take(done)
 
     def describe_overdue(self) -> str:
-        """What each SSD server has owed for longest; empty where none owes anything."""
+        """Describes the oldest pending request to each SSD server; empty if there is none."""
         return "" if self._ssds is None else self._ssds.describe_overdue()
 
     def put(self, tensor: torch.Tensor) -> SwapHandle:
@@ -120,7 +123,7 @@ class ActivationTiers:
         """See ActivationStore.
 
         Raises:
-            ActivationTimeoutError: it does not come back. A failed copy raises its own error.
+            ActivationTimeoutError: the bytes did not arrive in time. A failed copy raises its own error.
             InterruptedError: the job was stopped.
         """
         self.prefetch(handle)
@@ -147,7 +150,7 @@ class ActivationTiers:
 
     @property
     def counts(self) -> SwapCounts:
-        """What was moved so far, to and from both."""
+        """The bytes transferred and held so far, in host memory and on the SSDs together."""
         host, ssd = self._host.counts, self.ssd_counts
         return SwapCounts(
             out_nbytes=host.out_nbytes + ssd.out_nbytes,
@@ -158,17 +161,17 @@ class ActivationTiers:
 
     @property
     def ssd_counts(self) -> SwapCounts:
-        """To and from the SSDs alone."""
+        """The bytes transferred and held so far, on the SSDs alone."""
         return NOTHING_SWAPPED if self._ssds is None else self._ssds.counts
 
     def stop(self) -> None:
-        """Ends the waits of others: who puts or gets is told that the job was stopped. What is held may be dropped."""
+        """Interrupts waiting callers of `put` and `get` with InterruptedError. `drop` may still be called."""
         self._host.stop()
         if self._ssds is not None:
             self._ssds.stop()
 
     def close(self) -> None:
-        """After `stop`, when the threads of the device have ended: the memory is not touched from here any more."""
+        """Ends all access to the memory. Called after `stop`, when the threads of the device have ended."""
         if self._ssds is not None:
             self._ssds.close()
         self._host.close()

@@ -1,4 +1,4 @@
-"""Notes what activations cost in time: their copies, and what compute waited for them."""
+"""Records the time spans of activation copies, and of compute's waits for activations."""
 
 import threading
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from windlass.actors.messages import SpanKind
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.storage.ids import BlockIndex, Step
 
-# Copies of one block that follow each other so soon are one span: there may be dozens for each micro-batch.
+# Seconds. Copies of one block with shorter gaps become one span, because a micro-batch may have dozens of copies.
 _GAP_S = 1e-4
 
 
 @dataclass(slots=True)
 class _Run:
-    """Copies that follow each other."""
+    """Copies with short gaps, recorded as one span."""
 
     owner: tuple[Step, BlockIndex]
     start_s: float
@@ -22,16 +22,16 @@ class _Run:
 
 
 class ActivationSpans:
-    """A SwapWatch. Bytes are those of the operation that put them."""
+    """A SwapWatch that records spans. Copies belong to the operation that offloaded the bytes."""
 
     def __init__(self, spans: SpanRecorder) -> None:
         self._spans = spans
         self._now = Step(0), BlockIndex(0)
-        self._runs: dict[bool, _Run] = {}  # by whether they go out
+        self._runs: dict[bool, _Run] = {}  # by direction; True: from the device
         self._lock = threading.Lock()
 
     def begin(self, step: Step, block: BlockIndex) -> None:
-        """The thread that computes begins with an operation."""
+        """Sets the operation that the compute thread begins."""
         self._now = step, block
 
     def owner(self) -> tuple[Step, BlockIndex]:
@@ -58,7 +58,7 @@ class ActivationSpans:
         self._spans.note(COMPUTE, SpanKind.WAIT_ACTIVATIONS, step, block, WHOLE_BLOCK, start_s, end_s)
 
     def flush(self) -> None:
-        """Nothing of the step's activations is to come: what has moved may be told."""
+        """Records the open spans, at the end of a step's activations."""
         with self._lock:
             for is_out, run in self._runs.items():
                 self._note(run, is_out=is_out)

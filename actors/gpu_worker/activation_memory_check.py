@@ -1,4 +1,4 @@
-"""What a plan says of activations, and whether it has room for them."""
+"""Reads a plan's choices for activations, and checks that it has enough slots for them."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,18 @@ from windlass.storage.ids import BlockIndex
 
 
 def layer_activations(context: JobContext) -> dict[BlockIndex, BlockActivations]:
-    """The plan's choice for each layer, by its block: the embedding comes before the first."""
+    """Returns the plan's choice for each layer, by block. The first layer is block 1, after the embedding."""
     return {BlockIndex(i): choice for i, choice in enumerate(context.plan.layer_activations, start=1)}
 
 
 def require_activation_room(context: JobContext, runner: BlockRunner, shapes: Sequence[tuple[int, int]]) -> None:
-    """Compares what a step may need with what the plan has.
+    """Checks that the plan has enough activation slots for a step.
 
-    `shapes`: the largest (examples, tokens) of the micro-batches whose activations are held at once.
+    `shapes` are the largest (examples, tokens) of the micro-batches whose activations are held at once.
 
     Raises:
-        ActivationMemoryError: the plan has too little; the text names the settings and the least that they need.
-        ActivationNeedUnknownError: what is needed shows only when it is computed.
+        ActivationMemoryError: the plan has too few slots; the text names the settings and their smallest values.
+        ActivationNeedUnknownError: the need cannot be found without computing the model.
     """
     plan, placement = context.plan, context.spec.placement
     slot_nbytes = plan.activations.slot_nbytes
@@ -40,11 +40,12 @@ def require_activation_room(context: JobContext, runner: BlockRunner, shapes: Se
 
 
 def unknown_operators(context: JobContext, runner: BlockRunner, shape: tuple[int, int]) -> dict[BlockIndex, list[str]]:
-    """Operators that the plan holds and layers do not call here, as on another device: they are computed again.
+    """Returns operators in the plan's choices that the layers do not call, for example on another kind of device.
 
-    Of layers with the same choice the first is looked at. `shape`: of a micro-batch.
+    Their results are recomputed instead. Of layers with the same choice, only the first is checked. `shape` is that of
+    a micro-batch.
     """
-    found: dict[BlockIndex, list[str]] = {}
+    unknown: dict[BlockIndex, list[str]] = {}
     choices: dict[BlockActivations, BlockIndex] = {}
     for block, choice in layer_activations(context).items():
         choices.setdefault(choice, block)
@@ -53,9 +54,9 @@ def unknown_operators(context: JobContext, runner: BlockRunner, shape: tuple[int
             continue
         try:
             called = {operator.name for operator in runner.operators(block, *shape).operators}
-        except Exception:  # noqa: BLE001  # whatever a model does with tensors that have no contents
+        except Exception:  # noqa: BLE001  # a model may fail in any way on tensors without data
             continue
         called |= {name.partition("#")[0] for name in called}
         if missing := sorted(names - called):
-            found[block] = missing
-    return found
+            unknown[block] = missing
+    return unknown

@@ -1,7 +1,7 @@
-"""What the compute stream does for the operations that it is given, one after the other.
+"""Computes the operations on the compute stream, one after the other.
 
-On a GPU all of it runs as an operation is given, ahead of what it starts on the device. Nothing here may be looked at
-by who gives operations: on a device that runs behind it is not done yet.
+On a GPU, this code runs when an operation is queued, and the device executes the kernels later. The thread that queues
+operations must therefore not read results from here, because they may not be computed yet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ from windlass.storage.ids import BlockIndex
 
 
 class Computation:
-    """Carries operations out, in their order."""
+    """Executes the operations of the block loop, in order."""
 
     def __init__(
         self, runner: BlockRunner, device: Device, group_size: int, activations: ActivationTiers | None
     ) -> None:
-        """`group_size`: micro-batches that go through the blocks together in training."""
+        """`group_size` is the number of micro-batches that pass through the blocks together in training."""
         self._runner = runner
         self._device = device
         self._group_size = group_size
         self._activations = activations
-        # Of the group that is computed, on the device.
+        # The inputs and targets of the current group, on the device.
         self._ids: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._sums: LossSums | None = None  # over the groups of the step so far
@@ -41,7 +41,11 @@ class Computation:
         flats: Mapping[BlockIndex, torch.Tensor | StreamedParams],
         grads: Mapping[BlockIndex, GradBuffer],
     ) -> None:
-        """`batch`: all groups of a step, or the group of an evaluation; in host memory."""
+        """Executes an operation.
+
+        `batch` has all groups of a step, or one group of an evaluation, in host memory. `flats` and `grads` have the
+        params and the gradient buffers of the blocks that the operation uses.
+        """
         message, runner, numbers = operation.message, self._runner, operation.numbers
         step, block = message.step, message.block
         if self._activations is not None:
@@ -63,7 +67,7 @@ class Computation:
         runner.remove(block)
 
     def _begin_group(self, message: ComputeBlock, batch: Sequence[MicroBatch], num_targets: int) -> None:
-        """Where an epoch ends with a small step, its last groups may be empty."""
+        """Uploads the inputs and targets of a group. The last groups of an epoch's last step may be empty."""
         is_training, first = message.phase is Phase.FORWARD, 0
         if is_training:
             first = message.group * self._group_size

@@ -1,6 +1,7 @@
-"""Model states that rest on the device: updated there, with gradients that never leave it.
+"""Model states that are resident on the device. They are updated there, with gradients that never leave it.
 
-A param that follows from its master is not kept: whoever needs it rounds the master (AutoHete, footnote 2).
+Params that can be derived from the master are not stored: the forward pass rounds the master instead.
+Source: AutoHete, footnote 2.
 """
 
 import functools
@@ -35,7 +36,10 @@ _Command = UpdateBlock | FlushBlock | RestoreStates
 
 
 class DeviceStates:
-    """The states of the plan's device blocks, each a flat tensor a block. Commands run in one thread of their own."""
+    """The states of the plan's device blocks, one flat tensor for each state of a block.
+
+    Commands run in a thread of their own.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class DeviceStates:
         report: Callable[[Message], None],
         spans: SpanRecorder,
     ) -> None:
-        """`take_grad` hands over a block's gradient; it is given back once the compute stream was given the update."""
+        """`take_grad` acquires a block's gradient; `give_back_grad` releases it once the update is queued."""
         self._context = context
         self._device = device
         self._memory = memory
@@ -60,7 +64,7 @@ class DeviceStates:
         self._give_back_grad = give_back_grad
         self._report = report
         self._spans = spans
-        self._num_updated: Counter[Step] = Counter()  # blocks, of steps that are not over
+        self._num_updated: Counter[Step] = Counter()  # updated blocks, by step, for steps that are not over
         self._offsets = context.state_offsets()
         pool = context.plan.transit
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="slots of states on their way")
@@ -75,26 +79,26 @@ class DeviceStates:
                 kind: torch.zeros(numel, dtype=state_dtype(context.formats, kind), device=device.device)
                 for kind in context.formats.kinds_to_update
             }
-        device.synchronize()  # copies to the device run on a stream of their own
+        device.synchronize()  # because copies to the device run on another stream than the zeroing above
         self._commands: queue.Queue[_Command | None] = queue.Queue()
         self._arrived: queue.Queue[ChunkKey | None] = queue.Queue()
 
     @property
     def kernel(self) -> Kernel | None:
-        """What updates here; None where no states rest here."""
+        """The kernel of the updates; None if no states are resident on the device."""
         return None if self._updater is None else self._updater.kernel
 
     def __contains__(self, block: BlockIndex) -> bool:
         return block in self._states
 
     def params(self, block: BlockIndex) -> torch.Tensor | None:
-        """The params of a block that rests here, or the master that they follow from; None for others."""
+        """Returns the params of a resident block, or the master from which they are derived; None for other blocks."""
         states, formats = self._states.get(block), self._context.formats
         kind = StateKind.MASTER if formats.derives_param else formats.param_kind
         return None if states is None else states[kind]
 
     def post(self, command: _Command) -> None:
-        """Takes a command and returns at once."""
+        """Queues a command and returns at once."""
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -104,7 +108,7 @@ class DeviceStates:
         self._arrived.put(None)
 
     def run(self) -> None:
-        """What the thread runs."""
+        """Executes commands until `stop`, in the thread of this object."""
         while (command := self._commands.get()) is not None:
             works_at(command)
             match command:
@@ -123,7 +127,7 @@ class DeviceStates:
         self._report(UserMessage(job=self._context.spec.job, step=Step(0), text=text))
 
     def _update(self, update: UpdateBlock) -> None:
-        assert self._updater is not None, "only blocks that rest here are updated here"
+        assert self._updater is not None, "only resident blocks are updated here"
         grad, compute = self._take_grad(update.block), self._device.compute
         begun = compute.record()
         compute.run(functools.partial(self._updater.update, update, 0, grad, self._states[update.block]))
@@ -141,7 +145,10 @@ class DeviceStates:
         self._report(BlockUpdated(job=job, step=step, block=block, actor=self._name))
 
     def _flush(self, message: FlushBlock) -> None:
-        """A block is flushed only once its update is done, and updated again only once it is flushed."""
+        """Writes a block's states to the SSDs.
+
+        The scheduler requests it only after the block's update, and requests the next update only after it.
+        """
         d2h = self._device.d2h
         for key in self._context.layout.chunk_keys(message.block):
             (slot,) = self._slots.acquire(1, self._context.spec.deadline_s)
@@ -152,11 +159,11 @@ class DeviceStates:
             d2h.then(working_at(message, write))
         self._slots.drain(self._context.spec.deadline_s)
         job, step, block = message.job, message.step, message.block
-        self._spans.tell(step)  # of the last commit nobody else would
+        self._spans.tell(step)  # otherwise the spans of the last commit would not be sent
         self._report(BlockFlushed(job=job, step=step, block=block, actor=self._name))
 
     def _write(self, message: FlushBlock, key: ChunkKey, slot: Span, begun: Event, copied: Event) -> None:
-        """A chunk that was copied out, to the SSDs."""
+        """Writes a chunk that was copied to host memory to the SSDs."""
         kind, start_s, end_s = SpanKind.COPY_STATES_OUT, begun.time_s(), copied.time_s()
         nbytes = sum(here.nbytes for here in self._parts(key).values())
         self._spans.note(FROM_DEVICE, kind, message.step, key.block, key.chunk, start_s, end_s, nbytes)

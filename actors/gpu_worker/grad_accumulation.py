@@ -1,9 +1,10 @@
-"""Sums of gradients that one group of micro-batches leaves to the next: in host memory between the two.
+"""Gradient accumulation over groups of micro-batches. Between two groups, the sums are in host memory.
 
-A group's backward operation goes on with the sums of the group before, to the bit: in their type, and with what no
-micro-batch has reached yet. So results do not depend on the size of the groups. What comes back is on the device by the
-time its operation is computed: one operation's sums at a time, beside those that are being added to and copied out.
-No thread waits for a copy; those that bring sums back wait for memory alone.
+A group's backward operation continues with exactly the sums of the group before: in the same type, and with the record
+of tensors that no micro-batch has reached yet. Results therefore do not depend on the size of the groups.
+
+Sums are copied back before their operation is computed, for one operation at a time. Meanwhile other sums are being
+added to or copied out. No thread waits for a copy; the thread that copies sums back waits only for memory.
 """
 
 import functools
@@ -20,12 +21,15 @@ from windlass.engine.device import Device, DeviceBuffers, Event, copy
 from windlass.engine.model import GradBuffer
 from windlass.storage.ids import BlockIndex, ChunkKey
 
-# The block whose operation adds to a sum, and the block whose gradient it is: the same, unless they share tensors.
+# The block whose operation adds to a sum, and the block whose gradient it is. They differ only if blocks share tensors.
 Use = tuple[BlockIndex, BlockIndex]
 
 
 class PartialGrads:
-    """Keeps a sum for each use of a block's params, in slots of its own; those of device blocks stay on the device."""
+    """Stores one gradient sum for each use of a block's params, each in its own slots.
+
+    Sums of device blocks stay on the device.
+    """
 
     def __init__(
         self, context: JobContext, device: Device, flats: DeviceBuffers, memory: torch.Tensor, spans: SpanRecorder
@@ -38,28 +42,28 @@ class PartialGrads:
         self._slots = context.partial_slots()
         self._changed = threading.Condition()
         self._expected: deque[ComputeBlock] = deque()
-        self._left: dict[Use, tuple[torch.dtype, set[str]]] = {}  # in slots: in which type, and what was reached
-        # Of the first operation that is expected, with the event after which it is there.
+        self._left: dict[Use, tuple[torch.dtype, set[str]]] = {}  # sums in slots: their types, and the tensors reached
+        # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}
         self._stopping = False
 
     def uses(self, operation: ComputeBlock) -> list[Use]:
-        """The sums of an operation that leave the device after its group."""
+        """Returns the sums of an operation that leave the device after its group."""
         resident = self._context.plan.device_blocks
         return [(operation.block, block) for block in operation.blocks if block not in resident]
 
     def expect(self, operation: ComputeBlock) -> None:
-        """The operation will be computed, after those that were expected before: its sums are brought back in time."""
+        """Queues the sums of an operation to be copied back, after those of operations that were queued earlier."""
         if operation.group > 0 and operation.phase in (Phase.HEAD, Phase.BACKWARD) and self.uses(operation):
             with self._changed:
                 self._expected.append(operation)
                 self._changed.notify_all()
 
     def take(self, operation: ComputeBlock, use: Use) -> GradBuffer:
-        """A sum of the group before, for what the compute stream is given from now on.
+        """Acquires a sum of the group before, for work that is queued on the compute stream from now on.
 
         Raises:
-            TimeoutError: it did not come back within the job's deadline.
+            TimeoutError: the sum did not come back within the job's timeout.
             InterruptedError: the job was stopped.
         """
         deadline_s = self._context.spec.deadline_s
@@ -73,18 +77,18 @@ class PartialGrads:
                     f"micro-batches left it, did not come back to the device within {deadline_s:g} s; the copies "
                     "between the device and host memory are stuck"
                 )
-            found, copied = self._back.pop(use)
+            grad, copied = self._back.pop(use)
             self._changed.notify_all()
         self._device.compute.wait(copied)
-        return found
+        return grad
 
     def leave(self, operation: ComputeBlock, use: Use, grad: GradBuffer) -> None:
-        """Has the D2H stream copy a sum to its slots."""
+        """Queues the copy of a sum to its slots, on the device-to-host stream."""
         self._copy(operation, use, grad.flat, is_out=True)
         self._device.d2h.then(working_at(operation, functools.partial(self._has_left, use, grad)))
 
     def run(self) -> None:
-        """What its thread runs: brings sums back."""
+        """Copies sums back until `stop`, in the thread of this object."""
         while (operation := self._next()) is not None:
             works_at(operation)
             back = {use: self._bring_back(operation, use) for use in self.uses(operation)}
@@ -93,7 +97,7 @@ class PartialGrads:
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """Ends the thread, and the waits of others."""
+        """Ends the thread, and interrupts waiting callers."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -101,7 +105,7 @@ class PartialGrads:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _next(self) -> ComputeBlock | None:
-        """What to bring back the sums of, once there is something; None where the job was stopped."""
+        """Waits for the next operation whose sums can be copied back; returns None if the job was stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._is_due())
             return None if self._stopping else self._expected.popleft()
@@ -123,7 +127,7 @@ class PartialGrads:
         return GradBuffer(flat, touched), self._copy(operation, use, flat, is_out=False)
 
     def _copy(self, operation: ComputeBlock, use: Use, flat: torch.Tensor, *, is_out: bool) -> Event:
-        """The event after the copies."""
+        """Queues the copies of a sum's chunks; returns the event after them."""
         stream = self._device.d2h if is_out else self._device.h2d
         for key in self._context.layout.chunk_keys(use[1]):
             start, stop = self._context.layout.chunk_range(key)

@@ -1,8 +1,8 @@
-"""The gradients' way from the device to host memory, or through it to the SSDs.
+"""Offloads gradients from the device to host memory, or through it to the SSDs.
 
-A block's gradient is summed in a buffer on the device; once the device was given its copies, the buffer may be used
-again, by what waits for them there. One thread has the device copy. Where a step has several groups of micro-batches,
-the sums of each go to host memory until the next one's (`partial_grads`). All buffers are made at set-up.
+A block's gradient is summed in a buffer on the device. Once its copies are queued, the buffer may be used again by
+work that waits for them on the device. One thread queues the copies. If a step has several groups of micro-batches, the
+sums of a group go to host memory until the next group (`grad_accumulation`). All buffers are allocated at set-up.
 """
 
 import functools
@@ -36,26 +36,26 @@ from windlass.storage.memory import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class _Complete:
-    """A gradient as the optimizer will see it."""
+    """A complete gradient, in the type that the optimizer gets."""
 
     flat: torch.Tensor
-    event: Event  # of the compute stream, which is through with it then
+    event: Event  # on the compute stream, after the gradient's last change
 
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A sum that a group leaves to the next."""
+    """A sum that the next group of micro-batches continues."""
 
-    operation: ComputeBlock  # that added to it last
+    operation: ComputeBlock  # the last one that added to the sum
     use: Use
     grad: GradBuffer
-    event: Event  # of the compute stream, which is through with it then
+    event: Event  # on the compute stream, after the sum's last change
 
 
 class GradOffload:
-    """Gradients from the operation that begins them until they are in the slots lent to the optimizers.
+    """Manages gradients from their first operation until they are in the slots that the optimizers read.
 
-    That of a block whose states rest on the device stays there until its update. `report` sends to the scheduler.
+    Gradients of blocks whose states are resident on the device stay there until the update.
     """
 
     def __init__(
@@ -69,7 +69,9 @@ class GradOffload:
         *,
         summed_in_fp32: Collection[int],
     ) -> None:
-        """`summed_in_fp32`: blocks whose gradients may be, whatever they travel in."""
+        """`summed_in_fp32` has the blocks whose gradients may be summed in fp32, even if they are offloaded in another
+        type. `report` sends a message to the scheduler.
+        """
         self._context = context
         self._device = device
         self._memory = memory
@@ -81,41 +83,42 @@ class GradOffload:
         self._slots = SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name="grad slots")
         self._requests: queue.Queue[OffloadGrad | _Partial | None] = queue.Queue()
         self._lock = threading.Lock()
-        # Being summed. Of tensors that several operations use each has a sum of its own, until the last one: those over
-        # micro-batches must not depend on how these are grouped.
+        # The gradients that are being summed. If several operations use a block's tensors, each has its own sum until
+        # the last one, so that the sums over micro-batches do not depend on how these are grouped.
         self._buffers: dict[Use, GradBuffer] = {}
         self._complete: dict[BlockIndex, _Complete] = {}
         self._permits = threading.Semaphore(context.plan.num_grad_buffers)
         self._permitted: set[BlockIndex] = set()
-        self._told_step = 0  # the last one whose backward pass is over and told
+        self._told_step = 0  # the last step whose backward pass is over and whose spans were sent
         planned = self._plan_buffers(summed_in_fp32)
         self._flats = DeviceBuffers(device, planned, name="gradients", deadline_s=context.spec.deadline_s)
         self._partials = PartialGrads(context, device, self._flats, memory, spans)
 
-    # --- what the worker calls --------------------------------------------------------------------------------------
+    # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
-        """What its threads run."""
+        """The functions to run in threads."""
         return (self._run, self._partials.run)
 
     def expect(self, operation: ComputeBlock) -> None:
-        """The operation will be computed: what an earlier group left to it is brought back in time."""
+        """Queues the sums of an earlier group to be copied back, for an operation that will be computed."""
         self._partials.expect(operation)
 
     def buffer(self, operation: ComputeBlock, block: BlockIndex, dtype: torch.dtype) -> GradBuffer:
-        """What an operation adds a block's gradient to: empty, of this type, or what the group before has summed.
+        """Acquires the buffer to which an operation adds a block's gradient.
 
-        For what the compute stream is given from now on.
+        It is empty and of type `dtype`, or has the sums of the group before. It is for work that is queued on the
+        compute stream from now on.
 
         Raises:
-            TimeoutError: none came free, or what the group before left did not come, within the job's deadline.
+            TimeoutError: no buffer became free, or the earlier sums did not come back, within the job's timeout.
         """
         use = (operation.block, block)
-        if use in self._buffers:  # on the device since the group before
+        if use in self._buffers:  # it has stayed on the device since the group before
             return self._buffers[use]
-        # The shared one is exempt: it waits for the last operation of the step, which must not wait for it. So is
-        # what stays on the device until its update.
+        # Only a block's own gradient needs a permit. The gradient of a shared block is held until the step's last
+        # operation, which would deadlock. Blocks that are resident on the device need none either.
         if block == operation.block and block not in self._context.plan.device_blocks:
             deadline_s = self._context.spec.deadline_s
             if not self._permits.acquire(timeout=deadline_s):
@@ -132,14 +135,18 @@ class GradOffload:
         return self._buffers[use]
 
     def set_aside(self, operation: ComputeBlock) -> None:
-        """The compute stream was given an operation of a group that is not the step's last: the next group goes on with
-        its sums."""
+        """Queues the sums of an operation to be copied out for the next group.
+
+        It is called after the operation is queued on the compute stream, in all groups but the step's last.
+        """
         for use in self._partials.uses(operation):
             self._requests.put(_Partial(operation, use, self._buffers.pop(use), self._device.compute.record()))
 
     def complete(self, block: BlockIndex, look: Callable[[torch.Tensor], object]) -> None:
-        """Nothing is added any more. `look` is work for the compute stream: it sees what will be offloaded, as what
-        overflows on the way there must not be missed."""
+        """Completes a block's gradient after its last operation.
+
+        `look` is run on the compute stream with the gradient in its final type, because converting it may overflow.
+        """
         params = [(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params]
         (grad, *others), compute = self._sums_of(block), self._device.compute
 
@@ -154,41 +161,41 @@ class GradOffload:
             flat = self._flats.take(flat.numel(), self._dtype, compute)
             compute.run(functools.partial(flat.copy_, grad.flat))
             unused.append(grad.flat)
-        for each in unused:
-            self._flats.give(each, compute)
+        for buffer in unused:
+            self._flats.give(buffer, compute)
         compute.run(functools.partial(look, flat))
         with self._lock:
             self._complete[block] = _Complete(flat, compute.record())
 
     def backward_over(self, step: int) -> None:
-        """All gradients of a step are complete."""
+        """Sends the spans of a step once all its gradients are complete."""
         self._told_step = step
         self._spans.tell(step)
 
     def take(self, block: BlockIndex) -> torch.Tensor:
-        """A complete gradient, for an update in the compute stream; `give_back` must follow."""
+        """Acquires a complete gradient for an update on the compute stream; `give_back` must follow."""
         return self._take(block).flat
 
     def give_back(self, flat: torch.Tensor) -> None:
-        """The compute stream was given the update."""
+        """Releases a gradient's buffer after its update was queued on the compute stream."""
         self._flats.give(flat, self._device.compute)
 
     def request(self, message: OffloadGrad) -> None:
-        """Begins to bring a complete gradient to where it is kept."""
+        """Queues the offload of a complete gradient."""
         self._requests.put(message)
 
     def take_back(self, spans: tuple[Span, ...]) -> None:
-        """An optimizer is done with slots."""
+        """Releases slots that an optimizer has finished reading."""
         self._slots.release(spans)
 
     def drop(self, message: GradDiscarded) -> None:
-        """A step is skipped."""
+        """Discards a gradient of a skipped step."""
         self._slots.release([chunk.span for chunk in message.chunks if chunk.span is not None])
         if message.block in self._context.plan.device_blocks:
             self.give_back(self.take(message.block))
 
     def stop(self) -> None:
-        """Ends the thread, and the waits of others."""
+        """Ends the threads, and interrupts waiting callers."""
         self._slots.close()
         self._flats.close()
         self._permits.release()
@@ -212,7 +219,7 @@ class GradOffload:
         return {(numel, dtypes[itemsize]): number for (numel, itemsize), number in planned.items()}
 
     def _sums_of(self, block: BlockIndex) -> list[GradBuffer]:
-        """Of all operations that use a block, in their order, its own last."""
+        """Removes and returns the sums of all operations that use a block, in order; the block's own is last."""
         shared = self._context.layout.shared
         users = [BlockIndex(user) for user in reversed(range(len(shared))) if block in shared[user]]
         return [self._buffers.pop((user, block)) for user in users]
@@ -234,7 +241,7 @@ class GradOffload:
         self._let_go(partial.grad.flat, block if user == block else None)
 
     def _let_go(self, flat: torch.Tensor, permitted: BlockIndex | None) -> None:
-        """The device was given a buffer's copies; `permitted`: the block whose permit it had, if any."""
+        """Releases a buffer after its copies were queued, and the permit of the block `permitted`, if it has one."""
         self._flats.give(flat, self._device.d2h)
         if permitted in self._permitted:
             self._permitted.remove(permitted)
@@ -245,14 +252,14 @@ class GradOffload:
             return self._complete.pop(block)
 
     def _copied(self, request: OffloadGrad, spans: dict[ChunkKey, Span]) -> None:
-        """All of a gradient lies in slots."""
+        """Continues after a gradient was copied to slots: writes it to the SSDs, or reports it."""
         if request.block in self._context.plan.spilled_blocks:
             self._spill(request, spans)
         else:
             self._finish(request, tuple(GradChunk(key, span) for key, span in spans.items()))
 
     def _spill(self, request: OffloadGrad, spans: dict[ChunkKey, Span]) -> None:
-        """From slots to the SSDs."""
+        """Writes a gradient from its slots to the SSDs."""
         num_missing = len(spans)
 
         def written(key: ChunkKey) -> None:
@@ -272,7 +279,7 @@ class GradOffload:
         self._io.write(items, request.step, (request.step, request.block), written)
 
     def _copy_out(self, request: OffloadGrad, grad: _Complete) -> dict[ChunkKey, Span]:
-        """Has the device copy a gradient to slots; its buffer may be used again."""
+        """Queues the copies of a gradient to slots and releases its buffer; returns the slots."""
         layout, block, d2h = self._context.layout, request.block, self._device.d2h
         keys = layout.chunk_keys(block)
         spans = dict(zip(keys, self._slots.acquire(len(keys), self._context.spec.deadline_s), strict=True))
@@ -293,6 +300,6 @@ class GradOffload:
         self._spans.note(FROM_DEVICE, kind, request.step, key.block, key.chunk, start_s, end_s, nbytes)
 
     def _finish(self, request: OffloadGrad, chunks: tuple[GradChunk, ...]) -> None:
-        if request.step <= self._told_step:  # else the end of the backward pass tells
+        if request.step <= self._told_step:  # else `backward_over` sends the spans
             self._spans.tell(request.step)
         self._report(GradOffloaded(job=self._context.spec.job, step=request.step, block=request.block, chunks=chunks))

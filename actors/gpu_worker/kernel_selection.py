@@ -1,4 +1,4 @@
-"""Which kernels compute a job's model: settled before its first step, and kept by all of its attempts."""
+"""Selects the kernels that compute a job's model, before its first step. All attempts keep them."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,17 @@ from windlass.storage.ids import ModelKernel
 def settle_kernels(
     context: JobContext, partition: Partition, device: torch.device, announce: Callable[[str], None]
 ) -> tuple[ModelKernel, ...]:
-    """Puts kernels into a job's model, whose layers must be in their places; returns those beside torch's own.
+    """Applies kernels to a job's model, whose layers must be in their places; returns them.
 
-    The job's, or where it names none, all that can be had and are right; `announce` is told of those that are not.
+    These are the kernels that the job names. If it names none, they are all that are available and pass a check; a
+    failed check is reported through `announce`, and torch's own kernels are used.
 
     Raises:
-        KernelUnavailable: the job has kernels that cannot be had, or are not right here.
+        KernelUnavailable: kernels that the job names are not available here, or fail the check.
     """
     hyper = context.spec.hyperparameters
-    asked = hyper.model_kernels
-    kernels = _found(context, partition, device) if asked is None else asked
+    named = hyper.model_kernels
+    kernels = _available(context, partition, device) if named is None else named
     if not kernels:
         return ()
     choices = set(context.plan.layer_activations) or {RECOMPUTE_ALL}
@@ -31,17 +32,17 @@ def settle_kernels(
         check_kernels(partition.model.config, kernels, hyper.precision, device, choices)
         apply_kernels(partition.model, kernels)
     except KernelUnavailable as error:
-        if asked is not None:
+        if named is not None:
             raise
         announce(f"The model is computed with torch's own kernels: {error}")
         return ()
     return kernels
 
 
-def _found(context: JobContext, partition: Partition, device: torch.device) -> tuple[ModelKernel, ...]:
-    found = kernels_here(partition.model, context.spec.hyperparameters.precision, device)
+def _available(context: JobContext, partition: Partition, device: torch.device) -> tuple[ModelKernel, ...]:
+    kernels = kernels_here(partition.model, context.spec.hyperparameters.precision, device)
     if evaluation_batch_size(context.spec) > 1:
-        return found
-    # With one example in a micro-batch transformers would look at position values before each call, and so the host
-    # would wait for the device in every layer; torch's own attention has the same algorithm.
-    return tuple(kernel for kernel in found if kernel is not ModelKernel.FLASH_ATTENTION_2)
+        return kernels
+    # With one example in a micro-batch, transformers reads the position values before each call of FlashAttention 2.
+    # The host would then wait for the device in every layer. torch's own attention has the same algorithm.
+    return tuple(kernel for kernel in kernels if kernel is not ModelKernel.FLASH_ATTENTION_2)

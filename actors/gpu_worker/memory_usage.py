@@ -1,6 +1,4 @@
-"""The memory that a job may have on its device, and the most that it has had: by torch's allocator or, where the device
-is the CPU, by the kernel.
-"""
+"""Limits a job's device memory and measures its peak, with torch's allocator or, on a CPU, with the kernel's counts."""
 
 from pathlib import Path
 
@@ -12,14 +10,14 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def limit_device_memory(device: torch.device, limit_nbytes: int) -> None:
-    """Has torch's allocator refuse this process more of a GPU. Where the device is the CPU nothing is limited."""
+    """Limits the GPU memory of this process in torch's allocator. On a CPU nothing is limited."""
     if device.type == "cuda":
         total_nbytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_nbytes / total_nbytes), device)
 
 
 class DeviceMemory:
-    """Counts from when it is made, but for the time from `pause` to `begin`. One thread at a time."""
+    """Measures peak device memory from its creation on, except between `pause` and `begin`. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,17 +26,17 @@ class DeviceMemory:
             torch.cuda.reset_peak_memory_stats(device)
 
     def pause(self) -> None:
-        """What comes is not the device's: the model is checked, and loaded. On a GPU it counts all the same."""
+        """Stops counting on a CPU while the model is checked and loaded. On a GPU nothing happens."""
         if self._private is not None:
             self._private.pause()
 
     def begin(self) -> None:
-        """Operations begin. From the second time on nothing happens."""
+        """Continues counting when operations begin. Further calls do nothing."""
         if self._private is not None:
             self._private.begin()
 
     def peaks(self) -> dict[MemoryKind, int]:
-        """In bytes; nothing where the kernel does not tell."""
+        """Returns the peaks in bytes; empty if the kernel does not report them."""
         if self._private is None:
             return {
                 MemoryKind.DEVICE: torch.cuda.max_memory_allocated(self._device),
@@ -49,19 +47,20 @@ class DeviceMemory:
 
 
 class _PrivateMemory:
-    """How much this process's private memory grows, at the most.
+    """Measures the largest growth of this process's private memory.
 
-    The kernel keeps the peak of all resident memory, and lets it be set back to what is held (Source: proc(5),
-    clear_refs: 5). What of it is no private memory, the arena and mapped files, hardly changes within a step.
+    The kernel records the peak of all resident memory and can reset it to the present value. The part that is not
+    private, the arena and mapped files, hardly changes within a step and is subtracted.
+    Source: proc(5), clear_refs: 5.
     """
 
     def __init__(self) -> None:
-        self._grown_nbytes = 0  # in stretches that count and are over
+        self._grown_nbytes = 0  # growth in earlier periods of counting
         self._is_paused = False
-        self._is_told = True
+        self._is_told = True  # the kernel supports resetting the peak
         self._peak_nbytes = 0
         self._from_nbytes = 0  # private memory when counting began
-        self._others_nbytes = 0  # what was not private when it was looked last
+        self._others_nbytes = 0  # resident memory that was not private, at the last reading
         self._start()
 
     def pause(self) -> None:
@@ -74,7 +73,7 @@ class _PrivateMemory:
             self._start()
 
     def peak_nbytes(self) -> int | None:
-        """Since it was made; None where the kernel does not tell."""
+        """Returns the peak since the creation of this object; None if the kernel does not report it."""
         if not self._is_told:
             return None
         if not self._is_paused:
@@ -94,11 +93,11 @@ class _PrivateMemory:
     def _set_back(self) -> None:
         try:
             _CLEAR_REFS.write_text("5")
-        except OSError:  # a kernel without it
+        except OSError:  # the kernel has no such file
             self._is_told = False
 
 
 def _status() -> dict[str, int]:
-    """Of this process, in bytes."""
+    """Returns the memory counts of this process, in bytes, by their names in /proc/self/status."""
     lines = (line.split() for line in _STATUS.read_text().splitlines() if line.startswith(("Rss", "VmHWM")))
     return {name.removesuffix(":"): int(kib) * 1024 for name, kib, _ in lines}

@@ -1,4 +1,4 @@
-"""An operation that the device was given: when it was computed, what it waited for, and the numbers it came to."""
+"""An operation that was queued on the device: its times, its waits, and its numeric results."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from windlass.storage.ids import BlockIndex
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """What compute waited for: from a time of the machine's clock to an event of the compute stream."""
+    """A wait of compute, from a time of the machine's clock to an event of the compute stream."""
 
     kind: SpanKind
     block: BlockIndex
@@ -30,44 +30,49 @@ class _Wait:
 
 
 class LaunchedOperation:
-    """From its instruction until the device is through with it. The three events are set by who gives it."""
+    """An operation from its command until the device has finished it.
+
+    The thread that queues the operation sets the three events.
+    """
 
     begun: Event
-    computed: Event  # params are read no more
-    ended: Event  # the gradient, too, is as the optimizer will see it
+    computed: Event  # after the last use of the params
+    ended: Event  # after the gradient, too, is complete
 
     def __init__(self, message: ComputeBlock, device: Device, num_targets: int, *, is_last: bool) -> None:
-        """`num_targets`: target tokens of the step, or of the evaluation's group. `is_last`: no group of micro-batches
-        follows in the step."""
+        """`num_targets` counts the target tokens of the step, or of the evaluation's group.
+
+        `is_last`: the operation belongs to the step's last group of micro-batches.
+        """
         self.message = message
         self.is_last = is_last
         self.num_targets = num_targets
-        # 0-dim tensors of the device, which the compute stream puts here: "output_sq_sum" of a forward pass, "loss_sum"
-        # and "num_correct" of a head, over all groups so far, "grad_sq_sum" of a gradient that is complete.
+        # Scalar tensors on the device, set by the compute stream: "output_sq_sum" of a forward pass, "loss_sum" and
+        # "num_correct" of a head, over all groups so far, and "grad_sq_sum" of a complete gradient.
         self.numbers: dict[str, torch.Tensor] = {}
         self._device = device
         self._waits: list[_Wait] = []
-        self._found: torch.Tensor | None = None
+        self._results: torch.Tensor | None = None  # the numbers, in host memory
 
     @property
     def goes_backward(self) -> bool:
-        """Whether it computes gradients."""
+        """True if the operation computes gradients."""
         return self.message.phase in (Phase.HEAD, Phase.BACKWARD)
 
     def waited(self, kind: SpanKind, block: BlockIndex, start_s: float) -> None:
-        """What was waited for since then is there, for what the compute stream is given from now on."""
+        """Records a wait that began at `start_s`. It ends when the compute stream reaches this point."""
         self._waits.append(_Wait(kind, block, start_s, self._device.compute.record()))
 
     def download(self) -> None:
-        """Work for the compute stream: brings the numbers to the host."""
+        """Copies the numbers to the host. Runs on the compute stream."""
         if self.numbers:
-            self._found = self._device.download(list(self.numbers.values()))
+            self._results = self._device.download(list(self.numbers.values()))
 
     def note(self, spans: SpanRecorder) -> None:
-        """The spans of an operation that has ended."""
+        """Records the spans of a finished operation."""
         message, past_s = self.message, 0.0
         for wait in self._waits:
-            # While the device still worked at what came before, nothing was waited for.
+            # A wait begins only when the device has finished its earlier work.
             start_s, end_s = max(wait.start_s, past_s), wait.end.time_s()
             past_s = max(past_s, end_s)
             if start_s < end_s:
@@ -76,24 +81,24 @@ class LaunchedOperation:
         spans.note(COMPUTE, kind, message.step, message.block, WHOLE_BLOCK, start_s, end_s)
 
     def messages(self) -> list[Message]:
-        """What the scheduler is told of an operation that has ended."""
+        """Returns the events for the scheduler about a finished operation."""
         message = self.message
-        found = {} if self._found is None else dict(zip(self.numbers, self._found.tolist(), strict=True))
-        told: list[Message] = []
-        if "loss_sum" in found:
+        results = {} if self._results is None else dict(zip(self.numbers, self._results.tolist(), strict=True))
+        events: list[Message] = []
+        if "loss_sum" in results:
             loss = LossComputed(
                 job=message.job,
                 step=message.step,
                 phase=message.phase,
-                loss_sum=found["loss_sum"],
+                loss_sum=results["loss_sum"],
                 num_targets=self.num_targets,
-                num_correct=int(found["num_correct"]),
+                num_correct=int(results["num_correct"]),
                 group=message.group,
             )
-            told.append(loss)
-        if "grad_sq_sum" in found:
-            grad_sq_sum = found["grad_sq_sum"]
-            told.append(
+            events.append(loss)
+        if "grad_sq_sum" in results:
+            grad_sq_sum = results["grad_sq_sum"]
+            events.append(
                 BlockBackwardDone(job=message.job, step=message.step, block=message.block, grad_sq_sum=grad_sq_sum)
             )
         computed = BlockComputed(
@@ -103,7 +108,7 @@ class LaunchedOperation:
             phase=message.phase,
             block=message.block,
             compute_s=self.computed.time_s() - self.begun.time_s(),
-            # A gradient's own sum tells of that.
-            is_finite=all(math.isfinite(found.get(name, 0.0)) for name in ("output_sq_sum", "loss_sum")),
+            # Without "grad_sq_sum", which BlockBackwardDone carries.
+            is_finite=all(math.isfinite(results.get(name, 0.0)) for name in ("output_sq_sum", "loss_sum")),
         )
-        return [*told, computed]
+        return [*events, computed]

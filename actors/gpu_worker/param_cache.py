@@ -1,9 +1,9 @@
-"""Which params stay in host memory from one use to the next.
+"""A cache of params in host memory, from one use to the next.
 
-A chunk's params are used in the forward pass, in the backward pass, by the update, and in the next forward pass. What
-stays is what is needed soonest: the chunk whose next use is farthest away makes room. Each group of micro-batches goes
-through all blocks as a step of one group does; only after the last one an update follows.
-Source: Belady, A study of replacement algorithms for a virtual-storage computer (1966): the program is known here.
+A chunk's params are used in the forward pass, in the backward pass, by the update, and in the next forward pass. The
+chunk whose next use is farthest away is evicted. Each group of micro-batches passes through all blocks; the update
+follows only after the last group.
+Source: Belady, A study of replacement algorithms for a virtual-storage computer (1966). The future uses are known here.
 """
 
 import threading
@@ -18,33 +18,36 @@ from windlass.storage.memory import SlotPool
 @dataclass(slots=True)
 class _Entry:
     span: Span
-    step: Step | None  # whose params lie there; None while they are lent
-    awaits_update: bool = False  # which will read them soon
+    step: Step | None  # the step whose params the slot holds; None while it is leased
+    awaits_update: bool = False  # an update will read the params soon
 
     @property
     def may_make_room(self) -> bool:
-        """It is not lent, and nobody needs it at once."""
+        """True if the entry can be evicted: it is not leased, and no update will read it soon."""
         return self.step is not None and not self.awaits_update
 
 
 class ParamCache:
-    """Slots of a pool that are kept. Safe from many threads; a slot that is taken out is the taker's."""
+    """The cached slots of a pool. Thread-safe. A caller that takes a slot owns it."""
 
     def __init__(self, slots: SlotPool, *, capacity: int, head: int, reads_params: bool) -> None:
-        """`capacity`: chunks. `head`: the last block. `reads_params`: updates read them, while backward goes on."""
+        """`capacity` is in chunks. `head` is the last block.
+
+        `reads_params`: updates read the params, and run during the backward pass.
+        """
         self._slots = slots
         self._capacity = capacity
         self._head = head
         self._reads_params = reads_params
         self._entries: dict[ChunkKey, _Entry] = {}
-        # What may make room, by its block: all of a block are needed at the same time.
+        # The chunks that can be evicted, by block, because all chunks of a block are needed at the same time.
         self._replaceable: dict[BlockIndex, dict[ChunkKey, None]] = {}
-        self._now = 0  # place of what was used last, in its group's way through the blocks
+        self._now = 0  # position of the last use in its group's pass through the blocks; see `_place`
         self._lock = threading.Lock()
 
     @classmethod
     def of_job(cls, context: JobContext, slots: SlotPool) -> "ParamCache":
-        """As large as the job's plan says."""
+        """Creates the cache with the size in the job's plan."""
         formats = context.formats
         return cls(
             slots,
@@ -54,7 +57,7 @@ class ParamCache:
         )
 
     def take(self, key: ChunkKey, step: Step) -> Span | None:
-        """The slot that holds the params of `key` as `step` left them; None if there is none, or it is lent."""
+        """Takes the slot with the params of `key` as of `step` out of the cache; None if it is missing or leased."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.step is None:
@@ -66,7 +69,7 @@ class ParamCache:
             return entry.span
 
     def put(self, key: ChunkKey, step: Step, span: Span, phase: Phase, *, is_last_group: bool) -> None:
-        """Gives a slot to the cache after a use in `phase`: it is kept, or released. `is_last_group`: of the step."""
+        """Puts a slot into the cache after a use in `phase`, or releases it. `is_last_group`: of the step."""
         with self._lock:
             self._now = self._place(key.block, phase)
             is_last_of_group = phase is Phase.BACKWARD or (phase is Phase.HEAD and key.block == self._head)
@@ -78,7 +81,10 @@ class ParamCache:
                 self._keep(key, entry)
 
     def lend(self, key: ChunkKey, from_step: Step) -> ParamSlotLease | None:
-        """A slot for an optimizer to update the params of `key` in, with or without those of `from_step`."""
+        """Leases a slot to an optimizer that updates the params of `key`; None if there is no slot.
+
+        The slot may already hold the params of `from_step`.
+        """
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None and entry.step == from_step:
@@ -94,10 +100,10 @@ class ParamCache:
             return ParamSlotLease(key, span, is_filled=False)
 
     def take_back(self, key: ChunkKey, step: Step, span: Span) -> None:
-        """A slot that was lent comes back, with the params of `step`."""
+        """Takes back a leased slot, which holds the params of `step`."""
         with self._lock:
             entry = self._entries[key]
-            assert entry.step is None, "what comes back was lent"
+            assert entry.step is None, "only a leased slot comes back"
             assert entry.span == span
             entry.step, entry.awaits_update = step, False
             self._keep(key, entry)
@@ -120,7 +126,7 @@ class ParamCache:
             self._replaceable.pop(key.block, None)
 
     def _slot_for(self, key: ChunkKey) -> Span | None:
-        """A free slot within the capacity, or that of something needed later; None if there is neither."""
+        """Returns a free slot within the capacity, or that of a chunk needed later; None if there is neither."""
         if len(self._entries) < self._capacity:
             spans = self._slots.try_acquire(1)
             if spans:
@@ -138,14 +144,14 @@ class ParamCache:
         return True
 
     def _later_than(self, use: int) -> ChunkKey | None:
-        """What may make room and is needed last, if that is after `use`."""
+        """Returns the chunk whose next use is farthest away, if it can be evicted and that use is after `use`."""
         last = max(self._replaceable, key=lambda block: self._next_use(block, awaits_update=False), default=None)
         if last is None or self._next_use(last, awaits_update=False) <= use:
             return None
         return next(iter(self._replaceable[last]))
 
     def _place(self, block: int, phase: Phase) -> int:
-        """In the order of a group: forward through the blocks, the head, backward. Evaluation comes before a step."""
+        """Returns the position of a use in a group's pass: forward, head, backward. Evaluation has the position -1."""
         match phase:
             case Phase.FORWARD:
                 return block

@@ -1,9 +1,13 @@
-"""Brings params to the device: from the SSDs, from host memory where they rest or were kept, or as they lie there.
+"""Prefetches params to the device: from the SSDs, from resident states in host memory, or from the param cache.
 
-Two threads: one asks for what is not at hand, one has the device copy what is. A block's params are one flat buffer,
-held from its request until its operation has been given to the device. The buffers are made at set-up, two of each size
-that follows itself; what reuses one waits for what used it on the device, not in these threads. Of a streamed block
-only norms and biases come so; the operation copies its matrices in pieces, and holds their chunks in host memory.
+Params that are resident on the device are used in place. Two threads work: one requests missing chunks from the SSD
+servers, one queues the copies of chunks that are in host memory.
+
+A block's params are one flat buffer, held from its request until its operation is queued on the device. The buffers are
+allocated at set-up. The next user of a buffer waits for the last one on the device, not in these threads.
+
+Of a streamed block, only the norms and biases are prefetched. The operation copies its matrices in pieces, and their
+chunks stay in host memory until then.
 """
 
 import functools
@@ -37,35 +41,32 @@ from windlass.storage.memory import SlotPool
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Params of one block on their way to a device buffer; of a streamed one, to host memory."""
+    """The prefetch of one block's params to a device buffer; for a streamed block, to host memory."""
 
     request: PrefetchParams
     buffer: torch.Tensor
-    params: torch.Tensor | StreamedParams  # what an operation is lent: the buffer, or that and what comes later
+    params: torch.Tensor | StreamedParams  # the operation's params: the buffer, or the buffer and the later pieces
     num_missing: int  # chunks
-    is_lent: bool = False  # the buffer is where these params rest
-    master: torch.Tensor | None = None  # that these params follow from: they are made of it when they are needed
-    chunks: HostChunks | None = None  # of a streamed block: where pieces come from
-    arrivals: list["_Arrival"] = field(default_factory=list)  # of a streamed block: in use until it is computed
-    ready: threading.Event = field(default_factory=threading.Event)  # the device was given all copies
-    copied: Event | None = None  # then, and when they are done; None where none were needed
+    is_lent: bool = False  # the buffer holds resident params and is not released
+    master: torch.Tensor | None = None  # the resident master from which the params are rounded before use
+    chunks: HostChunks | None = None  # for a streamed block: the source of its pieces
+    arrivals: list["_Arrival"] = field(default_factory=list)  # for a streamed block: chunks held until it is computed
+    ready: threading.Event = field(default_factory=threading.Event)  # set when all copies are queued
+    copied: Event | None = None  # after the last copy; None if none was needed
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """Params of a chunk that lie in host memory."""
+    """Params of a chunk that are in host memory."""
 
     fetch: Fetch
     key: ChunkKey
     span: Span
-    is_slot: bool  # one of the pool's; else where these params rest
+    is_slot: bool  # the span is a slot of the pool; else it is a part of resident states
 
 
 class ParamFeed:
-    """The params' way to the device.
-
-    `resident` gives the params of a block that rest there, or the master that they follow from; None for others.
-    """
+    """Prefetches the params of blocks to the device, and owns the param cache."""
 
     def __init__(
         self,
@@ -76,6 +77,10 @@ class ParamFeed:
         resident: Callable[[BlockIndex], torch.Tensor | None],
         spans: SpanRecorder,
     ) -> None:
+        """`resident` returns a block's params on the device, or the master from which they are derived.
+
+        It returns None for blocks that are not resident there.
+        """
         self._context = context
         self._spans = spans
         self._device = device
@@ -114,11 +119,11 @@ class ParamFeed:
 
     @property
     def loops(self) -> tuple[Callable[[], None], ...]:
-        """What its threads run."""
+        """The functions to run in threads."""
         return (self._run_requests, self._run_arrivals)
 
     def stop(self) -> None:
-        """Ends the threads, and the waits of others."""
+        """Ends the threads, and interrupts waiting callers."""
         with self._changed:
             self._stopping = True
             for fetch in self._fetches.values():
@@ -131,25 +136,25 @@ class ParamFeed:
         self._requests.put(None)
         self._arrived.put(None)
 
-    # --- what the worker calls --------------------------------------------------------------------------------------
+    # --- calls of the GPU worker ------------------------------------------------------------------------------------
 
     def request(self, message: PrefetchParams) -> None:
-        """Begins to bring a block's params."""
+        """Queues the prefetch of a block's params."""
         self._requests.put(message)
 
     def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> Fetch:
-        """The params of a block that an operation needs, for what the compute stream is given from now on.
+        """Returns the params of a block that an operation needs, for work queued on the compute stream from now on.
 
-        Waits until they are in host memory, or on the device, and not for their copies. `release` must follow.
+        It waits until the copies are queued, not until they are done. `release` must follow.
 
         Raises:
-            TimeoutError: they did not come within the job's deadline.
+            TimeoutError: the params did not arrive within the job's timeout.
             InterruptedError: the job was stopped.
         """
         key, deadline_s = (operation.op, block), self._context.spec.deadline_s
         with self._changed:
             if not self._changed.wait_for(lambda: self._stopping or key in self._fetches, deadline_s):
-                raise TimeoutError(f"the params of block {block} in step {operation.step} were never asked for")
+                raise TimeoutError(f"the params of block {block} in step {operation.step} were never requested")
             if self._stopping:
                 raise InterruptedError("the job was stopped")
             fetch = self._fetches[key]
@@ -168,19 +173,19 @@ class ParamFeed:
         return fetch
 
     def round_master(self, fetch: Fetch) -> None:
-        """Makes the params that follow from a master. Before the operation is given to the compute stream."""
+        """Queues the rounding of a master to params, if `fetch` has one. Called before the operation is queued."""
         if fetch.master is not None:
             self._device.compute.run(functools.partial(fetch.buffer.copy_, fetch.master))
 
     def release(self, fetch: Fetch) -> None:
-        """The compute stream was given the operation."""
+        """Releases the params after their operation was queued on the compute stream."""
         if not fetch.is_lent:
             self._buffers.give(fetch.buffer, self._device.compute)
         if fetch.arrivals:
             self._device.compute.then(functools.partial(self._give_back, fetch.arrivals))
 
     def lend(self, message: AcquireParamSlots) -> ParamSlotsGranted:
-        """Slots for an optimizer, as far as there are some."""
+        """Leases slots to an optimizer; chunks for which there is no slot are left out."""
         loans = (self._cache.lend(key, message.from_step) for key in message.keys)
         return ParamSlotsGranted(
             job=message.job,
@@ -190,13 +195,13 @@ class ParamFeed:
         )
 
     def take_back(self, message: ParamSlotReleased) -> None:
-        """A slot comes back with new params."""
+        """Takes back a leased slot, which holds new params."""
         self._cache.take_back(message.key, message.step, message.span)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _first(self, block: BlockIndex) -> int:
-        """The first of a block's elements that have a buffer for themselves; those before it come in pieces."""
+        """Returns the index of a block's first element that is prefetched; the elements before it come in pieces."""
         return self._bounds[block][-1] if block in self._bounds else 0
 
     def _run_requests(self) -> None:
@@ -231,8 +236,8 @@ class ParamFeed:
             if (slot := self._host_slots.get(key)) is not None:
                 rest = Span(slot.offset + self._param_offset, self._slots.slot_nbytes)
                 self._arrived.put(_Arrival(fetch, key, rest, is_slot=False))
-            elif (kept := self._cache.take(key, fetch.request.step)) is not None:
-                self._arrived.put(_Arrival(fetch, key, kept, is_slot=True))
+            elif (cached := self._cache.take(key, fetch.request.step)) is not None:
+                self._arrived.put(_Arrival(fetch, key, cached, is_slot=True))
             else:
                 missing.append(key)
         for start in range(0, len(missing), self._batch):
@@ -245,12 +250,12 @@ class ParamFeed:
         items = [
             chunk_io(key, self._context.chunk_numel(key), {kind: span.offset}, itemsizes) for key, span in spans.items()
         ]
-        # Before all updates that follow on these params, and all of the step that made them which are still to come.
-        urgency = (request.step, 0)
+        # More urgent than updates of later steps, and than the remaining updates of the step that made these params.
+        priority = (request.step, 0)
         self._io.read(
             items,
             request.step,
-            urgency,
+            priority,
             lambda key: self._arrived.put(_Arrival(fetch, key, spans[key], is_slot=True)),
         )
 
@@ -285,7 +290,7 @@ class ParamFeed:
             self._give_back([arrival])
 
     def _give_back(self, arrivals: list[_Arrival]) -> None:
-        """Nothing is copied from there any more."""
+        """Returns slots to the cache after the last copy from them."""
         for arrival in arrivals:
             key, request = arrival.key, arrival.fetch.request
             if arrival.is_slot:

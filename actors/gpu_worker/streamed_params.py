@@ -1,4 +1,4 @@
-"""Layers whose params come to the device in pieces: their chunks stay in host memory while they are computed."""
+"""The host chunks of streamed layers, whose params are copied to the device in pieces while they are computed."""
 
 from dataclasses import dataclass, field
 
@@ -11,15 +11,15 @@ from windlass.engine.device import Event, copy
 
 @dataclass(slots=True, eq=False)
 class HostChunks:
-    """A PieceSource: the chunks of one block, each where it lies in host memory."""
+    """A PieceSource that reads from the chunks of one block in host memory."""
 
     chunk_numel: int
     request: PrefetchParams
     spans: SpanRecorder
-    _chunks: dict[int, torch.Tensor] = field(default_factory=dict)  # by number
+    _chunks: dict[int, torch.Tensor] = field(default_factory=dict)  # by number in the block
 
     def add(self, number: int, chunk: torch.Tensor) -> None:
-        """One of them is there, as the params it holds."""
+        """Adds a chunk's params, which are now in host memory."""
         self._chunks[number] = chunk
 
     def load(self, target: torch.Tensor, start: int) -> None:

@@ -1,12 +1,18 @@
-"""One rank: owns the device and runs the block loop.
+"""The GPU worker: owns the device and runs the block loop.
 
-Six threads: two bring params (`param_feed`), one computes, one moves gradients out (`grad_offload`), one brings sums of
-them back (`partial_grads`), one updates the states that rest on the device (`device_states`). `post` only hands
-messages to them. Scheduler messages are about blocks; SSD servers and optimizers are spoken to in chunks.
+It has these threads; `post` only passes messages to them:
+- two prefetch params (`param_prefetcher`),
+- one queues operations on the compute stream,
+- one offloads gradients (`grad_offload`),
+- one copies gradient sums back (`grad_accumulation`),
+- one updates the states that are resident on the device (`device_optimizer`),
+- one watches for late SSD servers.
 
-None of the six waits for a GPU. They give its streams work, which waits there for what it needs; the threads of the
-streams tell what is done, with the numbers that were computed. An operation is given while the one before is computed:
-the scheduler grants so many that are not done (`Ordering.max_prefetched`).
+Messages with the scheduler are about blocks; those with SSD servers and optimizers are about chunks.
+
+None of these threads waits for a GPU. They queue work on its streams, where it waits for its inputs. The threads of the
+streams report finished work with its results. The next operation is queued while one is computed, because the scheduler
+grants several at a time (`Ordering.max_prefetched`).
 """
 
 import contextlib
@@ -75,7 +81,7 @@ from windlass.storage.memory import Arena
 
 
 class GpuWorker:
-    """The compute of one rank. `send` carries messages to other actors and must not block."""
+    """The actor that computes the model. `send` sends messages to other actors and must not block."""
 
     name = GPU_WORKER
 
@@ -95,7 +101,7 @@ class GpuWorker:
         self.send = send
         self._io = ChunkClient(self.name, context, send)
         self._activations: ActivationTiers | None = None
-        self._given: list[ComputeBlock] = []  # operations that the device is not through with
+        self._given: list[ComputeBlock] = []  # operations that were queued on the device and are not finished
         self._threads = ActorThreads(
             self.name,
             context.spec.job,
@@ -112,20 +118,20 @@ class GpuWorker:
         )
         self._spans = SpanRecorder(self.name, context.spec.job, send)
         self._to_compute: queue.Queue[ComputeBlock | None] = queue.Queue()
-        # In host memory: of the operations that are given, all groups of their step, or the group of an evaluation.
+        # The micro-batches of the current operation's step, or of its evaluation group, in host memory.
         self._batch: list[MicroBatch] = []
-        self._num_targets = 0  # of all its micro-batches
+        self._num_targets = 0  # target tokens of all micro-batches in `_batch`
         self._evaluation: list[list[MicroBatch]] = []
-        self._told_nbytes: dict[MemoryKind, int] = {}  # of what the job takes
+        self._told_nbytes: dict[MemoryKind, int] = {}  # the last reported peaks
         self._stopping = False
 
     # --- life cycle -------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Maps the arena, opens the data, starts the threads.
+        """Maps the arena, opens the data, and starts the threads.
 
         Raises:
-            PlanError: the job needs more of the device than it may take.
+            PlanError: the job needs more device memory than its budget.
         """
         if self.spec.device_memory_nbytes is not None:
             limit_device_memory(self.device.device, self.spec.device_memory_nbytes)
@@ -177,13 +183,13 @@ class GpuWorker:
         self.dataset = PreparedDataset.open(self.spec.dataset_dir, "train")
         self._evaluation = evaluation_groups(self.spec)
         self._check_activations()
-        release_team()  # of whoever starts this: from here on only one thread computes
+        release_team()  # the calling thread's OpenMP team; from here on, only the compute thread needs one
         others = (*self._feed.loops, *self._grads.loops, self._states.run, self._io.watch)
         self._threads.start(others, niceness=0 if self.device.is_cuda else NICENESS_BESIDE_COMPUTE)
         self._threads.start((self._run_compute,))
 
     def post(self, message: Message) -> None:
-        """Takes a message and returns at once."""
+        """Processes or queues a message and returns at once."""
         match message:
             case PrefetchParams():
                 self._feed.request(message)
@@ -214,7 +220,7 @@ class GpuWorker:
         """Ends the threads, whatever they wait for, and unmaps the arena.
 
         Raises:
-            TimeoutError: a thread hangs; the arena stays mapped, as it may still use it.
+            TimeoutError: a thread hangs. The arena stays mapped, because the thread may still use it.
         """
         self._stopping = True
         self._io.stop()
@@ -234,10 +240,10 @@ class GpuWorker:
         self._arena.close()
 
     def _require_room(self) -> None:
-        """On the device, before anything of the job is there.
+        """Checks the device memory budget, before the job allocates device memory.
 
         Raises:
-            PlanError: its budget is too small.
+            PlanError: the budget is too small.
         """
         try:
             require_device_room(self.context, self.partition, device=self.device.device.type)
@@ -245,18 +251,18 @@ class GpuWorker:
             self._announce(f"whether the budget of device memory suffices shows only when it is computed: {error}")
 
     def _check_activations(self) -> None:
-        """Whether the model is computed rightly as the plan says, and whether there is room for what it swaps.
+        """Checks that the plan's choices compute the model correctly, and that there are enough activation slots.
 
         Raises:
-            UnsupportedArchitectureError: a tiny model of its class is not.
-            ActivationMemoryError: there is not.
+            UnsupportedArchitectureError: a tiny model of the same class is computed incorrectly.
+            ActivationMemoryError: there are too few activation slots.
         """
         config, plan = self.partition.model.config, self.context.plan
         if plan.streamed_blocks:
             check_architecture(config, set(plan.layer_activations) or {RECOMPUTE_ALL}, True)
         choices = set(plan.layer_activations) - {RECOMPUTE_ALL}
         if not choices:
-            return  # a job's preparation has checked the default
+            return  # the job's preparation has checked this default
         check_architecture(config, choices)
         shapes = self.dataset.largest_shapes(self.hyper.batch_size, self.hyper.num_microbatches)
         try:
@@ -267,7 +273,7 @@ class GpuWorker:
             self._announce(f"{error}. If they find too little room, the job ends in its first step")
 
     def _owed_in_words(self) -> str:
-        """By the SSD servers."""
+        """Describes the pending requests to SSD servers, for the text of a timeout."""
         activations = "" if self._activations is None else self._activations.describe_overdue()
         return "; ".join(filter(None, (self._io.describe_overdue(), activations)))
 
@@ -290,7 +296,7 @@ class GpuWorker:
             start_s = time.monotonic()
 
     def _give(self, operation: LaunchedOperation) -> None:
-        """Gives the compute stream an operation; waits until the device was given its params' copies, not for them."""
+        """Queues an operation on the compute stream. Waits until its params' copies are queued, not until they end."""
         message, compute = operation.message, self.device.compute
         fetches = [self._wait_for_params(operation, block) for block in message.blocks]
         flats = {fetch.request.block: fetch.params for fetch in fetches}
@@ -312,7 +318,7 @@ class GpuWorker:
         compute.then(working_at(message, functools.partial(self._has_ended, operation)))
 
     def _has_ended(self, operation: LaunchedOperation) -> None:
-        """The device is through with it."""
+        """Reports an operation that the device has finished."""
         message = operation.message
         self._given.pop(0)
         operation.note(self._spans)
@@ -325,9 +331,9 @@ class GpuWorker:
             self.send(SCHEDULER, event)
 
     def _tell_memory(self, message: ComputeBlock) -> None:
-        """Once a step, and what has grown only."""
+        """Reports the peaks of memory that have grown; called once per step."""
         peaks = self._device_memory.peaks()
-        with contextlib.suppress(OSError):  # somebody has removed its file: no reason to lose the job
+        with contextlib.suppress(OSError):  # the arena's file was removed: no reason to fail the job
             peaks[MemoryKind.HOST] = self._arena.held_nbytes
         for kind, nbytes in peaks.items():
             if nbytes > self._told_nbytes.get(kind, 0):
@@ -338,7 +344,7 @@ class GpuWorker:
                 )
 
     def _load_batch(self, message: ComputeBlock) -> None:
-        """For the first operation of a step, or of an evaluation's group, and those that follow."""
+        """Loads the micro-batches at the first operation of a step or of an evaluation's group."""
         hyper = self.hyper
         match message.phase, message.block, message.group:
             case Phase.EVALUATE, 0, group:
@@ -351,7 +357,7 @@ class GpuWorker:
         self._num_targets = sum(microbatch.num_targets for microbatch in self._batch)
 
     def _is_last(self, message: ComputeBlock) -> bool:
-        """Whether an operation is of its step's last group; what evaluation computes is of no step."""
+        """Returns whether an operation belongs to the last group of its step; true for evaluations."""
         is_training = message.phase in (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
         return not is_training or message.group == self.context.plan.num_groups - 1
 
@@ -362,7 +368,7 @@ class GpuWorker:
         return fetch
 
     def _grad_buffers(self, operation: LaunchedOperation) -> dict[BlockIndex, GradBuffer]:
-        """The gradient buffers an operation adds to."""
+        """Acquires the gradient buffers to which an operation adds."""
         start_s, message = time.monotonic(), operation.message
         tokens = self._batch[0].targets.numel()
         is_sliced = message.phase is Phase.HEAD and tokens > self.runner.num_tokens_of_head_slice
@@ -380,7 +386,7 @@ class GpuWorker:
 
 
 def evaluation_groups(spec: JobSpec) -> list[list[MicroBatch]]:
-    """The validation data in groups as large as a training batch; empty without validation data."""
+    """Returns the validation data in groups of as many micro-batches as a training step; empty without such data."""
     if not spec.has_validation:
         return []
     dataset = PreparedDataset.open(spec.dataset_dir, "validation")

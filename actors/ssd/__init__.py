@@ -1,4 +1,4 @@
-"""The actor that moves chunks between one SSD and the arena, and the client that others ask it with."""
+"""The SSD server, which transfers chunks between one SSD and the arena, and the client of other actors."""
 
 from windlass.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""The actor that moves chunks between one SSD and the arena, and the client that others ask it with."""
+"""The SSD server, which transfers chunks between one SSD and the arena, and the client of other actors."""
 
 from windlass.actors.ssd.client import ChunkClient as ChunkClient
 from windlass.actors.ssd.client import chunk_io as chunk_io

@@ -1,4 +1,4 @@
-"""Asking the SSD servers for chunks: who asks is told, chunk by chunk, when they have moved."""
+"""A client of the SSD servers. It calls back for each chunk that was transferred."""
 
 import threading
 import time
@@ -11,23 +11,24 @@ from windlass.storage.ids import ActorName, ChunkKey, CorrelationId, Span, SsdIn
 
 OnDone = Callable[[ChunkKey], None]
 
-# How often what is owed is looked at.
+# Seconds between two checks for late answers.
 _TICK_S = 1.0
-# A server tells of a late chunk by itself, and knows more of it: only one that cannot even do that is told of here.
+# Ticks beyond the timeout before the client raises an error. A server reports a late chunk by itself and knows more
+# about it, so the client reports only a server that cannot do even that.
 _PATIENCE_TICKS = 2
 
 
 def chunk_io(
     key: ChunkKey, numel: int, offsets: Mapping[StateKind, int], itemsizes: Mapping[StateKind, int]
 ) -> ChunkIo:
-    """What to ask for of a chunk of `numel` elements: each state of `offsets`, where it lies in the arena."""
+    """Returns the request item for a chunk of `numel` elements. `offsets` has the arena offset of each state."""
     parts = (ChunkPart(kind, Span(offset, aligned(numel * itemsizes[kind]))) for kind, offset in offsets.items())
     return ChunkIo(key, tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A request that is not answered in full."""
+    """A request with missing answers."""
 
     since_s: float
     to: ActorName
@@ -39,11 +40,11 @@ class _Open:
 def _debt_in_words(entry: _Open) -> str:
     verb, key = "read" if isinstance(entry.request, ReadChunks) else "write", min(entry.missing)
     what = f"a {verb} of block {key.block}, chunk {key.chunk}, step {entry.request.step}"
-    return f"{entry.to} has owed {what} for {time.monotonic() - entry.since_s:.1f} s: check its SSD"
+    return f"{entry.to} has not finished {what} after {time.monotonic() - entry.since_s:.1f} s: check its SSD"
 
 
 class ChunkClient:
-    """The requests of one actor that are on their way. Safe from many threads."""
+    """Sends an actor's requests to the SSD servers and tracks their answers. Thread-safe."""
 
     def __init__(self, name: ActorName, context: JobContext, send: Callable[[ActorName, Message], None]) -> None:
         self._name = name
@@ -56,15 +57,15 @@ class ChunkClient:
         self._stopping = threading.Event()
 
     def read(self, items: Sequence[ChunkIo], step: Step, priority: tuple[int, int], on_done: OnDone) -> None:
-        """Ask for states of `step`; `on_done` is called for each chunk when it lies in its spans."""
+        """Requests states of `step`. `on_done` is called for each chunk once its bytes are in its spans."""
         self._request(ReadChunks, items, step, priority, on_done)
 
     def write(self, items: Sequence[ChunkIo], step: Step, priority: tuple[int, int], on_done: OnDone) -> None:
-        """Write states of `step`; `on_done` is called for each chunk when its spans may be used again."""
+        """Requests the write of states of `step`. `on_done` is called for each chunk once its spans may be reused."""
         self._request(WriteChunks, items, step, priority, on_done)
 
     def take(self, done: ChunkIoDone) -> None:
-        """An SSD server's answer. Calls `on_done` in this thread."""
+        """Processes an SSD server's answer. Calls `on_done` in this thread."""
         with self._lock:
             entry = self._open[done.correlation]
             entry.missing.remove(done.key)
@@ -73,10 +74,10 @@ class ChunkClient:
         entry.on_done(done.key)
 
     def watch(self) -> None:
-        """What a thread of the asker runs until `stop`.
+        """Watches for late answers until `stop`, in a thread of the owning actor.
 
         Raises:
-            TimeoutError: an SSD server has owed a chunk for longer than the job's deadline, and has not said why.
+            TimeoutError: an SSD server is later than the job's timeout and has reported no error.
         """
         limit_s = self._spec.deadline_s + _PATIENCE_TICKS * _TICK_S
         while not self._stopping.wait(_TICK_S):
@@ -89,9 +90,9 @@ class ChunkClient:
         self._stopping.set()
 
     def describe_overdue(self) -> str:
-        """What each SSD server has owed for longest, the longest first; empty where none owes a chunk.
+        """Describes the oldest pending request to each SSD server, oldest first; empty if there is none.
 
-        Of all of them, as one may hang and another, asked a moment before, only be slow.
+        All servers are listed, because one may hang while another, asked a moment earlier, is only slow.
         """
         oldest: dict[ActorName, str] = {}
         with self._lock:

@@ -1,6 +1,7 @@
-"""One SSD of one job: moves chunks and activations between its store and the arena, most urgent first.
+"""The SSD server: transfers chunks and activations of one job between one SSD and the arena, in order of priority.
 
-The threads spend their time in system calls that release the GIL, and a little in checksums; no torch and no Ray here.
+Its threads spend most time in system calls that release the GIL, and a little in checksums. It imports neither torch
+nor Ray.
 """
 
 import heapq
@@ -39,19 +40,19 @@ from windlass.storage.memory import Arena
 from windlass.storage.ssd import Volume
 from windlass.storage.store import CommitRecord, StoreGeometry, TensorStore
 
-_STOP_DEADLINE_S = 60.0
-# How often requests past their deadline are looked for.
+_STOP_DEADLINE_S = 60.0  # seconds that `stop` waits for the threads
+# Seconds between two checks for overdue requests.
 _TICK_S = 1.0
-# Chunks, or requests for activations, waiting or on their way. Their slots bound them too: this is for askers that have
-# lost count.
+# Limit of chunks and activation requests that are queued or in flight. The callers' slots limit them as well; this
+# limit stops callers with a defect.
 _MAX_OPEN_CHUNKS = 4096
 
 
 class SsdServer:
     """Serves one SSD to the other actors of a job.
 
-    A slot named in a request belongs to the server until it reports the chunk done; it never reports one that failed or
-    missed its deadline, so nothing of it can land in memory that has a new owner.
+    A slot named in a request belongs to the server until it reports the chunk as done. It never does so for a chunk
+    that failed or timed out. Therefore late bytes cannot arrive in memory that has a new owner.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class SsdServer:
         num_scratch_slots: int = 0,
         max_open_chunks: int = _MAX_OPEN_CHUNKS,
     ) -> None:
-        """`path`: an SSD directory or a raw device. `send` is called from the server's threads.
+        """`path` is an SSD directory or a raw device. `send` is called from the server's threads.
 
-        `direct=False` is for file systems without O_DIRECT. `checksums=False` leaves them out, to measure them. The
-        scratch slots are for activations.
+        `direct=False` is for file systems without O_DIRECT. `checksums=False` is for measuring their cost. The scratch
+        slots are for activations.
         """
         self.name = name
         self._path = Path(path)
@@ -86,18 +87,18 @@ class SsdServer:
         self._num_scratch_slots = num_scratch_slots
         self._max_open_chunks = max_open_chunks
         self._threads = ActorThreads(name, geometry.job, send, lambda: self._stopping)
-        self._idle_engines: list[TransferEngine] = []  # one for each thread that will move chunks
+        self._idle_engines: list[TransferEngine] = []  # one for each transfer thread, until that starts
         self._changed = threading.Condition()
-        # All below is guarded by `_changed`.
+        # All attributes below are protected by `_changed`.
         self._queue: list[tuple[tuple[int, int], int, TransferJob]] = []  # heap by (priority, arrival)
-        self._open: set[TransferJob] = set()  # waiting or on their way
-        self._commits: deque[CommitStore] = deque()  # may run now
-        self._commits_waiting: list[CommitStore] = []  # until the writes of their step, and those before, are done
+        self._open: set[TransferJob] = set()  # queued or in flight
+        self._commits: deque[CommitStore] = deque()  # can run now
+        self._commits_waiting: list[CommitStore] = []  # until the writes of their step and of earlier ones are done
         self._num_open_writes: Counter[Step] = Counter()
-        self._failed_step: Step | None = None  # the first of which a write failed: nothing is committed from there on
+        self._failed_step: Step | None = None  # first step with a failed write; it and later ones cannot be committed
         self._num_arrived = 0
         self._stopping = False
-        self._is_broken = False  # a thread has ended before its time: what it had will never be done
+        self._is_broken = False  # a thread has died, so its transfers will never be done
         self._spans = SpanRecorder(name, geometry.job, send)
         self._bytes_read = 0
         self._bytes_written = 0
@@ -114,7 +115,7 @@ class SsdServer:
         return self._bytes_written
 
     def setup(self) -> None:
-        """Map the arena, and create the store or open the one that is there; its scratch is this attempt's from now on.
+        """Maps the arena, creates or opens the store, and reserves its scratch space for this attempt.
 
         `resume_from` must follow.
 
@@ -132,11 +133,11 @@ class SsdServer:
             raise
 
     def commits(self) -> list[CommitRecord]:
-        """The journal of this SSD, oldest first."""
+        """Returns the commit records of this SSD, oldest first."""
         return self._store.commits()
 
     def resume_from(self, commit: CommitRecord | None) -> None:
-        """Go on from the last commit that every SSD of the job has, None: from the beginning; and start to serve.
+        """Resumes from a commit that every SSD of the job has, or from the beginning if None; starts the threads.
 
         Raises:
             StoreCorrupt: this SSD lacks that commit, or it is damaged.
@@ -153,9 +154,9 @@ class SsdServer:
         self._threads.start((self._run_control, *[self._run_transfers] * len(engines)))
 
     def post(self, message: Message) -> None:
-        """Take a command; returns at once, unless too many chunks are waiting: then once there is room.
+        """Queues a command. It returns at once, but blocks while too many chunks are open.
 
-        Answers and failures go out through `send`.
+        Answers and failures are sent through `send`.
         """
         if message.job != self._geometry.job or not isinstance(message, SsdRequest | CommitStore):
             text = (
@@ -180,10 +181,10 @@ class SsdServer:
             self._changed.notify_all()
 
     def stop(self, *, delete_store: bool = False, deadline_s: float = _STOP_DEADLINE_S) -> None:
-        """Finish what was posted, end the threads, close the store and the arena.
+        """Finishes all queued commands, ends the threads, and closes the store and the arena.
 
         Raises:
-            TimeoutError: a thread hangs in the SSD; the files stay open, as it may still write.
+            TimeoutError: a thread hangs in I/O. The files stay open, because it may still write.
         """
         with self._changed:
             self._stopping = True
@@ -199,7 +200,7 @@ class SsdServer:
         self._volume.close()
         self._arena.close()
 
-    # --- inside: what is to be done -----------------------------------------------------------------------------------
+    # --- inside: the queue --------------------------------------------------------------------------------------------
 
     def _create_or_open(self) -> TensorStore:
         wanted = self._geometry
@@ -222,7 +223,7 @@ class SsdServer:
         return store
 
     def _has_room(self) -> bool:
-        # A server's own thread may be told something on its way out of `send`; it must not wait for itself.
+        # `send` may lead to a `post` in one of the server's own threads, which must not wait for itself.
         return len(self._open) < self._max_open_chunks or threading.current_thread() in self._threads
 
     def _enqueue(self, request: SsdRequest) -> None:
@@ -242,11 +243,11 @@ class SsdServer:
         heapq.heappush(self._queue, job.entry)
 
     def _release_commits(self) -> None:
-        """Let the commits run that no write must come before any more."""
+        """Releases the commits that no longer have to wait for a write."""
         waiting = self._commits_waiting
         oldest = min(+self._num_open_writes, default=None)
-        self._commits_waiting = [each for each in waiting if oldest is not None and oldest <= each.step]
-        self._commits += [each for each in waiting if each not in self._commits_waiting]
+        self._commits_waiting = [commit for commit in waiting if oldest is not None and oldest <= commit.step]
+        self._commits += [commit for commit in waiting if commit not in self._commits_waiting]
 
     # --- inside: transfers --------------------------------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class SsdServer:
             engine.close()
 
     def _take(self, engine: TransferEngine) -> Piece | TransferJob | None:
-        """The most urgent thing to do; None when there is only the engine to wait for, or nothing will come again."""
+        """Returns the most urgent work. None: the caller must wait for its engine or, if that is idle, end."""
         with self._changed:
             while not self._queue:
                 if self._stopping or engine.num_in_flight:
@@ -292,7 +293,7 @@ class SsdServer:
             return piece
 
     def _plan(self, job: TransferJob) -> None:
-        """Check it against the store and cut it; outside the lock, as the store reads its fence."""
+        """Checks a job against the store and cuts it into pieces, without the lock, because the store reads its fence."""
         works_at(job.request)
         pieces: deque[Piece] = deque()
         try:
@@ -300,7 +301,7 @@ class SsdServer:
             for _, span in places:
                 self._arena.buffer(span)  # raises if there is no such span
             pieces = cut(job, places, self._io.piece_nbytes)
-        except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
+        except Exception as error:  # noqa: BLE001  the scheduler must learn of every error
             self._fail(job, error)
         if not pieces:
             self._finish(job)
@@ -317,8 +318,8 @@ class SsdServer:
             self._settle(piece)
             return
         if not piece.job.is_read and self._checksums:
-            for each in piece.segments:
-                each.region.note_written(each.start, self._arena.buffer(each.span))
+            for segment in piece.segments:
+                segment.region.note_written(segment.start, self._arena.buffer(segment.span))
         first = piece.segments[0]
         buffer = self._arena.buffer(Span(first.span.offset, piece.nbytes))
         with self._changed:
@@ -334,9 +335,9 @@ class SsdServer:
             if transfer.error is not None:
                 raise piece.segments[0].region.io_error(verb, transfer.error) from transfer.error
             if transfer.is_read and self._checksums and not piece.job.failed:
-                for each in piece.segments:
-                    each.region.verify(each.start, self._arena.buffer(each.span))
-        except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
+                for segment in piece.segments:
+                    segment.region.verify(segment.start, self._arena.buffer(segment.span))
+        except Exception as error:  # noqa: BLE001  the scheduler must learn of every error
             self._fail(piece.job, error)
         else:
             with self._changed:
@@ -372,16 +373,16 @@ class SsdServer:
                     self._changed.notify_all()
 
     def _note(self, job: TransferJob) -> None:
-        """The time in which its pieces moved; what they waited before is not in it."""
+        """Records the time span of a job's transfers, without the time in the queue."""
         if job.start_s is None:
-            return  # nothing was to be moved
+            return  # there was nothing to transfer
         kind, block, chunk = job.span(self._store)
         self._spans.note(self.name, kind, job.request.step, block, chunk, job.start_s, job.end_s, job.moved_nbytes)
 
     def _fail(self, job: TransferJob, error: Exception) -> None:
         with self._changed:
             if job.failed:
-                return  # another piece has told
+                return  # another piece has reported the failure
             job.failed = True
             if isinstance(job.request, WriteChunks):
                 step = job.request.step
@@ -392,7 +393,10 @@ class SsdServer:
     # --- inside: commits and deadlines --------------------------------------------------------------------------------
 
     def _run_control(self) -> None:
-        """In a thread of its own: a sync can take long, and an SSD that hangs must not hide that it does."""
+        """Commits and checks timeouts.
+
+        It has its own thread, because a sync can take long and transfers may hang.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_control_work, timeout=_TICK_S)
@@ -407,7 +411,7 @@ class SsdServer:
             if command is not None:
                 self._commit(command)
             elif not self._stopping:
-                self._spans.tell(0)  # where commits are rare
+                self._spans.tell(0)  # commits may be rare, so spans are also sent here
 
     def _has_control_work(self) -> bool:
         return bool(self._commits) or (self._stopping and not self._open)
@@ -426,10 +430,10 @@ class SsdServer:
             start_s = time.monotonic()
             self._store.commit(command.step, command.attempt, command.trainer_state, states_step=command.states_step)
             self._spans.note(self.name, SpanKind.COMMIT, command.step, NO_BLOCK, WHOLE_BLOCK, start_s, time.monotonic())
-        except Exception as error:  # noqa: BLE001  whatever it is, the scheduler must hear of it
+        except Exception as error:  # noqa: BLE001  the scheduler must learn of every error
             self._send(SCHEDULER, self._failure(command, error, f"the commit of step {command.step}"))
             return
-        self._spans.tell(command.step)  # before: then the step's timeline has them
+        self._spans.tell(command.step)  # before StoreCommitted, so that the step's timeline includes them
         self._tell_space(command)
         committed = StoreCommitted(
             job=command.job,
@@ -441,14 +445,14 @@ class SsdServer:
         self._send(SCHEDULER, committed)
 
     def _tell_space(self, command: CommitStore) -> None:
-        """Once: an attempt has all its space when it begins to serve."""
+        """Reports the used SSD space once, because an attempt reserves all its space before it serves."""
         if self._has_told_space:
             return
         self._has_told_space = True
         try:
             nbytes = self._volume.held_nbytes(command.job)
         except StoreError:
-            return  # no reason to lose the job; what fails the job tells itself
+            return  # no reason to fail the job; errors that matter are reported elsewhere
         measured = MemoryReported(
             job=command.job, step=command.step, actor=self.name, kind=MemoryKind.SSD, nbytes=nbytes
         )

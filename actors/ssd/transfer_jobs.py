@@ -1,4 +1,4 @@
-"""What an SSD server has to move: chunks of the model states, and parts of swapped activations, cut into transfers."""
+"""The jobs of an SSD server: chunks of model states and parts of offloaded activations, cut into transfers."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -24,15 +24,15 @@ from windlass.storage.store import Region, Scratch, TensorStore
 
 @dataclass(slots=True, eq=False)
 class TransferJob(ABC):
-    """Something that is reported as one, on its way: first unplanned, then cut into pieces that the threads share."""
+    """Bytes that are reported as done together. A job is first planned, then cut into pieces that the threads share."""
 
     request: SsdRequest
     arrival: int
     late_at_s: float
-    pieces: "deque[Piece] | None" = field(default=None, init=False)  # not yet taken by a thread; None: not planned
+    pieces: "deque[Piece] | None" = field(default=None, init=False)  # pieces without a thread yet; None: not planned
     num_unfinished: int = field(default=0, init=False)
     failed: bool = field(default=False, init=False)
-    # Of the transfers of its pieces: when the first began and the last ended, and what has moved.
+    # The start of its first transfer, the end of its last one, and the bytes transferred.
     start_s: float | None = field(default=None, init=False)
     end_s: float = field(default=0.0, init=False)
     moved_nbytes: int = field(default=0, init=False)
@@ -43,25 +43,25 @@ class TransferJob(ABC):
 
     @property
     def is_read(self) -> bool:
-        """The direction."""
+        """True for a read."""
         return isinstance(self.request, ReadChunks | ReadActivations)
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What is to move, for people."""
+        """The description of the job in error texts."""
 
     @abstractmethod
     def places(self, store: TensorStore, scratch: Scratch) -> list[tuple[Region, Span]]:
-        """Where on the SSD its bytes lie, or may be written, and where in the arena. Raises as the store does."""
+        """Returns the regions of the SSD and the spans of the arena to transfer. Raises the store's errors."""
 
     @abstractmethod
     def done(self) -> Message:
-        """What tells that all of it has moved."""
+        """Returns the message that reports the job as done."""
 
     @abstractmethod
     def span(self, store: TensorStore) -> tuple[SpanKind, BlockIndex, int]:
-        """Of the timeline: kind, block and chunk."""
+        """Returns the kind, block and chunk of the job's span in the timeline."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +97,7 @@ class ChunkJob(TransferJob):
 
 @dataclass(slots=True, eq=False)
 class ActivationsJob(TransferJob):
-    """All of a request."""
+    """All activations of a request."""
 
     request: ReadActivations | WriteActivations
 
@@ -106,12 +106,12 @@ class ActivationsJob(TransferJob):
         return f"activations of block {self.request.block}, step {self.request.step}"
 
     def places(self, store: TensorStore, scratch: Scratch) -> list[tuple[Region, Span]]:
-        offset, found = self.request.span.offset, list[tuple[Region, Span]]()
+        offset, places = self.request.span.offset, list[tuple[Region, Span]]()
         locate = scratch.regions_to_read if self.is_read else scratch.regions_to_write
         for region in locate(self.request.slots, self.request.span.nbytes):
-            found.append((region, Span(offset, region.nbytes)))
+            places.append((region, Span(offset, region.nbytes)))
             offset += region.nbytes
-        return found
+        return places
 
     def done(self) -> Message:
         request = self.request
@@ -124,28 +124,28 @@ class ActivationsJob(TransferJob):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of one region, from a granule on."""
+    """A part of one region. It starts at a multiple of the checksum granule."""
 
     region: Region
-    start: int  # in the region
+    start: int  # byte offset in the region
     span: Span  # in the arena
 
     @property
     def offset(self) -> int:
-        """Where on the SSD it begins."""
+        """The byte offset of the segment on the SSD."""
         return self.region.offset + self.start
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """What is moved at once: segments that follow each other on the SSD and in the arena."""
+    """The bytes of one transfer: segments that are contiguous on the SSD and in the arena."""
 
     job: TransferJob
     segments: list[Segment]
     nbytes: int
 
     def is_continued_by(self, segment: Segment) -> bool:
-        """Whether a segment lies where it could be moved with those before it."""
+        """Returns whether a segment is contiguous with this piece, on the SSD and in the arena."""
         last = self.segments[-1]
         return (
             segment.offset == last.offset + last.span.nbytes
@@ -154,7 +154,7 @@ class Piece:
 
 
 def cut(job: TransferJob, places: Iterable[tuple[Region, Span]], piece_nbytes: int) -> deque[Piece]:
-    """Pieces of at most `piece_nbytes`, a multiple of a granule."""
+    """Cuts the bytes of a job into pieces of at most `piece_nbytes`, a multiple of the checksum granule."""
     pieces: deque[Piece] = deque()
     for region, span in places:
         for start in range(0, span.nbytes, piece_nbytes):

@@ -413,8 +413,8 @@ class TestFailures:
             assert stage.changed.wait_for(lambda: len(stage.asked) == 3, WAIT_S)
         now_s = 52.0
         assert stage.store.describe_overdue() == (
-            "ssd-0 has owed a read of activations of block 4, step 3 for 2.0 s: check its SSD; "
-            "ssd-1 has owed a write of activations of block 5, step 3 for 1.0 s: check its SSD"
+            "ssd-0 has not finished a read of activations of block 4, step 3 after 2.0 s: check its SSD; "
+            "ssd-1 has not finished a write of activations of block 5, step 3 after 1.0 s: check its SSD"
         )
         for _ in range(3):
             stage.answer()
@@ -432,7 +432,7 @@ class TestFailures:
         stage.next()
         stage.store.drop(swap)
         stage.put(2, 7 * SLOT_NBYTES)
-        with pytest.raises(ActivationTimeoutError, match=r"nobody needs were not off the SSDs within 0\.05 s"):
+        with pytest.raises(ActivationTimeoutError, match=r"dropped activations did not release their SSD slots within 0\.05 s"):
             stage.put(3)
 
 

@@ -178,7 +178,7 @@ def test_params_that_nobody_asked_for_are_an_error(tmp_path: Path) -> None:
     bench.worker.setup()
     bench.compute(Phase.FORWARD, 0, op=1)
     (failed,) = bench.ssds.receive(ActorFailed)
-    assert "the params of block 0 in step 1 were never asked for" in failed.error
+    assert "the params of block 0 in step 1 were never requested" in failed.error
     bench.worker.stop()
 
 

@@ -72,11 +72,12 @@ def test_client_describes_oldest_request_of_each_ssd_server(bench: Bench, monkey
     now_s = 59.0
     bench.client.write(bench.items[2:3], Step(5), (5, 1), bench.done.append)
     now_s = 60.0
-    first, second = (f"ssd-{i} has owed a read of block 0, chunk {i}, step 4 for 10.0 s: check its SSD" for i in (0, 1))
+    late = "has not finished a read of block 0, chunk"
+    first, second = (f"ssd-{i} {late} {i}, step 4 after 10.0 s: check its SSD" for i in (0, 1))
     # The oldest request does not show which server hangs: both are named.
     assert bench.client.describe_overdue() == f"{first}; {second}"
     bench.answer(bench.sent[0][1], bench.items[0].key)
-    then = "ssd-0 has owed a write of block 1, chunk 0, step 5 for 1.0 s: check its SSD"
+    then = "ssd-0 has not finished a write of block 1, chunk 0, step 5 after 1.0 s: check its SSD"
     assert bench.client.describe_overdue() == f"{second}; {then}"
     bench.answer(bench.sent[1][1], bench.items[1].key)
     assert bench.client.describe_overdue() == then
