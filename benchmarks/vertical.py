@@ -84,7 +84,10 @@ class Results:
 
 
 def workload_of(*, quick: bool) -> Workload:
-    """Returns a model with few tokens per micro-batch, as if memory were short. Compute takes about as long as updates."""
+    """Returns a model with few tokens per micro-batch, as if memory were short.
+
+    Compute and updates take similar times.
+    """
     if quick:
         shape = ModelShape(hidden=512, num_layers=4, vocab=4096, intermediate=1408, num_heads=8)
     else:

@@ -1,16 +1,20 @@
-"""Jobs that end right whatever dies in between: `python -m benchmarks.chaos [--runs 40] [--seed 1] [--continue FILE]`
+"""Checks that jobs succeed despite faults: `python -m benchmarks.chaos [--runs 40] [--seed 1] [--continue FILE]`
 
-The service as a person has it, with real processes: a job is submitted, and at random moments of the seed's choice one
-to three things are done to the installation: SIGKILL of the service, the API, the dispatcher, the runner, a worker, an
-SSD server, the raylet, the GCS or of everything at once; the database does not answer, is locked or started again; the
-disk is full. Each job must succeed, tell every step exactly once with the very losses of a job that nobody disturbed,
-make the same bytes, and leave nothing behind. A run that does not keeps its home, and the exit code is 1.
+The service runs with real processes, as for a user. While a job runs, one to three injuries hit the installation, at
+moments that the seed determines. An injury is one of these:
 
-Forty runs take an hour or more. With `--continue` each is kept in a file as soon as it is over; who calls it again with
-that file goes on: what ended right is not made again, what did not is, and the report tells of all.
+- SIGKILL of the service, the API, the dispatcher, the runner, a worker, an SSD server, the raylet, the GCS, or of all
+- a database that does not answer, is locked, or restarts
+- a full disk
 
-Needs the packages that the tests need; for the full disk root, as that is a file system of its own in a file; for runs
-on PostgreSQL its programs. What is missing is left out, and the report says so.
+Each job must succeed. It must report every step exactly once, with the same losses as an undisturbed job. It must
+produce the same bytes, and leave no files or processes behind. If a run fails, its home is kept and the exit code is 1.
+
+Forty runs take an hour or more. With `--continue` each result is stored in a file when its run ends. A later call with
+that file repeats only the runs that failed or are missing. Its report includes all runs.
+
+It needs the packages of the tests. Full disks need root, because they are a file system in a file. Runs on PostgreSQL
+need its programs. If something is missing, those runs are left out, and the report says so.
 """
 
 import argparse
@@ -38,14 +42,14 @@ _QUICK_RUNS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undisturbed:
-    """The job that nobody interferes with, on one of the stages."""
+    """The result of a job without injuries, on one of the stages."""
 
     record: Record
     took_s: float
 
 
 def run_undisturbed(stage: Stage) -> Undisturbed:
-    """Submit a job and leave it alone. Raises NotRightError."""
+    """Submits a job and waits for its end. Raises NotRightError if it failed."""
     job_id = stage.submit()
     observer = Observer(stage.installation.url, job_id)
     observer.start()
@@ -60,7 +64,7 @@ def run_undisturbed(stage: Stage) -> Undisturbed:
 
 
 def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
-    """One job, hurt as planned."""
+    """Runs one job with the planned injuries."""
     job_id = stage.submit()
     observer = Observer(stage.installation.url, job_id)
     observer.start()
@@ -78,7 +82,7 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
         found += [f"{left} is left" for left in stage.wait_until_tidy(job_id)]
     except NotRightError as error:
         found.append(str(error))
-    except Exception as error:  # noqa: BLE001  # the other runs go on
+    except Exception as error:  # noqa: BLE001  # the other runs continue
         traceback.print_exc()
         found.append(f"{type(error).__name__}: {error}")
     return Result(
@@ -93,18 +97,18 @@ def do_run(stage: Stage, run: Run, undisturbed: Undisturbed) -> Result:
 
 
 class Stages:
-    """An installation for each kind of database; both serve at once. One that failed is followed by another."""
+    """The installations, one for each kind of database, both running at once. A failed one is replaced."""
 
     def __init__(self, scratch: Path, server: PostgresServer | None, *, fills_disks: bool) -> None:
         self._scratch = scratch
         self._server = server
         self._fills_disks = fills_disks
         self._open: dict[DatabaseKind, tuple[Stage, contextlib.ExitStack]] = {}
-        self._kernels: Path | None = None  # a home that has them
+        self._kernels: Path | None = None  # a home with compiled kernels
         self._number = 0
 
     def of(self, database: DatabaseKind) -> Stage:
-        """The installation of that kind; made and started if there is none."""
+        """Returns the installation with that kind of database. Creates and starts it if there is none."""
         if database not in self._open:
             resources = contextlib.ExitStack()
             stage = resources.enter_context(self._made(database))
@@ -117,7 +121,7 @@ class Stages:
         return self._open[database][0]
 
     def keep(self, database: DatabaseKind, number: int) -> Path:
-        """Copy the home of an installation whose run was not right, and end it. Returns where it is."""
+        """Copies the home of an installation whose run failed, and ends it. Returns the copy's path."""
         stage, resources = self._open.pop(database)
         kept = Path(tempfile.mkdtemp(prefix=f"windlass-chaos-run-{number}-", dir=self._scratch.parent))
         stage.stop_all()
@@ -127,7 +131,7 @@ class Stages:
         return kept
 
     def end(self) -> list[str]:
-        """End all of them by `windlass down`; what was left, or was ended that should not."""
+        """Ends all installations with `windlass down`. Returns what was left over, or was ended by mistake."""
         found = []
         for database in list(self._open):
             stage, resources = self._open.pop(database)
@@ -140,7 +144,7 @@ class Stages:
         return found
 
     def close(self) -> None:
-        """Whatever happened."""
+        """Releases all resources, in any state."""
         for _, resources in self._open.values():
             resources.close()
 
@@ -162,7 +166,7 @@ class Stages:
 
 
 def reason_not_to_fill_disks(scratch: Path) -> str | None:
-    """Why no disk can be filled here; None: one can."""
+    """Returns the reason why disks cannot be filled on this machine, or None if they can."""
     probe = scratch / "probe"
     probe.mkdir()
     try:
@@ -173,7 +177,7 @@ def reason_not_to_fill_disks(scratch: Path) -> str | None:
 
 
 def run_all(options: argparse.Namespace, scratch: Path) -> int:
-    """Everything, and its report; the exit code."""
+    """Runs everything, prints the report, and returns the exit code."""
     databases = list(DatabaseKind)
     left_out = ["the machine's clock and its power: tests set clocks, and cut off writes to the SSDs"]
     programs = find_programs()
@@ -205,7 +209,7 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
                 server = resources.enter_context(postgres_server(programs))
             stages = Stages(scratch, server, fills_disks=reason is None)
             resources.callback(stages.close)
-            run_undisturbed(stages.of(needed[0]))  # which also compiles the kernels that all use
+            run_undisturbed(stages.of(needed[0]))  # this also compiles the kernels that all jobs use
             undisturbed = {database: run_undisturbed(stages.of(database)) for database in needed}
             first = undisturbed[needed[0]]
             for database, each in undisturbed.items():
@@ -227,7 +231,7 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
 
 
 def main() -> int:
-    """0 when every job ended right and nothing was left."""
+    """Returns 0 if every job succeeded and nothing was left over."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -239,7 +243,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=Path(), help="where homes are made (default: here)")
     options = parser.parse_args()
     options.runs = options.runs or (_QUICK_RUNS if options.quick else 40)
-    # Also who is told to end leaves nothing running and nothing mounted.
+    # On a signal, exit normally, so that no process and no mount is left over.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="windlass-chaos-", dir=options.directory.resolve()) as scratch:

@@ -1,4 +1,4 @@
-"""Which part of an installation is hurt in which run of `benchmarks.chaos`, when, and for how long: by a seed alone."""
+"""Plans the injuries of `benchmarks.chaos` from a seed: which part of the installation, when, and for how long."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -8,10 +8,10 @@ from typing import TypeVar
 
 
 class Kind(StrEnum):
-    """What is done."""
+    """The kind of an injury."""
 
-    SERVICE = "service"  # SIGKILL of the supervisor, with which API and dispatcher end; `windlass up` again
-    API = "API"  # SIGKILL, as all that follow
+    SERVICE = "service"  # SIGKILL of the supervisor, which ends API and dispatcher; then `windlass up`
+    API = "API"  # SIGKILL, as for all others up to GCS
     DISPATCHER = "dispatcher"
     RUNNER = "runner"
     GPU_WORKER = "gpu-0"
@@ -20,14 +20,14 @@ class Kind(StrEnum):
     SSD_1 = "ssd-1"
     RAYLET = "raylet"
     GCS = "gcs_server"
-    EVERYTHING = "everything"  # the whole tree at once; `windlass up` again
-    DATABASE_AWAY = "database away"  # SQLite: another process has it locked; PostgreSQL: it does not answer
-    DATABASE_RESTARTED = "database restarted"  # PostgreSQL is ended, and started again
-    FULL_DISK = "full disk"  # of the home, where the SSD directories are too
+    EVERYTHING = "everything"  # SIGKILL of all processes at once; then `windlass up`
+    DATABASE_AWAY = "database away"  # SQLite: another process holds its lock; PostgreSQL: it does not answer
+    DATABASE_RESTARTED = "database restarted"  # PostgreSQL is stopped and started again
+    FULL_DISK = "full disk"  # the disk of the home, which has the SSD directories too
 
 
 class DatabaseKind(StrEnum):
-    """Where jobs are kept."""
+    """The database that stores jobs."""
 
     SQLITE = "sqlite"
     POSTGRESQL = "postgresql"
@@ -38,23 +38,23 @@ RAY = (Kind.RAYLET, Kind.GCS)
 
 _Card = TypeVar("_Card")
 
-# How many injuries runs have: so that forty of them on both databases bring each kind three times to each.
+# Numbers of injuries of the runs. With forty runs on two databases, each kind occurs three times on each.
 _NUM_INJURIES = (1, 2, 2, 3, 3)
-# Seconds: how long a disk stays full and a database away, now and then longer than anybody waits for it; how long
-# nobody starts the service again.
+# Seconds for which a disk stays full or a database away. The long ones exceed the timeouts of the service.
 _SHORT_S, _LONG_S, _SHARE_OF_LONG = (2.0, 20.0), (40.0, 60.0), 0.2
-_DOWN_S = (0.0, 8.0)
+_DOWN_S = (0.0, 8.0)  # seconds between the end of a service and its restart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injury:
-    """One thing that is done to the installation while a job is under way."""
+    """One injury of an installation during a job."""
 
     kind: Kind
-    after: float  # in times of a job left alone: since the job was submitted, or the injury before was over
-    by_step: int  # once the job has told this step it comes at once: the machine may be faster by now
-    lasts_s: float  # 0: what is killed is not held down
-    later: float = 0.0  # as `after`, for a process of the job that had to be waited for: since it was there
+    # As a multiple of an undisturbed job's duration: time since the submission or the end of the last injury.
+    after: float
+    by_step: int  # at the latest when the job has reported this step, because the machine may have become faster
+    lasts_s: float  # 0: a killed process is not held down
+    later: float = 0.0  # if the process did not exist yet: time since its start, as a multiple like `after`
 
     def __str__(self) -> str:
         return f"{self.kind} for {self.lasts_s:.0f} s" if self.lasts_s else str(self.kind)
@@ -62,7 +62,7 @@ class Injury:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One job, and what is done to it."""
+    """One job and its injuries."""
 
     number: int  # from 1
     database: DatabaseKind
@@ -72,9 +72,9 @@ class Run:
 def plan_runs(
     num_runs: int, seed: int, databases: Sequence[DatabaseKind], *, num_steps: int, disk_can_be_filled: bool
 ) -> list[Run]:
-    """The runs of a seed, on the databases in turn; every kind comes as often as any other that is possible there.
+    """Plans the runs of a seed, on the databases in turn. Every possible kind of injury occurs equally often.
 
-    The longer plan of a seed begins as its shorter ones do.
+    A longer plan of a seed begins with its shorter ones.
     """
     generator = random.Random(seed)
     kinds = {each: _dealt(generator, _possible(each, disk_can_be_filled)) for each in databases}
@@ -82,7 +82,7 @@ def plan_runs(
     runs = []
     for number in range(1, num_runs + 1):
         database = databases[(number - 1) % len(databases)]
-        # Moments of a job that goes on as if nothing had happened: each comes before the end of one that loses time.
+        # Moments of an undisturbed job: a job that loses time lasts longer, so all of them come before its end.
         num_injuries = next(numbers[database])
         moments = sorted(generator.random() for _ in range(num_injuries))
         steps = sorted(generator.randint(1, num_steps) for _ in range(num_injuries))
@@ -98,7 +98,7 @@ def plan_runs(
 
 
 def _dealt(generator: random.Random, cards: Sequence[_Card]) -> Iterator[_Card]:
-    """In a random order; each comes again when all others have come."""
+    """Yields the cards in random order. A card is repeated only after all others."""
     while True:
         yield from generator.sample(cards, len(cards))
 

@@ -1,4 +1,4 @@
-"""What a job has told and made, and in what it differs from a job that nobody disturbed."""
+"""Records what a job has reported and produced, and compares it with an undisturbed job."""
 
 import hashlib
 import json
@@ -14,37 +14,37 @@ from windlass.storage.sql import Database, Job, JobEvent, JobStatus
 from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository
 
 _MOST_EVENTS, _MOST_FILES = 100_000, 10_000
-# Of every job of a kind, whatever happened to it.
+# Fields that must be equal for all jobs of a kind.
 _SAME = ("train_losses", "valid_losses", "result_file", "checkpoints", "models")
-# In the name of a model: the job's own part.
+# Replaces the job's own part in the names of models.
 _JOB = "JOB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Of a job that is over. What is not the same for every job of the kind is left out of the first five."""
+    """The results of a job that has ended. The first five fields leave out all that differs between equal jobs."""
 
-    train_losses: tuple[tuple[int, float], ...]  # step and loss, as the events tell them, in their order
-    valid_losses: tuple[tuple[int, float], ...]  # the same, without what a later attempt told again
+    train_losses: tuple[tuple[int, float], ...]  # step and loss of the events, in their order
+    valid_losses: tuple[tuple[int, float], ...]  # without repetitions by later attempts
     result_file: str  # the table of steps
     checkpoints: tuple[str, ...]
-    models: tuple[tuple[str, str], ...]  # each file of weights, and the digest of its bytes
+    models: tuple[tuple[str, str], ...]  # each file of weights, with its digest
     job: Job
-    faults: tuple[str, ...]  # what is wrong by itself
+    faults: tuple[str, ...]  # errors that need no comparison
 
     @property
     def digest(self) -> str:
-        """The same for jobs that told and made the same."""
+        """A digest that is equal for jobs with equal results."""
         return hashlib.sha256(repr([getattr(self, name) for name in _SAME]).encode()).hexdigest()
 
     @property
     def num_attempts(self) -> int:
-        """Launches that the job took."""
+        """The number of launches of the job."""
         return self.job.attempt
 
 
 def read_record(database: Database, settings: Settings, job_id: str) -> Record:
-    """What there is of a job."""
+    """Reads the results of a job."""
     with database.read() as session:
         job = JobRepository(session).get(job_id)
         events = EventRepository(session).since(0, limit=_MOST_EVENTS, job_id=job_id)
@@ -73,7 +73,7 @@ def read_record(database: Database, settings: Settings, job_id: str) -> Record:
 
 
 def complaints(record: Record, undisturbed: Record) -> list[str]:
-    """In what a job did not end right; none where it did."""
+    """Returns the differences from the undisturbed job and all errors; empty if the job ended right."""
     if record.job.status is not JobStatus.SUCCEEDED:
         return [f"the job is {record.job.status}: {json.dumps(record.job.error)}", *record.faults]
     found = list(record.faults)
@@ -99,7 +99,7 @@ def _first_difference(record: Record, undisturbed: Record, name: str) -> str:
 
 
 def _faults_of_events(events: Sequence[JobEvent], job_dir: Path) -> list[str]:
-    """Each record of the journal is one event, once, in the journal's order."""
+    """Checks that each record of the journal is one event, exactly once, in the same order."""
     found = []
     ordinals = [event.ordinal for event in events]
     if ordinals != sorted(set(ordinals)):
@@ -121,5 +121,5 @@ def _digests(folders: Sequence[Path], job_id: str) -> list[tuple[str, str]]:
 
 
 def _without_job(name: str, job_id: str) -> str:
-    """Names of models hold the job's own part."""
+    """Replaces the job's own part in the name of a model."""
     return name.replace(fine_tuned_model_id("", None, job_id).rpartition(":")[2], _JOB)

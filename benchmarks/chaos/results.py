@@ -1,4 +1,4 @@
-"""What came of the runs of `benchmarks.chaos`: kept as they end, in a file that another call goes on from, and told."""
+"""Stores and reports the results of `benchmarks.chaos`. A file of results lets a later call continue."""
 
 import json
 import statistics
@@ -14,10 +14,10 @@ from benchmarks.reporting.report import Report, ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """An injury as it came."""
+    """An injury that was carried out."""
 
     injury: Injury
-    at_s: float  # since the job was submitted
+    at_s: float  # seconds since the job was submitted
 
     def __str__(self) -> str:
         return f"{self.injury} at {self.at_s:.1f} s"
@@ -25,19 +25,19 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run went."""
+    """The result of a run."""
 
     run: Run
-    done: tuple[Done, ...]  # without those for which the job was too fast
+    done: tuple[Done, ...]  # without injuries for which the job ended too early
     took_s: float | None
-    lost_s: float | None  # more than the undisturbed job took
+    lost_s: float | None  # additional seconds, compared with the undisturbed job
     num_attempts: int | None
-    load: float  # of the machine in the run's last minute
+    load: float  # load average of the machine in the run's last minute
     complaints: tuple[str, ...]
 
     @property
     def is_right(self) -> bool:
-        """Nothing to complain of."""
+        """True if there are no complaints."""
         return not self.complaints
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Result:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The reverse of `asdict`, by way of JSON."""
+        """Reverses `asdict`, after a conversion to JSON and back."""
         run = fields["run"]
         return cls(
             **{
@@ -71,7 +71,7 @@ def _injury(fields: Mapping[str, Any]) -> Injury:
 
 
 class Results:
-    """Of the runs of one seed. In a file, if one is named: a line of JSON each, written as soon as the run is over."""
+    """The results of one seed's runs. A file, if given, gets a line of JSON at the end of each run."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -81,23 +81,23 @@ class Results:
 
     @property
     def said(self) -> list[str]:
-        """A line for each call's undisturbed jobs, and for each run."""
+        """One line of text for each call's undisturbed jobs, and for each run."""
         return [self._say(line) for line in self._lines]
 
     @property
     def all(self) -> list[Result]:
-        """In the order in which they were made: a run that was not right may be there several times."""
+        """All results in order. A run that failed may occur several times."""
         return [Result.from_fields(line["result"]) for line in self._lines if "result" in line]
 
     @property
     def right(self) -> set[int]:
-        """The numbers of the runs that need not be made again."""
+        """The numbers of the runs that succeeded and need no repetition."""
         return {each.run.number for each in self.all if each.is_right}
 
     def begin(self, facts: Mapping[str, Any], undisturbed_s: Mapping[DatabaseKind, float]) -> None:
-        """Before a call's first run: what all results of a file must have in common, and how long jobs take left alone.
+        """Stores the facts that all results of a file must share, and the durations of undisturbed jobs.
 
-        ValueError where earlier calls had other facts.
+        Raises ValueError if earlier calls had other facts.
         """
         for line in self._lines:
             if (before := line.get("facts")) is not None and before != dict(facts):
@@ -105,7 +105,7 @@ class Results:
         self._keep({"facts": dict(facts), "undisturbed_s": dict(undisturbed_s)})
 
     def add(self, result: Result) -> None:
-        """Keep one."""
+        """Stores a result."""
         self._keep({"result": asdict(result)})
 
     @staticmethod
@@ -123,7 +123,7 @@ class Results:
 
 
 def report_results(report: Report, results: Sequence[Result]) -> None:
-    """The table by kinds, and the line of ratios."""
+    """Adds the table by kind of injury, and the line of ratios."""
     came: dict[tuple[Kind, DatabaseKind], list[Result]] = defaultdict(list)
     for result in results:
         for each in result.done:

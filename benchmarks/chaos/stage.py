@@ -1,4 +1,4 @@
-"""An installation for `benchmarks.chaos`: the service as a person starts it, on a disk and a database of its own."""
+"""An installation for `benchmarks.chaos`, started as a user starts it, with its own disk and database."""
 
 import contextlib
 import json
@@ -41,21 +41,21 @@ _JOB = {
 _SEED = 7
 _DISK_NBYTES = 1 << 30
 _UP_DEADLINE_S = 400.0
-# For a job of half a minute, whatever is done to it.
+# Limit for a job of half a minute with any injuries.
 _JOB_DEADLINE_S = 900.0
 _TERMINAL = ("succeeded", "failed", "cancelled")
 _ARENAS = Path("/dev/shm")
 
 
 class NotRightError(Exception):
-    """Something did not go as it must; the text is for people."""
+    """A required behaviour that failed. The text is for the report."""
 
 
 class Stage:
-    """An installation, and the means to use it and to hurt it. Not safe from several threads."""
+    """An installation, with methods to use it and to injure it. Not thread-safe."""
 
     def __init__(self, folder: Path, *, server: PostgresServer | None, url: str | None, has_own_disk: bool) -> None:
-        """`server` and `url`: of PostgreSQL and a database there; None: SQLite."""
+        """`server` and `url`: a PostgreSQL server and a database on it; None: SQLite."""
         self.folder = folder
         self.has_own_disk = has_own_disk
         self.server = server
@@ -75,13 +75,13 @@ class Stage:
     # --- use --------------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Start the service, or take it up again."""
+        """Starts the service, or starts it again."""
         done = self.installation.run("up", "--detach", timeout_s=_UP_DEADLINE_S)
         if done.returncode != 0:
             raise NotRightError(f"`windlass up` failed: {done.stdout}{done.stderr}")
 
     def submit(self) -> str:
-        """A job's id."""
+        """Submits a job and returns its id."""
         with httpx.Client(base_url=self.installation.url, timeout=60.0) as client:
             files = {}
             for name in ("train", "valid"):
@@ -94,11 +94,11 @@ class Stage:
             return str(answer.raise_for_status().json()["id"])
 
     def record(self, job_id: str) -> Record:
-        """What the job has told and made."""
+        """Reads what the job has reported and produced."""
         return read_record(self.database, self.settings, job_id)
 
     def leftovers(self, job_id: str) -> list[str]:
-        """What lies about of a job that is over, its model and its record aside."""
+        """Returns the files of an ended job that should be gone. Its model and record may stay."""
         found = [str(path) for path in _ARENAS.iterdir() if job_id in path.name]
         found += [str(path) for path in self.settings.fine_tuned_dir.glob(".*")]
         found += [str(path) for path in self._job_dir(job_id).glob("attempt-*")]
@@ -109,14 +109,14 @@ class Stage:
         return found
 
     def wait_until_tidy(self, job_id: str, timeout_s: float = 120.0) -> list[str]:
-        """What is still left of a job after a while; nothing, as a rule."""
+        """Waits until a job's temporary files are gone. Returns those that remain at the timeout."""
         until_s = time.monotonic() + timeout_s
         while (left := self.leftovers(job_id)) and time.monotonic() < until_s:
             time.sleep(0.2)
         return left
 
     def end(self) -> list[str]:
-        """`windlass down`; what is left of the installation's processes then."""
+        """Runs `windlass down`. Returns the processes that outlive it."""
         before = [*self.installation.service_processes(), *self.installation.ray_processes()]
         done = self.installation.run("down", timeout_s=_UP_DEADLINE_S)
         found = [] if done.returncode == 0 else [f"`windlass down` failed: {done.stdout}{done.stderr}"]
@@ -125,24 +125,25 @@ class Stage:
         return found + [f"process {pid} outlived `windlass down`" for pid in self._processes_of_home()]
 
     def stop_all(self) -> None:
-        """Kill everything, in whatever state it is, and leave the rest as it is."""
+        """Kills all processes, in any state, and leaves the files."""
         for process in (*self.installation.service_processes(), *self.installation.ray_processes()):
             send_signal(process, signal.SIGKILL)
 
     def close(self) -> None:
-        """End everything, in whatever state it is."""
+        """Ends everything, in any state."""
         self.stop_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.installation.end()
         self._client.close()
         self.database.close()
 
-    # --- hurt -------------------------------------------------------------------------------------------------------
+    # --- injure -----------------------------------------------------------------------------------------------------
 
     def hurt(self, injury: Injury, job_id: str, job_s: float) -> bool:
-        """Do it, and undo what does not heal by itself. False if the job was over before it could be done.
+        """Carries out an injury, and repairs what does not recover by itself. Returns False if the job had already
+        ended.
 
-        `job_s`: how long a job takes that is left alone.
+        `job_s`: duration of an undisturbed job.
         """
         match injury.kind:
             case Kind.SERVICE | Kind.EVERYTHING:
@@ -173,7 +174,7 @@ class Stage:
         return True
 
     def _kill_child(self, role: str) -> bool:
-        """The supervisor may be about to start it again."""
+        """Kills a child of the supervisor. Waits for it, because the supervisor may be restarting it."""
         until_s = time.monotonic() + 60.0
         while time.monotonic() < until_s:
             for process in self.installation.service_processes():
@@ -197,7 +198,10 @@ class Stage:
         raise NotRightError(f"there was no {name} for {_UP_DEADLINE_S:g} s")
 
     def _kill_process_of_job(self, name: str, job_id: str, later_s: float) -> bool:
-        """At once, or `later_s` after there is one, so that not all of them die while they start."""
+        """Kills a process of the job. If it does not exist yet, waits for it and `later_s` more.
+
+        The delay avoids that all such processes die while they start.
+        """
         had_to_wait = False
         while not self.is_over(job_id):
             found = self._processes_of_job(job_id)
@@ -232,7 +236,7 @@ class Stage:
             other.execute("ROLLBACK")
 
     def _fill_disk(self, lasts_s: float) -> None:
-        """To the last byte: whoever takes what comes free meanwhile, it is taken from them again."""
+        """Fills the disk to the last byte, and fills space again that is freed meanwhile."""
         assert self.has_own_disk
         until_s = time.monotonic() + lasts_s
         filler = self.folder / "filler"
@@ -247,10 +251,10 @@ class Stage:
         finally:
             filler.unlink()
 
-    # --- look -------------------------------------------------------------------------------------------------------
+    # --- observe ----------------------------------------------------------------------------------------------------
 
     def is_over(self, job_id: str) -> bool:
-        """As far as the API says so now."""
+        """Returns whether the API reports that the job has ended."""
         return _ask(self._client, job_id)[0].get("status") in _TERMINAL
 
     def _job_dir(self, job_id: str) -> Path:
@@ -266,19 +270,20 @@ class Stage:
 
 
 class Observer(threading.Thread):
-    """Asks for a job again and again, as its owner would: notes when it is over, and answers that nobody should get."""
+    """Polls a job as its owner would. Records when it has ended, and answers that are errors."""
 
     def __init__(self, url: str, job_id: str) -> None:
         super().__init__(name="observer", daemon=True)
         self.began_s = time.monotonic()
-        self.took_s: float | None = None  # until the job was over
-        self.step = 0  # that the job has told
+        self.took_s: float | None = None  # seconds from the submission to the end
+        self.step = 0  # last step that the job has reported
         self.faults: list[str] = []
         self._url, self._job_id = url, job_id
         self._ended = threading.Event()
 
     def run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=90.0) as client:  # one for each question takes more than it asks
+        # One client for all requests, because creating one is slow.
+        with httpx.Client(base_url=self._url, timeout=90.0) as client:
             while not self._ended.wait(0.1):
                 job, fault = _ask(client, self._job_id)
                 if fault is not None and fault not in self.faults:
@@ -289,13 +294,13 @@ class Observer(threading.Thread):
                     return
 
     def wait_for_moment(self, injury: Injury, job_s: float) -> None:
-        """Returns when an injury is to come, or the job is over. `job_s`: how long one takes that is left alone."""
+        """Returns when an injury is due, or the job has ended. `job_s`: duration of an undisturbed job."""
         until_s = time.monotonic() + injury.after * job_s
         while self.is_alive() and time.monotonic() < until_s and self.step < injury.by_step:
             self.join(0.05)
 
     def wait(self) -> float:
-        """Seconds from the submission to the end; NotRightError where it does not come."""
+        """Returns the seconds from the submission to the end. Raises NotRightError at the timeout."""
         self.join(_JOB_DEADLINE_S)
         self._ended.set()
         if self.took_s is None:
@@ -304,7 +309,7 @@ class Observer(threading.Thread):
 
 
 def _ask(client: httpx.Client, job_id: str) -> tuple[dict[str, Any], str | None]:
-    """The job, if the API tells of it now; and what is wrong with the answer."""
+    """Returns the job, if the API returns it, and a description of a wrong answer."""
     try:
         answer = client.get(f"/v1/fine_tuning/jobs/{job_id}")
     except httpx.TransportError:
@@ -318,7 +323,7 @@ def _ask(client: httpx.Client, job_id: str) -> tuple[dict[str, Any], str | None]
 
 @contextlib.contextmanager
 def own_disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own for a folder, that may be filled; OSError where this machine does not allow one."""
+    """Mounts a small file system in a folder, which may be filled. Raises OSError if the machine does not allow it."""
     image, mount = folder / "disk.img", folder / "disk"
     mount.mkdir()
     with image.open("wb") as file:
@@ -343,6 +348,6 @@ def _run(*command: str) -> None:
 
 
 def copy_kernels(source: Path, target: Path) -> None:
-    """From home to home: one that lacks them takes longer."""
+    """Copies compiled kernels between homes, because compiling them takes long."""
     if (source / "kernels").is_dir():
         shutil.copytree(source / "kernels", target / "kernels", dirs_exist_ok=True)

@@ -1,10 +1,12 @@
-"""Does windlass compute on this GPU what plain PyTorch computes, and how fast? `make gpu-check`
+"""Checks windlass's results on this GPU against plain PyTorch, and measures its speed: `make gpu-check`
 
-Two parts: parity (a small model, every precision, all that may become of activations) and speed (full fine-tuning with
-random weights under a cap on GPU memory and one on host memory, beside the same model's compute-only peak and beside
-DeepSpeed). All actors are threads of this process; it needs torch and transformers, no Ray and no web service. It ends
-within `--limit-s`, and keeps its report case by case, so that little is lost if it is ended before. Where there is no
-GPU it says so and ends well; `--device cpu --tiny` runs all of it on small models, to see that it runs.
+There are two parts. Parity trains a small model with every precision and every choice for activations. Speed is full
+fine-tuning with random weights, with one limit on GPU memory and one on host memory. It is compared with the same
+model's compute-only peak and with DeepSpeed.
+
+All actors are threads of this process. It needs torch and transformers, but neither Ray nor the web service. It ends
+within `--limit-s`. The report is stored after each case, so that little is lost if the process is killed. Without a GPU
+it prints a note and exits with 0. `--device cpu --tiny` runs all parts on small models, as a test of the check itself.
 """
 
 import argparse
@@ -36,18 +38,18 @@ from windlass.storage.memory import directory_free_nbytes, memory_available_nbyt
 REPORTS = Path(__file__).parents[1] / "reports"
 PARTS = ("parity", "speed")
 _TINY_STEPS = 2
-# Beyond the limit: for what is under way to end by itself, before all of it is ended.
+# Seconds after the limit in which running work may end, before the process is killed.
 _GRACE_S = 20.0
-# Of the limit, when both parts run.
+# Share of the limit for parity, if both parts run.
 _PARITY_SHARE = 0.4
 
 
 @dataclass(slots=True)
 class Check:
-    """All that was measured so far, and the report on it."""
+    """The measurements so far, and their report."""
 
     report: Report
-    path: Path | None  # None: nothing is kept
+    path: Path | None  # None: do not store the report
     parts: Sequence[str]
     speed_cases: Sequence[SpeedCase]
     parity: list[gpu_parity.ParityRun] = field(default_factory=list)
@@ -56,7 +58,7 @@ class Check:
 
     @property
     def sections(self) -> list[str]:
-        """Lines of Markdown."""
+        """The report's sections as lines of Markdown."""
         lines = []
         if "parity" in self.parts:
             lines += ["", "## Parity", "", *gpu_parity.tables(self.parity)]
@@ -67,7 +69,7 @@ class Check:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The last line's object; null where something was not measured."""
+        """The object of the last line, with null for missing measurements."""
         return {
             **gpu_parity.keys(self.parity),
             **gpu_speed.keys(self.speeds, self.speed_cases),
@@ -76,16 +78,16 @@ class Check:
 
     @property
     def has_failed(self) -> bool:
-        """Losses differ, or something that was tried broke."""
+        """True if losses differ, or a case failed."""
         return any(run.is_wrong for run in self.parity) or any(run.is_failure for run in self.speeds)
 
     def note(self, what: str) -> None:
-        """A case is over: say so, and keep the report as it is now."""
+        """Prints the result of a case, and stores the report so far."""
         print(what, flush=True)
         self._keep([*self.report.lines, *self.sections, json.dumps(rounded(self.keys))])
 
     def finish(self) -> None:
-        """Print the whole report, and keep it."""
+        """Prints the whole report and stores it."""
         self.report.add(*self.sections, *([] if self.path is None else [f"Kept as {self.path.name}.", ""]))
         self.report.finish(self.keys)
         self._keep(self.report.lines)
@@ -115,16 +117,16 @@ def _explanations() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 if a loss is off or a case broke, else 0."""
+    """Returns 1 if a loss differs or a case failed, else 0."""
     options = _parser().parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check skipped: this machine has no CUDA device that torch can use")
         return 0
-    # TF32 would round fp32 products; the comparison is with exact ones.
+    # TF32 would round fp32 products, so the comparison would not be exact.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if options.device == "cpu":
-        torch.set_num_threads(1)  # as a job's own
+        torch.set_num_threads(1)  # as in a job
     transformers_logging.disable_progress_bar()
     started_s = time.monotonic()
     parts = PARTS if options.part == "all" else (options.part,)
@@ -155,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, parts: Sequence[str], root: Path) -> Check:
-    """With a report that says on what machine, and with what limits."""
+    """Creates the check, with a report that describes the machine and the limits."""
     is_gpu = options.device == "cuda"
     configuration = {
         "form": f"{'tiny' if options.tiny else 'full'}, {', '.join(parts)}, at most {options.limit_s:g} s",
@@ -176,7 +178,7 @@ def _check(options: argparse.Namespace, parts: Sequence[str], root: Path) -> Che
 
 @contextlib.contextmanager
 def _ended_after(limit_s: float, check: Check, root: Path) -> Iterator[None]:
-    """Whatever hangs, the process ends with a report on what there is, and leaves nothing else."""
+    """Ends the process after the limit, even if it hangs. Reports all results so far, and removes temporary files."""
 
     def give_up() -> None:
         check.report.add("", f"Ended by force after {limit_s:g} s: what was under way hung, or took far too long.")

@@ -1,4 +1,4 @@
-"""What the GPU check trains for speed: Qwen2.5's shapes, where their states rest, what becomes of their activations."""
+"""The models that the GPU check trains for speed: Qwen2.5's shapes, the tiers of their states, their activations."""
 
 import dataclasses
 import json
@@ -57,11 +57,11 @@ SHAPES = {
         num_key_value_heads=4,
     ),
 }
-# More steps than there is time for: a case ends when enough of them are timed.
+# More steps than there is time for, because a case ends when enough of them are timed.
 _TOTAL_STEPS = 1000
-_BATCHES = 4  # that are different
+_BATCHES = 4  # number of different batches
 _DEADLINE_S = 120.0
-# What loading is sure to reach, to tell beforehand whether there is time for it.
+# Rates that loading is sure to reach. They show in advance whether there is time for a case.
 _LOADED_PARAMS_PER_S = 80e6
 _WRITTEN_BYTES_PER_S = 1e9
 _START_S = 15.0
@@ -71,15 +71,15 @@ RECOMPUTE, SWAP_INPUT = ActivationChoice.RECOMPUTE, ActivationChoice.RECOMPUTE_S
 
 
 class States(StrEnum):
-    """Where all model states rest."""
+    """The tier of all model states."""
 
     SSD = "SSD"
-    HOST = "host"  # and nowhere else: the job has no SSDs, and keeps no checkpoints
+    HOST = "host"  # only there: the job has no SSDs and writes no checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """What a case may take."""
+    """The memory limits of a case."""
 
     gpu_nbytes: int  # of the caching allocator
     host_nbytes: dict[States, int]  # of the arena
@@ -100,33 +100,33 @@ class SpeedCase:
     num_microbatches: int = 1
     activations: ActivationChoice = ActivationChoice.RECOMPUTE
     state_precision: StatePrecision = StatePrecision.FP32
-    system: System | None = None  # whose schedule it follows
+    system: System | None = None  # imitates this system's schedule
 
     @property
     def name(self) -> str:
-        """Tells it from all others: "7B host 16"."""
+        """The unique name of the case: "7B host 16"."""
         name = f"{self.model} {self.states} {self.batch_size}"
         return name if self.system is None else f"{name} as {self.system}"
 
     @property
     def num_tokens(self) -> int:
-        """Of a step."""
+        """The tokens of a step."""
         return self.batch_size * self.sequence_length
 
     @property
     def state_nbytes(self) -> int:
-        """Of all model states."""
+        """The bytes of all model states."""
         return sum(Formats(Precision.BF16, self.state_precision).itemsizes.values()) * self.shape.num_params
 
     @property
     def expected_s(self) -> float:
-        """What passes at most before the first step, on a machine that is not slow."""
+        """The maximum seconds before the first step, on a machine of usual speed."""
         num_params = self.shape.num_params
         written_nbytes = self.state_nbytes if self.states is States.SSD else 0
         return _START_S + num_params / _LOADED_PARAMS_PER_S + written_nbytes / _WRITTEN_BYTES_PER_S
 
     def spec(self, folder: Path, *, device: str, host_nbytes: int, kernel: Kernel | None, kernel_dir: Path) -> JobSpec:
-        """The job, with its model, its data and its SSD below `folder`."""
+        """Builds the job, with its model, data and SSD below `folder`."""
         folder.mkdir(parents=True)
         model_config(self.shape, self.sequence_length).save_pretrained(folder / "model")
         self._write_tokens(folder / "data")
@@ -183,7 +183,7 @@ class SpeedCase:
 
 
 def cases() -> list[SpeedCase]:
-    """Most valuable first, as time may run out."""
+    """Returns the cases, the most valuable first, because time may run out."""
 
     def case(model: str, states: States, batch_size: int, **options: Any) -> SpeedCase:
         return SpeedCase(
@@ -194,7 +194,8 @@ def cases() -> list[SpeedCase]:
             **({"activations": SWAP_INPUT if batch_size > 8 else RECOMPUTE} | options),
         )
 
-    # Same results in 12 bytes a parameter: with 14, less fits into 128 GiB of memory or 64 GiB of disk.
+    # Split states give the same results with 12 bytes a parameter. With 14 bytes, fewer models fit into 128 GiB of
+    # memory or 64 GiB of disk.
     large: dict[str, Any] = {"state_precision": StatePrecision.SPLIT}
     return [
         case("1.5B", States.HOST, 16),
@@ -214,7 +215,7 @@ def cases() -> list[SpeedCase]:
 
 
 def tiny_cases() -> list[SpeedCase]:
-    """One of each kind, of models that train anywhere."""
+    """Returns one case of each kind, with models that any machine can train."""
     kinds: dict[tuple[object, ...], SpeedCase] = {}
     for case in cases():
         kinds.setdefault((case.states, case.system, case.num_microbatches), case)

@@ -1,7 +1,7 @@
-"""Makes the optimizers' compiled kernel before it is needed, within a limit of time.
+"""Compiles the optimizers' kernel in advance, with a timeout.
 
-`python -m benchmarks.gpu_check.kernels FOLDER STATES GRADIENTS` makes it.
-Compiling has no limit as short as this check's.
+`python -m benchmarks.gpu_check.kernels FOLDER STATES GRADIENTS` compiles it. The engine's own compilation has a longer
+timeout than this check.
 """
 
 import signal
@@ -21,9 +21,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def prepared_kernel(folder: Path, states: StatePrecision, *, sums_grads: bool) -> Kernel:
-    """COMPILED, if it lies in the folder now, else FUSED: there is no compiler, or it takes too long.
+    """Returns COMPILED if the folder now has the kernel, else FUSED: there is no compiler, or it takes too long.
 
-    `sums_grads`: over micro-batches, in fp32.
+    `sums_grads`: gradients are summed over micro-batches, in fp32.
     """
     gradients = "fp32" if sums_grads else "bf16"
     command = [
@@ -40,7 +40,7 @@ def prepared_kernel(folder: Path, states: StatePrecision, *, sums_grads: bool) -
         try:
             returncode = process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it ends its compiler, which no signal to it would reach
+            process.send_signal(signal.SIGINT)  # it ends its compiler, which a kill would leave running
             try:
                 process.wait(_END_DEADLINE_S)
             except subprocess.TimeoutExpired:
@@ -50,7 +50,7 @@ def prepared_kernel(folder: Path, states: StatePrecision, *, sums_grads: bool) -
 
 
 def main(folder: Path, states: StatePrecision, grad_dtype: torch.dtype) -> None:
-    """Compile what a bf16 model needs, or find it in the folder."""
+    """Compiles the kernel for a bf16 model, or finds it in the folder."""
     OptimizerKernel(
         AdamSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1, decoupled=True),
         grad_dtype=grad_dtype,

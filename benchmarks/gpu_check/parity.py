@@ -1,7 +1,7 @@
-"""Does windlass compute on this GPU what plain PyTorch computes there?
+"""Checks that windlass computes on this GPU what plain PyTorch computes there.
 
-Released buffers are filled with NaN: one that a stream reads too early or fills too soon makes a loss that is none.
-Where more operations are given at once, the streams run further behind.
+Released buffers are filled with NaN. If a stream reads a buffer too early, or fills it too early, the loss becomes NaN.
+With more operations in flight, the streams run further behind.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan import ActivationChoice, Placement
 from windlass.storage.ids import ActorName, Kernel, Precision
 
-# The largest relative difference of any loss.
+# Maximum relative difference of any loss.
 LIMITS = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
 PLACES = ("SSD", "host", "device")
 NUM_STEPS = 30
-# What becomes of activations, and whether what is swapped goes to the SSDs.
+# Choices for activations, and whether swapped ones go to the SSDs.
 ACTIVATIONS = (*((choice, False) for choice in ActivationChoice), (ActivationChoice.SWAP, True))
 _EXPECTED_S = {Kernel.FUSED: 10.0, None: 60.0}
 _REASON_LENGTH = 240
@@ -42,21 +42,21 @@ _REASON_LENGTH = 240
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityCase:
-    """One run to compare."""
+    """One run that is compared with plain PyTorch."""
 
     precision: Precision
     activations: ActivationChoice
     swaps_to_ssd: bool
-    place: str  # of the model states
+    place: str  # tier of the model states
     num_microbatches: int
     is_tied: bool
-    kernel: Kernel | None  # None: compiled where there is a compiler
-    num_ahead: int  # operations given at once
-    is_streamed: bool = False  # layers come to the device in pieces
+    kernel: Kernel | None  # None: compiled if there is a compiler
+    num_ahead: int  # operations in flight
+    is_streamed: bool = False  # layers are copied to the device in pieces
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Of its row."""
+        """The cells of its table row."""
         activations = f"{self.activations}, to SSD" if self.swaps_to_ssd else str(self.activations)
         kernel, num_ahead = str(self.kernel or "compiled if possible"), str(self.num_ahead)
         numbers = (str(self.num_microbatches), str(self.is_tied), kernel, num_ahead)
@@ -64,7 +64,7 @@ class ParityCase:
         return (str(self.precision), activations, place, *numbers)
 
     def placed(self, spec: JobSpec, num_blocks: int, device: str) -> JobSpec:
-        """The job with its things where the case says."""
+        """Returns the job with the case's placement."""
         blocks = tuple(range(num_blocks))
         placement = Placement(
             host_blocks=blocks if self.place == "host" else (),
@@ -83,19 +83,19 @@ class ParityCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityRun:
-    """What became of a case."""
+    """The result of a case."""
 
     case: ParityCase
-    difference: float | None = None  # the largest relative one of any loss
-    swapped_nbytes: int = 0  # that left the device in a step
-    num_waits: int = 0  # of the host for the device, in the steps after the second
-    reason: str = ""  # why there is none
+    difference: float | None = None  # maximum relative difference of any loss
+    swapped_nbytes: int = 0  # bytes that left the device in a step
+    num_waits: int = 0  # times that the host waited for the device, after the second step
+    reason: str = ""  # why there is no difference
     is_failure: bool = False
     took_s: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
-        """It failed, the host had to wait, or its losses are not plain PyTorch's."""
+        """True if it failed, the host waited, or its losses differ from plain PyTorch's."""
         return (
             self.is_failure
             or self.num_waits > 0
@@ -104,14 +104,14 @@ class ParityRun:
 
 
 def cases(*, compiles: bool) -> list[ParityCase]:
-    """Every precision with all that may become of activations; the rest changes from case to case.
+    """Returns every precision with every choice for activations. The other settings vary from case to case.
 
-    Then all that may become of activations for layers in pieces. Last, with `compiles`, kernels compiled for the
-    device, which take a while to make.
+    Then follow the same choices with streamed layers. Last, with `compiles`, follow kernels compiled for the device,
+    which takes a while.
     """
     found = []
     for i, (precision, (activations, swaps_to_ssd)) in enumerate(product(LIMITS, ACTIVATIONS)):
-        # Each way that activations go meets every place, and both values of all else.
+        # Each choice for activations meets every place, and both values of every other setting.
         case = ParityCase(
             precision=precision,
             activations=activations,
@@ -136,7 +136,7 @@ def cases(*, compiles: bool) -> list[ParityCase]:
 def measure(
     cases: Sequence[ParityCase], root: Path, *, device: str, num_steps: int, until_s: float
 ) -> Iterator[ParityRun]:
-    """Runs one case after the other below `root`; whatever happens to one, the next is tried."""
+    """Runs one case after the other below `root`. A failed case does not stop the others."""
     expected: dict[tuple[Precision, int, bool], list[float]] = {}
     for index, case in enumerate(cases):
         start_s, folder = time.monotonic(), root / f"parity-{index}"
@@ -163,25 +163,25 @@ def measure(
 
 
 class HostWaits:
-    """Counts what torch makes the host wait for on a GPU once two steps are over."""
+    """Counts how often torch makes the host wait for a GPU, from the third step on."""
 
     def __init__(self, seen: list[warnings.WarningMessage]) -> None:
         self._seen = seen
 
     def look(self, _: ActorName, message: Message) -> None:
-        """Sees every message between actors."""
+        """Handles every message between actors."""
         if isinstance(message, LossComputed) and (message.phase, message.step) == (Phase.HEAD, 2):
             torch.cuda.set_sync_debug_mode("warn")
 
     @property
     def number(self) -> int:
-        """So far."""
+        """The number of waits so far."""
         return sum("synchronizing CUDA operation" in str(each.message) for each in self._seen)
 
 
 @contextlib.contextmanager
 def host_waits(device: str) -> Iterator[HostWaits]:
-    """Those within it; on a CPU there are none."""
+    """Counts the host's waits in its context. On a CPU there are none."""
     with contextlib.ExitStack() as stack:
         seen = stack.enter_context(warnings.catch_warnings(record=True)) if device != "cpu" else []
         assert seen is not None, "they are recorded"
@@ -192,7 +192,7 @@ def host_waits(device: str) -> Iterator[HostWaits]:
 
 
 def _train(case: ParityCase, folder: Path, device: str, num_steps: int, waits: HostWaits) -> JobSpec:
-    """The job that has been trained. Raises RuntimeError where it fails."""
+    """Trains a case and returns its job. Raises RuntimeError if it fails."""
     spec = make_spec(
         folder,
         tied=case.is_tied,
@@ -221,14 +221,17 @@ def _train(case: ParityCase, folder: Path, device: str, num_steps: int, waits: H
 
 
 def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative one. Raises RuntimeError where a loss is not finite."""
+    """Returns the largest relative difference. Raises RuntimeError if a loss is not finite."""
     if not all(map(math.isfinite, (*losses, *expected))):
         raise RuntimeError(f"losses are not finite: {list(losses)}, and plain PyTorch's: {list(expected)}")
     return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
 
 
 def _swapped_nbytes(case: ParityCase, spec: JobSpec) -> int:
-    """Bytes of activations that left the device in the last step. Raises RuntimeError where they should have."""
+    """Returns the bytes of activations that left the device in the last step.
+
+    Raises RuntimeError if they do not match the choice.
+    """
     nbytes = int(list(metrics_of(spec, "activation_bytes_out").values())[-1])
     if (nbytes > 0) != any(choice.swaps for choice in spec.placement.activations):
         raise RuntimeError(f"{nbytes} bytes of activations left the device, with the choice {case.activations}")
@@ -236,7 +239,7 @@ def _swapped_nbytes(case: ParityCase, spec: JobSpec) -> int:
 
 
 def tables(runs: Sequence[ParityRun]) -> list[str]:
-    """Lines of Markdown."""
+    """Returns the table as lines of Markdown."""
     rows = []
     for run in runs:
         verdict = "WAITS" if run.num_waits else "DIFFERS" if run.is_wrong else "equal"
@@ -252,7 +255,7 @@ def tables(runs: Sequence[ParityRun]) -> list[str]:
 
 
 def keys(runs: Sequence[ParityRun]) -> dict[str, Any]:
-    """The largest difference of each precision; null where nothing of it has run."""
+    """Returns the largest difference for each precision; null if no case of it has run."""
     found: dict[str, float | None] = {}
     for precision in LIMITS:
         differences = [run.difference for run in runs if run.case.precision is precision and run.difference is not None]

@@ -1,7 +1,7 @@
-"""The compute-only peak: what a step takes when nothing has to move.
+"""Measures the compute-only peak: the time of a step without any transfers.
 
-A few layers, the embedding and the head, with params and gradients on the device, go forward and backward through the
-engine's own block runner. A layer's time counts as many times as the model has layers. Nothing is updated.
+A few layers, the embedding and the head run forward and backward through the engine's own block runner. Their params
+and gradients are on the device. A layer's time counts as many times as the model has layers. Nothing is updated.
 """
 
 import time
@@ -16,8 +16,8 @@ from windlass.engine.memory_plan import ActivationChoice
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
 from windlass.storage.ids import BlockIndex, Precision
 
-_NUM_LAYERS = 2  # distinct ones: more than the caches of a device hold
-_NUM_REPEATS = 3  # after one that is not timed
+_NUM_LAYERS = 2  # distinct layers: more than a device's caches hold
+_NUM_REPEATS = 3  # after one warm-up
 _STEP = 1
 
 
@@ -26,7 +26,7 @@ class _Times:
     """Seconds of one pass."""
 
     layers_s: float = 0.0
-    ends_s: float = 0.0  # the embedding and the head
+    ends_s: float = 0.0  # embedding and head
 
 
 def peak_step_s(
@@ -38,12 +38,12 @@ def peak_step_s(
     activations: ActivationChoice,
     device: torch.device,
 ) -> float:
-    """Seconds of a step's operations, the fastest of a few passes. Nothing may be swapped."""
+    """Returns the seconds of a step's operations, the fastest of a few passes. Activations must not be swapped."""
     few = replace(shape, num_layers=_NUM_LAYERS)
     partition = Partition(build_meta_model(model_config(few, sequence_length), Precision.BF16))
     layers = [block.index for block in partition.layout.blocks[1:-1]]
     runner = BlockRunner(partition, device, seed=0, activations=dict.fromkeys(layers, *activations.of_layers(1)))
-    # Sums over micro-batches are fp32, as in a job.
+    # Gradient sums over micro-batches are fp32, as in a job.
     grad_dtype = torch.bfloat16 if num_microbatches == 1 else torch.float32
     flats, grads = {}, {}
     for block in partition.layout.blocks:
@@ -79,7 +79,7 @@ def _pass(
 
     times.ends_s += _timed(partial(forward, embedding))
     times.layers_s += _timed(*(partial(forward, block) for block in layers))
-    # Each token is its own target, which costs what the next one would.
+    # Each token is its own target, which costs as much as the next token.
     times.ends_s += _timed(lambda: run(head, lambda: runner.head(_STEP, batch), with_grads=True))
     times.layers_s += _timed(*(partial(backward, block) for block in reversed(layers)))
     times.ends_s += _timed(partial(backward, embedding))
@@ -87,7 +87,7 @@ def _pass(
 
 
 def _timed(*operations: Callable[[], object]) -> float:
-    """Seconds of operations, until the device is done with them; it had nothing to do before."""
+    """Returns the seconds of operations until the device has finished. The device must be idle before."""
     start_s = time.perf_counter()
     for operation in operations:
         operation()

@@ -1,4 +1,4 @@
-"""DeepSpeed on the same GPU under the same cap: ZeRO-Offload and ZeRO-Infinity, in processes of their own."""
+"""Runs DeepSpeed on the same GPU with the same memory limit: ZeRO-Offload and ZeRO-Infinity, in their own processes."""
 
 import importlib.util
 import subprocess
@@ -17,7 +17,7 @@ from benchmarks.peers.workload import Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import GIB, ratio, spread, table
 
-# With logits of all tokens at once, in fp32, no larger micro-batch fits beside the rest.
+# With fp32 logits of all tokens at once, no larger micro-batch fits beside the other tensors.
 WORKLOAD = Workload(
     shape=SHAPES["1.5B"],
     batch_size=16,
@@ -29,19 +29,19 @@ WORKLOAD = Workload(
     num_microbatches=4,
 )
 _RUN_LIMIT_S = 180.0
-_EXPECTED_S = 60.0  # before a peer's first step, its model's weights on the disk included
-_WANTED_S = 120.0  # for all of a run
+_EXPECTED_S = 60.0  # until a peer's first step, with writing its model's weights
+_WANTED_S = 120.0  # for a whole run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One of DeepSpeed's ways, and what stands beside it."""
+    """One configuration of DeepSpeed, and the windlass cases that it is compared with."""
 
     key: str
     title: str
-    device: str  # where params and states are
-    states: States  # of windlass's case beside it
-    system: System  # windlass's imitation
+    device: str  # memory of params and states
+    states: States  # of the compared windlass case
+    system: System  # schedule that windlass imitates
 
 
 PEERS = (
@@ -64,20 +64,20 @@ PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """What a peer gave."""
+    """The result of a peer."""
 
     peer: Peer
     run: ContenderRun
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the median step; None where the peer is missing."""
+        """The rate of the median step; None if the peer is missing."""
         step_s = self.run.step_s
         return WORKLOAD.batch_size * WORKLOAD.sequence_length / median(step_s) if step_s else None
 
 
 def wanted_s() -> float:
-    """Seconds that peers need; none where DeepSpeed is not installed."""
+    """Returns the seconds that the peers need, or 0 if DeepSpeed is not installed."""
     return 0.0 if _is_missing() else 2 * _WANTED_S
 
 
@@ -86,7 +86,7 @@ def _is_missing() -> bool:
 
 
 def measure(root: Path, *, gpu_nbytes: int, until_s: float) -> Iterator[PeerRun]:
-    """Runs each peer that is here, below `root`."""
+    """Runs each installed peer below `root`."""
     folder = root / "peers"
     for peer in PEERS:
         if _is_missing():
@@ -113,7 +113,7 @@ def measure(root: Path, *, gpu_nbytes: int, until_s: float) -> Iterator[PeerRun]
 
 
 def tables(runs: Sequence[PeerRun]) -> list[str]:
-    """Lines of Markdown."""
+    """Returns the table as lines of Markdown."""
     rows = [
         (
             each.peer.title,
@@ -128,7 +128,7 @@ def tables(runs: Sequence[PeerRun]) -> list[str]:
 
 
 def keys(runs: Sequence[PeerRun], speeds: Sequence[SpeedRun], cases: Sequence[SpeedCase]) -> dict[str, Any]:
-    """How many times as fast windlass is as each peer, and as its own imitation of it; null where one is missing."""
+    """Returns windlass's speed over each peer's, and over that of its own imitation; null if one is missing."""
     found: dict[str, Any] = {}
     tokens_per_s = {run.case.name: run.tokens_per_s for run in speeds}
     for peer in PEERS:

@@ -1,4 +1,4 @@
-"""How fast the GPU check's cases train, beside what the same model's operations take when nothing has to move."""
+"""Measures the speed of the GPU check's cases, and compares it with the same model's compute-only peak."""
 
 import contextlib
 import gc
@@ -28,58 +28,58 @@ from windlass.engine.memory_plan import ActivationChoice
 from windlass.storage.ids import ActorName, Kernel, StatePrecision
 from windlass.storage.memory import InsufficientSpaceError
 
-# Every layer computed again, and nothing.
+# Recomputation of every layer, and no recomputation.
 RECOMPUTE, KEEP = ActivationChoice.RECOMPUTE, ActivationChoice.KEEP
 _NUM_WARMUP = 1
 _NUM_TIMED = 3
 _CASE_LIMIT_S = 200.0
-# Share of the time that may be spent on looking at memory.
+# Maximum share of the time that memory sampling may take.
 _SAMPLED_SHARE = 0.01
 _REASON_LENGTH = 240
 
 
 class _EnoughSteps(Exception):
-    """Ends a run whose steps are timed."""
+    """Ends a run when enough steps are timed."""
 
 
 class OutOfTimeError(Exception):
-    """A run had too few steps when its time was up."""
+    """Raised if a run has too few steps at its timeout."""
 
 
 @dataclass(slots=True)
 class SpeedRun:
-    """What one case gave. `reason` says why it gave nothing."""
+    """The result of a case. `reason` says why there are no measurements."""
 
     case: SpeedCase
     reason: str | None = None
-    is_failure: bool = False  # else it could not be tried
+    is_failure: bool = False  # True: it failed; False: it could not be tried
     step_s: tuple[float, ...] = ()  # timed steps
-    timelines: tuple[dict[str, Any], ...] = ()  # of the same
-    swapped_nbytes: int = 0  # of activations that left the GPU in the last of them
+    timelines: tuple[dict[str, Any], ...] = ()  # of the timed steps
+    swapped_nbytes: int = 0  # bytes of activations that left the GPU in the last step
     kernel: Kernel | None = None
-    gpu_peak_nbytes: int | None = None  # of the caching allocator; None on a processor
-    host_peak_nbytes: int = 0  # resident memory, the arena included
+    gpu_peak_nbytes: int | None = None  # of the caching allocator; None on a CPU
+    host_peak_nbytes: int = 0  # resident memory, with the arena
     arena_nbytes: int = 0
-    # Seconds of a step's operations alone, by what becomes of activations; None where they do not fit.
+    # Compute-only seconds of a step, by choice for activations. None if these do not fit.
     peak_s: dict[ActivationChoice, float | None] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the median step."""
+        """The rate of the median step."""
         return self.case.num_tokens / statistics.median(self.step_s) if self.step_s else None
 
     def share_of_peak(self, choice: ActivationChoice) -> float | None:
-        """Of the speed that operations alone would have."""
+        """Returns the speed as a share of the compute-only speed."""
         return ratio(self.peak_s.get(choice), statistics.median(self.step_s)) if self.step_s else None
 
     @property
     def overlap_efficiency(self) -> float | None:
-        """Time in which the busiest resource was busy, over the step's."""
+        """The busy time of the busiest resource, as a share of the step."""
         values = [timeline["overlap_efficiency"] for timeline in self.timelines]
         return statistics.fmean(values) if values else None
 
     def mean_s(self, name: str) -> dict[str, float]:
-        """Of `busy_s` or `stall_s`, a step's mean; the largest first."""
+        """Returns the mean of `busy_s` or `stall_s` over the steps, the largest first."""
         sums: dict[str, float] = defaultdict(float)
         for timeline in self.timelines:
             for key, seconds in timeline[name].items():
@@ -88,7 +88,7 @@ class SpeedRun:
 
 
 class _Pace:
-    """Sees every message of a run, and ends it when enough steps are timed or its time is up."""
+    """Watches the messages of a run, and ends it when enough steps are timed or at its timeout."""
 
     def __init__(self, spec: JobSpec, until_s: float) -> None:
         self._journal = Path(spec.job_dir) / JOURNAL_FILE
@@ -99,7 +99,7 @@ class _Pace:
         if not isinstance(message, ComputeBlock | LoadProgressed):
             return
         is_late = time.monotonic() > self._until_s
-        # Three times a step, so that looking costs nothing.
+        # Look only three times a step, so that it costs nothing.
         is_due = isinstance(message, ComputeBlock) and (message.block == 0 or message.phase is Phase.HEAD)
         if (is_late or is_due) and len(_timed_steps(self._journal)) >= (1 if is_late else _NUM_TIMED):
             raise _EnoughSteps
@@ -111,7 +111,7 @@ class _Pace:
 def measure(
     cases: Sequence[SpeedCase], root: Path, *, device: str, caps: Caps, compiles: bool, until_s: float
 ) -> Iterator[SpeedRun]:
-    """Runs one case after the other, below `root`; whatever happens to one, the next is tried."""
+    """Runs one case after the other below `root`. A failed case does not stop the others."""
     peaks: dict[tuple[Any, ...], float | None] = {}
     kernels: dict[tuple[StatePrecision, bool], Kernel] = {}
     for index, case in enumerate(cases):
@@ -146,7 +146,7 @@ def _kernel(case: SpeedCase, folder: Path, known: dict[tuple[StatePrecision, boo
 def _peak_s(
     case: SpeedCase, choice: ActivationChoice, device: torch.device, known: dict[tuple[Any, ...], float | None]
 ) -> float | None:
-    """Uncapped, with the GPU to itself; None where activations do not fit."""
+    """Returns the compute-only time, without memory limits, or None if activations do not fit."""
     key = (case.model, case.batch_size, case.sequence_length, case.num_microbatches, choice)
     if key not in known:
         try:
@@ -165,7 +165,7 @@ def _peak_s(
 
 
 def _train(run: SpeedRun, folder: Path, kernel_dir: Path, *, device: str, caps: Caps, until_s: float) -> None:
-    """Fills in what the run gives. Raises what ends it before it is timed."""
+    """Trains a case and stores its results in `run`. Raises an exception if it ends before it is timed."""
     case = run.case
     folder.mkdir()
     spec = case.spec(
@@ -204,14 +204,14 @@ def _train(run: SpeedRun, folder: Path, kernel_dir: Path, *, device: str, caps: 
 
 
 def _timed_steps(journal: Path) -> list[dict[str, Any]]:
-    """The metrics of all steps that have been told of, the warm-up left out."""
+    """Returns the metrics of all reported steps after the warm-up."""
     steps = [record.data for record in read_journal(journal) if record.kind == METRICS]
     return steps[_NUM_WARMUP:]
 
 
 @contextlib.contextmanager
 def _capped(device: str, caps: Caps) -> Iterator[None]:
-    """The caching allocator gives no more than the cap while this lasts."""
+    """Limits the caching allocator in its context."""
     if device != "cuda":
         yield
         return
@@ -225,7 +225,7 @@ def _capped(device: str, caps: Caps) -> Iterator[None]:
 
 
 def _release_gpu() -> None:
-    """What failed may be held by cycles."""
+    """Frees GPU memory. Objects of failed runs may be in reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -235,7 +235,7 @@ def _in_short(error: BaseException) -> str:
     return without_paths(f"{type(error).__name__}: {error}")[:_REASON_LENGTH]
 
 
-# --- what is told of it ---------------------------------------------------------------------------------------------
+# --- report ---------------------------------------------------------------------------------------------------------
 
 _HEADER = (
     "model, states, batch",
@@ -255,7 +255,7 @@ _HEADER = (
 
 
 def tables(runs: Sequence[SpeedRun]) -> list[str]:
-    """Lines of Markdown: speeds and peaks, then where the time went, then what is missing."""
+    """Returns lines of Markdown: speeds and peaks, busy and stall times, and missing cases."""
     done = [run for run in runs if run.step_s]
     speeds = [
         (
@@ -286,7 +286,7 @@ def tables(runs: Sequence[SpeedRun]) -> list[str]:
 
 
 def keys(runs: Sequence[SpeedRun], cases: Sequence[SpeedCase]) -> dict[str, Any]:
-    """Of every case; null where it has not run."""
+    """Returns the figures of every case; null if it has not run."""
     by_name = {run.case.name: run for run in runs}
 
     def of(value: Callable[[SpeedRun], float | None]) -> dict[str, float | None]:

@@ -1,6 +1,6 @@
-"""The optimizer as an actor, beside its bare kernel: chunk by chunk from arena slots, for `benchmarks.optimizer`.
+"""Runs the optimizer as an actor, chunk by chunk from arena slots, and its bare kernel, for `benchmarks.optimizer`.
 
-Its SSD servers answer at once and move nothing, so what is left is the kernel and what the actor does around it.
+The SSD servers answer at once and move nothing. What is left is the kernel, and the actor's own work.
 """
 
 import threading
@@ -49,7 +49,7 @@ def _context(folder: Path, states: StatePrecision, num_threads: int) -> JobConte
     )
     spec = job_spec(workload, folder, folder, [folder / "ssd"])
     hyper = replace(spec.hyperparameters, state_precision=states)
-    placement = Placement(num_cached_params=0)  # nobody is there to lend slots
+    placement = Placement(num_cached_params=0)  # no other actor can lend slots
     spec = replace(
         spec, hyperparameters=hyper, optimizer_threads=num_threads, kernel_dir=str(folder), placement=placement
     )
@@ -61,7 +61,7 @@ def _context(folder: Path, states: StatePrecision, num_threads: int) -> JobConte
 
 
 class ActorRun:
-    """An optimizer whose states are always there."""
+    """An optimizer whose states are always in memory."""
 
     def __init__(self, context: JobContext, arena: Arena) -> None:
         self.context = context
@@ -71,7 +71,7 @@ class ActorRun:
         self.optimizer.setup()
         self._step = 0
         grads = context.plan.grads
-        # The kernel is to find numbers, not the zeros of fresh memory: 0.5 in bf16, and nearly so in fp32.
+        # Fill the arena, because the kernel should not compute with zeros: 0.5 in bf16, and nearly 0.5 in fp32.
         whole = arena.buffer(Span(0, context.plan.arena_nbytes))
         torch.frombuffer(whole, dtype=torch.bfloat16).fill_(0.5)
         keys = context.layout.chunk_keys(BlockIndex(0))
@@ -81,7 +81,7 @@ class ActorRun:
         )
 
     def run(self) -> float:
-        """Seconds for one update of all chunks."""
+        """Returns the seconds of one update of all chunks."""
         update = self.next_update()
         self._updated.clear()
         start_s = time.perf_counter()
@@ -91,7 +91,7 @@ class ActorRun:
         return time.perf_counter() - start_s
 
     def next_update(self) -> UpdateBlock:
-        """The update of the step that follows."""
+        """Returns the update of the next step."""
         self._step += 1
         return UpdateBlock(
             job=self.context.spec.job,
@@ -130,7 +130,7 @@ class BareRun:
             self._chunks.append((actor.optimizer.grad_view(chunk.span, chunk.key), states))
 
     def run(self) -> float:
-        """Seconds for one update of all chunks."""
+        """Returns the seconds of one update of all chunks."""
         update = self._actor.next_update()
         start_s = time.perf_counter()
         for i, (grad, states) in enumerate(self._chunks):
@@ -140,7 +140,7 @@ class BareRun:
 
 @contextmanager
 def actor_and_bare(folder: Path, states: StatePrecision, num_threads: int) -> Iterator[tuple[ActorRun, BareRun]]:
-    """Both, on one arena."""
+    """Creates both runs on one arena."""
     context = _context(folder, states, num_threads)
     arena = Arena.create(Path(context.arena_path), context.plan.arena_nbytes)
     actor = None

@@ -1,10 +1,11 @@
-"""The optimizer's kernel beside its peers and memcpy: `python -m benchmarks.optimizer [--quick]`
+"""Compares the optimizer's kernel with its peers and memcpy: `python -m benchmarks.optimizer [--quick]`
 
-AdamW on one chunk in shared memory, states in fp32, split and in bf16, gradients in bf16, fp16 and fp32; a param in
-bf16 is written too. The peers know fp32 states only, so a kernel on split states is compared with them by parameters a
-second. All contenders of a gradient's format take turns in rounds, in alternating order, with the same threads and in
-the same memory, and so do copies of bytes. Bytes are those that must move, each once; what is cast in passing is not
-counted. Other work on the machine shows at once: its cores must be idle.
+It measures AdamW on one chunk in shared memory. States are fp32, split or bf16; gradients are bf16, fp16 or fp32. A
+bf16 param is written too. The peers support fp32 states only, so split states are compared by parameters per second.
+
+All contenders for a gradient format, and plain copies, run in rounds in alternating order, with the same threads and
+memory. Bytes are the minimum that must move; intermediate casts are not counted. The machine must be idle, because
+other work changes the result at once.
 """
 
 import argparse
@@ -36,16 +37,16 @@ from windlass.storage.ids import StatePrecision
 _GRAD_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DEEPSPEED, _MEMCPY = "DeepSpeed CPUAdam and casts", "memcpy"
 
-Times = Mapping[str, Sequence[float]]  # seconds a call, by contender
+Times = Mapping[str, Sequence[float]]  # seconds per call, by contender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One form of the benchmark."""
+    """The sizes of one form of the benchmark."""
 
     numel: int
     num_rounds: int
-    num_calls: int  # timed, of each contender in each round
+    num_calls: int  # timed calls of each contender in each round
     grads: Sequence[str]
 
 
@@ -54,7 +55,7 @@ QUICK = Plan(numel=16 << 20, num_rounds=3, num_calls=3, grads=("bf16",))
 
 
 def measure(contenders: Sequence[Contender], plan: Plan) -> dict[str, list[float]]:
-    """Seconds a call takes, by contender: the median of each round, after a call that warms up."""
+    """Returns the seconds per call by contender: the median of each round, after a warm-up call."""
     times: dict[str, list[float]] = defaultdict(list)
     for index in range(plan.num_rounds):
         for contender in contenders if index % 2 == 0 else reversed(contenders):
@@ -70,7 +71,7 @@ def measure(contenders: Sequence[Contender], plan: Plan) -> dict[str, list[float
 
 
 def contenders_of(memory: Memory, grad: str, cache_dir: Path) -> tuple[list[Contender], str | None]:
-    """All that run here, and why DeepSpeed does not, if so."""
+    """Returns all contenders that run on this machine, and why DeepSpeed does not, if so."""
     dtype = _GRAD_DTYPES[grad]
     found = []
     for states in StatePrecision:
@@ -86,12 +87,12 @@ def contenders_of(memory: Memory, grad: str, cache_dir: Path) -> tuple[list[Cont
 
 
 def name_of(states: StatePrecision) -> str:
-    """How the reports call windlass on these states."""
+    """Returns the name of windlass with these states in reports."""
     return f"windlass, {states} states"
 
 
 def rows_of(grad: str, contenders: Sequence[Contender], times: Times, numel: int) -> list[tuple[str, ...]]:
-    """The table's rows of one gradient format."""
+    """Returns the table rows of one gradient format."""
     rows: list[tuple[str, ...]] = []
     for contender in contenders:
         seconds = times[contender.name]
@@ -103,9 +104,10 @@ def rows_of(grad: str, contenders: Sequence[Contender], times: Times, numel: int
 
 
 def ratios_of(results: Mapping[str, tuple[Sequence[Contender], Times]]) -> dict[str, float | None]:
-    """The keys of the last line: medians over the rounds, as a machine's speed changes from one to the next.
+    """Returns the ratios of the last line. Each is a median over rounds, because a machine's speed changes between
+    them.
 
-    The least over the gradients' formats, and of fp32 and split states.
+    They are the minimum over the gradient formats, and over fp32 and split states.
     """
     lossless = [name_of(states) for states in (StatePrecision.FP32, StatePrecision.SPLIT)]
     over_deepspeed: list[float | None] = []
@@ -134,7 +136,7 @@ def _median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 
 def actor_over_bare(report: Report, folder: Path, plan: Plan, num_threads: int) -> float:
-    """The least share of the bare kernel's rate that the actor reaches, of all formats of states."""
+    """Returns the minimum ratio of the actor's rate to the bare kernel's, over all state formats."""
     rows, shares = [], []
     for states in StatePrecision:
         seconds: dict[str, list[float]] = defaultdict(list)
@@ -154,7 +156,7 @@ def actor_over_bare(report: Report, folder: Path, plan: Plan, num_threads: int) 
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="gradients in bf16 only, three rounds")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Those that `benchmarks.optimizer` compares: each updates the same number of elements in the same shared memory."""
+"""The contenders of `benchmarks.optimizer`. Each updates the same number of elements in the same shared memory."""
 
 import ctypes
 import os
@@ -19,27 +19,27 @@ from windlass.storage.memory import ALIGNMENT_NBYTES, Arena
 ARENA_DIR = Path("/dev/shm")
 SETTINGS = AdamSettings(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, decoupled=True)
 LEARNING_RATE = 1e-4
-# What an element of a chunk takes in memory: grad, param, residual, master, two moments, and the fp32 gradient that
-# the peers cast to.
+# Bytes of an element in memory: grad, param, residual, master, two moments, and the fp32 gradient that the peers cast
+# to.
 _LAYOUT = {"grad": 4, "param": 2, "residual": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4, "cast_grad": 4}
 
 
 class ContenderMissing(RuntimeError):
-    """A contender that cannot run here; the text says why."""
+    """Raised if a contender cannot run on this machine. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Something that updates a chunk, or copies bytes."""
+    """A function that updates a chunk or copies bytes."""
 
     name: str
     nbytes: int  # read and written by one call, each byte once
-    prepare: Callable[[], None]  # before the timed calls of a round: sane numbers, warm code
+    prepare: Callable[[], None]  # called before a round's timed calls: fills in plausible numbers
     run: Callable[[], None]
 
 
 class Memory:
-    """Arrays for one chunk in an arena, in huge pages where the kernel has them, shared by all contenders in turn."""
+    """Arrays for one chunk in an arena, in huge pages if possible. All contenders use it in turn."""
 
     def __init__(self, arena: Arena, numel: int) -> None:
         self.numel = numel
@@ -47,19 +47,19 @@ class Memory:
         self._offsets = dict(zip(_LAYOUT, _offsets(numel), strict=True))
 
     def view(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """An array of the chunk's elements, in its own place whatever its type."""
+        """Returns an array of the chunk's elements. Its place does not depend on its type."""
         offset = self._offsets[name]
         return self._bytes[offset : offset + self.numel * dtype.itemsize].view(dtype)
 
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of it, as a source and a target of the same size."""
+        """Returns the memory as a source and a target of equal size."""
         middle = self._bytes.numel() // 2 // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
         return self._bytes[:middle], self._bytes[middle : 2 * middle]
 
 
 @contextmanager
 def memory_of(numel: int) -> Iterator[Memory]:
-    """An arena for a chunk, gone afterwards."""
+    """Creates an arena for a chunk, and removes it afterwards."""
     path = ARENA_DIR / f"windlass-{JobId('benchmark')}-1-{os.getpid()}.arena"
     arena = Arena.create(path, _offsets(numel)[-1] + _padded(_LAYOUT["cast_grad"] * numel))
     try:
@@ -70,7 +70,7 @@ def memory_of(numel: int) -> Iterator[Memory]:
 
 
 def fill(tensors: list[torch.Tensor]) -> None:
-    """Numbers as training has them: positive, so that they serve as means of squares too."""
+    """Fills tensors with typical numbers. They are positive, so that they are valid second moments too."""
     for tensor in tensors:
         if tensor.dtype.is_floating_point:
             tensor.uniform_(0.01, 1.0)
@@ -79,7 +79,7 @@ def fill(tensors: list[torch.Tensor]) -> None:
 
 
 def windlass(memory: Memory, states: StatePrecision, grad_dtype: torch.dtype, cache_dir: Path) -> Contender:
-    """The optimizer's kernel on one chunk; half of it has weight decay. It must compile here."""
+    """Returns the optimizer's kernel on one chunk, half of it with weight decay. It must compile on this machine."""
     kernel = OptimizerKernel(
         SETTINGS,
         grad_dtype=grad_dtype,
@@ -97,7 +97,7 @@ def windlass(memory: Memory, states: StatePrecision, grad_dtype: torch.dtype, ca
     grad = memory.view("grad", grad_dtype)
     tensors = {name: memory.view(name, dtype) for name, dtype in dtypes.items()}
     chunk = ChunkStates(grad=grad, **tensors)
-    # fp32 states: the param is written only, as it follows from the master.
+    # With fp32 states the param is only written, because it is derived from the master.
     written = sum(dtype.itemsize for dtype in dtypes.values())
     read = written - (2 if states is StatePrecision.FP32 else 0)
 
@@ -117,7 +117,10 @@ def windlass(memory: Memory, states: StatePrecision, grad_dtype: torch.dtype, ca
 def _peer(
     name: str, memory: Memory, grad_dtype: torch.dtype, update: Callable[[torch.Tensor, list[torch.Tensor]], None]
 ) -> Contender:
-    """A peer on fp32 states: the gradient is cast to fp32 first unless it is, the master to the param last."""
+    """Returns a peer on fp32 states.
+
+    It casts the gradient to fp32 first if needed, and the master to the param last.
+    """
     grad, param = memory.view("grad", grad_dtype), memory.view("param", torch.bfloat16)
     states = [memory.view(key, torch.float32) for key in ("master", "exp_avg", "exp_avg_sq")]
     cast_grad = memory.view("cast_grad", torch.float32) if grad_dtype is not torch.float32 else grad
@@ -137,7 +140,7 @@ def _peer(
 
 
 def torch_fused(memory: Memory, grad_dtype: torch.dtype) -> Contender:
-    """torch's fused AdamW and casts, on whole chunks."""
+    """Returns torch's fused AdamW with casts, on whole chunks."""
 
     def update(grad: torch.Tensor, states: list[torch.Tensor]) -> None:
         torch._fused_adamw_(
@@ -160,7 +163,7 @@ def torch_fused(memory: Memory, grad_dtype: torch.dtype) -> Contender:
 
 
 def deepspeed(memory: Memory, grad_dtype: torch.dtype) -> Contender:
-    """DeepSpeed's CPUAdam and casts, on whole chunks.
+    """Returns DeepSpeed's CPUAdam with casts, on whole chunks.
 
     Raises:
         ContenderMissing: it is not installed, or its operator does not build.
@@ -177,11 +180,11 @@ def deepspeed(memory: Memory, grad_dtype: torch.dtype) -> Contender:
             weight_decay=SETTINGS.weight_decay,
             adamw_mode=True,
         )
-    except Exception as error:  # of many kinds, where something it builds with is missing
+    except Exception as error:  # many types, if a build dependency is missing
         raise ContenderMissing(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
     def update(grad: torch.Tensor, states: list[torch.Tensor]) -> None:
-        # What its `step` does for each param.
+        # The same call as in its `step`, for each param.
         adam.ds_opt_adam.adam_update(
             adam.opt_id,
             10,
@@ -201,7 +204,7 @@ def deepspeed(memory: Memory, grad_dtype: torch.dtype) -> Contender:
 
 
 def copies(memory: Memory) -> list[Contender]:
-    """The same bytes copied by the same number of threads: by torch, and by memmove on a part each."""
+    """Returns copies of the same bytes by the same number of threads: by torch, and by a memmove per thread."""
     source, target = memory.halves()
     num_threads = torch.get_num_threads()
     parts = [

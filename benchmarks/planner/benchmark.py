@@ -1,11 +1,12 @@
-"""The planner: how long it takes, and whether its promise is kept. `python -m benchmarks.planner [--quick]`
+"""Measures the planner's speed and the accuracy of its predictions: `python -m benchmarks.planner [--quick]`
 
-First, how long the integer programs take for Ratel's shapes (its table IV). Then jobs on this machine: each is planned
-with a profile of the machine that is measured right before, as a virtual machine's pace changes within minutes, and
-with times of its own blocks, and simulated, and what is predicted is written to disk; only then it is run, in a process
-of its own, with the memory that was planned. Measured peaks are the kernel's. The device is the CPU: its memory is that
-process's private memory. Last, for three sizes of the batch, whether another amount of swapped activations would have
-been faster (`benchmarks/planner/swaps.py`).
+- The time of the integer programs for Ratel's shapes (its table IV).
+- Jobs on this machine. The machine is measured right before each plan, because a virtual machine's pace changes within
+  minutes. The job's own blocks are measured and the plan is simulated. The prediction is written to disk before the job
+  runs, in its own process, with the planned memory. Peaks are those of the kernel. The device is the CPU, so its memory
+  is that process's private memory.
+- For three batch sizes, whether another amount of swapped activations would have been faster
+  (`benchmarks/planner/swaps.py`).
 """
 
 import statistics
@@ -71,15 +72,15 @@ CASES = (
 QUICK_CASES = (Case(title="small", hidden=128, num_layers=4, batch_size=2, sequence_length=64),)
 
 
-# What a layer takes for all, with one operator's output held, and with all held that spare anything, in its forward
-# pass. Made up, about what layers take on CPUs: that a job's layers are measured must not make its plan take long.
+# Recomputation times as shares of a layer's forward pass: all recomputed, one output held, all useful outputs held. The
+# values are typical for CPUs, but invented. They show that measured layers do not slow down the solver.
 _AGAIN_SHARES = ((0.85, 0.8, 0.1), (0.8, 0.75, 0.2), (0.7, 0.6, 0.1))
 
 
 def solve_times(*, quick: bool) -> dict[str, tuple[float, float]]:
-    """Seconds of all programs of a job, by the model's billions of parameters and whether gradients are kept.
+    """Returns the seconds to solve a job's programs, by billions of parameters and whether gradients are kept.
 
-    As the machine's rates have it, and the longest with times of layers.
+    The first number is with the machine's rates, the second one the maximum with times of layers.
     """
     machine = load(Hardware, example_machines()["rtx4090-server"])
     speeds, limits = speeds_of(machine), limits_of(machine)
@@ -108,7 +109,7 @@ def _solve_s(job: PlannedJob, speeds: Speeds, limits: Limits) -> float:
 
 
 def _with_times(job: PlannedJob, speeds: Speeds, shares: tuple[float, float, float]) -> PlannedJob:
-    """The job with times of its layers, as if these had been measured."""
+    """Returns the job with invented times of its layers."""
 
     def timed(layer: LayerProfile) -> LayerProfile:
         forward_s = layer.num_flops / speeds.device_flops
@@ -120,13 +121,13 @@ def _with_times(job: PlannedJob, speeds: Speeds, shares: tuple[float, float, flo
 
 
 def errors_of(predicted: Predicted, measured: Measured) -> dict[str, float]:
-    """Measured over predicted, less one."""
+    """Returns the relative errors: measured / predicted - 1."""
     names = ("step_s", "device_nbytes", "arena_nbytes", "ssd_nbytes")
     return {name: getattr(measured, name) / getattr(predicted, name) - 1 for name in names}
 
 
 def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) -> dict[str, float]:
-    """The table of what was promised and what came; the largest errors."""
+    """Adds the table of predicted and measured values. Returns the largest errors."""
     rows, step_errors, peak_errors = [], [], []
     for case, predicted, measured in cases:
         if measured.error is not None:
@@ -163,7 +164,7 @@ def add_promises(report: Report, cases: list[tuple[Case, Predicted, Measured]]) 
 
 
 def add_choices(report: Report, cases: Sequence[tuple[Case, Predicted]]) -> None:
-    """The table of what was decided for each job."""
+    """Adds the table of the planner's decisions."""
     rows = []
     for case, predicted in cases:
         chosen = predicted.choices
@@ -198,7 +199,7 @@ def add_choices(report: Report, cases: Sequence[tuple[Case, Predicted]]) -> None
 
 
 def _measured(folder: Path) -> Hardware:
-    """This machine as it is now."""
+    """Measures this machine's current rates."""
     return measure_hardware(Settings(home=folder, ssd_dirs=(folder / "measured",)), tell=lambda _: None)
 
 
@@ -220,7 +221,7 @@ def _add_machines(report: Report, cases: Sequence[Case], machines: Sequence[Hard
 
 
 def main() -> None:
-    """Solve, predict, run, report, end with the line of ratios."""
+    """Solves, predicts, runs, reports, and prints the ratios as the last line."""
     options = parse_options("planner", __doc__, quick="one small model, one small job")
     cases = QUICK_CASES if options.quick else CASES
     num_timed_steps = 2 if options.quick else 6
@@ -237,7 +238,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as name:
         directory = Path(name).resolve()
         torch.set_num_threads(num_cores())
-        retain_freed_memory()  # as jobs do
+        retain_freed_memory()  # as in jobs
         found, machines = [], []
         for i, case in enumerate(cases):
             folder = directory / str(i)

@@ -1,4 +1,4 @@
-"""Jobs on this machine that are planned: what may be promised about each, written to disk before it runs."""
+"""Jobs on this machine that are planned. Predictions are written to disk before a job runs."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job, and what it may take. Budgets in MiB; None: what the machine has."""
+    """A job and its budgets in MiB. None: all that the machine has."""
 
     title: str
     hidden: int
@@ -33,10 +33,10 @@ class Case:
     num_microbatches: int = 1
     clip_norm: float | None = None
     device_mib: int | None = None
-    memory_mib: int | None = None  # of the device and the arena together
+    memory_mib: int | None = None  # budget of the device and the arena together
 
     def workload(self, *, num_timed_steps: int) -> Workload:
-        """To be written."""
+        """Returns the workload of the job."""
         return Workload(
             shape=ModelShape(
                 hidden=self.hidden,
@@ -56,22 +56,22 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What is promised. Bytes of the device are of what the engine allocates."""
+    """The predictions. Bytes of the device are those that the engine allocates."""
 
-    step_s: float  # simulated, and not less than the bound
-    bound_s: float  # by the cost model alone
+    step_s: float  # simulated, but at least the bound
+    bound_s: float  # lower bound by the cost model
     simulated_s: float
     device_nbytes: int
     arena_nbytes: int
     ssd_nbytes: int
-    swapped_nbytes: int  # room for activations that leave the device
-    choices: dict[str, Any]  # see `planner.report`
+    swapped_nbytes: int  # space for activations that leave the device
+    choices: dict[str, Any]  # see `planner.planning.report`
 
 
 def question_of(case: Case, machine: Hardware) -> PlanQuestion:
-    """What the planner is asked, with the blocks' times measured here and now."""
+    """Builds the planner's question. The blocks' times will be measured on this machine."""
     if case.memory_mib is not None:
-        # Above what the planner leaves to processes.
+        # The budget, plus what the planner leaves to processes.
         gib = case.memory_mib / 1024 + machine.host.memory_gib - limits_of(machine).host_nbytes / GIB
         machine = with_part(machine, host=with_part(machine.host, memory_gib=gib))
     return PlanQuestion(
@@ -87,7 +87,7 @@ def question_of(case: Case, machine: Hardware) -> PlanQuestion:
 
 
 def predict(case: Case, question: PlanQuestion, profiles: Profiles, folder: Path, kernel_dir: Path) -> Predicted:
-    """Plan a job, and write what is planned and what is predicted into its folder, beside its workload.
+    """Plans a job, and writes the plan and the prediction to its folder, beside its workload.
 
     Raises:
         DoesNotFitError: nothing fits.

@@ -1,7 +1,7 @@
-"""A planned job, run in a process of its own: `python -m benchmarks.planner.run {time,memory} FOLDER`
+"""Runs a planned job in its own process: `python -m benchmarks.planner.run {time,memory} FOLDER`
 
-What memory it took is asked of the kernel, never of the plan: private memory on the device's side (the device is the
-CPU), pages of the arena, blocks of the SSD directory. Prints one JSON object.
+Memory use is read from the kernel, not from the plan: private memory for the device (which is the CPU), pages of the
+arena, and blocks of the SSD directory. Prints one JSON object.
 """
 
 import json
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 JOB_FILE = "planned.json"  # beside the workload
 _HOME, _SSD = "home", "ssd"
-_NUM_MEMORY_STEPS = 4  # after these no job takes more
-_BLOCK_NBYTES = 512  # that `st_blocks` counts
+_NUM_MEMORY_STEPS = 4  # steps after which a job's memory no longer grows
+_BLOCK_NBYTES = 512  # unit of `st_blocks`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run gave; `error` says why it gave nothing."""
+    """The measurements of a run. `error` is the reason if there are none."""
 
     error: str | None = None
     step_s: float = 0.0  # mean of the timed steps
@@ -37,10 +37,10 @@ class Measured:
 
 
 def run_planned(folder: Path) -> Measured:
-    """Train what a folder holds, in a process of its own: once for the time, and some steps once more for the memory.
+    """Trains the job of a folder in its own process: once for the time, and a few steps again for the memory.
 
-    Where freed memory goes back to the system at once, so that what is private is what lives, a step takes twice as
-    long.
+    The memory run returns freed memory to the system at once, so that private memory is live memory. This doubles the
+    step time.
     """
     from benchmarks.activations.run import MALLOC
 
@@ -51,7 +51,7 @@ def run_planned(folder: Path) -> Measured:
 
 
 def run_timed(folder: Path) -> Measured:
-    """Train what a folder holds, in a process of its own, for the time alone."""
+    """Trains the job of a folder in its own process, for the time alone."""
     return _run("time", folder, {})
 
 
@@ -66,7 +66,7 @@ def _run(what: str, folder: Path, environment: dict[str, str]) -> Measured:
 
 
 def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
-    """The job: the workload's, with what was planned. `num_steps`: not all of the workload's."""
+    """Returns the workload's job with the planned settings. `num_steps`: fewer than the workload's."""
     from benchmarks.peers.windlass_runner import job_spec
     from windlass.engine.memory_plan import placement_json
     from windlass.storage.ids import JobId
@@ -88,9 +88,10 @@ def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
 
 
 def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = True) -> Measured:
-    """Train in this process, all actors as threads. `watches_memory`: which takes some percent of a step on few cores.
+    """Trains in this process, with all actors as threads.
 
-    `num_steps`: not all of the workload's.
+    `watches_memory`: sample private memory, which costs some percent of a step on few cores. `num_steps`: fewer than
+    the workload's.
     """
     from benchmarks.activations.run import PrivateMemory, private_nbytes
     from windlass.actors.job import JOURNAL_FILE, read_journal
@@ -102,7 +103,7 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
     spec, workload = planned_spec(folder, num_steps), read_workload(folder)
     partition = partition_folder(spec.model_dir, spec.hyperparameters.precision)
     memory, is_watched = PrivateMemory(), False
-    at_kernels: list[int] = []  # private memory: when the optimizer is ready, and when states are on the device
+    at_kernels: list[int] = []  # private memory when the optimizer is ready, and when states are on the device
     blocks = {"arena": 0, "ssd": 0}
 
     def look(_to: str, message: Message) -> None:
@@ -139,10 +140,10 @@ def _used_nbytes(folder: Path, pattern: str) -> int:
 
 
 def main() -> None:
-    """Train as the folder says, for the time or for the memory."""
+    """Trains the job of a folder, for the time or for the memory."""
     from windlass.engine.device import retain_freed_memory
 
-    retain_freed_memory()  # as the worker's process in a service does
+    retain_freed_memory()  # as in a service's worker process
     what, folder = sys.argv[1:]
     asks_memory = what == "memory"
     measured = train(Path(folder), _NUM_MEMORY_STEPS if asks_memory else None, watches_memory=asks_memory)

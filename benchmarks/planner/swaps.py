@@ -1,8 +1,10 @@
-"""Whether what the planner chooses to swap is the best: beside its plan, the engine runs jobs that swap more and less.
+"""Checks whether the planner swaps the best amount of activations, by jobs that swap more and less.
 
-All jobs have the same memory and are planned in the same way; in each of the others every layer must swap the outputs
-of the same number of operators, in the order of their benefit, from none to all of them. They run in turns, so that a
-machine that changes its pace changes all of them. Source of the sweep: Ratel, figure 9.
+All jobs have the same memory and are planned in the same way. In each of the other jobs, every layer must swap the
+outputs of the same number of operators, by their benefit. The number goes from none to all. The jobs run in turns, so
+that changes of the machine's pace affect all of them.
+
+Source of the sweep: Ratel, figure 9.
 """
 
 import statistics
@@ -21,7 +23,7 @@ from windlass.planner.solver import DoesNotFitError
 
 _NUM_TURNS = 3
 _NUM_TIMED_STEPS = 6
-# Numbers of operators whose outputs are swapped; None: of all, and nothing is computed again.
+# Numbers of operators whose outputs are swapped. None: those of all operators, without recomputation.
 _NUMBERS: tuple[int | None, ...] = (0, 4, 8, None)
 _CHOSEN = "chosen"
 SWAPS = tuple(
@@ -49,7 +51,7 @@ class Swap:
 
 
 def sweep(cases: Iterable[Case], machine: Hardware, directory: Path) -> list[Swap]:
-    """Runs what fits of each case; the planner's choice first."""
+    """Runs the jobs of each case that fit, the planner's choice first."""
     found = []
     for case in cases:
         planned: list[tuple[str, Path, Predicted]] = []
@@ -70,7 +72,7 @@ def sweep(cases: Iterable[Case], machine: Hardware, directory: Path) -> list[Swa
 
 
 def only(number: int | None) -> Ways:
-    """All layers swap the outputs of so many operators, and what enters them."""
+    """Restricts all layers to swapping their input and the outputs of `number` operators."""
 
     def ways(layer: LayerProfile) -> Iterable[ActivationOption]:
         of_layer = list(ways_of_layer(layer))
@@ -84,7 +86,7 @@ def only(number: int | None) -> Ways:
 
 
 def add_swaps(report: Report, swaps: Sequence[Swap]) -> dict[str, float]:
-    """The table of all jobs; how much longer the planner's choice takes than the best of its sweep, at the most."""
+    """Adds the table of all jobs. Returns the planner's largest step time relative to the best one of its sweep."""
     report.add(
         "", "Activations that are swapped: the planner's choice, and the same number of operators in all layers."
     )

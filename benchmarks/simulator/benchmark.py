@@ -1,9 +1,8 @@
-"""Does a simulated step take as long as a real one? `python -m benchmarks.simulator [--quick]`
+"""Compares simulated steps with real ones: `python -m benchmarks.simulator [--quick]`
 
-Small jobs whose activations are swapped, to host memory and on to SSDs, whose layers come in pieces, whose groups of
-micro-batches go through the blocks one after the other. They run in the real engine, all actors in one process, on a
-machine whose links, SSDs and compute are slow, at declared rates; the simulator gets the same rates, and nothing that
-was measured.
+The jobs are small. Their activations are swapped to host memory and SSDs, their layers are streamed, or their
+micro-batches form several groups. They run in the real engine, with all actors in one process. Links, SSDs and compute
+are slowed down to declared rates. The simulator gets the same rates, and no measurements.
 """
 
 import os
@@ -21,7 +20,7 @@ QUICK_CASES = ("swapped, the SSDs", "in pieces")
 
 
 def add_table(report: Report, comparisons: Mapping[str, Comparison]) -> None:
-    """Every case."""
+    """Adds a table with a row for each case."""
     rows = [
         (
             name,
@@ -36,7 +35,7 @@ def add_table(report: Report, comparisons: Mapping[str, Comparison]) -> None:
 
 
 def ratios_of(comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
-    """Errors as shares of what was measured; and how many cases moved other bytes than simulated."""
+    """Returns the relative errors, and the number of cases whose real and simulated bytes differ."""
     errors = [abs(found.simulated_over_real - 1) for found in comparisons.values()]
     return {
         "simulated_over_real": {name: found.simulated_over_real for name, found in comparisons.items()},
@@ -47,7 +46,7 @@ def ratios_of(comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, report, end with the line of ratios."""
+    """Measures, reports, and prints the ratios as the last line."""
     options = parse_options("simulator", __doc__, quick="two of the jobs")
     names = QUICK_CASES if options.quick else tuple(CASES)
     configuration = {

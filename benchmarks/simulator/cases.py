@@ -1,6 +1,6 @@
-"""One job of `benchmarks.simulator`: really run on a machine whose rates are declared, and simulated on the same rates.
+"""Runs one job of `benchmarks.simulator` on a machine with declared rates, and simulates it with the same rates.
 
-The model is small and the rates are low, so the machine's own time hardly counts. Nothing is fitted.
+The model is small and the rates are low, so the machine's own time hardly matters. Nothing is fitted.
 """
 
 import math
@@ -28,16 +28,17 @@ from windlass.storage.ids import ActorName, Kernel, Precision
 from windlass.storage.io import DEFAULT_IO
 
 NUM_LAYERS, NUM_STEPS, BATCH_SIZE, LENGTH = 3, 4, 4, 48
-# Five chunks a layer, of which the last is short.
+# Elements: makes five chunks a layer, the last one shorter.
 _CHUNK_NUMEL = 8192
 _SSDS = (SsdFacts(io=DEFAULT_IO, weight=1),) * 2
-# As large as a tensor: beside a real one, messages about parts of a page would count.
+# Bytes: as large as a tensor. With smaller slots, messages about parts of a page would matter.
 _ACTIVATION_SLOT_NBYTES = 1 << 15
-# Less than a layer and micro-batch puts.
+# Bytes: less than the swapped activations of a layer and micro-batch.
 _LEAVING_NBYTES = 1 << 18
-# In the first step nothing is known yet of the order of pieces, and the last one has no next.
+# The first step does not know the order of pieces yet, and the last step has no next one.
 _INNER = slice(1, NUM_STEPS - 1)
-# What the plan and the choices decide alone, and no race; what is read of activations, only where SSDs are slow.
+# Kinds whose bytes depend on the plan and the choices alone, not on timing. For reads of activations this holds only
+# with slow SSDs.
 _DECIDED = frozenset(
     (
         SpanKind.COPY_PARAMS_IN,
@@ -61,24 +62,24 @@ DecidedNbytes = Mapping[tuple[SpanKind, int, int], int]
 
 
 class CaseFailedError(Exception):
-    """A job did not end with a model."""
+    """Raised if a job does not end with a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job, and what is slow."""
+    """A job, and the rates of its slow machine."""
 
     placement: Placement
-    layer_s: float  # that a micro-batch takes forward through a layer
+    layer_s: float  # forward time of a micro-batch
     h2d_bytes: float = _FAST  # per second
     d2h_bytes: float = _FAST
-    ssd_bytes: float | None = None  # of each SSD; None: as fast as it is
+    ssd_bytes: float | None = None  # of each SSD; None: not slowed down
     num_microbatches: int = 2
     is_tied: bool = False
     clip_norm: float | None = None
 
     def hurried(self) -> "Case":
-        """The same job on a machine that is slow in nothing."""
+        """Returns the same job on a machine that is not slowed down."""
         return replace(self, layer_s=0.001, h2d_bytes=_FAST, d2h_bytes=_FAST, ssd_bytes=None)
 
 
@@ -144,7 +145,7 @@ CASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Steps of a job, without the first and the last."""
+    """The steps of a job, without the first and the last."""
 
     step_s: float  # the mean
     nbytes: DecidedNbytes
@@ -152,21 +153,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What a job took, and what it should have."""
+    """The real and the simulated run of a job."""
 
     real: Run
     simulated: Run
 
     @property
     def simulated_over_real(self) -> float:
-        """Of the steps' times."""
+        """The ratio of the step times."""
         return self.simulated.step_s / self.real.step_s
 
 
 def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
-    """Runs and simulates a job whose files lie below `folder`; the same folder serves many cases.
+    """Runs and simulates a job with files below `folder`. Many cases can share the folder.
 
-    `direct`: whether its file system takes O_DIRECT.
+    `direct`: whether its file system supports O_DIRECT.
 
     Raises:
         CaseFailedError: the job did not end with a model.
@@ -175,7 +176,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
         spec = _spec(case, folder)
         partition = Partition(build_meta_model(load_config(spec.model_dir), Precision.FP32), _CHUNK_NUMEL)
         num_tokens = BATCH_SIZE * LENGTH // case.num_microbatches
-        # What a product of one param with all tokens of a micro-batch takes.
+        # Seconds to multiply one param with all tokens of a micro-batch.
         product_s = case.layer_s / partition.layout.blocks[1].decay_numel
         machine = SlowMachine(
             products_per_s=num_tokens / product_s,
@@ -194,14 +195,14 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
         steps = simulate(context, job_shape(context, lambda _: "{}"), _rates(case), work)
     simulated = Run(
         step_s=statistics.fmean(step.summary["period_s"] for step in steps[_INNER]),
-        # What lasts from one step into the next is told of in both.
+        # A span that lasts into the next step occurs in both steps.
         nbytes=_decided(dict.fromkeys(span for step in steps for span in step.spans)),
     )
     return Comparison(real=real, simulated=simulated)
 
 
 def _spec(case: Case, folder: Path) -> JobSpec:
-    """A job in fp32, its states on two SSDs. Writes its model and its tokens, if no case before it has."""
+    """Returns a job in fp32 with states on two SSDs. Writes its model and tokens if no earlier case has."""
     kind = folder / ("tied" if case.is_tied else "plain")
     shape = ModelShape(
         hidden=64,
@@ -229,7 +230,7 @@ def _spec(case: Case, folder: Path) -> JobSpec:
         num_microbatches=case.num_microbatches,
         clip_norm=case.clip_norm,
         precision=Precision.FP32,
-        kernel=Kernel.FUSED,  # nothing is compiled for updates so small
+        kernel=Kernel.FUSED,  # do not compile a kernel for updates this small
     )
     return replace(
         spec,
@@ -251,7 +252,7 @@ def _train(spec: JobSpec, partition: Partition, machine: SlowMachine, *, direct:
     for name in (spec.job_dir, *spec.ssd_dirs):
         Path(name).mkdir(exist_ok=True)
     try:
-        # The check of the architecture computes too: it would be slow.
+        # Skip the architecture check, because it computes too and would be slow.
         with patch.object(gpu_worker, "check_architecture", lambda *_: None), machine.running():
             outcome = run_local(spec, partition=partition, ssds=_SSDS, direct=direct, on_message=look)
         if outcome["status"] != "succeeded":
@@ -278,10 +279,10 @@ def _rates(case: Case) -> Rates:
 
 
 def _compute_s(context: JobContext, product_s: float) -> dict[tuple[Phase, int], float]:
-    """`product_s`: of one param with all tokens of a micro-batch."""
+    """Returns the compute seconds of operations. `product_s`: of one param with all tokens of a micro-batch."""
     layers, found = context.plan.layer_activations, {}
     for block in context.layout.blocks:
-        # A tied head multiplies with the embedding's.
+        # A tied head uses the embedding's matrix.
         shared = context.layout.shared[block.index]
         matrices = 0 if block.index == 0 else sum(context.layout.blocks[each].decay_numel for each in shared)
         forward_s = matrices * product_s * context.plan.group_size

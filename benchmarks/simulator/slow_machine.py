@@ -1,6 +1,6 @@
-"""A machine in this process whose links, SSDs and compute are slow, and declared: what the simulator is compared with.
+"""A machine in this process with links, SSDs and compute slowed down to declared rates, to compare the simulator with.
 
-As `throttle.py`, but product by product and copy by copy: layers wait in the midst of what they compute.
+It works as `throttle.py`, but for each product and copy, so that layers wait while they compute.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ _copy = device.copy
 
 
 class SlowMachine:
-    """Rates that nothing is faster than. A product of a param with a token takes as long backward as two forward."""
+    """Maximum rates. The product of a param with a token takes twice as long backward as forward."""
 
     def __init__(
         self, *, products_per_s: float, h2d_bytes: float, d2h_bytes: float, ssd_bytes: float | None = None
     ) -> None:
-        """`products_per_s`: of matrices' elements with tokens. `ssd_bytes`: of each SSD."""
+        """`products_per_s`: of matrix elements with tokens. `ssd_bytes`: per second, of each SSD."""
         self._products_per_s = products_per_s
-        self._due_s = 0.0  # when what was computed until now would be, on this machine
+        self._due_s = 0.0  # time at which all products so far would be done on this machine
         self._links = {True: Gate(d2h_bytes), False: Gate(h2d_bytes)}
         self._throttle = Throttle(ssd_bytes_per_s=ssd_bytes)
         # Bytes of each tensor that was swapped, by step and block.
@@ -45,7 +45,7 @@ class SlowMachine:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Jobs in this process run on it meanwhile."""
+        """Slows down the jobs that run in this process within the context."""
         tiers, pieces = activation_tiers.ActivationTiers, param_pieces_on_device.PieceBuffers
         put = tiers.put
 
@@ -63,7 +63,7 @@ class SlowMachine:
             yield
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # The arena is larger than anything on the device.
+        # The arena is larger than any storage on the device.
         is_out = target.untyped_storage().nbytes() > source.untyped_storage().nbytes()
         with self._links[is_out].passing(target.nbytes):
             _copy(target, source)
@@ -86,7 +86,7 @@ class SlowMachine:
         return SlowRunner
 
     def _waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Whoever computes may wait in it, and computes nothing meanwhile."""
+        """Wraps a call in which a computing thread may wait. The waiting time does not count as compute."""
 
         def wait(*arguments: Any, **options: Any) -> Any:
             start_s = time.monotonic()
@@ -98,7 +98,7 @@ class SlowMachine:
         return wait
 
     def _begin(self, module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        """A module's way backward ends where the gradient of its own view of its input is known."""
+        """Starts a module. Its backward pass ends when the gradient of its own view of the input is known."""
         assert isinstance(module, nn.Linear)
         (entering,) = inputs
         entering = entering.view_as(entering)
@@ -112,6 +112,6 @@ class SlowMachine:
         self._pass(output.numel() * module.in_features)
 
     def _pass(self, products: int) -> None:
-        """What is slower by itself is as slow as it is."""
+        """Waits until the products would be done. If they took longer by themselves, does not wait."""
         self._due_s += products / self._products_per_s
         sleep_until(self._due_s)
