@@ -1,7 +1,7 @@
 """Makes the installation that `tests/e2e/test_upgrade.py` upgrades: run it with the release that users come from.
 
-`python -m tests.support.old_installation.make FILE.tar.xz` in a checkout of that release writes a home with a paused job,
-and with a job that was training when all processes were killed. Renew the archive before a stored format changes.
+`python -m tests.support.old_installation.make FILE.tar.xz` runs in a checkout of that release. It writes a home with a
+paused job and a job that was training when all processes were killed. Renew the archive before a stored format changes.
 """
 
 import argparse
