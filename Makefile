@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS := .ci/constraints.txt
+# Errors only: warnings about the local set-up of pip help nobody here.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 # Else each of the many processes that tests and services start compiles all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,9 +15,11 @@ unexport PYTHONDONTWRITEBYTECODE
 install: $(STAMP)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
+	@echo "Installing windlass, PyTorch and the tests' packages into $(VENV)/; this takes some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@$(PIP) --upgrade pip
+	@$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
+	@echo "Installed"
 	@touch $@
 
 # The newest of every package, and what they are written down. Commit that once `make check` and `make test` pass.
@@ -34,14 +38,16 @@ demo: install
 test: install
 	nice -n 19 $(BIN)/python -m pytest --numprocesses=auto
 
+# In shards: what has passed is not run again. `make test-long ARGS="--shards 1 2"` runs two of twenty.
 test-long: install
-	$(BIN)/python -m pytest -m 'not gpu' --durations=20
+	$(BIN)/python -m tests.support.long_tests $(ARGS)
 
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python .ci/check_words.py
 
 bench: install
 	$(BIN)/python -m benchmarks
